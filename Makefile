@@ -1,0 +1,57 @@
+# Every target sets itself up: Python >= 3.10 and make are all that a machine needs.
+#   make demo ARGS="--nproc 4"      make test ARGS="-k mask -x"      make test PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'Options go in ARGS, as in: make test ARGS="-k mask -x"'
+
+demo: $(STAMP)  ## train a small Llama on a sequence split over several processes
+	@echo "demo: examples/train_llama.py $(ARGS)"
+	@$(BIN)/python examples/train_llama.py $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	@echo "test: pytest $(ARGS)"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## check style, formatting and types
+	@echo "lint: ruff check"
+	@$(BIN)/ruff check .
+	@echo "lint: ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "lint: mypy"
+	@$(BIN)/mypy
+
+format: $(STAMP)  ## fix imports and formatting in place
+	@echo "format: ruff"
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean:  ## remove the environment, builds and caches
+	@echo "clean: $(VENV), builds and caches"
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find annotations customized_ops examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "setup: '$(PYTHON)' is missing or older than Python 3.10; name another, as in: make test PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "setup: '$(PYTHON)' cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
+	  echo "       On Debian and Ubuntu: apt install python3-venv. Or name another: make test PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup: installing seqshard, PyTorch and the test tools (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]' -c constraints.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""Custom ops with annotations, for auto-parallelizers and for calling directly."""
