@@ -1,0 +1,477 @@
+import copy
+import pickle
+
+import pytest
+
+from annotations.binding import bind
+from annotations.errors import (
+    AnnotationError,
+    AnnotationSyntaxError,
+    BindingError,
+    PartitionError,
+)
+from annotations.grammar import Annotation
+
+GQA = "b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^"
+Q, K, V = (2, 128, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64)
+
+
+def text_of(error_type, function, *args) -> str:
+    """The text of the error that ``function`` raises, after a newline, as the tests write it."""
+    with pytest.raises(error_type) as info:
+        function(*args)
+    assert type(info.value) is error_type
+    assert isinstance(info.value, AnnotationError) and isinstance(info.value, ValueError)
+    return f"\n{info.value}\n"
+
+
+# Each text is the whole message, after a newline and before one.
+SYNTAX = {
+    "a b": """
+the annotation has no '->'
+    a b
+    ^~~
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+""",
+    "a -> b -> c": """
+the annotation has more than one '->'
+    a -> b -> c
+           ^~
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+""",
+    "(a (b) c) -> a": """
+'(' inside brackets
+    (a (b) c) -> a
+       ^
+    expected: brackets without brackets
+""",
+    "a, (b c -> a": """
+'(' is never closed
+    a, (b c -> a
+       ^
+    expected: a ')' after it, in the same tensor
+""",
+    "(a, b) -> a": """
+'(' is never closed
+    (a, b) -> a
+    ^
+    expected: a ')' after it, in the same tensor
+""",
+    "a b) -> a": """
+')' closes nothing
+    a b) -> a
+       ^
+    expected: a '(' before it
+""",
+    "a, b++ -> a": """
+'b++' is not a dim
+    a, b++ -> a
+       ^~~
+    expected: a name or a size, then at most one of '+' and '^'
+""",
+    "a +, b -> a": """
+'+' is not a dim
+    a +, b -> a
+      ^
+    expected: a name or a size, then at most one of '+' and '^'
+""",
+    "a-b -> a": """
+'a-b' is not a dim
+    a-b -> a
+    ^~~
+    expected: a name or a size, then at most one of '+' and '^'
+""",
+    "a:b:/b -> a": """
+'b' is not a modifier
+    a:b:/b -> a
+      ^
+    expected: '/name' or '/' after ':', separated by spaces
+""",
+    "a / -> a": """
+'/' is not a dim
+    a / -> a
+      ^
+    expected: '/' as a whole tensor ('a, / -> a') or after ':' ('a : / -> a')
+""",
+    "a, /+ -> a": """
+'/' is not a dim
+    a, /+ -> a
+       ^~
+    expected: '/' as a whole tensor ('a, / -> a') or after ':' ('a : / -> a')
+""",
+    "(a *^) -> a": """
+'*^' is inside brackets
+    (a *^) -> a
+       ^~
+    expected: only names and sizes in brackets
+""",
+    "(4 ?) -> a": """
+'?' is inside brackets
+    (4 ?) -> a
+       ^
+    expected: only names and sizes in brackets
+""",
+    "a, b : m -> a": """
+'m' is not a modifier
+    a, b : m -> a
+           ^
+    expected: '/name' or '/' after ':', separated by spaces
+""",
+    "a : /m /2 -> a": """
+'/2' is not a modifier
+    a : /m /2 -> a
+           ^~
+    expected: '/name' or '/' after ':', separated by spaces
+""",
+    "a : /m : /n -> a": """
+':' is not a modifier
+    a : /m : /n -> a
+           ^
+    expected: '/name' or '/' after ':', separated by spaces
+""",
+    "m k+, k n -> m n": """
+'k' is marked in two ways
+    m k+, k n -> m n
+          ^
+    'k' here, but 'k+' before
+    expected: the same mark wherever the name appears
+""",
+    "m (k^ 2), n -> m (n k)": """
+'k' is marked in two ways
+    m (k^ 2), n -> m (n k)
+                        ^
+    'k' here, but 'k^' before
+    expected: the same mark wherever the name appears
+""",
+    "* a * -> a": """
+a tensor has more than one '*'
+    * a * -> a
+        ^
+    expected: at most one '*' in each tensor
+""",
+}
+
+
+@pytest.mark.parametrize("text", SYNTAX)
+def test_syntax_error(text):
+    assert text_of(AnnotationSyntaxError, Annotation.parse, text) == SYNTAX[text]
+
+
+BINDING = {
+    "l_mismatch_with_a_fix": (
+        (GQA, "wrap_ring_attn_func", ["q", "k", "v"], [Q, (2, 96, 2, 64), V]),
+        """
+wrap_ring_attn_func: argument 'k' does not fit the annotation
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+                     ^
+    dim 1 of k is 'l' = 128 from dim 1 of q, but k has shape (2, 96, 2, 64)
+    expected: k of shape (2, 128, 2, 64)
+""",
+    ),
+    "mismatch_without_a_certain_fix": (
+        (GQA, "op", ["q", "k", "v"], [Q, (2, 96, 2, 64), (2, 96, 2, 64)]),
+        """
+op: argument 'k' does not fit the annotation
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+                     ^
+    dim 1 of k is 'l' = 128 from dim 1 of q, but k has shape (2, 96, 2, 64)
+""",
+    ),
+    "group_mismatch": (
+        (GQA, "op", ["q", "k", "v"], [(2, 128, 9, 64), K, V]),
+        """
+op: argument 'q' does not fit the annotation
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+        ^~~~~
+    dim 2 of q is '(g 4)' = 8, where 'g' = 2 from dim 2 of k, but q has shape (2, 128, 9, 64)
+    expected: q of shape (2, 128, 8, 64)
+""",
+    ),
+    "not_a_multiple": (
+        ("(g 4) -> g", "op", ["x"], [(10,)]),
+        """
+op: argument 'x' does not fit the annotation
+    (g 4) -> g
+    ^~~~~
+    dim 0 of x is '(g 4)', a multiple of 4, but x has shape (10,)
+""",
+    ),
+    "not_a_multiple_of_an_argument": (
+        ("(h d^) -> d^", "op", ["x"], [(12,)], {"h": 5}),
+        """
+op: argument 'x' does not fit the annotation
+    (h d^) -> d^
+    ^~~~~~
+    dim 0 of x is '(h d^)', where 'h' = 5 from argument h, a multiple of 5, but x has shape (12,)
+""",
+    ),
+    "argument_contradicts": (
+        ("(h 6) -> h", "op", ["x"], [(12,)], {"h": 3}),
+        """
+op: argument 'x' does not fit the annotation
+    (h 6) -> h
+    ^~~~~
+    dim 0 of x is '(h 6)' = 18, where 'h' = 3 from argument h, but x has shape (12,)
+""",
+    ),
+    "fixed_size": (
+        ("a 8 -> a", "op", ["x"], [(2, 7)]),
+        """
+op: argument 'x' does not fit the annotation
+    a 8 -> a
+      ^
+    dim 1 of x is 8, but x has shape (2, 7)
+    expected: x of shape (2, 8)
+""",
+    ),
+    "underdetermined": (
+        ("n, (a b c) -> a", "op", ["x", "y"], [(2,), (12,)]),
+        """
+op: argument 'y' does not fit the annotation
+    n, (a b c) -> a
+       ^~~~~~~
+    dim 0 of y is '(a b^ c^)', which needs integer arguments for 'b', 'c', but y has shape (12,)
+""",
+    ),
+    "underdetermined_by_zero": (
+        ("(a b) -> a", "op", ["x"], [(0,)], {"a": 0}),
+        """
+op: argument 'x' does not fit the annotation
+    (a b) -> a
+    ^~~~~
+    dim 0 of x is '(a b^)', which needs integer arguments for 'b', but x has shape (0,)
+""",
+    ),
+    "too_few_dims": (
+        (GQA, "op", ["q", "k", "v"], [Q, (2, 128, 64), V]),
+        """
+op: argument 'k' does not fit the annotation
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+                   ^~~~~~~~~
+    k is annotated as 4 dims, 'b l g hd^', but k has shape (2, 128, 64)
+""",
+    ),
+    "too_few_dims_for_a_star": (
+        ("n, * a b -> *", "op", ["x", "y"], [(2,), (2,)]),
+        """
+op: argument 'y' does not fit the annotation
+    n, * a b -> *
+       ^~~~~
+    y is annotated as 2 or more dims, '* a b', but y has shape (2,)
+""",
+    ),
+    "stars_of_two_lengths": (
+        ("* k+, * k+ -> *", "op", ["x", "y"], [(2, 3, 4), (3, 4)]),
+        """
+op: argument 'y' does not fit the annotation
+    * k+, * k+ -> *
+          ^
+    '*' is 2 dims in x of shape (2, 3, 4), but 1 in y of shape (3, 4)
+""",
+    ),
+    "mismatch_in_a_star": (
+        ("*, * -> *", "op", ["x", "y"], [(2, 3), (2, 4)]),
+        """
+op: argument 'y' does not fit the annotation
+    *, * -> *
+       ^
+    dim 1 of y is 'b' = 3 from dim 1 of x, but y has shape (2, 4)
+    expected: y of shape (2, 3)
+""",
+    ),
+    "star_in_an_output_only": (
+        ("a -> a, b *", "op", ["x"], [(2,)]),
+        """
+op: '*' is in an output, but in no input
+    a -> a, b *
+              ^
+""",
+    ),
+    "too_few_arguments": (
+        (GQA, "op", ["q", "k"], [Q, K]),
+        """
+op: the inputs in the annotation are 3, the arguments 2
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+                              ^~~~~~~~~
+    arguments: q, k
+""",
+    ),
+    "too_many_arguments": (
+        ("a -> a", "op", ["x", "y"], [(2,), (2,)]),
+        """
+op: the inputs in the annotation are 1, the arguments 2
+    a -> a
+    arguments: x, y
+""",
+    ),
+    "no_arguments": (
+        ("a -> a", "op", [], []),
+        """
+op: the inputs in the annotation are 1, the arguments 0
+    a -> a
+    ^
+    arguments: none
+""",
+    ),
+    "not_a_tensor": (
+        (GQA, "op", ["q", "k", "v"], [Q, None, V]),
+        """
+op: argument 'k' is not a tensor
+    b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^
+                   ^~~~~~~~~
+    expected: a tensor for k, or '?' in the annotation
+""",
+    ),
+    "open_output": (
+        ("a, ? -> a, (a n)", "op", ["x", "y"], [(2,), None]),
+        """
+op: the shape of output 1 is open: 'n' is in no input
+    a, ? -> a, (a n)
+                  ^
+    expected: an integer argument 'n' of the op, or '?' as the output
+""",
+    ),
+    "syntax_error": (
+        ("a, b^^ -> a", "op", ["x", "y"], [(2,), (2,)]),
+        """
+op: 'b^^' is not a dim
+    a, b^^ -> a
+       ^~~
+    expected: a name or a size, then at most one of '+' and '^'
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BINDING)
+def test_binding_error(case):
+    args, text = BINDING[case]
+    error_type = AnnotationSyntaxError if case == "syntax_error" else BindingError
+    assert text_of(error_type, bind, *args) == text
+
+
+PARTITION = {
+    "n": """
+op: 'n' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+            ^
+    it is not the first in '(b n^)'; only the first can be cut in one piece
+    can be split: 'a', 'b'
+""",
+    "c": """
+op: 'c' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                                            ^
+    it is not the first in '(n^ c^)'; only the first can be cut in one piece
+    can be split: 'a', 'b'
+""",
+    "k": """
+op: 'k' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                       ^~
+    it is marked frozen: 'k^'
+    can be split: 'a', 'b'
+""",
+    "x": """
+op: 'x' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                           ^~~
+    it is in two dims of one tensor; cutting both would lose data
+    can be split: 'a', 'b'
+""",
+    "z": """
+op: 'z' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                                               ^
+    it is in no input
+    can be split: 'a', 'b'
+""",
+    "4": """
+op: '4' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                                ^
+    it is a fixed size
+    can be split: 'a', 'b'
+""",
+    "?": """
+op: '?' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+                                  ^
+    it is not a dim
+    can be split: 'a', 'b'
+""",
+    "nope": """
+op: 'nope' cannot be split
+    a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z
+    the annotation has no 'nope'
+    can be split: 'a', 'b'
+""",
+}
+
+
+@pytest.mark.parametrize("identifier", PARTITION)
+def test_partition_error(identifier):
+    bound = bind(
+        "a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z",
+        "op",
+        ["p", "q", "r", "s", "t"],
+        [(4, 6), (12, 5), (3,), (2, 2), (4, 9)],
+        {"z": 2},
+    )
+    assert text_of(PartitionError, bound.split, identifier) == PARTITION[identifier]
+    assert text_of(PartitionError, bound.divisible, identifier, 2) == PARTITION[identifier]
+
+
+def test_partition_error_where_nothing_can_be_split():
+    bound = bind("*^, 4 -> *^", "op", ["x", "y"], [(2, 3), (4,)])
+    text = """
+op: 'b' cannot be split
+    *^, 4 -> *^
+    ^~
+    it is marked frozen: 'b^'
+    can be split: nothing in this annotation
+"""
+    assert text_of(PartitionError, bound.split, "b") == text
+
+
+def test_the_caret_fits_a_text_of_several_lines():
+    text = """
+the annotation has no '->'
+    a,  b
+    ^~~~~
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+"""
+    assert text_of(AnnotationSyntaxError, Annotation.parse, "a,\n\tb\n") == text
+
+
+def test_no_text_no_caret():
+    text = """
+the annotation has no '->'
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+"""
+    assert text_of(AnnotationSyntaxError, Annotation.parse, "") == text
+
+
+def test_suggested_shapes_were_tried():
+    with pytest.raises(BindingError) as info:
+        bind(GQA, "op", ["q", "k", "v"], [Q, K, (2, 96, 3, 48)])
+    assert info.value.details[-1] == "expected: v of shape (2, 128, 2, 48)"
+    bind(GQA, "op", ["q", "k", "v"], [Q, K, (2, 128, 2, 48)])
+
+
+def test_the_op_is_named_once():
+    error = BindingError("wrong", "a -> a", (0, 1), ["more"])
+    assert str(error) == "wrong\n    a -> a\n    ^\n    more"
+    named = error.in_op("op")
+    assert type(named) is BindingError
+    assert str(named) == str(named.in_op("outer")) == "op: wrong\n    a -> a\n    ^\n    more"
+
+
+@pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
+def test_errors_travel_between_processes(copied):
+    error = PartitionError("wrong", "a -> a", (0, 1), ["more"], "op")
+    assert type(copied(error)) is PartitionError and str(copied(error)) == str(error)
+
+
+def test_an_error_may_be_of_one_line():
+    assert str(PartitionError("op: wrong")) == "op: wrong"
