@@ -1,0 +1,1 @@
+"""Masks, layouts, plans and their executor: the one core under every op."""

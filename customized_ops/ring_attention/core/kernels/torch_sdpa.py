@@ -1,0 +1,148 @@
+"""torch's own fused attention on CPU: the flash kernel behind ``scaled_dot_product_attention``.
+
+The kernel knows three shapes (no mask, a causal square, an additive mask), so slices are cut into
+tiles of those shapes; a row that several tiles attend is merged in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..mask import Slices
+from ..merge import accumulation_dtype, merge_
+from .protocol import Capabilities
+
+CAPABILITIES = Capabilities(
+    name="torch",
+    devices=("cpu",),
+    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+)
+
+# Rows of a tile that needs an additive mask: bounds the mask to BAND_ROWS x (band + BAND_ROWS).
+BAND_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [q0, q1) x keys [k0, k1): all pairs, a causal square, or the band lo <= j - i <= hi."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool = False
+    band: tuple[int, int] | None = None
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """Additive mask [rows, keys], or None."""
+        if self.band is None:
+            return None
+        i = torch.arange(self.q0, self.q1).unsqueeze(1)
+        diagonal = torch.arange(self.k0, self.k1).unsqueeze(0) - i
+        keep = (diagonal >= self.band[0]) & (diagonal <= self.band[1])
+        return like.new_zeros(keep.shape).masked_fill_(~keep, -torch.inf)
+
+
+def tiles(slices: Slices) -> Iterator[Tile]:
+    """Cut normalised slices into tiles."""
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        open_left, open_right = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
+        if open_left and open_right:
+            yield Tile(q0, q1, k0, k1)
+        elif open_left and hi == k1 - q1:
+            corner = k1 - (q1 - q0)
+            if k0 < corner:
+                yield Tile(q0, q1, k0, corner)
+            yield Tile(q0, q1, corner, k1, causal=True)
+        else:
+            for a in range(q0, q1, BAND_ROWS):
+                b = min(a + BAND_ROWS, q1)
+                yield Tile(a, b, max(k0, a + lo), min(k1, b + hi), band=(lo, hi))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    cut = list(tiles(slices))
+    wide = accumulation_dtype(q.dtype)
+    b, rows, h, _ = q.shape
+    # One tile a row needs no merge, so the result can be written as it comes.
+    merging = _rows_repeat(slices) or any(tile.causal for tile in cut)
+    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
+    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    q_, k_, v_ = _same_width(q, k, v)
+    for tile in cut:
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_operands(tile, q_, k_, v_),
+            0.0,
+            tile.causal,
+            attn_mask=tile.mask(q),
+            scale=softmax_scale,
+        )
+        part = part.transpose(1, 2)[..., : v.shape[-1]]
+        mine = slice(tile.q0, tile.q1)
+        if merging:
+            merge_(out[:, mine], lse[..., mine], part.to(wide), part_lse)
+        else:
+            out[:, mine] = part
+            lse[..., mine] = part_lse
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slices: Slices,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    wide = accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+    q_, k_, v_ = _same_width(q, k, v)
+    dout_, out_, _ = _same_width(dout, out, q)
+    for tile in tiles(slices):
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout_[:, rows].transpose(1, 2),
+            *_operands(tile, q_, k_, v_),
+            out_[:, rows].transpose(1, 2),
+            lse[..., rows],
+            0.0,
+            tile.causal,
+            attn_mask=tile.mask(q),
+            scale=softmax_scale,
+        )
+        for total, part, where in zip((dq, dk, dv), parts, (rows, keys, keys), strict=True):
+            total[:, where] += part.transpose(1, 2)[..., : total.shape[-1]]
+    return dq, dk, dv
+
+
+def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's q, k, v as [b, heads, tokens, d]."""
+    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+    return q[:, rows].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2)
+
+
+def _rows_repeat(slices: Slices) -> bool:
+    """Whether two slices share a row."""
+    order = slices[slices[:, 0].argsort()]
+    return bool((order[1:, 0] < order[:-1, 1]).any())
+
+
+def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zero-pad the last dims to one width: the kernel wants v as wide as q, and zeros change
+    neither the scores nor the columns that are kept."""
+    width = max(t.shape[-1] for t in tensors)
+    return tuple(
+        t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
+        for t in tensors
+    )

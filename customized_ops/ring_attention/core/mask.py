@@ -1,0 +1,258 @@
+"""Attention masks as lists of band slices.
+
+A slice ``(q0, q1, k0, k1, lo, hi)`` is the set of pairs (i, j) with
+
+    q0 <= i < q1,   k0 <= j < k1,   lo <= j - i <= hi
+
+where i and j are token indices of the query and the key sequence. A mask is a disjoint list of
+slices, stored as an ``int64[n, 6]`` array. Slices are closed under what the planner does: cutting a
+query range or a key range clips bounds and leaves the band alone, and renumbering tokens shifts it,
+so no step of the planner knows what "causal" or "window" means.
+
+No torch here: masks, layouts and plans are host-side arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Slices = npt.NDArray[np.int64]  # [n, 6]: q0, q1, k0, k1, lo, hi
+
+Q0, Q1, K0, K1, LO, HI = range(6)
+
+# Stands for "no bound" while a mask is being built; normalise() replaces it by the tight bound.
+UNBOUNDED = 1 << 40
+
+
+class MaskError(ValueError):
+    """A mask that cannot be: slices out of range or covering a pair twice."""
+
+
+def as_slices(rows: Sequence[Sequence[int]] | Slices) -> Slices:
+    """``rows`` as an int64[n, 6] array (n may be 0)."""
+    return np.asarray(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def normalise(slices: Slices) -> Slices:
+    """The same pairs with every bound tight, empty slices dropped.
+
+    Afterwards each row has at least one key and each key at least one row:
+    k1 <= q1 + hi, k0 >= q0 + lo, q1 <= k1 - lo, q0 >= k0 - hi. This is what lets FlashAttention's
+    bottom-right-aligned window describe a slice: left = (k1 - q1) - lo, right = hi - (k1 - q1).
+
+    One pass is enough: trimming queries by the trimmed keys moves k1 - hi and k0 - lo by at most
+    hi - lo >= 0, so the key bounds stay tight.
+
+    Args:
+        slices: int64[n, 6], any bounds.
+    Returns:
+        int64[m, 6], m <= n, in the order given.
+    """
+    q0, q1, k0, k1, lo, hi = slices.T
+    k1 = np.minimum(k1, q1 + hi)
+    k0 = np.maximum(k0, q0 + lo)
+    q1 = np.minimum(q1, k1 - lo)
+    q0 = np.maximum(q0, k0 - hi)
+    keep = (q0 < q1) & (k0 < k1) & (lo <= hi)
+    # A band wider than the rectangle says nothing more: clamp it to the corners.
+    lo = np.maximum(lo, k0 - q1 + 1)
+    hi = np.minimum(hi, k1 - 1 - q0)
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)[keep]
+
+
+def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
+    """The part of ``slices`` inside queries [q0, q1) and keys [k0, k1), normalised."""
+    out = slices.copy()
+    np.maximum(out[:, Q0], q0, out=out[:, Q0])
+    np.minimum(out[:, Q1], q1, out=out[:, Q1])
+    np.maximum(out[:, K0], k0, out=out[:, K0])
+    np.minimum(out[:, K1], k1, out=out[:, K1])
+    return normalise(out)
+
+
+def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
+    """``slices`` with query indices moved by ``q_by`` and key indices by ``k_by``."""
+    return slices + np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by], dtype=np.int64)
+
+
+def _sum_min(start: Slices, stop: Slices, slope_from: Slices, cap: Slices) -> Slices:
+    """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
+    turn = np.clip(cap - slope_from, start, stop)
+    rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
+    return rising + cap * (stop - turn)
+
+
+def areas(slices: Slices) -> npt.NDArray[np.int64]:
+    """Number of pairs in each slice of a normalised list, int64[n]."""
+    q0, q1, k0, k1, lo, hi = slices.T
+    return _sum_min(q0, q1, hi, k1 - 1) - _sum_max(q0, q1, lo, k0) + (q1 - q0)
+
+
+def _sum_max(start: Slices, stop: Slices, slope_from: Slices, floor: Slices) -> Slices:
+    """Sum over i in [start, stop) of max(i + slope_from, floor), elementwise."""
+    turn = np.clip(floor - slope_from, start, stop)
+    rising = (turn + stop - 1) * (stop - turn) // 2 + slope_from * (stop - turn)
+    return rising + floor * (turn - start)
+
+
+def area_before(slices: Slices, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Number of pairs whose query index is below each of ``rows``.
+
+    Args:
+        slices: normalised int64[n, 6].
+        rows: int64[t] query indices.
+    Returns:
+        int64[t].
+    """
+    q0, q1, k0, k1, lo, hi = (column[None, :] for column in slices.T)
+    stop = np.clip(rows[:, None], q0, q1)
+    pairs = _sum_min(q0, stop, hi, k1 - 1) - _sum_max(q0, stop, lo, k0) + (stop - q0)
+    return pairs.sum(axis=1)
+
+
+def first_overlap(slices: Slices) -> tuple[int, int] | None:
+    """Indices of two slices that share a pair, or None."""
+    for a in range(len(slices) - 1):
+        both = slices[a + 1 :].copy()
+        for low in (Q0, K0, LO):
+            both[:, low] = np.maximum(both[:, low], slices[a, low])
+        for high in (Q1, K1, HI):
+            both[:, high] = np.minimum(both[:, high], slices[a, high])
+        q0, q1, k0, k1, lo, hi = both.T
+        k1, k0 = np.minimum(k1, q1 + hi), np.maximum(k0, q0 + lo)
+        hit = (k0 < k1) & (q0 < q1) & (lo <= hi)
+        hit &= np.maximum(q0, k0 - hi) < np.minimum(q1, k1 - lo)
+        if hit.any():
+            return a, a + 1 + int(hit.argmax())
+    return None
+
+
+def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:
+    """bool[q_len, k_len], True where a pair is attended."""
+    dense = np.zeros((q_len, k_len), dtype=bool)
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        diagonal = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        dense[q0:q1, k0:k1] |= (diagonal >= lo) & (diagonal <= hi)
+    return dense
+
+
+def _band(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """(lo, hi) around the aligned diagonal, from flash-attn's arguments (-1 is unbounded)."""
+    left, right = window
+    if causal:
+        right = 0
+    return (-left if left >= 0 else -UNBOUNDED), (right if right >= 0 else UNBOUNDED)
+
+
+@dataclass(frozen=True, eq=False)
+class AttnMask:
+    """Which (query, key) pairs attend, over whole sequences.
+
+    Attributes:
+        slices: normalised, disjoint int64[n, 6].
+        q_len, k_len: tokens in the query and the key sequence.
+
+    Two masks are equal when their lengths and slices are.
+    """
+
+    slices: Slices
+    q_len: int
+    k_len: int
+
+    def __post_init__(self) -> None:
+        self.slices.setflags(write=False)
+
+    @property
+    def key(self) -> tuple[int, int, bytes]:
+        """Value identity, for caches."""
+        return self.q_len, self.k_len, self.slices.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttnMask) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def area(self) -> int:
+        """Number of attended pairs; forward work is 4 * area * heads * head_dim FLOP."""
+        return int(areas(self.slices).sum())
+
+    def to_dense(self) -> npt.NDArray[np.bool_]:
+        """bool[q_len, k_len]; for tests and small pictures."""
+        return to_dense(self.slices, self.q_len, self.k_len)
+
+    @staticmethod
+    def from_slices(rows: Sequence[Sequence[int]] | Slices, q_len: int, k_len: int) -> AttnMask:
+        """A mask from any slices.
+
+        Raises:
+            MaskError: a slice leaves the sequences, or two slices share a pair; names them.
+        """
+        slices = as_slices(rows)
+        for row in slices.tolist():
+            q0, q1, k0, k1 = row[:4]
+            if not (0 <= q0 <= q1 <= q_len and 0 <= k0 <= k1 <= k_len):
+                raise MaskError(
+                    f"slice {tuple(row)} leaves the mask of {q_len} queries x {k_len} keys"
+                )
+        slices = normalise(slices)
+        twice = first_overlap(slices)
+        if twice is not None:
+            a, b = (tuple(slices[x].tolist()) for x in twice)
+            raise MaskError(f"slices {a} and {b} cover the same pairs; a mask is a disjoint list")
+        return AttnMask(slices, q_len, k_len)
+
+    @staticmethod
+    def dense(
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+    ) -> AttnMask:
+        """One sequence, in flash-attn's terms.
+
+        Full, causal and sliding-window masks; the diagonal ends in the bottom right corner when the
+        lengths differ. ``window=(left, right)`` keeps ``-left <= j - i <= right`` around it, -1
+        means unbounded, and ``causal`` sets right to 0.
+
+            causal        window (1, 1)    causal, window (2, -1)
+            x . . .       x x . .          x . . .
+            x x . .       x x x .          x x . .
+            x x x .       . x x x          x x x .
+            x x x x       . . x x          . x x x
+        """
+        k_len = q_len if k_len is None else k_len
+        return AttnMask.varlen([0, q_len], [0, k_len], causal=causal, window=window)
+
+    @staticmethod
+    def varlen(
+        cu_seqlens_q: Sequence[int] | npt.NDArray[np.integer],
+        cu_seqlens_k: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        *,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+    ) -> AttnMask:
+        """Packed documents: document n's queries see document n's keys only.
+
+        ``cu_seqlens`` are cumulative lengths, starting at 0 and ending at the total; a document may
+        be empty. Causal and window are as in :meth:`dense`, in each document.
+
+            causal, cu_seqlens = [0, 2, 4]
+            x . . .
+            x x . .
+            . . x .
+            . . x x
+        """
+        cu_q = np.asarray(cu_seqlens_q, dtype=np.int64)
+        cu_k = cu_q if cu_seqlens_k is None else np.asarray(cu_seqlens_k, dtype=np.int64)
+        lo, hi = _band(causal, window)
+        q0, q1, k0, k1 = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
+        corner = k1 - q1
+        slices = np.stack([q0, q1, k0, k1, corner + lo, corner + hi], axis=1)
+        return AttnMask(normalise(slices), int(cu_q[-1]), int(cu_k[-1]))
