@@ -1,0 +1,39 @@
+"""Annotated ops: one line says how an op may be cut, and engines do the rest."""
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
+from .engines.config import ComputeConfig
+from .registry import OpRecord, record_of, register_op, registered_ops
+from .rules import Communicates, InnerCost, PartitionRule, SplitSite
+
+if TYPE_CHECKING:
+    from .engines.torch import ParallelModule, parallelize
+
+
+def __getattr__(name: str) -> Any:
+    """The embedded engine is imported on first use: it needs DTensor and scipy, ops do not."""
+    if name in ("parallelize", "ParallelModule"):
+        from .engines import torch as engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "AnnotationError",
+    "AnnotationSyntaxError",
+    "BindingError",
+    "Communicates",
+    "ComputeConfig",
+    "InnerCost",
+    "OpRecord",
+    "ParallelModule",
+    "PartitionError",
+    "PartitionRule",
+    "SplitSite",
+    "parallelize",
+    "record_of",
+    "register_op",
+    "registered_ops",
+]

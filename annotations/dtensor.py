@@ -1,0 +1,163 @@
+"""The DTensor side of a declaration: how an annotated op runs on sharded tensors.
+
+From the annotation and where the inputs are cut follows everything: which identifier each mesh axis
+splits, how the other inputs must lie, how results and gradients lie. Where the split communicates
+inside the op, the mesh axis's group is passed on in the op's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .binding import BoundAnnotation, Split, Spread
+from .errors import PartitionError
+from .registry import OpRecord
+from .rules import SplitSite, check_parts
+
+Cut = int | Spread
+
+
+def placement(cut: Cut) -> Placement:
+    """How a tensor lies along one mesh axis."""
+    if isinstance(cut, int):
+        return Shard(cut)
+    return Partial() if cut is Spread.PARTIAL else Replicate()
+
+
+def gradient_placement(cut: Cut, reduce: bool) -> Placement:
+    """How the gradient of a tensor that lies as ``cut`` lies.
+
+    A replicated input of a split op gets a part of its gradient from each rank; the gradient of a
+    partial sum is the same for each of its parts.
+    """
+    if isinstance(cut, int):
+        return Shard(cut)
+    return Partial() if cut is Spread.REPLICATE and reduce else Replicate()
+
+
+def install(record: OpRecord) -> None:
+    """Teach DTensor to run ``record``'s forward and backward op."""
+
+    def forward(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        return _run(record, func, args, backward=False)
+
+    def backward(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        return _run(record, func, args, backward=True)
+
+    torch.library.register_torch_dispatch(record.name, DTensor, forward)
+    torch.library.register_torch_dispatch(f"{record.name}_backward", DTensor, backward)
+
+
+def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) -> Any:
+    names = tuple(record.signature.parameters)
+    n = record.n_outputs
+    grads, saved = (args[:n], args[n + len(names) :]) if backward else ((), ())
+    inputs = args[n : n + len(names)] if backward else args
+    arguments = record.arguments(inputs, {})
+    bound = record.bind(arguments)
+    mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
+    splits = splits_of(record, bound, arguments, mesh)
+    sites = _sites(record, bound, mesh, splits)
+    for site in sites:
+        arguments.update(record.rule.arguments(record.title, site))
+
+    n_annotated = len(bound.annotation.inputs)
+    spread = [_placements(splits, i, "inputs") for i in range(n_annotated)]
+    spread += [[Replicate()] * mesh.ndim] * (len(names) - n_annotated)
+    results = [_placements(splits, i, "outputs") for i in range(n)]
+    local = [_local(v, mesh, p) for v, p in zip(arguments.values(), spread, strict=True)]
+    if not backward:
+        outputs = func(*local)
+        shapes = bound.output_shapes()
+        return _wrap(outputs, mesh, results, shapes)
+    # A result that is a partial sum has the same gradient on every rank.
+    flowing = [[Replicate() if p.is_partial() else p for p in places] for places in results]
+    outputs = func(
+        *(_local(v, mesh, p) for v, p in zip(grads, flowing, strict=True)),
+        *local,
+        *(_local(v, mesh, p) for v, p in zip(saved, results, strict=True)),
+    )
+    places, shapes = [], []
+    for name in record.differentiable:
+        i = names.index(name)
+        places.append(
+            [
+                Replicate() if s is None else gradient_placement(s.inputs[i], s.grad_reduce[i])
+                for s in splits
+            ]
+        )
+        shapes.append(tuple(arguments[name].shape))
+    return _wrap(outputs, mesh, places, shapes)
+
+
+def splits_of(
+    record: OpRecord, bound: BoundAnnotation, arguments: dict[str, Any], mesh: DeviceMesh
+) -> list[Split | None]:
+    """What each mesh axis splits, read off the inputs' placements; None where nothing is cut.
+
+    Raises:
+        PartitionError: an input is cut where the annotation does not allow it, two inputs disagree,
+            or one identifier is cut along two axes.
+    """
+    splits: list[Split | None] = []
+    names = list(arguments)
+    for axis in range(mesh.ndim):
+        found: dict[str, str] = {}
+        for i, shape in enumerate(bound.annotation.inputs):
+            value = arguments[names[i]]
+            if not isinstance(value, DTensor) or not value.placements[axis].is_shard():
+                continue
+            dim = value.placements[axis].dim
+            inner = [] if shape.ignored else list(shape.dims[dim].identifiers)
+            leading = next((x for x in inner if x != "1"), "?")
+            found[leading] = f"{names[i]} is cut on dim {dim}"
+        if len(found) > 1:
+            what = ", ".join(f"{why} ({leading!r})" for leading, why in sorted(found.items()))
+            raise PartitionError(f"{record.title}: inputs are cut on different identifiers: {what}")
+        splits.append(bound.split(next(iter(found))) if found else None)
+    cut = [s.identifier for s in splits if s is not None]
+    if len(set(cut)) < len(cut):
+        raise PartitionError(f"{record.title}: one identifier is cut along two mesh axes: {cut}")
+    return splits
+
+
+def _sites(
+    record: OpRecord, bound: BoundAnnotation, mesh: DeviceMesh, splits: list[Split | None]
+) -> list[SplitSite]:
+    sites = []
+    for axis, split in enumerate(splits):
+        if split is None:
+            continue
+        parts = mesh.size(axis)
+        check_parts(bound, split, parts)
+        group = mesh.get_group(axis).group_name
+        sites.append(SplitSite(split.identifier, bound.sizes[split.identifier], parts, group))
+    return sites
+
+
+def _placements(splits: list[Split | None], index: int, side: str) -> list[Placement]:
+    return [Replicate() if s is None else placement(getattr(s, side)[index]) for s in splits]
+
+
+def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(mesh, placements).to_local()
+
+
+def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:
+    single = isinstance(outputs, Tensor)
+    wrapped = []
+    for local, places, shape in zip((outputs,) if single else outputs, placements, shapes, strict=True):
+        whole = tuple(shape) if local.ndim else ()
+        stride = torch.empty(whole, device="meta").stride()
+        wrapped.append(
+            DTensor.from_local(local, mesh, places, run_check=False, shape=whole, stride=stride)
+        )
+    return wrapped[0] if single else tuple(wrapped)

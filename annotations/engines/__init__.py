@@ -1,0 +1,1 @@
+"""Engines: what turns a single-device model into a parallel one."""

@@ -1,0 +1,189 @@
+"""The ``torch.library`` side of a declaration: schema, kernels, fake, autograd.
+
+The backward op's arguments are the gradients of the results (None where nothing flows), then the
+forward's arguments, then its results:
+
+    ring_attn(q, k, v, ...) -> (out, lse)
+    ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import AnnotationLike, OpRecord
+from .rules import PartitionRule
+
+# A Library unregisters its ops when it is collected, so they are kept for good.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def define(
+    function: Callable[..., Any],
+    *,
+    name: str,
+    title: str,
+    annotation: AnnotationLike,
+    rule: PartitionRule,
+    signature: inspect.Signature,
+    differentiable: tuple[str, ...],
+    fake: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None,
+) -> OpRecord:
+    """Register the forward and the backward op; returns their record."""
+    namespace, op_name = name.split("::")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    arguments, results = _split_schema(schema)
+    n_outputs = results.count("Tensor")
+    grads = [f"Tensor? grad_{n}" for n in range(n_outputs)]
+    outputs = [f"Tensor result_{n}" for n in range(n_outputs)]
+    # Defaults may only stand at the end of a schema; the backward op is called with everything.
+    plain = [re.sub(r"=.*$", "", argument) for argument in arguments if argument != "*"]
+    lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    lib.define(f"{op_name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    lib.define(
+        f"{op_name}_backward({', '.join(grads + plain + outputs)})"
+        f" -> ({', '.join(['Tensor'] * len(differentiable))})",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    ops = getattr(torch.ops, namespace)
+    record = OpRecord(
+        name=name,
+        title=title,
+        annotation=annotation,
+        rule=rule,
+        signature=signature,
+        differentiable=differentiable,
+        n_outputs=n_outputs,
+        forward=getattr(ops, op_name).default,
+        backward=getattr(ops, f"{op_name}_backward").default,
+    )
+    _implement(lib, record, function, fake, backward or _derived_backward(function, record))
+    _differentiate(record)
+    return record
+
+
+def _split_schema(schema: str) -> tuple[list[str], str]:
+    match = re.fullmatch(r"\((.*)\) -> (.*)", schema)
+    assert match is not None, schema
+    return [argument for argument in match[1].split(", ") if argument], match[2]
+
+
+def _implement(
+    lib: torch.library.Library,
+    record: OpRecord,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None,
+    backward: Callable[..., Any],
+) -> None:
+    op_name = record.name.split("::")[1]
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        arguments = record.arguments(args, kwargs)
+        record.bind(arguments)
+        return function(**arguments)
+
+    def fake_forward(*args: Any, **kwargs: Any) -> Any:
+        arguments = record.arguments(args, kwargs)
+        shapes = record.bind(arguments).output_shapes()
+        if fake is not None:
+            return fake(**arguments)
+        like = next(value for value in arguments.values() if isinstance(value, Tensor))
+        results = tuple(like.new_empty(shape) for shape in shapes if shape is not None)
+        return results if record.n_outputs > 1 else results[0]
+
+    def fake_backward(*args: Any) -> Any:
+        inputs = _named_inputs(record, args)
+        results = tuple(torch.empty_like(inputs[name]) for name in record.differentiable)
+        return results if len(results) > 1 else results[0]
+
+    def real_backward(*args: Any) -> Any:
+        results = tuple(backward(*args))
+        return results if len(results) > 1 else results[0]
+
+    lib.impl(op_name, checked, "CompositeExplicitAutograd")
+    lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(record.name, fake_forward, lib=lib)
+    torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
+
+
+def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The forward's arguments by name, from the backward op's arguments."""
+    names = record.signature.parameters
+    return dict(zip(names, args[record.n_outputs :], strict=False))
+
+
+def _derived_backward(
+    function: Callable[..., Any], record: OpRecord
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Run the function again under autograd and differentiate it."""
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        inputs = _named_inputs(record, args)
+        leaves = {n: inputs[n].detach().requires_grad_() for n in record.differentiable}
+        with _autograd():
+            results = function(**{**inputs, **leaves})
+            results = (results,) if isinstance(results, Tensor) else tuple(results)
+            assert any(result.requires_grad for result in results), f"{record.name} cut the graph"
+            pairs = [
+                (result, grad)
+                for result, grad in zip(results, args[: record.n_outputs], strict=True)
+                if grad is not None and result.requires_grad
+            ]
+            return torch.autograd.grad(
+                [result for result, _ in pairs],
+                list(leaves.values()),
+                [grad for _, grad in pairs],
+                materialize_grads=True,
+            )
+
+    return backward
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Record gradients, also inside an op, where the dispatcher has left autograd behind."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def _differentiate(record: OpRecord) -> None:
+    names = tuple(record.signature.parameters)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        ctx.set_materialize_grads(False)
+        is_tensor = [isinstance(value, Tensor) for value in inputs]
+        ctx.rest = [None if tensor else value for value, tensor in zip(inputs, is_tensor, strict=True)]
+        ctx.is_tensor = is_tensor
+        ctx.save_for_backward(
+            *(value for value, tensor in zip(inputs, is_tensor, strict=True) if tensor), *outputs
+        )
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * len(names)
+        saved = list(ctx.saved_tensors)
+        n_inputs = sum(ctx.is_tensor)
+        tensors = iter(saved[:n_inputs])
+        inputs = [
+            next(tensors) if tensor else value
+            for value, tensor in zip(ctx.rest, ctx.is_tensor, strict=True)
+        ]
+        results = record.backward(*grads, *inputs, *saved[n_inputs:])
+        results = (results,) if isinstance(results, Tensor) else results
+        by_name = dict(zip(record.differentiable, results, strict=True))
+        return tuple(by_name.get(name) for name in names)
+
+    torch.library.register_autograd(record.name, backward, setup_context=setup_context)

@@ -1,0 +1,182 @@
+"""One declaration, everything an engine needs.
+
+``register_op`` turns a function and its annotation into
+
+    the function --+-- a torch.library op (fake and autograd; forward and backward each an op)
+                   +-- its DTensor rule, which passes the group on where a split communicates
+                   +-- an OpRecord: what engines read to find, split and cost the op
+
+An op's arguments are tensors, numbers, strings and lists of numbers: that is all a graph can hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .binding import BoundAnnotation, bind
+from .rules import PartitionRule
+
+AnnotationLike = str | Callable[..., str]
+
+_OPS: dict[Any, OpRecord] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class OpRecord:
+    """A registered op.
+
+    Attributes:
+        name: ``namespace::op``, as torch.ops knows it.
+        title: what errors and plans call it; the public function's name where there is one.
+        annotation: the string, or what makes it from the op's arguments.
+        rule: partition behaviour.
+        signature: of the forward function.
+        differentiable: names of the arguments that get gradients.
+        n_outputs: number of tensors that the forward returns.
+        forward, backward: the two ``torch.library`` ops.
+    """
+
+    name: str
+    title: str
+    annotation: AnnotationLike
+    rule: PartitionRule
+    signature: inspect.Signature
+    differentiable: tuple[str, ...]
+    n_outputs: int
+    forward: Any
+    backward: Any
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def bind(self, arguments: Mapping[str, Any]) -> BoundAnnotation:
+        """The annotation over a call's shapes.
+
+        Raises:
+            BindingError: the shapes do not fit the annotation.
+        """
+        text = self.annotation
+        if not isinstance(text, str):
+            text = text(**arguments)
+        names = tuple(self.signature.parameters)
+        shapes = tuple(
+            tuple(value.shape) if isinstance(value := arguments[name], Tensor) else None
+            for name in names[: _n_inputs(text)]
+        )
+        return _bind(text, self.title, names[: len(shapes)], shapes)
+
+
+@lru_cache(maxsize=4096)
+def _bind(
+    text: str, title: str, names: tuple[str, ...], shapes: tuple[tuple[int, ...] | None, ...]
+) -> BoundAnnotation:
+    return bind(text, title, names, shapes)
+
+
+@lru_cache(maxsize=4096)
+def _n_inputs(text: str) -> int:
+    from .grammar import Annotation
+
+    return len(Annotation.parse(text).inputs)
+
+
+def record_of(op: Any) -> OpRecord | None:
+    """The record of a ``torch.library`` op (the overload, forward or not), None if not ours."""
+    return _OPS.get(op)
+
+
+def registered_ops() -> dict[str, OpRecord]:
+    """All registered ops by name."""
+    return {record.name: record for record in _OPS.values()}
+
+
+def register_op(
+    annotation: AnnotationLike,
+    *,
+    name: str | None = None,
+    title: str | None = None,
+    rule: PartitionRule | None = None,
+    differentiable: Sequence[str] | None = None,
+    fake: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare an op: decorate the function that computes it on one rank's part.
+
+    Args:
+        annotation: e.g. ``"m k+, k+ n -> m n"``, one entry per leading argument; or a function from
+            the op's arguments to the string.
+        name: ``namespace::op``; by default ``seqshard::<function's name>``.
+        title: what errors call the op; by default the function's name.
+        rule: partition behaviour beyond the annotation; by default no split communicates inside.
+        differentiable: arguments that get gradients; by default every tensor argument.
+        fake: shapes and dtypes of the results from the arguments; by default from the annotation,
+            with the first tensor's dtype. Op calls are checked against the annotation either way.
+        backward: ``backward(*grads, *arguments, *results)`` -> the gradients of ``differentiable``,
+            in order; a grad is None where nothing flows. By default the function is run again and
+            differentiated by autograd.
+    Returns:
+        A decorator; the decorated name becomes the op, with the function's own signature.
+
+    Raises:
+        ValueError: the op's name is taken.
+        AnnotationSyntaxError: ``annotation`` is a string that does not parse.
+
+    Example:
+        >>> import torch
+        >>> from annotations import register_op
+        >>> @register_op("a b, b -> a b", name="docs::scale_columns")
+        ... def scale_columns(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ...     return x * w
+        >>> scale_columns(torch.ones(2, 3), torch.arange(3.0))
+        tensor([[0., 1., 2.],
+                [0., 1., 2.]])
+    """
+    if isinstance(annotation, str):
+        _n_inputs(annotation)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        from . import dtensor
+        from .library import define
+
+        signature = inspect.signature(function, eval_str=True)
+        tensors = [p.name for p in signature.parameters.values() if _is_tensor(p.annotation)]
+        qualified = name or f"seqshard::{function.__name__}"
+        if qualified in registered_ops():
+            raise ValueError(f"register_op: {qualified} is registered already")
+        record = define(
+            function,
+            name=qualified,
+            title=title or function.__name__,
+            annotation=annotation,
+            rule=rule or PartitionRule(),
+            signature=signature,
+            differentiable=tuple(tensors if differentiable is None else differentiable),
+            fake=fake,
+            backward=backward,
+        )
+        _OPS[record.forward] = record
+        dtensor.install(record)
+
+        def op(*args: Any, **kwargs: Any) -> Any:
+            return record.forward(*args, **kwargs)
+
+        op.__name__, op.__doc__, op.__module__ = function.__name__, function.__doc__, function.__module__
+        op.__signature__ = signature  # type: ignore[attr-defined]
+        op.record = record  # type: ignore[attr-defined]
+        return op
+
+    return decorate
+
+
+def _is_tensor(annotation: Any) -> bool:
+    return annotation is Tensor or annotation == Tensor | None or annotation is torch.nn.Parameter

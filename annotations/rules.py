@@ -1,0 +1,119 @@
+"""What a split of an op means beyond its annotation: does it communicate inside, and what it costs.
+
+An annotation says which dims may be cut. Most cuts leave an op alone: each rank runs it on its part.
+Some cut something the op needs whole (attention's sequence), and the op then communicates inside.
+Those are declared here, so that an engine can hand the op its group, and cost the split, without
+knowing what the op does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .binding import BoundAnnotation, Split
+from .errors import PartitionError
+
+
+@dataclass(frozen=True)
+class SplitSite:
+    """Where a split happens.
+
+    Attributes:
+        identifier: what is cut, e.g. ``l``.
+        size: its whole size.
+        parts: number of ranks it is cut over; rank r gets ceil(size / parts) of it, as DTensor's
+            ``Shard`` cuts, so the last ranks may get less.
+        group: name of the process group of these ranks, ``""`` if there is none.
+    """
+
+    identifier: str
+    size: int
+    parts: int
+    group: str
+
+
+@dataclass(frozen=True)
+class InnerCost:
+    """What an op moves inside when split, for the busiest rank.
+
+    Attributes:
+        what: short text for plans, e.g. ``k, v``.
+        forward_bytes, backward_bytes: received by the rank that receives most.
+        imbalance: largest rank's work over the mean.
+    """
+
+    what: str = ""
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    imbalance: float = 1.0
+
+
+@dataclass(frozen=True)
+class Communicates:
+    """A split that communicates inside the op.
+
+    Attributes:
+        arguments: from the site to the op arguments that tell the op about it (its group, its
+            layout), by name.
+        cost: from the bound annotation, the site, the op's arguments by name and the bytes of an
+            element to what moves inside.
+    """
+
+    arguments: Callable[[SplitSite], Mapping[str, Any]]
+    cost: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any], int], InnerCost]
+
+
+@dataclass(frozen=True)
+class PartitionRule:
+    """Partition behaviour of an op.
+
+    Attributes:
+        communicates: identifiers whose split communicates inside the op.
+        flops: forward floating-point operations of the whole op from its bound annotation and
+            arguments, or None where moving its bytes is what takes the time.
+    """
+
+    communicates: Mapping[str, Communicates] = field(default_factory=dict)
+    flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
+
+    def arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
+        """Op arguments to replace when ``site`` is how the op is split.
+
+        Raises:
+            PartitionError: the split communicates and the site has no group.
+        """
+        if site.identifier not in self.communicates or site.parts == 1:
+            return {}
+        if not site.group:
+            raise PartitionError(
+                f"{op}: a split of {site.identifier!r} over {site.parts} ranks communicates inside "
+                "the op, but no process group was given; each rank alone would compute a wrong result"
+            )
+        return self.communicates[site.identifier].arguments(site)
+
+
+def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
+    """Refuse a cut that would tear inner dims apart.
+
+    A plain dim may be cut unevenly. ``(g 4)`` may not: its parts must stay whole multiples of 4, and
+    line up with the parts of ``g`` elsewhere.
+
+    Raises:
+        PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
+    """
+    shapes = (*bound.annotation.inputs, *bound.annotation.outputs)
+    inner = any(
+        len(dim.identifiers) > 1 and split.identifier in dim.identifiers
+        for shape in shapes
+        for dim in shape.dims
+    )
+    if inner and not bound.divisible(split.identifier, parts):
+        raise PartitionError(
+            f"{bound.op}: {split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over "
+            f"{parts} ranks\n  {bound.annotation}\n  it is part of an inner dim, so the number of "
+            "ranks must divide it"
+        )
+
+
