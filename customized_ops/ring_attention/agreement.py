@@ -1,0 +1,61 @@
+"""``SEQSHARD_CHECK=1``: before each op the ranks of its group compare what they are about to do.
+
+Ranks that disagree on a shape or a mask exchange messages of different sizes, which ends in a hang
+or in wrong numbers. The check costs a small collective an op, so it is for tests and debugging.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .core.comm import Comm
+
+
+class DisagreementError(ValueError):
+    """Ranks of a group called an op with arguments that do not belong together."""
+
+
+def enabled() -> bool:
+    """Whether ``SEQSHARD_CHECK`` is set to something other than 0."""
+    return os.environ.get("SEQSHARD_CHECK", "0") not in ("", "0")
+
+
+def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | None) -> None:
+    """Compare ``facts`` over the group; every rank raises if any differs or has a problem.
+
+    Args:
+        op: title of the op.
+        comm: the group; with one rank nothing is compared.
+        facts: what must be the same on all ranks, as text by name.
+        problem: why this rank cannot go on, or None.
+    Raises:
+        DisagreementError: a table of who differs, or another rank's problem. A rank with a problem
+            of its own is left to raise that itself.
+    """
+    if comm.size == 1:
+        return
+    told = comm.all_gather_object((op, dict(facts), str(problem) if problem else None))
+    if problem is not None:
+        return
+    failed = [(rank, text) for rank, (_, _, text) in enumerate(told) if text is not None]
+    if failed:
+        lines = [f"rank {rank}: {text}" for rank, text in failed]
+        raise DisagreementError(f"{op}: refused on another rank of the group\n" + "\n".join(lines))
+    rows = [{"op": name, **theirs} for name, theirs, _ in told]
+    columns = sorted({key for row in rows for key in row})
+    differing = [c for c in columns if len({row.get(c) for row in rows}) > 1]
+    if differing:
+        raise DisagreementError(
+            f"{op}: the ranks of the group do not agree\n" + _table(rows, differing)
+        )
+
+
+def _table(rows: list[dict[str, str]], columns: list[str]) -> str:
+    header = ["rank", *columns]
+    body = [[str(rank), *(row.get(c, "-") for c in columns)] for rank, row in enumerate(rows)]
+    widths = [max(len(line[n]) for line in [header, *body]) for n in range(len(header))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [header, *body]
+    )

@@ -1,0 +1,100 @@
+"""Checking what a user passes, before anything is computed or sent.
+
+Every rule is stated once here. An error names the op, the argument and its shape, and says what
+would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import agreement
+from .core.groups import GroupLike, comm_by_name, group_name
+
+T = TypeVar("T")
+
+
+class ArgumentError(ValueError):
+    """An argument that an attention op cannot take."""
+
+
+def refuse_unsupported(op: str, **given: object) -> None:
+    """Raise for arguments that are part of the signature but not supported yet.
+
+    Raises:
+        NotImplementedError: one of ``given`` is set (neither None, False nor 0); names it.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False and value != 0:
+            raise NotImplementedError(
+                f"{op}: {name}={value!r} is not supported yet; leave it at its default"
+            )
+
+
+def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
+    """``window_size`` as (left, right), -1 where unbounded.
+
+    Raises:
+        ArgumentError: not two integers of -1 or more.
+    """
+    bounds = tuple(window_size) if isinstance(window_size, Sequence) else ()
+    if len(bounds) != 2 or not all(isinstance(n, int) and n >= -1 for n in bounds):
+        raise ArgumentError(
+            f"{op}: window_size must be (left, right), each a number of tokens or -1 for no bound, "
+            f"got {window_size!r}"
+        )
+    return bounds[0], bounds[1]
+
+
+def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v must be floating, of one dtype and on one device, and heads must divide.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise ArgumentError(f"{op}: {name} is {t.dtype} but q is {q.dtype}; give one dtype")
+        if t.device != q.device:
+            raise ArgumentError(f"{op}: {name} is on {t.device} but q is on {q.device}")
+    if not q.dtype.is_floating_point:
+        raise ArgumentError(f"{op}: q, k and v must be floating point, got {q.dtype}")
+
+
+def check_heads(op: str, q: Tensor, k: Tensor) -> None:
+    """Query heads must be a multiple of key heads (the dim before the last).
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    h, g = int(q.shape[-2]), int(k.shape[-2])
+    if g == 0 or h % g:
+        raise ArgumentError(
+            f"{op}: q has {h} heads and k has {g} (dim {q.ndim - 2} of {tuple(q.shape)} and "
+            f"{tuple(k.shape)}); the heads of q must be a multiple of those of k"
+        )
+
+
+def checked(op: str, process_group: GroupLike, check: Callable[[], T]) -> T:
+    """``check()``; with ``SEQSHARD_CHECK=1`` a rank whose check fails makes every rank raise.
+
+    Raises:
+        Whatever ``check`` raises, or on its peers :class:`~.agreement.DisagreementError`.
+    """
+    if torch.compiler.is_compiling() or not agreement.enabled():
+        return check()
+    try:
+        result = check()
+    except (ValueError, NotImplementedError) as problem:
+        _tell_peers(op, process_group, problem)
+        raise
+    _tell_peers(op, process_group, None)
+    return result
+
+
+def _tell_peers(op: str, process_group: GroupLike, problem: Exception | None) -> None:
+    agreement.agree(op, comm_by_name(group_name(process_group)), {}, problem)
