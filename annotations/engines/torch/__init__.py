@@ -1,0 +1,20 @@
+"""The embedded engine: torch.export and DTensor, nothing else to install.
+
+    capture -> strategies -> planner -> execute          report: the plan as a table
+    (graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
+"""
+
+from .capture import CaptureError
+from .module import ParallelModule, parallelize
+from .policies import OpSite, Policy, PolicyError
+from .report import EnginePlan
+
+__all__ = [
+    "CaptureError",
+    "EnginePlan",
+    "OpSite",
+    "ParallelModule",
+    "Policy",
+    "PolicyError",
+    "parallelize",
+]

@@ -1,0 +1,196 @@
+"""From a module to a graph of ops: ``torch.export``, made functional, cross entropy made exact.
+
+    nn.Module + dummy arguments --capture--> Captured: graph, what its inputs are, how outputs nest
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from .losses import exact_cross_entropy
+
+
+class CaptureError(ValueError):
+    """The module does something that the engine cannot run in parallel."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A module's forward as a functional graph.
+
+    Attributes:
+        graph: placeholders are parameters, buffers, constants, then the user's flat inputs.
+        attributes: placeholder name to the module's parameter or buffer name.
+        constants: placeholder name to the tensor it stands for.
+        user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
+            not a tensor.
+        examples: the user's flat example inputs.
+        parameters: argument names of the module's ``forward``.
+        in_spec, out_spec: how arguments and results nest.
+    """
+
+    graph: Graph
+    attributes: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    user_inputs: Sequence[str | None]
+    examples: Sequence[Any]
+    signature: inspect.Signature
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """A call's arguments as flat inputs; checked against what was captured.
+
+        Raises:
+            CaptureError: another structure, shape, dtype or value than the example's.
+        """
+        bound = self.signature.bind(*args, **kwargs)
+        flat, spec = pytree.tree_flatten(dict(bound.arguments))
+        if spec != self.in_spec:
+            raise CaptureError(
+                f"called with {sorted(bound.arguments)} nested as {spec}, but the module was captured "
+                f"with {self.in_spec}"
+            )
+        names = [".".join(map(str, path)) for path, _ in _paths(dict(bound.arguments))]
+        for name, value, example in zip(names, flat, self.examples, strict=True):
+            _check_input(name, value, example)
+        return flat
+
+
+def _paths(tree: Any) -> list[tuple[list[str], Any]]:
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [([str(getattr(k, "key", getattr(k, "idx", k))) for k in path], v) for path, v in pairs]
+
+
+def _check_input(name: str, value: Any, example: Any) -> None:
+    if isinstance(example, Tensor):
+        shown = f"{tuple(example.shape)} {example.dtype}"
+        if not isinstance(value, Tensor):
+            raise CaptureError(f"{name}: expected a tensor {shown}, got {type(value).__name__}")
+        if value.shape != example.shape or value.dtype != example.dtype:
+            raise CaptureError(
+                f"{name}: expected {shown} as in dummy_forward_args, got {tuple(value.shape)} "
+                f"{value.dtype}; shapes are fixed when a module is parallelized"
+            )
+    elif value != example:
+        raise CaptureError(f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}")
+
+
+def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> Captured:
+    """Trace ``module`` in its present mode (train or eval).
+
+    Args:
+        dummy_forward_args: example arguments of ``forward`` by name; shapes and dtypes are kept,
+            values are not.
+    Raises:
+        CaptureError: the arguments do not fit ``forward``, or the module changes a buffer, draws
+            random numbers or nests graphs.
+    """
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(**dummy_forward_args)
+    except TypeError as error:
+        raise CaptureError(f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}")
+    arguments = dict(bound.arguments)
+    with warnings.catch_warnings():
+        # torch.export's own use of a name that torch deprecates.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        exported = torch.export.export(module, (), arguments, strict=False).run_decompositions({})
+    graph = exported.graph_module.graph
+    _refuse_unsupported(exported)
+    _drop_asserts(graph)
+    exact_cross_entropy(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    examples, in_spec = pytree.tree_flatten(arguments)
+    attributes: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    user_inputs: list[str | None] = []
+    for spec in exported.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", None)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            attributes[name] = spec.target
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[name] = exported.constants[spec.target]
+        else:
+            is_tensor = isinstance(examples[len(user_inputs)], Tensor)
+            user_inputs.append(name if is_tensor else None)
+    assert exported.call_spec.out_spec is not None
+    return Captured(
+        graph,
+        attributes,
+        constants,
+        user_inputs,
+        examples,
+        signature,
+        in_spec,
+        exported.call_spec.out_spec,
+    )
+
+
+def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind != OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the module changes {spec.target!r} in its forward; that is not supported yet"
+            )
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(
+                f"{node.name}: nested graphs ({node.target}) are not supported yet; autocast and "
+                "checkpointing inside the forward make them"
+            )
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if not _is_inactive_dropout(node):
+                raise CaptureError(
+                    f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
+                    "ranks would draw the same ones for different tokens"
+                )
+
+
+def _is_inactive_dropout(node: Node) -> bool:
+    if node.target not in (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default):
+        return False
+    _, p, train = node.args
+    return p == 0 or train is False
+
+
+def _drop_asserts(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
+    found: list[Node] = []
+
+    def visit(arg: Node) -> Node:
+        if isinstance(arg.meta.get("val"), Tensor):
+            found.append(arg)
+        return arg
+
+    if node.target is not operator.getitem:
+        torch.fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, Any]:
+    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``."""
+    count = iter(range(1 << 30))
+
+    def visit(arg: Node) -> Any:
+        return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
+
+    return torch.fx.map_arg((node.args, node.kwargs), visit)

@@ -1,0 +1,215 @@
+"""The parallel form of a module, and the call that makes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from ..config import ComputeConfig
+from . import policies
+from .capture import Captured, capture
+from .cost import Rates
+from .execute import Program
+from .planner import choose, find_choices
+from .policies import Policy
+from .report import EnginePlan, make_report, whole_copies
+from .strategies import Strategy
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+class ParallelModule(torch.nn.Module):
+    """A module whose forward runs cut over the ranks of a plan.
+
+    It has the original's parameters, buffers and submodules under their own names, whole on every
+    rank, so an optimizer and ``state_dict`` work as on the original.
+
+        out = module(...)          every rank of a copy passes the same whole inputs
+        out.backward()
+        module.sync_grad()         once, before the optimizer's step
+
+    Attributes:
+        plan: what the engine decided; prints as a table.
+        compute_config: as given.
+    """
+
+    plan: EnginePlan
+    compute_config: ComputeConfig
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dummy_forward_args: Mapping[str, Any],
+        policy: str | Policy,
+        config: ComputeConfig,
+    ) -> None:
+        super().__init__()
+        original = copy.deepcopy(module)
+        # The same trees under the same names: state_dict, .to() and optimizers see the original.
+        self._parameters = original._parameters
+        self._buffers = original._buffers
+        self._modules = original._modules
+        self._non_persistent_buffers_set = original._non_persistent_buffers_set
+        self.training = original.training
+        self.compute_config = config
+        object.__setattr__(self, "_original", original)
+        self._dummy_forward_args = dict(dummy_forward_args)
+        self._policy = policy
+        self._programs: dict[bool, Program] = {}
+        if config.ranks > 1:
+            self._mesh = _mesh(config, next(chain(self.parameters(), self.buffers()), None))
+            _same_weights(self)
+        if config.plan_ngpus > 1:
+            self._program()
+        else:
+            self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward. Inputs and results are whole, on every rank of the copy.
+
+        Raises:
+            CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
+        """
+        if self.compute_config.plan_ngpus == 1:
+            return self._original.train(self.training).forward(*args, **kwargs)
+        program = self._program()
+        flat = program.captured.flatten(args, kwargs)
+        results = program(self._attribute, flat)
+        return pytree.tree_unflatten(results, program.captured.out_spec)
+
+    def sync_grad(self) -> None:
+        """Add up the gradients of all ranks, in place; call it once after the last backward of a step.
+
+        Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
+        nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
+        """
+        if self.compute_config.ranks == 1:
+            return
+        cap = (self.compute_config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
+        for bucket in _buckets([p.grad for p in self.parameters() if p.grad is not None], cap):
+            flat = _flatten_dense_tensors(bucket)
+            dist.all_reduce(flat)
+            for grad, whole in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                grad.copy_(whole)
+
+    def _attribute(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.get_submodule(owner), leaf)
+
+    def _program(self) -> Program:
+        """The planned graph for the present mode; made on first use, on all ranks alike."""
+        if self.training not in self._programs:
+            self._programs[self.training] = self._build()
+        return self._programs[self.training]
+
+    def _build(self) -> Program:
+        """Capture on every rank; plan on rank 0, so that all ranks run one plan."""
+        captured = capture(self._original.train(self.training), self._dummy_forward_args)
+        made: list[Any] = [None]
+        if dist.get_rank() == 0:
+            made = [self._plan(captured)]
+        dist.broadcast_object_list(made, src=0)
+        if isinstance(made[0], Exception):
+            raise made[0]
+        chosen, self.plan = made[0]
+        by_name = {node.name: node for node in captured.graph.nodes}
+        return Program(captured, {by_name[n]: s for n, s in chosen.items()}, self._mesh)
+
+    def _plan(self, captured: Captured) -> tuple[dict[str, Strategy], EnginePlan] | Exception:
+        """Strategies by op name and the report, or why there are none."""
+        config, parts = self.compute_config, self.compute_config.plan_ngpus
+        try:
+            choices = find_choices(captured, self._mesh)
+            forced = policies.apply(self._policy, choices.ops, config)
+            chosen = choose(choices, forced, parts, Rates())
+        except Exception as error:  # every rank must hear of it, or the others wait for ever
+            return error
+        report = make_report(choices, chosen, parts, config.num_scale_units, _gradient_bytes(self))
+        return {node.name: strategy for node, strategy in chosen.items()}, report
+
+
+def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
+    """The ranks of this rank's copy, as a mesh of one axis."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"parallelize: {config.ranks} rank(s) asked for, but torch.distributed is not initialised; "
+            "call torch.distributed.init_process_group() first"
+        )
+    if dist.get_world_size() != config.ranks:
+        raise ValueError(
+            f"parallelize: runtime_ngpus={config.ranks}, but there are {dist.get_world_size()} ranks"
+        )
+    device = "cpu" if like is None else like.device.type
+    shape = (config.num_scale_units, config.plan_ngpus)
+    return init_device_mesh(device, shape, mesh_dim_names=("copy", "plan"))["plan"]
+
+
+def _same_weights(module: torch.nn.Module) -> None:
+    """Every rank starts from rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensor in chain(module.parameters(), module.buffers()):
+            dist.broadcast(tensor, src=0)
+
+
+def _gradient_bytes(module: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
+
+
+def _buckets(grads: list[Tensor], cap_bytes: float) -> Iterator[list[Tensor]]:
+    """Runs of gradients of one dtype, up to ``cap_bytes`` each."""
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and (grad.dtype != bucket[0].dtype or size + grad.nbytes > cap_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def parallelize(
+    module: torch.nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | Policy,
+    compute_config: ComputeConfig,
+    *,
+    module_dtype: torch.dtype | None = None,
+) -> ParallelModule:
+    """Cut a single-device module over ranks. Same call as nnscaler's.
+
+    Every rank calls this alike, after ``torch.distributed.init_process_group``. The module is
+    copied; all copies start from rank 0's weights.
+
+    Args:
+        module: written for one device. Its attention calls ``wrap_*_attn_func`` without a group.
+        dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
+        pas_policy: ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; or a function
+            from the annotated ops (:class:`~.policies.OpSite`) and the config to the split of each
+            by name. Everything that is left open is planned to move the fewest bytes.
+        compute_config: how many ranks.
+        module_dtype: convert the copy to this dtype first.
+    Returns:
+        A module to train as the original, with ``sync_grad()`` before each optimizer step.
+
+    Raises:
+        PolicyError: the policy asks for a split that an op does not allow; says which it does.
+        CaptureError: the module does something that cannot be captured or run in parallel yet.
+        ValueError: ``runtime_ngpus`` is not the number of ranks.
+        RuntimeError: ``torch.distributed`` is not initialised.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise NotImplementedError("parallelize: module classes are not supported yet; pass a module")
+    if module_dtype is not None:
+        module = copy.deepcopy(module).to(module_dtype)
+    return ParallelModule(module, dummy_forward_args, pas_policy, compute_config)

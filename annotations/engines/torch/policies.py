@@ -1,0 +1,130 @@
+"""Policies: which splits the user has decided before the planner fills in the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from annotations.registry import record_of
+from annotations.rules import PartitionRule
+
+from ..config import ComputeConfig
+from .strategies import Strategy
+
+
+class PolicyError(ValueError):
+    """A policy asks for something that the graph or an annotation does not allow."""
+
+
+@dataclass(frozen=True)
+class OpSite:
+    """An annotated op in the captured graph, as a policy sees it.
+
+    Attributes:
+        name: unique in the graph, e.g. ``ring_attn_1``.
+        op: the op's title, e.g. ``wrap_ring_attn_func``.
+        module: path of the module that called it, e.g. ``layers.1.attention``.
+        splits: identifiers it can be split on over this many ranks.
+        communicates: those of them that communicate inside the op.
+    """
+
+    name: str
+    op: str
+    module: str
+    splits: tuple[str, ...]
+    communicates: tuple[str, ...]
+
+
+# From the annotated ops to the split of each by name; None runs it whole on every rank. Ops left
+# out are the planner's to decide.
+Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, str | None]]
+
+
+def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
+    """``"cp"``: split every op that can on what communicates inside it: attention on its sequence."""
+    chosen: dict[str, str | None] = {}
+    for op in ops:
+        inside = [split for split in op.splits if split in op.communicates]
+        if op.communicates:
+            if not inside:
+                raise PolicyError(_cannot("cp", op, " or ".join(op.communicates), config))
+            chosen[op.name] = inside[0]
+    return _some("cp", chosen, "no attention op of this package is called")
+
+
+def shard_batch(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
+    """``"dp"``: split every op that communicates otherwise on its batch."""
+    chosen: dict[str, str | None] = {}
+    for op in ops:
+        if op.communicates:
+            if "b" not in op.splits:
+                raise PolicyError(_cannot("dp", op, "b", config))
+            chosen[op.name] = "b"
+    return _some("dp", chosen, "no attention op of this package is called")
+
+
+POLICIES: dict[str, Policy] = {"cp": shard_sequence, "dp": shard_batch}
+
+
+def _cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
+    return (
+        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
+        f"{wanted} over {config.plan_ngpus} ranks; it can on: {', '.join(op.splits) or 'nothing'}"
+    )
+
+
+def _some(policy: str, chosen: dict[str, str | None], why: str) -> dict[str, str | None]:
+    if not chosen:
+        raise PolicyError(f"policy {policy!r} has nothing to split: {why} in the captured module")
+    return chosen
+
+
+def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSite]:
+    """The annotated ops of a graph, in order."""
+    found = []
+    for node in graph.nodes:
+        record = record_of(node.target)
+        if record is None:
+            continue
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        rule: PartitionRule = record.rule
+        found.append(
+            OpSite(
+                name=node.name,
+                op=record.title,
+                module=stack[-1][0].removeprefix("L['self'].") if stack else "",
+                splits=tuple(s.identifier for s in strategies[node] if s.identifier),
+                communicates=tuple(sorted(rule.communicates)),
+            )
+        )
+    return found
+
+
+def apply(
+    policy: str | Policy, ops: Sequence[OpSite], config: ComputeConfig
+) -> dict[str, str | None]:
+    """The splits that ``policy`` forces, checked.
+
+    Raises:
+        PolicyError: unknown policy or op, or a split that the op does not allow.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
+        policy = POLICIES[policy]
+    chosen = dict(policy(ops, config))
+    by_name = {op.name: op for op in ops}
+    unknown = sorted(set(chosen) - set(by_name))
+    if unknown:
+        raise PolicyError(
+            f"the policy names {', '.join(unknown)}, but the annotated ops are: "
+            f"{', '.join(by_name) or 'none'}"
+        )
+    for name, split in chosen.items():
+        if split is not None and split not in by_name[name].splits:
+            raise PolicyError(_cannot("callable", by_name[name], split, config))
+    return chosen
+
+

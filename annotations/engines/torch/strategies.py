@@ -1,0 +1,193 @@
+"""How each op of a captured graph may run on a one-axis mesh.
+
+A strategy says how an op's tensor inputs must lie and how its results then lie. For annotated ops
+they follow from the annotation. For every other op DTensor itself is asked: the op is run on meta
+tensors that lie in each possible way, and what ran without communication is a strategy. That keeps
+one source of truth for what DTensor can do, whatever its version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from annotations.dtensor import placement
+from annotations.errors import PartitionError
+from annotations.registry import OpRecord, record_of
+from annotations.rules import InnerCost, SplitSite, check_parts
+
+from .capture import tensor_inputs, with_inputs
+
+# Beyond this many tensor inputs only uniform placements are tried.
+ALL_COMBINATIONS_INPUTS = 3
+
+# Group name under which costs are asked for; no group is used.
+COST_ONLY = "cost only"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op.
+
+    Attributes:
+        inputs: placement of each tensor input, in argument order.
+        outputs: placement of each result.
+        identifier: what an annotated op is split on, None if it is not split.
+        inner: what an annotated op moves inside.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    identifier: str | None = None
+    inner: InnerCost = InnerCost()
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank does only its part of the work."""
+        return any(p.is_shard() for p in (*self.inputs, *self.outputs))
+
+
+def strategies_of(node: Node, mesh: DeviceMesh, known: dict[Any, Any]) -> list[Strategy]:
+    """Every way to run ``node``; the first is always to run it whole on each rank.
+
+    Args:
+        known: a cache to pass to every call; equal ops are asked once.
+    """
+    record = record_of(node.target)
+    if record is not None:
+        return annotated_strategies(node, record, mesh.size())
+    inputs = tensor_inputs(node)
+    if node.op in ("placeholder", "output") or not inputs:
+        return [Strategy((Replicate(),) * len(inputs), (Replicate(),) * _n_outputs(node))]
+    key = _signature(node, inputs)
+    if key not in known:
+        known[key] = _ask_dtensor(node, inputs, mesh)
+    return known[key]
+
+
+def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strategy]:
+    """The splits that the annotation allows over ``parts`` ranks."""
+    arguments = record.arguments(
+        *pytree.tree_map(_value_of, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
+    )
+    bound = record.bind(arguments)
+    names = list(record.signature.parameters)
+    tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
+    itemsize = next(arguments[names[n]].dtype.itemsize for n in tensors)
+    found = [Strategy((Replicate(),) * len(tensors), (Replicate(),) * record.n_outputs)]
+    for split in bound.splits():
+        size = bound.sizes[split.identifier]
+        if size < parts:
+            continue
+        try:
+            check_parts(bound, split, parts)
+        except PartitionError:
+            continue
+        inner = InnerCost()
+        if split.identifier in record.rule.communicates:
+            site = SplitSite(split.identifier, size, parts, COST_ONLY)
+            inner = record.rule.communicates[split.identifier].cost(bound, site, arguments, itemsize)
+        cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
+        found.append(
+            Strategy(
+                tuple(Replicate() if cut is None else placement(cut) for cut in cuts),
+                tuple(placement(cut) for cut in split.outputs),
+                split.identifier,
+                inner,
+            )
+        )
+    return found
+
+
+def _value_of(x: Any) -> Any:
+    return x.meta["val"] if isinstance(x, Node) else x
+
+
+def _n_outputs(node: Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, tuple | list) else 1
+
+
+def _signature(node: Node, inputs: Sequence[Node]) -> Any:
+    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
+    rest = with_inputs(node, lambda x, n: f"<{n}>")
+    return node.target, shapes, repr(rest)
+
+
+def _ask_dtensor(node: Node, inputs: Sequence[Node], mesh: DeviceMesh) -> list[Strategy]:
+    whole = Strategy((Replicate(),) * len(inputs), (Replicate(),) * _n_outputs(node))
+    choices = [_placements(x.meta["val"], mesh.size()) for x in inputs]
+    if len(inputs) <= ALL_COMBINATIONS_INPUTS:
+        combinations = list(itertools.product(*choices))
+    else:
+        combinations = [(p,) * len(inputs) for p in choices[0] if all(p in c for c in choices)]
+    found = [whole]
+    for places in combinations:
+        if all(p.is_replicate() for p in places):
+            continue
+        outputs = _run_on_meta(node, inputs, places, mesh)
+        if outputs is not None:
+            found.append(Strategy(places, outputs))
+    return found
+
+
+def _placements(value: Tensor, parts: int) -> list[Placement]:
+    cuts = [Shard(dim) for dim in range(value.ndim) if value.shape[dim] >= parts]
+    return [Replicate(), *cuts]
+
+
+def _run_on_meta(
+    node: Node, inputs: Sequence[Node], places: Sequence[Placement], mesh: DeviceMesh
+) -> tuple[Placement, ...] | None:
+    """Placements of the results, or None where the op communicates or cannot run."""
+
+    def meta(x: Node, n: int) -> DTensor:
+        value = x.meta["val"]
+        shape = list(value.shape)
+        if isinstance(cut := places[n], Shard):
+            shape[cut.dim] = -(-shape[cut.dim] // mesh.size())  # rank 0's part
+        local = torch.empty(shape, dtype=value.dtype, device="meta")
+        stride = torch.empty(value.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, [places[n]], run_check=False, shape=value.shape, stride=stride
+        )
+
+    args, kwargs = with_inputs(node, meta)
+    # DTensor logs how it would communicate; it is only being asked.
+    logging.disable(logging.WARNING)
+    try:
+        with torch.no_grad(), CommDebugMode() as counted:
+            results = node.target(*args, **_on_meta(kwargs))  # type: ignore[operator]
+    except Exception:
+        # DTensor refuses in many ways (NotImplementedError, RuntimeError, AssertionError, ...), and
+        # each of them means the same: not like this. The op still runs whole.
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+    if counted.get_total_counts():
+        return None
+    flat = [results] if isinstance(results, Tensor) else list(results)
+    outputs = tuple(r.placements[0] if isinstance(r, DTensor) else None for r in flat)
+    plain = all(type(p) in (Replicate, Shard) or p == Partial("sum") for p in outputs)
+    return outputs if plain else None  # type: ignore[return-value]
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.device("meta") if k == "device" and v else v for k, v in kwargs.items()}
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether ``node`` picks one of another node's results."""
+    return node.target is operator.getitem
