@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from .engines.config import ComputeConfig
-from .registry import OpRecord, record_of, register_op, registered_ops
+from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
+from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
 from .rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "AnnotatedOp",
     "AnnotationError",
     "AnnotationSyntaxError",
     "BindingError",

@@ -83,7 +83,7 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
         *local,
         *(_local(v, mesh, p) for v, p in zip(saved, results, strict=True)),
     )
-    places, shapes = [], []
+    places, wholes = [], []
     for name in record.differentiable:
         i = names.index(name)
         places.append(
@@ -92,8 +92,8 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
                 for s in splits
             ]
         )
-        shapes.append(tuple(arguments[name].shape))
-    return _wrap(outputs, mesh, places, shapes)
+        wholes.append(tuple(arguments[name].shape))
+    return _wrap(outputs, mesh, places, wholes)
 
 
 def splits_of(
@@ -111,9 +111,9 @@ def splits_of(
         found: dict[str, str] = {}
         for i, shape in enumerate(bound.annotation.inputs):
             value = arguments[names[i]]
-            if not isinstance(value, DTensor) or not value.placements[axis].is_shard():
+            if not isinstance(value, DTensor) or not isinstance(value.placements[axis], Shard):
                 continue
-            dim = value.placements[axis].dim
+            dim = value.placements[axis].dim  # type: ignore[attr-defined]
             inner = [] if shape.ignored else list(shape.dims[dim].identifiers)
             leading = next((x for x in inner if x != "1"), "?")
             found[leading] = f"{names[i]} is cut on dim {dim}"
@@ -154,8 +154,10 @@ def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
 def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:
     single = isinstance(outputs, Tensor)
     wrapped = []
-    for local, places, shape in zip((outputs,) if single else outputs, placements, shapes, strict=True):
-        whole = tuple(shape) if local.ndim else ()
+    for local, places, shape in zip(
+        (outputs,) if single else outputs, placements, shapes, strict=True
+    ):
+        whole = torch.Size(shape if local.ndim else ())
         stride = torch.empty(whole, device="meta").stride()
         wrapped.append(
             DTensor.from_local(local, mesh, places, run_check=False, shape=whole, stride=stride)

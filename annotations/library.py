@@ -165,7 +165,9 @@ def _differentiate(record: OpRecord) -> None:
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.rest = [None if tensor else value for value, tensor in zip(inputs, is_tensor, strict=True)]
+        ctx.rest = [
+            None if tensor else value for value, tensor in zip(inputs, is_tensor, strict=True)
+        ]
         ctx.is_tensor = is_tensor
         ctx.save_for_backward(
             *(value for value, tensor in zip(inputs, is_tensor, strict=True) if tensor), *outputs

@@ -11,10 +11,10 @@ An op's arguments are tensors, numbers, strings and lists of numbers: that is al
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,21 +73,42 @@ class OpRecord:
             tuple(value.shape) if isinstance(value := arguments[name], Tensor) else None
             for name in names[: _n_inputs(text)]
         )
-        return _bind(text, self.title, names[: len(shapes)], shapes)
+        # Symbolic sizes, under torch.compile(dynamic=True), have no hash.
+        once = bind if _symbolic(shapes) else _bind
+        return once(text, self.title, names[: len(shapes)], shapes)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _bind(
     text: str, title: str, names: tuple[str, ...], shapes: tuple[tuple[int, ...] | None, ...]
 ) -> BoundAnnotation:
     return bind(text, title, names, shapes)
 
 
-@lru_cache(maxsize=4096)
+def _symbolic(shapes: tuple[tuple[int, ...] | None, ...]) -> bool:
+    return any(isinstance(size, torch.SymInt) for shape in shapes for size in shape or ())
+
+
+@functools.lru_cache(maxsize=4096)
 def _n_inputs(text: str) -> int:
     from .grammar import Annotation
 
     return len(Annotation.parse(text).inputs)
+
+
+class AnnotatedOp:
+    """A registered op, to be called like the function it was declared with.
+
+    Attributes:
+        record: what engines read.
+    """
+
+    def __init__(self, record: OpRecord, function: Callable[..., Any]) -> None:
+        self.record = record
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.record.forward(*args, **kwargs)
 
 
 def record_of(op: Any) -> OpRecord | None:
@@ -109,7 +130,7 @@ def register_op(
     differentiable: Sequence[str] | None = None,
     fake: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., Any]], AnnotatedOp]:
     """Declare an op: decorate the function that computes it on one rank's part.
 
     Args:
@@ -144,7 +165,7 @@ def register_op(
     if isinstance(annotation, str):
         _n_inputs(annotation)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> AnnotatedOp:
         from . import dtensor
         from .library import define
 
@@ -167,13 +188,7 @@ def register_op(
         _OPS[record.forward] = record
         dtensor.install(record)
 
-        def op(*args: Any, **kwargs: Any) -> Any:
-            return record.forward(*args, **kwargs)
-
-        op.__name__, op.__doc__, op.__module__ = function.__name__, function.__doc__, function.__module__
-        op.__signature__ = signature  # type: ignore[attr-defined]
-        op.record = record  # type: ignore[attr-defined]
-        return op
+        return AnnotatedOp(record, function)
 
     return decorate
 

@@ -1,9 +1,9 @@
-"""What a split of an op means beyond its annotation: does it communicate inside, and what it costs.
+"""What a split of an op means beyond its annotation: does it communicate inside, at what cost.
 
-An annotation says which dims may be cut. Most cuts leave an op alone: each rank runs it on its part.
-Some cut something the op needs whole (attention's sequence), and the op then communicates inside.
-Those are declared here, so that an engine can hand the op its group, and cost the split, without
-knowing what the op does.
+An annotation says which dims may be cut. Most cuts leave an op alone: each rank runs it on its
+part. Some cut something the op needs whole (attention's sequence), and the op then communicates
+inside. Those are declared here, so that an engine can hand the op its group, and cost the split,
+without knowing what the op does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PartitionRule:
         if not site.group:
             raise PartitionError(
                 f"{op}: a split of {site.identifier!r} over {site.parts} ranks communicates inside "
-                "the op, but no process group was given; each rank alone would compute a wrong result"
+                "the op, but no process group was given; each rank alone would compute nonsense"
             )
         return self.communicates[site.identifier].arguments(site)
 
@@ -97,8 +97,8 @@ class PartitionRule:
 def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
     """Refuse a cut that would tear inner dims apart.
 
-    A plain dim may be cut unevenly. ``(g 4)`` may not: its parts must stay whole multiples of 4, and
-    line up with the parts of ``g`` elsewhere.
+    A plain dim may be cut unevenly. ``(g 4)`` may not: its parts must stay whole multiples of 4,
+    and line up with the parts of ``g`` elsewhere.
 
     Raises:
         PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
@@ -111,9 +111,7 @@ def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
     )
     if inner and not bound.divisible(split.identifier, parts):
         raise PartitionError(
-            f"{bound.op}: {split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over "
-            f"{parts} ranks\n  {bound.annotation}\n  it is part of an inner dim, so the number of "
-            "ranks must divide it"
+            f"{bound.op}: {split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut "
+            f"over {parts} ranks\n  {bound.annotation}\n  it is part of an inner dim, so the "
+            "number of ranks must divide it"
         )
-
-

@@ -1,7 +1,8 @@
 """Train a small Llama on real text, its sequence cut over several processes.
 
-The model below is written for one device. Its attention calls a ``wrap_*_attn_func`` without a group;
-``parallelize`` does the rest. At the end the loss curve is compared with the same run on one rank.
+The model below is written for one device. Its attention calls a ``wrap_*_attn_func`` without a
+group; ``parallelize`` does the rest. At the end the loss curve is compared with the same run on one
+rank.
 
     python examples/train_llama.py                      2 processes, ring attention
     python examples/train_llama.py --nproc 4 --op varlen
@@ -129,7 +130,11 @@ def inputs(batch: Batch, op: str) -> dict[str, Tensor]:
 
 
 def train(
-    name: str, model: nn.Module, sync: Callable[[], None], text: PackedText, args: argparse.Namespace
+    name: str,
+    model: nn.Module,
+    sync: Callable[[], None],
+    text: PackedText,
+    args: argparse.Namespace,
 ) -> list[float]:
     """Losses of ``args.steps`` steps; rank 0 shows a bar and the loss every 10 steps."""
     shown = dist.get_rank() == 0
@@ -158,7 +163,9 @@ def train(
 def main(args: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     torch.set_num_threads(max(1, cores // world))
     text = PackedText(load_documents(), args.seq_len, seed=0)
     torch.manual_seed(0)
@@ -190,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--op", choices=("ring", "zigzag", "varlen"), default="ring")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens (bytes of text) a step")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--no-compare", action="store_true", help="skip the run on one rank")
     return parser.parse_args()
 
@@ -200,6 +207,12 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.exit(main(arguments))
     # Not under torchrun yet: start the ranks.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.nproc)]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(arguments.nproc),
+    ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execv(sys.executable, [sys.executable, *launch, *sys.argv])

@@ -53,17 +53,21 @@ class ComputeConfig:
             object.__setattr__(self, "runtime_ngpus", world)
         if self.plan_ngpus < 1 or self.ranks < 1 or self.ranks % self.plan_ngpus:
             raise ValueError(
-                f"ComputeConfig: runtime_ngpus must be a multiple of plan_ngpus, both at least 1; got "
-                f"plan_ngpus={self.plan_ngpus}, runtime_ngpus={self.runtime_ngpus}"
+                "ComputeConfig: runtime_ngpus must be a multiple of plan_ngpus, both at least 1; "
+                f"got plan_ngpus={self.plan_ngpus}, runtime_ngpus={self.runtime_ngpus}"
             )
         cap = self.reducer_bucket_cap_mb
         if cap is not None and cap < 0:
-            raise ValueError(f"ComputeConfig: reducer_bucket_cap_mb must not be negative, got {cap}")
+            raise ValueError(
+                f"ComputeConfig: reducer_bucket_cap_mb must not be negative, got {cap}"
+            )
         for item in fields(self):
             value = getattr(self, item.name)
             default = {} if item.name == "pas_config" else item.default
             if item.name in _LATER and value != default:
-                raise NotImplementedError(f"ComputeConfig: {item.name}={value!r} is not supported yet")
+                raise NotImplementedError(
+                    f"ComputeConfig: {item.name}={value!r} is not supported yet"
+                )
 
     @property
     def ranks(self) -> int:

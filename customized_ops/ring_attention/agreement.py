@@ -56,6 +56,7 @@ def _table(rows: list[dict[str, str]], columns: list[str]) -> str:
     body = [[str(rank), *(row.get(c, "-") for c in columns)] for rank, row in enumerate(rows)]
     widths = [max(len(line[n]) for line in [header, *body]) for n in range(len(header))]
     return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in [header, *body]
     )

@@ -29,9 +29,11 @@ def refuse_unsupported(op: str, **given: object) -> None:
         NotImplementedError: one of ``given`` is set (neither None, False nor 0); names it.
     """
     for name, value in given.items():
-        if value is not None and value is not False and value != 0:
+        tensor = isinstance(value, Tensor)
+        if tensor or (value is not None and value != 0):
+            shown = "a tensor" if tensor else repr(value)
             raise NotImplementedError(
-                f"{op}: {name}={value!r} is not supported yet; leave it at its default"
+                f"{op}: {name}={shown} is not supported yet; leave it at its default"
             )
 
 

@@ -1,8 +1,8 @@
 """What the attention ops have in common: an op call becomes a plan, and the executor runs it.
 
-    wrap_*_attn_func            checks what the user passed, names the group
-      -> seqshard::*_attn       the op in a graph: tensors, numbers, strings      (this file)
-        -> make_plan, executor  what moves and what is computed                   (core/)
+wrap_*_attn_func            checks what the user passed, names the group
+  -> seqshard::*_attn       the op in a graph: tensors, numbers, strings      (this file)
+    -> make_plan, executor  what moves and what is computed                   (core/)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from annotations import register_op
+from annotations import AnnotatedOp, register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
@@ -48,6 +48,15 @@ class Call:
     softmax_scale: float
 
 
+@dataclass(frozen=True)
+class Options:
+    """Arguments that every attention op has: scale, kernel name and group name."""
+
+    softmax_scale: float
+    kernel: str
+    group: str
+
+
 def head_dims(op: str, q: Tensor, k: Tensor) -> tuple[str, str]:
     """How the head dims of q and of k, v are annotated: ``(g 4)`` and ``g`` with grouped queries.
 
@@ -65,10 +74,8 @@ def resolve(
     k: Tensor,
     v: Tensor,
     make: Callable[[Comm], Plan],
+    options: Options,
     *,
-    softmax_scale: float,
-    kernel: str,
-    group: str,
     compare: bool,
 ) -> Call:
     """Check the call, make its plan, and with ``SEQSHARD_CHECK=1`` compare it over the group.
@@ -77,12 +84,12 @@ def resolve(
         make: the plan on a given group; raises ValueError where the arguments contradict it.
         compare: False where the ranks have compared this call before (in the backward).
     """
-    comm = comm_by_name(group)
+    comm = comm_by_name(options.group)
     problem: ValueError | None = None
     plan = chosen = None
     try:
         check_tensors(op, q, k, v)
-        chosen = choose(kernel, q)
+        chosen = choose(options.kernel, q)
         plan = make(comm)
     except ValueError as error:
         problem = error
@@ -92,15 +99,15 @@ def resolve(
             "k": _without_tokens(k),
             "v": _without_tokens(v),
             "dtype": str(q.dtype),
-            "softmax_scale": repr(softmax_scale),
-            "kernel": kernel,
+            "softmax_scale": repr(options.softmax_scale),
+            "kernel": options.kernel,
             **(_plan_facts(plan) if plan is not None else {}),
         }
         agreement.agree(op, comm, facts, problem)
     if problem is not None:
         raise problem
     assert plan is not None and chosen is not None
-    return Call(plan, comm, chosen, softmax_scale)
+    return Call(plan, comm, chosen, options.softmax_scale)
 
 
 def _without_tokens(t: Tensor) -> str:
@@ -140,9 +147,9 @@ def layout_of(op: str, comm: Comm, spec: str, local: int, total: int | None) -> 
         )
     if layout.sizes[comm.rank] != local:
         raise ArgumentError(
-            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but layout {layout} gives "
-            f"it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}); if the sequence is cut "
-            "otherwise, say so with layout=Layout.from_sizes([...])"
+            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but layout {layout} "
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}); if the sequence is "
+            "cut otherwise, say so with layout=Layout.from_sizes([...])"
         )
     return layout
 
@@ -165,8 +172,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the gradients of out and of lse.
 
-    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out) does,
-    with the opposite sign. One more column of v carries it through any kernel: with out = 1,
+    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out)
+    does, with the opposite sign. One more column of v carries it through any kernel: with out = 1,
     dout = -dlse and v = 0 there, rowsum gains -dlse and nothing else changes.
     """
     if dout is None:
@@ -187,7 +194,10 @@ def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:
     return q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
 
 
-def sequence_rule(plan_of: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Plan]) -> PartitionRule:
+PlanOf = Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Plan]
+
+
+def sequence_rule(plan_of: PlanOf) -> PartitionRule:
     """The partition rule of an attention op: a split of ``l`` communicates, others do not.
 
     Args:
@@ -226,7 +236,7 @@ def sequence_rule(plan_of: Callable[[BoundAnnotation, SplitSite, Mapping[str, An
 
 
 def dense_attention(
-    op: Callable[..., tuple[Tensor, Tensor]],
+    op: AnnotatedOp,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -240,7 +250,7 @@ def dense_attention(
     **unsupported: object,
 ) -> Tensor:
     """Check a user's call of a dense attention op and make it; returns out."""
-    record = op.record  # type: ignore[attr-defined]
+    record = op.record
 
     def check() -> tuple[int, int]:
         refuse_unsupported(record.title, **unsupported)
@@ -256,7 +266,7 @@ def dense_attention(
     return out
 
 
-def dense_op(name: str, title: str, assignment: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def dense_op(name: str, title: str, assignment: str) -> AnnotatedOp:
     """Declare an op over one whole sequence a batch element: q, k, v [b, l, heads, d].
 
     Args:
@@ -291,14 +301,13 @@ def dense_op(name: str, title: str, assignment: str) -> Callable[..., tuple[Tens
             where = layout_of(title, comm, layout, q.shape[1], None)
             return plan(where, causal, (window_left, window_right))
 
-        return resolve(
-            title, q, k, v, make,
-            softmax_scale=softmax_scale, kernel=kernel, group=group, compare=compare,
-        )  # fmt: skip
+        options = Options(softmax_scale, kernel, group)
+        return resolve(title, q, k, v, make, options, compare=compare)
 
     def run_backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         *inputs, out, lse = rest
-        return backward(resolved(*inputs, compare=False), dout, dlse, *inputs[:3], out, lse)
+        q, k, v = inputs[:3]
+        return backward(resolved(*inputs, compare=False), dout, dlse, q, k, v, out, lse)
 
     def fake(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         check_tensors(title, q, k, v)
@@ -329,10 +338,7 @@ def dense_op(name: str, title: str, assignment: str) -> Callable[..., tuple[Tens
         layout: str,
         group: str,
     ) -> tuple[Tensor, Tensor]:
-        call = resolved(
-            q, k, v, softmax_scale, causal, window_left, window_right, kernel, layout, group,
-            compare=True,
-        )  # fmt: skip
-        return forward(call, q, k, v)
+        rest = softmax_scale, causal, window_left, window_right, kernel, layout, group
+        return forward(resolved(q, k, v, *rest, compare=True), q, k, v)
 
     return dense_attention

@@ -15,6 +15,7 @@ from annotations.rules import SplitSite
 from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported, window_bounds
 from .attention_op import (
     Call,
+    Options,
     backward,
     forward,
     head_dims,
@@ -98,17 +99,7 @@ def _resolved(
         window = (window_left, window_right)
         return _plan(comm, q, k, cu_seqlens_q, cu_seqlens_k, causal, window, layout)
 
-    return resolve(
-        OP,
-        q,
-        k,
-        v,
-        make,
-        softmax_scale=softmax_scale,
-        kernel=kernel,
-        group=group,
-        compare=compare,
-    )
+    return resolve(OP, q, k, v, make, Options(softmax_scale, kernel, group), compare=compare)
 
 
 def _backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,21 +152,8 @@ def ring_attn_varlen(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """The op in a graph; see :func:`wrap_ring_attn_varlen_func`."""
-    call = _resolved(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        kernel,
-        layout,
-        group,
-        compare=True,
-    )
+    rest = softmax_scale, causal, window_left, window_right, kernel, layout, group
+    call = _resolved(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, compare=True)
     out, lse = forward(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     return out.squeeze(0), lse.squeeze(0)
 

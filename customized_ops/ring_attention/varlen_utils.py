@@ -33,7 +33,8 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     tensor = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.as_tensor(cu_seqlens)
     if tensor.ndim != 1 or tensor.shape[0] == 0:
         raise ArgumentError(
-            f"{op}: {name} must be one-dimensional, [documents + 1], got shape {tuple(tensor.shape)}"
+            f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
+            f"{tuple(tensor.shape)}"
         )
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")

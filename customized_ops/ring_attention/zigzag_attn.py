@@ -34,8 +34,8 @@ def wrap_zigzag_attn_func(
     Attention with rows computed in zigzag order: of 2 P chunks rank r computes chunk r and chunk
     2 P - 1 - r, the same work on every rank under a causal mask. Tokens come in contiguous shards,
     and rows travel to the rank that computes them; tokens that already lie so
-    (``layout=Layout.zigzag(total, P)``) stay where they are, which is what to use when a whole model
-    runs in that order.
+    (``layout=Layout.zigzag(total, P)``) stay where they are, which is what to use when a whole
+    model runs in that order.
 
         tokens 0..7, 2 ranks, causal    held        computed
         rank 0                          0 1 2 3     0 1 6 7
@@ -59,16 +59,16 @@ def wrap_zigzag_attn_func(
     Returns:
         [b, l, h, vd] in q's dtype. Rows that attend nothing are 0.
 
-    Communication: the forward moves k and v to the ranks that need them, rows of q to the ranks that
-    compute them, and their results back. The backward moves the same again, sends dk and dv home in
-    fp32, where they are added up, and dq of the rows back.
+    Communication: the forward moves k and v to the ranks that need them, rows of q to the ranks
+    that compute them, and their results back. The backward moves the same again, sends dk and dv
+    home in fp32, where they are added up, and dq of the rows back.
 
     Raises:
         NotImplementedError: an argument that is not supported yet is set; names it.
         ValueError: shapes, dtypes, heads, layout or group do not fit; says what would.
 
-    Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2, describes the 2 P chunks; merging
-    of partial results: equations in ``core/merge.py``.
+    Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2, describes the 2 P chunks;
+    merging of partial results: equations in ``core/merge.py``.
     """
     return dense_attention(
         ZIGZAG_ATTN,

@@ -1,7 +1,7 @@
 """The embedded engine: torch.export and DTensor, nothing else to install.
 
-    capture -> strategies -> planner -> execute          report: the plan as a table
-    (graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
+capture -> strategies -> planner -> execute          report: the plan as a table
+(graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
 """
 
 from .capture import CaptureError

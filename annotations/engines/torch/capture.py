@@ -1,6 +1,6 @@
 """From a module to a graph of ops: ``torch.export``, made functional, cross entropy made exact.
 
-    nn.Module + dummy arguments --capture--> Captured: graph, what its inputs are, how outputs nest
+nn.Module + dummy arguments --capture--> Captured: graph, what its inputs are, how outputs nest
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Captured:
         flat, spec = pytree.tree_flatten(dict(bound.arguments))
         if spec != self.in_spec:
             raise CaptureError(
-                f"called with {sorted(bound.arguments)} nested as {spec}, but the module was captured "
-                f"with {self.in_spec}"
+                f"called with {sorted(bound.arguments)} nested as {spec}, but the module was "
+                f"captured with {self.in_spec}"
             )
         names = [".".join(map(str, path)) for path, _ in _paths(dict(bound.arguments))]
         for name, value, example in zip(names, flat, self.examples, strict=True):
@@ -101,7 +101,9 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
     try:
         bound = signature.bind(**dummy_forward_args)
     except TypeError as error:
-        raise CaptureError(f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}")
+        raise CaptureError(
+            f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}"
+        ) from None
     arguments = dict(bound.arguments)
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
@@ -118,10 +120,12 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
     constants: dict[str, Tensor] = {}
     user_inputs: list[str | None] = []
     for spec in exported.graph_signature.input_specs:
-        name = getattr(spec.arg, "name", None)
+        name = getattr(spec.arg, "name", "")
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
             attributes[name] = spec.target
         elif spec.kind == InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
             constants[name] = exported.constants[spec.target]
         else:
             is_tensor = isinstance(examples[len(user_inputs)], Tensor)
@@ -151,19 +155,19 @@ def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
                 f"{node.name}: nested graphs ({node.target}) are not supported yet; autocast and "
                 "checkpointing inside the forward make them"
             )
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            if not _is_inactive_dropout(node):
-                raise CaptureError(
-                    f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
-                    "ranks would draw the same ones for different tokens"
-                )
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and not _is_inactive_dropout(node):
+            raise CaptureError(
+                f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
+                "ranks would draw the same ones for different tokens"
+            )
 
 
 def _is_inactive_dropout(node: Node) -> bool:
     if node.target not in (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default):
         return False
     _, p, train = node.args
-    return p == 0 or train is False
+    return bool(p == 0 or train is False)
 
 
 def _drop_asserts(graph: Graph) -> None:

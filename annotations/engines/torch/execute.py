@@ -83,6 +83,7 @@ class Program:
         for node in captured.graph.nodes:
             if node.op != "placeholder":
                 break
+            local: Tensor | None
             if node.name in captured.attributes:
                 local = attribute(captured.attributes[node.name])
             else:
@@ -106,7 +107,9 @@ class _Run:
         strategy = self._program.strategies[node]
         args, kwargs = with_inputs(node, lambda x, n: self._get(x, strategy.inputs[n]))
         results = node.target(*args, **kwargs)  # type: ignore[operator]
-        for index, result in enumerate(results if isinstance(results, tuple | list) else (results,)):
+        for index, result in enumerate(
+            results if isinstance(results, tuple | list) else (results,)
+        ):
             if isinstance(result, Tensor) and not isinstance(result, DTensor):
                 result = _replicated(result, self._program.mesh)
             self._values[node, index] = result

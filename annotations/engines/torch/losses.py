@@ -1,8 +1,8 @@
 """Cross entropy that stays exact when its tokens are cut.
 
-The mean over tokens with ``ignore_index`` divides by a count that differs from rank to rank, and the
-mean of means is not the mean. So a captured ``cross_entropy`` becomes an annotated op that returns
-sum and count, both of which may be cut and added up, and one division.
+The mean over tokens with ``ignore_index`` divides by a count that differs from rank to rank, and
+the mean of means is not the mean. So a captured ``cross_entropy`` becomes an annotated op that
+returns sum and count, both of which may be cut and added up, and one division.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def exact_cross_entropy(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not op:
             continue
-        call = dict(zip(("logits", "target", "weight", "reduction", "ignore"), node.args, strict=False))
+        call = dict(
+            zip(("logits", "target", "weight", "reduction", "ignore"), node.args, strict=False)
+        )
         smoothing = node.args[5] if len(node.args) > 5 else 0.0
         reduction = call.get("reduction", MEAN)
         target = call["target"].meta["val"]

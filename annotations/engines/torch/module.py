@@ -44,6 +44,7 @@ class ParallelModule(torch.nn.Module):
 
     plan: EnginePlan
     compute_config: ComputeConfig
+    _original: torch.nn.Module
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class ParallelModule(torch.nn.Module):
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def sync_grad(self) -> None:
-        """Add up the gradients of all ranks, in place; call it once after the last backward of a step.
+        """Add up the gradients of all ranks, in place; once, after the last backward of a step.
 
         Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
         nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
@@ -141,12 +142,13 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
     """The ranks of this rank's copy, as a mesh of one axis."""
     if not dist.is_initialized():
         raise RuntimeError(
-            f"parallelize: {config.ranks} rank(s) asked for, but torch.distributed is not initialised; "
-            "call torch.distributed.init_process_group() first"
+            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not initialised "
+            "yet; call torch.distributed.init_process_group() first"
         )
     if dist.get_world_size() != config.ranks:
         raise ValueError(
-            f"parallelize: runtime_ngpus={config.ranks}, but there are {dist.get_world_size()} ranks"
+            f"parallelize: runtime_ngpus={config.ranks}, but the world has "
+            f"{dist.get_world_size()} ranks"
         )
     device = "cpu" if like is None else like.device.type
     shape = (config.num_scale_units, config.plan_ngpus)
@@ -209,7 +211,9 @@ def parallelize(
         RuntimeError: ``torch.distributed`` is not initialised.
     """
     if not isinstance(module, torch.nn.Module):
-        raise NotImplementedError("parallelize: module classes are not supported yet; pass a module")
+        raise NotImplementedError(
+            "parallelize: module classes are not supported yet; pass a module"
+        )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)
     return ParallelModule(module, dummy_forward_args, pas_policy, compute_config)

@@ -1,7 +1,7 @@
 """Choosing a strategy for every op: an integer linear program, solved by HiGHS.
 
-Each op takes exactly one strategy; each edge pays for moving a tensor from how its producer leaves it
-to how its consumer wants it, forward and backward. Splits that a policy forces are constraints.
+Each op takes exactly one strategy; each edge pays for moving a tensor from how its producer leaves
+it to how its consumer wants it, forward and backward. Splits that a policy forces are constraints.
 Parameters stay whole on every rank: their gradients are added up once, in ``sync_grad``.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,

@@ -43,7 +43,7 @@ Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, str | None]]
 
 
 def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
-    """``"cp"``: split every op that can on what communicates inside it: attention on its sequence."""
+    """``"cp"``: split every op on what communicates inside it: attention on its sequence."""
     chosen: dict[str, str | None] = {}
     for op in ops:
         inside = [split for split in op.splits if split in op.communicates]
@@ -126,5 +126,3 @@ def apply(
         if split is not None and split not in by_name[name].splits:
             raise PolicyError(_cannot("callable", by_name[name], split, config))
     return chosen
-
-

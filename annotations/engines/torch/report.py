@@ -52,7 +52,7 @@ class EnginePlan:
             sum(getattr(r, side) * n for r, n in self.rows)
             for side in ("forward_bytes", "backward_bytes")
         ]
-        title = f"plan: {self.parts} ranks a copy, {self.copies} {'copy' if self.copies == 1 else 'copies'}"
+        title = f"plan: {self.parts} ranks a copy, copies of the model: {self.copies}"
         rule = "-" * (sum(widths) + 2 * len(widths) - 2)
         body = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
                 for line in [header, *lines]]  # fmt: skip

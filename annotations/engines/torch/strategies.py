@@ -37,6 +37,9 @@ ALL_COMBINATIONS_INPUTS = 3
 COST_ONLY = "cost only"
 
 
+NOTHING = InnerCost()
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to run an op.
@@ -51,7 +54,7 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     identifier: str | None = None
-    inner: InnerCost = InnerCost()
+    inner: InnerCost = NOTHING
 
     @property
     def divides(self) -> bool:
@@ -95,10 +98,12 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strat
             check_parts(bound, split, parts)
         except PartitionError:
             continue
-        inner = InnerCost()
+        inner = NOTHING
         if split.identifier in record.rule.communicates:
             site = SplitSite(split.identifier, size, parts, COST_ONLY)
-            inner = record.rule.communicates[split.identifier].cost(bound, site, arguments, itemsize)
+            inner = record.rule.communicates[split.identifier].cost(
+                bound, site, arguments, itemsize
+            )
         cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
         found.append(
             Strategy(

@@ -73,7 +73,8 @@ def balanced(mask: AttnMask, layout: Layout) -> Assignment:
 
 def _area_per_rank(mask: AttnMask, assignment: Assignment, ranks: int) -> npt.NDArray[np.float64]:
     area = np.diff(area_before(mask.slices, assignment[:, [ROW0, ROW1]].reshape(-1)))[::2]
-    return np.bincount(assignment[:, COMPUTE], weights=area, minlength=ranks)
+    per_rank = np.bincount(assignment[:, COMPUTE], weights=area, minlength=ranks)
+    return per_rank.astype(np.float64)
 
 
 def _granule(tokens_per_rank: int) -> int:

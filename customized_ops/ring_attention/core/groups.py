@@ -5,9 +5,14 @@ In a graph a group is its name, because ops take only tensors, numbers and strin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from . import inprocess
@@ -39,7 +44,8 @@ class AloneComm(Comm):
 ALONE = AloneComm()
 
 _by_name: dict[str, tuple[dist.ProcessGroup, DistComm]] = {}
-_by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_by_ranks: dict[tuple[int, ...], Any] = {}
+_times_made: dict[tuple[int, ...], int] = {}
 
 
 def group_name(process_group: GroupLike) -> str:
@@ -67,7 +73,7 @@ def comm_by_name(name: str) -> Comm:
         return ALONE
     if name.startswith("inprocess:"):
         return inprocess.this_thread(name)
-    group = _resolve_process_group(name)
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
     # A destroyed world may leave its names to the next one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, DistComm(group))
@@ -82,12 +88,12 @@ def _as_ranks(process_group: object) -> tuple[int, ...]:
             "process_group must be a torch.distributed.ProcessGroup, a sequence of global ranks, "
             f"or None, got {process_group!r}"
         ) from None
-    if not ranks or any(a >= b for a, b in zip(ranks, ranks[1:], strict=False)):
+    if not ranks or any(a >= b for a, b in itertools.pairwise(ranks)):
         raise GroupError(f"process_group must list global ranks in increasing order, got {ranks}")
     return ranks
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _group_of(ranks: tuple[int, ...]) -> Any:
     if not dist.is_initialized():
         raise GroupError(f"process_group={ranks}, but torch.distributed is not initialised")
     if dist.get_rank() not in ranks:
@@ -97,9 +103,29 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks == tuple(range(dist.get_world_size())):
             known = dist.group.WORLD
         else:
-            known = dist.new_group(list(ranks), use_local_synchronization=True)
+            with _name_from(ranks):
+                known = dist.new_group(list(ranks), use_local_synchronization=True)
         _by_ranks[ranks] = known
     return known
+
+
+@contextmanager
+def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Make torch name the next group after ``ranks`` alone.
+
+    The members of a group find each other by its name, and torch puts into it how many groups the
+    rank has made before. Ranks that differ in that, say 0 and 2 after 1 and 2 have made a group,
+    would wait for each other for ever.
+    """
+    number = _times_made[ranks] = _times_made.get(ranks, -1) + 1
+    text = f"seqshard {ranks} {number}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

@@ -66,7 +66,7 @@ class Layout:
 
     @staticmethod
     def zigzag(total: int, group_size: int) -> Layout:
-        """2 * group_size chunks, of which rank r holds r and its mirror image 2 * group_size - 1 - r.
+        """2 * group_size chunks; rank r holds chunk r and its mirror image 2 * group_size - 1 - r.
 
         Under a causal mask each rank then has the same work, up to what rounding the chunks
         takes when 2 * group_size does not divide ``total``.
@@ -85,10 +85,14 @@ class Layout:
             LayoutError: no sizes, or a negative one.
         """
         if len(sizes) == 0 or min(sizes) < 0:
-            raise LayoutError(f"Layout.from_sizes: sizes must be 0 or more, one a rank, got {sizes}")
+            raise LayoutError(
+                f"Layout.from_sizes: sizes must be 0 or more, one a rank, got {sizes}"
+            )
         ends = np.cumsum(np.asarray(sizes, dtype=np.int64)).tolist()
         return Layout(
-            tuple(_without_empty([(end - size, end)]) for size, end in zip(sizes, ends, strict=True)),
+            tuple(
+                _without_empty([(end - size, end)]) for size, end in zip(sizes, ends, strict=True)
+            ),
             "sizes:" + ",".join(str(int(size)) for size in sizes),
         )
 
@@ -139,7 +143,9 @@ class Layout:
         A view where the rank holds one range, else a copy. Differentiable.
         """
         if x.shape[dim] != self.total:
-            raise LayoutError(f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens")
+            raise LayoutError(
+                f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
+            )
         parts = [x.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         if not parts:
             return x.narrow(dim, 0, 0)

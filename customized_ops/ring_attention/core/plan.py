@@ -119,8 +119,11 @@ class Plan:
 
     def kv_tokens(self) -> Table:
         """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v)."""
-        return _moved(self.kv_moves[:, [SEND, RECV]], self.kv_moves[:, KEY1] - self.kv_moves[:, KEY0],
-                      self.group_size)
+        return _moved(
+            self.kv_moves[:, [SEND, RECV]],
+            self.kv_moves[:, KEY1] - self.kv_moves[:, KEY0],
+            self.group_size,
+        )
 
     def q_tokens(self) -> Table:
         """int64[P, 2]: query rows that each rank gives away and takes in."""
@@ -170,7 +173,6 @@ class Plan:
         there = q * q_heads * head_dim * itemsize
         back = q[:, ::-1] * q_heads * (v_dim * itemsize + stat)
         return kv * kv_heads * (head_dim + v_dim) * itemsize + there + back
-
 
     def backward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
@@ -369,5 +371,3 @@ def _moved(ends: Table, count: Table, ranks: int) -> Table:
     return np.stack(
         [np.bincount(ends[away, n], weights=count[away], minlength=ranks) for n in (0, 1)], axis=1
     ).astype(np.int64)
-
-

@@ -34,7 +34,9 @@ def choose(name: str, q: Tensor) -> Kernel:
     if name != "auto" and name not in KERNELS:
         raise KernelError(f"kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
     reasons = "; ".join(f"{n}: {reason}" for n, reason in refusals.items() if reason)
-    raise KernelError(f"kernel {name!r} cannot do this ({reasons}); able: {', '.join(able) or 'none'}")
+    raise KernelError(
+        f"kernel {name!r} cannot do this ({reasons}); able: {', '.join(able) or 'none'}"
+    )
 
 
 __all__ = ["KERNELS", "Capabilities", "Kernel", "KernelError", "choose"]

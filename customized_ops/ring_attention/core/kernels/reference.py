@@ -1,7 +1,7 @@
-"""The specification: attention over slices in plain torch, any dtype, any device, all pairs at once.
+"""The specification: attention over slices in plain torch, any dtype and device.
 
-Memory is rows x keys per head, so it is for tests and for small or unusual requests. Internally it
-computes in fp32 (fp64 for fp64 inputs).
+All pairs at once: memory is rows x keys per head, so it is for tests and for small or unusual
+requests. Internally it computes in fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations

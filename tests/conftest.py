@@ -1,0 +1,52 @@
+"""Test set-up: rank pools, checks on, what to skip where."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+# Before anything reads it, and inherited by the processes of the pools.
+os.environ["SEQSHARD_CHECK"] = "1"
+
+import pytest
+import torch
+from ranks import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, saying so, what this machine cannot run."""
+    missing = {
+        "gpu": not torch.cuda.is_available(),
+        "nnscaler": importlib.util.find_spec("nnscaler") is None,
+    }
+    reasons = {"gpu": "needs a CUDA device", "nnscaler": "needs nnscaler installed"}
+    for item in items:
+        for name in missing:
+            if item.get_closest_marker(name) and missing[name]:
+                item.add_marker(pytest.mark.skip(reason=reasons[name]))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks as threads or processes must not each start a thread per core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """Two gloo processes."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Pool]:
+    """Four gloo processes."""
+    pool = Pool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,293 @@
+"""Every kernel of the registry against the dense specification."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from dense import assert_same, dense_attention, dense_gradients, worst
+
+from customized_ops.ring_attention.core import kernels
+from customized_ops.ring_attention.core.kernels import KERNELS, KernelError, choose, torch_sdpa
+from customized_ops.ring_attention.core.kernels.torch_sdpa import BAND_ROWS, tiles
+from customized_ops.ring_attention.core.mask import AttnMask, as_slices, to_dense
+
+WIDE = 999  # wider than any sequence here: no bound
+SCALE = 0.35
+
+# rows, keys, slices
+KINDS = {
+    "full": (13, 17, [(0, 13, 0, 17, -WIDE, WIDE)]),
+    "causal square": (16, 16, [(0, 16, 0, 16, -WIDE, 0)]),
+    "causal, more keys": (9, 17, [(0, 9, 0, 17, -WIDE, 8)]),
+    "causal, more rows": (17, 9, [(0, 17, 0, 9, -WIDE, -8)]),
+    "diagonal not in a corner": (13, 17, [(0, 13, 0, 17, -WIDE, 2)]),
+    "window": (16, 16, [(0, 16, 0, 16, -3, 2)]),
+    "inverse causal": (12, 15, [(0, 12, 0, 15, 1, WIDE)]),
+    "several slices share rows": (
+        12,
+        16,
+        [(0, 12, 0, 3, -WIDE, WIDE), (2, 12, 3, 9, -WIDE, 1), (4, 8, 10, 16, 4, 6)],
+    ),
+    "rows out of order": (12, 12, [(6, 12, 0, 9, -WIDE, 0), (0, 6, 3, 9, -WIDE, WIDE)]),
+    "one key": (11, 14, [(2, 11, 5, 6, -WIDE, WIDE)]),
+    "one row": (11, 14, [(4, 5, 2, 13, -WIDE, WIDE)]),
+    "one diagonal": (11, 14, [(0, 11, 0, 14, 2, 2)]),
+    "uncovered rows": (14, 14, [(3, 7, 0, 6, -WIDE, 0), (10, 12, 8, 14, -WIDE, WIDE)]),
+    "no slices": (7, 9, []),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+HEADS = 4
+
+over_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+over_widths = pytest.mark.parametrize("widths", [(8, 8), (8, 5), (6, 16)], ids=str)
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+over_kv_heads = pytest.mark.parametrize("kv_heads", [4, 2, 1])
+
+
+def draw(dtype, rows, keys, kv_heads, d, e):
+    """q, k, v, dout in fp64, holding values of ``dtype``."""
+    source = torch.Generator().manual_seed(rows * 100 + keys)
+    shapes = [(2, rows, HEADS, d), (2, keys, kv_heads, d), (2, keys, kv_heads, e)]
+    shapes.append((2, rows, HEADS, e))
+    exact = [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
+    return [t.to(dtype).double() for t in exact]
+
+
+def skip_if_refused(kernel, q):
+    reason = kernel.CAPABILITIES.refuses(q)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def assert_close(name, got, want, plain, dtype):
+    """1e-10 in fp64; else no worse than twice plain torch in ``dtype``, plus rounding: the result
+    once to ``dtype``, and on the way out, lse and two sums to fp32."""
+    if dtype == torch.float64:
+        return assert_same(name, got, want)
+    finite = want[want.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    rounding = (torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps) * largest
+    error = worst(plain[want.isfinite()], finite)
+    assert_same(name, got, want, 2 * error + rounding)
+
+
+@over_kernels
+@over_kinds
+@over_kv_heads
+@over_widths
+@over_dtypes
+def test_forward(kernel, kind, kv_heads, widths, dtype):
+    rows, keys, slices = KINDS[kind]
+    mask = AttnMask.from_slices(slices, rows, keys)
+    exact = draw(dtype, rows, keys, kv_heads, *widths)[:3]
+    low = [t.to(dtype) for t in exact]
+    skip_if_refused(kernel, low[0])
+    want = dense_attention(*exact, mask, SCALE)
+    plain = dense_attention(*low, mask, SCALE)
+    got = kernel.forward(*low, mask.slices, SCALE)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert got[1].dtype == wide and got[0].dtype in (dtype, wide)
+    for name, *values in zip(("out", "lse"), got, want, plain, strict=True):
+        assert_close(name, *values, dtype)
+
+
+@over_kernels
+@over_kinds
+@over_kv_heads
+@over_widths
+@over_dtypes
+def test_backward_of_a_part_of_the_keys(kernel, kind, kv_heads, widths, dtype):
+    """The rows also attend ``more`` keys elsewhere: out and lse are those of all their keys."""
+    rows, keys, slices = KINDS[kind]
+    more = 5
+    here = AttnMask.from_slices(slices, rows, keys)
+    there = AttnMask.from_slices([(0, rows - 1, 0, more, -WIDE, WIDE)], rows, more)
+    mask = torch.from_numpy(np.hstack([here.to_dense(), there.to_dense()]))
+    q, k, v, dout = draw(dtype, rows, keys + more, kv_heads, *widths)
+    low_q, low_k, low_v, low_dout = (t.to(dtype) for t in (q, k, v, dout))
+    skip_if_refused(kernel, low_q)
+    out, lse, *want = dense_gradients(q, k, v, mask, SCALE, dout)
+    *_, plain_dq, plain_dk, plain_dv = dense_gradients(low_q, low_k, low_v, mask, SCALE, low_dout)
+    final = out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def part(where, part_mask):
+        block = low_k[:, where], low_v[:, where]
+        return kernel.backward(low_dout, low_q, *block, *final, part_mask.slices, SCALE)
+
+    dq, dk, dv = part(slice(0, keys), here)
+    other_dq, other_dk, other_dv = part(slice(keys, None), there)
+    got = dq + other_dq, torch.cat([dk, other_dk], 1), torch.cat([dv, other_dv], 1)
+    plain = plain_dq, plain_dk, plain_dv
+    for name, *values in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
+        assert_close(name, *values, dtype)
+
+
+@over_kernels
+def test_rows_without_keys_are_exactly_zero(kernel):
+    q, k, v, dout = draw(torch.float32, 9, 12, 2, 8, 8)
+    mask = AttnMask.from_slices([(2, 5, 3, 7, -WIDE, WIDE)], 9, 12)
+    skip_if_refused(kernel, q)
+    out, lse = kernel.forward(q, k, v, mask.slices, SCALE)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask.slices, SCALE)
+    for rows in (slice(0, 2), slice(5, 9)):
+        assert (out[:, rows] == 0).all() and (dq[:, rows] == 0).all()
+        assert (lse[..., rows] == -torch.inf).all()
+    for unread in (slice(0, 3), slice(7, 12)):
+        assert (dk[:, unread] == 0).all() and (dv[:, unread] == 0).all()
+    assert all(t.isfinite().all() for t in (out, dq, dk, dv))
+
+
+def strided(t):
+    """Views of the same values that are not contiguous: heads outside tokens, part of a wider
+    tensor, every other token."""
+    yield t.transpose(1, 2).contiguous().transpose(1, 2)
+    yield torch.cat([t, t], dim=-1)[..., t.shape[-1] :]
+    yield t.repeat_interleave(2, dim=1)[:, ::2]
+
+
+@over_kernels
+@pytest.mark.parametrize("kind", ["causal, more keys", "window", "several slices share rows"])
+@pytest.mark.parametrize("way", range(3))
+def test_strides_are_free(kernel, kind, way):
+    rows, keys, slices = KINDS[kind]
+    mask = AttnMask.from_slices(slices, rows, keys)
+    q, k, v, dout = draw(torch.float64, rows, keys, 2, 8, 6)
+    skip_if_refused(kernel, q)
+    want_out, want_lse, *want = dense_gradients(q, k, v, mask, SCALE, dout)
+    q_, k_, v_, dout_, out_ = (list(strided(t))[way] for t in (q, k, v, dout, want_out))
+    assert not any(t.is_contiguous() for t in (q_, k_, v_, dout_, out_))
+    out, lse = kernel.forward(q_, k_, v_, mask.slices, SCALE)
+    assert_same("out", out, want_out)
+    assert_same("lse", lse, want_lse)
+    lse_ = want_lse.transpose(1, 2).contiguous().transpose(1, 2)
+    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask.slices, SCALE)
+    for name, *values in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert_same(name, *values)
+
+
+@over_kernels
+def test_keys_expanded_over_heads(kernel):
+    q, k, v, _ = draw(torch.float64, 9, 12, 1, 8, 8)
+    skip_if_refused(kernel, q)
+    mask = AttnMask.dense(9, 12, causal=True)
+    want, _ = dense_attention(q, k, v, mask, SCALE)
+    out, _ = kernel.forward(q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), mask.slices, SCALE)
+    assert_same("out", out, want)
+
+
+LONG = {
+    "window": AttnMask.dense(600, window=(40, 3)),
+    "inverse causal": AttnMask.dense(600, 500, window=(0, -1)),
+    "packed windows": AttnMask.varlen([0, 280, 281, 600], causal=True, window=(300, 0)),
+}
+
+
+@over_kernels
+@pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
+def test_more_rows_than_a_tile(kernel, mask):
+    assert mask.q_len > 2 * BAND_ROWS
+    q, k, v, dout = (t[:1] for t in draw(torch.float64, mask.q_len, mask.k_len, 2, 4, 4))
+    skip_if_refused(kernel, q)
+    want = dense_gradients(q, k, v, mask, SCALE, dout)
+    out, lse = kernel.forward(q, k, v, mask.slices, SCALE)
+    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, mask.slices, SCALE)
+    for name, *values in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert_same(name, *values)
+
+
+def covered_by_tiles(slices, rows, keys):
+    """How often torch's tiles attend each pair."""
+    count = np.zeros((rows, keys), dtype=int)
+    for tile in tiles(slices):
+        block = np.ones((tile.q1 - tile.q0, tile.k1 - tile.k0), dtype=bool)
+        if tile.causal:
+            assert block.shape[0] == block.shape[1], "a causal tile is square"
+            block = np.tril(block)
+        additive = tile.mask(torch.zeros(()))
+        if additive is not None:
+            block = (additive == 0).numpy()
+            assert ((additive == 0) | (additive == -torch.inf)).all()
+        assert block.any(axis=1).all(), "each row of a tile has a key"
+        count[tile.q0 : tile.q1, tile.k0 : tile.k1] += block
+    return count
+
+
+@over_kinds
+def test_tiles_cover_a_slice_once(kind, monkeypatch):
+    monkeypatch.setattr(torch_sdpa, "BAND_ROWS", 4)
+    rows, keys, slices = KINDS[kind]
+    mask = AttnMask.from_slices(slices, rows, keys)
+    assert (covered_by_tiles(mask.slices, rows, keys) == mask.to_dense()).all()
+
+
+@pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
+def test_tiles_cover_a_long_slice_once(mask):
+    assert (covered_by_tiles(mask.slices, mask.q_len, mask.k_len) == mask.to_dense()).all()
+
+
+def test_tiles_of_common_masks_need_no_additive_mask():
+    slices = as_slices([(0, 8, 0, 8, -7, 7), (8, 16, 0, 16, -15, 0)])
+    assert (covered_by_tiles(slices, 16, 16) == to_dense(slices, 16, 16)).all()
+    assert [(tile.causal, tile.band) for tile in tiles(slices)] == [
+        (False, None),
+        (False, None),
+        (True, None),
+    ]
+
+
+@pytest.fixture
+def two_kernels(monkeypatch):
+    """The kernels that need nothing but torch, whatever else is installed."""
+    monkeypatch.setattr(kernels, "KERNELS", {n: KERNELS[n] for n in ("torch", "reference")})
+
+
+def like(device: str, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+    """What :func:`choose` looks at of a tensor, without its device."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_choose():
+    for dtype in DTYPES:
+        assert choose("auto", torch.zeros(1, dtype=dtype)) is KERNELS["torch"]
+        assert choose("torch", torch.zeros(1, dtype=dtype)) is KERNELS["torch"]
+        assert choose("reference", torch.zeros(1, dtype=dtype)) is KERNELS["reference"]
+    assert choose("auto", like("cuda")) is KERNELS["reference"]
+
+
+@pytest.mark.usefixtures("two_kernels")
+@pytest.mark.parametrize(
+    ("name", "q", "message"),
+    [
+        ("fast", like("cpu"), "kernel 'fast' is unknown; known: auto, torch, reference"),
+        (
+            "torch",
+            like("cuda"),
+            "kernel 'torch' cannot do this (torch: runs on cpu, not cuda); able: reference",
+        ),
+        (
+            "auto",
+            like("meta"),
+            "kernel 'auto' cannot do this (torch: runs on cpu, not meta; "
+            "reference: runs on cpu, cuda, not meta); able: none",
+        ),
+        (
+            "reference",
+            like("cpu", torch.int32),
+            "kernel 'reference' cannot do this (torch: takes torch.float64, torch.float32, "
+            "torch.bfloat16, torch.float16, not torch.int32; reference: takes torch.float64, "
+            "torch.float32, torch.bfloat16, torch.float16, not torch.int32); able: none",
+        ),
+    ],
+)
+def test_choose_errors(name, q, message):
+    with pytest.raises(KernelError) as info:
+        choose(name, q)
+    assert str(info.value) == message
+    assert isinstance(info.value, ValueError)
+
+
+def test_names_are_those_of_the_capabilities():
+    assert [kernel.CAPABILITIES.name for kernel in KERNELS.values()] == list(KERNELS)

@@ -1,0 +1,120 @@
+import itertools
+
+import pytest
+import torch
+from dense import assert_same, dense_attention
+
+from customized_ops.ring_attention.core.merge import (
+    Accumulator,
+    accumulation_dtype,
+    merge_,
+    unattended,
+)
+
+INF = torch.inf
+# Keys of the parts; row 0 attends nothing, row 1 the third part only, row 2 the first two.
+PARTS = [slice(0, 3), slice(3, 4), slice(4, 9), slice(9, 9)]
+
+
+def problem(scale: float = 1.0):
+    draw = torch.Generator().manual_seed(1)
+    q, k = (scale * torch.randn(2, n, 2, 4, dtype=torch.float64, generator=draw) for n in (6, 9))
+    v = torch.randn(2, 9, 2, 3, dtype=torch.float64, generator=draw)
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    mask[0] = False
+    mask[1, :4] = False
+    mask[2, 4:] = False
+    whole = dense_attention(q, k, v, mask, 0.5)
+    parts = [dense_attention(q, k[:, p], v[:, p], mask[:, p], 0.5) for p in PARTS]
+    return q, whole, parts
+
+
+def accumulate(parts) -> Accumulator:
+    total = Accumulator()
+    for out, lse in parts:
+        total.add(out.clone(), lse.clone())
+    return total
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(len(PARTS)))))
+def test_any_order_gives_the_whole(order):
+    q, (out, lse), parts = problem()
+    got_out, got_lse = accumulate(parts[n] for n in order).result(q, 3)
+    assert_same("out", got_out, out)
+    assert_same("lse", got_lse, lse)
+    assert (got_lse[..., 0] == -INF).all() and (got_out[:, 0] == 0).all()
+
+
+def test_any_grouping_gives_the_whole():
+    q, (out, lse), (a, b, c, d) = problem()
+    left, right = (accumulate(pair).result(q, 3) for pair in ((a, c), (d, b)))
+    got_out, got_lse = accumulate([right, left]).result(q, 3)
+    assert_same("out", got_out, out)
+    assert_same("lse", got_lse, lse)
+
+
+def test_large_scores_do_not_overflow():
+    q, (out, lse), parts = problem(scale=60.0)
+    assert lse[lse.isfinite()].max() > 1000  # exp() of it is infinite
+    got_out, got_lse = accumulate(parts).result(q, 3)
+    assert_same("out", got_out, out)
+    assert_same("lse", got_lse, lse, tolerance=1e-9)
+
+
+def test_merge_in_place():
+    out, lse = torch.full((1, 1, 1, 1), 2.0), torch.zeros(1, 1, 1)
+    merge_(out, lse, torch.full((1, 1, 1, 1), 6.0), torch.full((1, 1, 1), 3.0).log())
+    assert_same("out", out, torch.full((1, 1, 1, 1), 5.0), 1e-6)  # (1 * 2 + 3 * 6) / 4
+    assert_same("lse", lse, torch.full((1, 1, 1), 4.0).log(), 1e-6)
+
+
+def test_lse_of_minus_infinity():
+    """Rows: neither side, only the running one, only the new one."""
+    out, part = torch.tensor([0.0, 5.0, 0.0]), torch.tensor([0.0, 0.0, 7.0])
+    lse, part_lse = torch.tensor([-INF, 1.0, -INF]), torch.tensor([-INF, -INF, -2.0])
+    out, part = (t.view(1, 3, 1, 1).clone() for t in (out, part))
+    lse, part_lse = (t.view(1, 1, 3).clone() for t in (lse, part_lse))
+    merge_(out, lse, part, part_lse)
+    assert_same("out", out.flatten(), torch.tensor([0.0, 5.0, 7.0]), 0.0)
+    assert_same("lse", lse.flatten(), torch.tensor([-INF, 1.0, -2.0]), 0.0)
+
+
+def test_a_single_part_is_returned_as_it_is():
+    q, _, parts = problem()
+    total = Accumulator()
+    total.add(*parts[0])
+    out, lse = total.result(q, 3)
+    assert out is parts[0][0] and lse is parts[0][1]
+
+
+def test_no_part_is_unattended():
+    rows = torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16)
+    for out, lse in (Accumulator().result(rows, 6), unattended(rows, 6)):
+        assert out.shape == (2, 5, 3, 6) and out.dtype == torch.bfloat16 and (out == 0).all()
+        assert lse.shape == (2, 3, 5) and lse.dtype == torch.float32 and (lse == -INF).all()
+
+
+def test_low_precision_parts_merge_in_fp32():
+    """256 parts of weight 1/256: in bf16 the running mean would stop moving at 8 bits."""
+    values = torch.linspace(1, 2, 256).bfloat16()
+    rows = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    total = Accumulator()
+    for value in values:
+        total.add(value.view(1, 1, 1, 1).clone(), torch.zeros(1, 1, 1))
+    out, lse = total.result(rows, 1)
+    assert out.dtype == torch.bfloat16
+    assert out.item() == values.float().mean().bfloat16().item()
+    assert_same("lse", lse, torch.full((1, 1, 1), 256.0).log(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_accumulation_dtype(dtype, wide):
+    assert accumulation_dtype(dtype) == wide

@@ -1,0 +1,185 @@
+"""What a wrong call says, before anything is computed or sent."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from annotations import BindingError
+from customized_ops.ring_attention import (
+    Layout,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_zigzag_attn_func,
+)
+from customized_ops.ring_attention.core.inprocess import run_ranks
+
+Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
+PQ, PK = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
+
+
+@pytest.mark.parametrize("op", [wrap_ring_attn_func, wrap_zigzag_attn_func])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": torch.zeros(2, 8, 3, 16)}, "q has 4 heads and k has 3"),
+        ({"k": torch.zeros(2, 7, 2, 16)}, "dim 1 of k is 'l' = 8 from dim 1 of q"),
+        ({"v": torch.zeros(2, 9, 2, 16)}, "dim 1 of v is 'l' = 8 from dim 1 of q"),
+        ({"v": torch.zeros(2, 8, 4, 16)}, "dim 2 of v is 'g' = 2"),
+        ({"k": torch.zeros(2, 8, 2, 8)}, "dim 3 of k is 'hd' = 16"),
+        ({"k": torch.zeros(1, 8, 2, 16)}, "dim 0 of k is 'b' = 2"),
+        ({"q": torch.zeros(8, 4, 16)}, "argument 'q' does not fit the annotation"),
+        ({"k": K.double()}, "k is torch.float64 but q is torch.float32"),
+        ({"q": Q.long(), "k": K.long(), "v": K.long()}, "must be floating point"),
+        ({"window_size": (3,)}, "window_size must be (left, right)"),
+        ({"window_size": (-2, 0)}, "window_size must be (left, right)"),
+        ({"kernel": "fastest"}, "kernel 'fastest' is unknown; known: auto, torch, reference"),
+        ({"process_group": "world"}, "process_group must be"),
+        ({"process_group": [1, 0]}, "increasing order"),
+        ({"process_group": [0, 1]}, "not initialised"),
+        ({"layout": Layout.contiguous(16, 2)}, "is for 2 ranks, but the group has 1"),
+        ({"layout": Layout.contiguous(9, 1)}, "holds 8 tokens, but layout contiguous:9:1 gives it"),
+    ],
+)
+def test_dense_ops_refuse(op: Any, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        op(**{"q": Q, "k": K, "v": K, **changed})
+    if "group" not in message and "kernel" not in message and "initialised" not in message:
+        assert "increasing" in message or op.__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("op", [wrap_ring_attn_func, wrap_zigzag_attn_func])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dropout_p", 0.1), ("alibi_slopes", torch.ones(4)), ("return_attn_probs", True)],
+)
+def test_dense_ops_name_what_is_not_supported_yet(op: Any, name: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"{op.__name__}: {name}="):
+        op(Q, K, K, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dropout_p", 0.1),
+        ("alibi_slopes", torch.ones(4)),
+        ("return_attn_probs", True),
+        ("use_cute", True),
+    ],
+)
+def test_varlen_names_what_is_not_supported_yet(name: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"wrap_ring_attn_varlen_func: {name}="):
+        wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 8], [0, 8], **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([1, 8], "cu_seqlens_q must start at 0, got [1, 8]"),
+        ([0, 5, 4, 8], "cu_seqlens_q[2] = 4 is below cu_seqlens_q[1] = 5"),
+        ([0, 7], "cu_seqlens_q ends at 7 but there are 8 tokens: [0, 7]"),
+        ([0, 9], "cu_seqlens_q ends at 9 but there are 8 tokens"),
+        ([], "cu_seqlens_q must be one-dimensional"),
+        ([[0, 8]], "cu_seqlens_q must be one-dimensional"),
+        ([0.0, 8.0], "cu_seqlens_q must be int32 or int64, got torch.float32"),
+    ],
+)
+def test_varlen_refuses_wrong_cu_seqlens(cu_seqlens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wrap_ring_attn_varlen_func(PQ, PK, PK, cu_seqlens, cu_seqlens)
+
+
+def test_varlen_refuses_documents_that_do_not_pair_up() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens_q has 1 documents and cu_seqlens_k 2"):
+        wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 8], [0, 4, 8])
+
+
+def test_varlen_refuses_a_false_max_seqlen() -> None:
+    with pytest.raises(ValueError, match="max_seqlen_k=3, but the longest document has 5 tokens"):
+        wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 5, 8], [0, 5, 8], max_seqlen_k=3)
+    wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 5, 8], [0, 5, 8], max_seqlen_q=5, max_seqlen_k=64)
+
+
+def test_the_whole_text_of_a_shape_error() -> None:
+    with pytest.raises(BindingError) as caught:
+        wrap_ring_attn_func(Q, torch.zeros(2, 7, 2, 16), K)
+    assert str(caught.value) == (
+        "wrap_ring_attn_func: argument 'k' does not fit the annotation\n"
+        "    b l (g 2) hd^, b l g hd^, b l g vd^ -> b l (g 2) vd^, b (g 2) l\n"
+        "                     ^\n"
+        "    dim 1 of k is 'l' = 8 from dim 1 of q, but k has shape (2, 7, 2, 16)\n"
+        "    expected: k of shape (2, 8, 2, 16)"
+    )
+
+
+def said_by_ranks(ranks: int, call: Any) -> list[str]:
+    """What each of ``ranks`` in-process ranks says to ``call(comm)``."""
+
+    def body(comm: Any) -> str:
+        try:
+            call(comm)
+        except (ValueError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return run_ranks(ranks, body)
+
+
+def test_a_layout_for_other_sizes_is_refused_on_every_rank() -> None:
+    def call(comm: Any) -> None:
+        wrap_ring_attn_func(Q, K, K, process_group=comm, layout=Layout.from_sizes([8, 8, 7]))
+
+    first, second, third = said_by_ranks(3, call)
+    assert "rank 2 of 3 holds 8 tokens, but layout sizes:8,8,7 gives it 7" in third
+    assert first == second
+    assert "refused on another rank of the group\nrank 2: wrap_ring_attn_func: rank 2" in first
+
+
+def test_ranks_that_disagree_all_get_the_same_table() -> None:
+    def call(comm: Any) -> None:
+        window = (3, 0) if comm.rank == 1 else (-1, -1)
+        wrap_ring_attn_func(Q, K, K, process_group=comm, window_size=window)
+
+    said = said_by_ranks(3, call)
+    assert len(set(said)) == 1
+    lines = said[0].splitlines()
+    assert lines[0] == (
+        "DisagreementError: wrap_ring_attn_func: the ranks of the group do not agree"
+    )
+    assert lines[1].split() == ["rank", "mask"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2"]
+    assert lines[2].split("24x24")[1] == lines[4].split("24x24")[1] != lines[3].split("24x24")[1]
+
+
+def test_an_unsupported_argument_on_one_rank_stops_all() -> None:
+    def call(comm: Any) -> None:
+        wrap_zigzag_attn_func(Q, K, K, process_group=comm, dropout_p=0.5 * comm.rank)
+
+    first, second = said_by_ranks(2, call)
+    assert second.startswith("NotImplementedError: wrap_zigzag_attn_func: dropout_p=0.5")
+    assert "rank 1: wrap_zigzag_attn_func: dropout_p=0.5 is not supported yet" in first
+
+
+def test_different_cu_seqlens_stop_all() -> None:
+    def call(comm: Any) -> None:
+        cu = [0, 16] if comm.rank else [0, 4, 16]
+        wrap_ring_attn_varlen_func(PQ, PK, PK, cu, cu, causal=True, process_group=comm)
+
+    first, second = said_by_ranks(2, call)
+    assert first == second
+    assert "do not agree" in first
+
+
+def test_checks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEQSHARD_CHECK")
+    gathered = []
+
+    def call(comm: Any) -> None:
+        comm.all_gather_object = gathered.append
+        wrap_ring_attn_func(Q, K, K, process_group=comm)
+
+    assert said_by_ranks(2, call) == ["no error", "no error"]
+    assert gathered == []

@@ -1,0 +1,123 @@
+"""The attention ops on in-process ranks against dense attention on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import assert_same
+from op_cases import TABLE, Case, expected, gather, run_rank
+
+from customized_ops.ring_attention.core.inprocess import run_ranks
+
+NAMES = {5: ("out", "lse", "dq", "dk", "dv"), 4: ("out", "dq", "dk", "dv")}
+
+
+def check(case: Case, ranks: int) -> None:
+    got = gather(case, run_ranks(ranks, lambda comm: run_rank(case, comm.rank, ranks, comm)))
+    want = expected(case)
+    for name, a, b in zip(NAMES[len(want)], got, want, strict=True):
+        assert_same(name, a, b)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", TABLE)
+def test_equals_dense(name: str, ranks: int) -> None:
+    check(TABLE[name], ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(1, (20,)), (2, (0, 20)), (3, (19, 0, 1)), (4, (5, 5, 5, 5)), (8, (0, 7, 0, 0, 1, 2, 10, 0))],
+)
+@pytest.mark.parametrize("op", ["ring", "zigzag", "varlen"])
+def test_uneven_shards_and_empty_ranks(op: str, ranks: int, sizes: tuple[int, ...]) -> None:
+    case = Case(op, 20, sizes=sizes, heads=(4, 2), cu_seqlens=(0, 3, 3, 18, 20))
+    check(case, ranks)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_group_is_one_device(name: str) -> None:
+    case = replace(TABLE[name], layout=None)
+    for got, want in zip(run_rank(case, 0, 1, None), expected(case), strict=True):
+        assert_same(name, got, want)
+
+
+def heavy_tailed(case: Case) -> Case:
+    """The case with activations as models have them: a few channels far above the rest."""
+
+    class Outliers(Case):
+        def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            q, k, v, dout = super().tensors()
+            scale = torch.ones(q.shape[-1], dtype=q.dtype)
+            scale[::5] = 6.0
+            return q * scale, k * scale, v, dout
+
+    return Outliers(**case.__dict__)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("spread", ["gaussian", "outliers"])
+@pytest.mark.parametrize("op", ["ring", "zigzag", "varlen"])
+def test_bf16_error_is_the_kernels_own(op: str, spread: str, ranks: int) -> None:
+    """Error against fp64 at most twice the single device's in bf16, plus rounding of the result."""
+    case = Case(
+        op, 256, heads=(4, 2), dims=(16, 16), cu_seqlens=(0, 100, 256), dtype=torch.bfloat16
+    )
+    case = heavy_tailed(case) if spread == "outliers" else case
+    exact = expected(case)
+    alone = run_rank(case, 0, 1, None)
+    cut = gather(case, run_ranks(ranks, lambda comm: run_rank(case, comm.rank, ranks, comm)))
+    for name, truth, one, many in zip(NAMES[len(exact)], exact, alone, cut, strict=True):
+        error_one, error_many = ((x.double() - truth).abs().max() for x in (one, many))
+        rounding = torch.finfo(torch.bfloat16).eps * truth.abs().max()
+        assert error_many <= 2 * error_one + rounding, (name, error_one, error_many)
+
+
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_kernels_agree(name: str) -> None:
+    case = TABLE[name]
+    q, k, v, _ = case.tensors()
+    by_kernel = [case.call(q, k, v, kernel=kernel) for kernel in ("torch", "reference")]
+    for a, b in zip(*by_kernel, strict=True):
+        assert_same(name, a, b)
+
+
+def test_gradient_flows_through_lse() -> None:
+    case = Case("varlen", 12, cu_seqlens=(0, 5, 12), heads=(2, 1), dims=(4, 4))
+    q, k, v, _ = (t.requires_grad_() for t in case.tensors())
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = case.call(q, k, v)
+        return out.sum(-1) * lse.T
+
+    assert torch.autograd.gradcheck(both, (q, k, v))
+
+
+def test_gradient_through_lse_alone_across_ranks() -> None:
+    case = TABLE["packed grouped"]
+    weight = torch.arange(1.0, 1 + 8 * 45, dtype=torch.float64).view(8, 45)
+
+    def rank_grads(comm) -> list[torch.Tensor]:
+        layout = case.layout_of(4)
+        q, k, v, _ = (layout.shard(t, comm.rank, 0).requires_grad_() for t in case.tensors())
+        _, lse = case.call(q, k, v, process_group=comm)
+        return list(torch.autograd.grad(lse, (q, k, v), layout.shard(weight, comm.rank, 1)))
+
+    q, k, v, _ = (t.requires_grad_() for t in case.tensors())
+    _, lse = case.call(q, k, v)
+    alone = torch.autograd.grad(lse, (q, k, v), weight)
+    cut = run_ranks(4, rank_grads)
+    for n, want in enumerate(alone):
+        assert_same("dq dk dv".split()[n], case.layout_of(4).unshard([r[n] for r in cut], 0), want)
+    assert alone[2].abs().max() == 0 < alone[0].abs().max()
+
+
+def test_deterministic_bit_for_bit() -> None:
+    case = replace(TABLE["grouped 4:1"], dtype=torch.float32)
+    first, second = (
+        run_ranks(4, lambda comm: run_rank(case, comm.rank, 4, comm)) for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
