@@ -2,40 +2,203 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from train_llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
+from customized_ops.ring_attention import wrap_ring_attn_func
+from customized_ops.ring_attention.core import groups
 
 
-def tiny_llama(op: str, layers: int = 2) -> Llama:
+def tiny_llama(op: str, layers: int = 1) -> Llama:
     torch.manual_seed(0)
     config = LlamaConfig(dim=32, layers=layers, heads=4, kv_heads=2, hidden=48, vocab=64, op=op)
     return Llama(config).double()
 
 
 def sample(op: str, batch: int, length: int, seed: int = 1) -> dict[str, Tensor]:
+    """Inputs whose second half of targets is ignored: only the first shard's tokens count."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (batch, length), generator=g)
     targets = torch.randint(64, (batch, length), generator=g)
-    targets[:, length // 2 :] = -100  # only the first shard's tokens count
-    given = dict(
-        tokens=tokens, targets=targets, position_ids=torch.arange(length).expand(batch, -1)
-    )
+    targets[:, length // 2 :] = -100
+    positions = torch.arange(length).repeat(batch, 1)
+    given = {"tokens": tokens, "targets": targets, "position_ids": positions}
     if op == "varlen":
-        cut = torch.tensor([0, length // 5, length // 5, length // 2 + 3, length, length])
-        given["cu_seqlens"] = cut.int()
-    return {k: v.contiguous() for k, v in given.items()}
+        cuts = [0, length // 5, length // 5, length // 2 + 3, length, length]
+        given["cu_seqlens"] = torch.tensor(cuts, dtype=torch.int32)
+    return given
 
 
-def loss_and_gradients(op, policy, plan, world, batch, length):
-    model = tiny_llama(op)
-    parallel = parallelize(model, sample(op, batch, length), policy, ComputeConfig(plan, world))
-    copies = world // plan
-    copy = torch.distributed.get_rank() // plan
-    given = sample(op, batch, length, seed=1 + copy)
-    loss = parallel(**given)
+def loss_and_gradients(
+    op: str, policy: Any, plan: int, batch: int, length: int, layers: int
+) -> tuple[float, dict[str, Tensor], str]:
+    """One step of a copy on its own batch: loss, gradients after sync, the plan's text."""
+    copies = dist.get_world_size() // plan
+    model = tiny_llama(op, layers)
+    config = ComputeConfig(plan, dist.get_world_size())
+    parallel = parallelize(model, sample(op, batch, length), policy, config)
+    loss = parallel(**sample(op, batch, length, seed=1 + dist.get_rank() // plan))
     (loss / copies).backward()
     parallel.sync_grad()
+    model.load_state_dict(parallel.state_dict())
     return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)
+
+
+def heads_then_sequence(ops: Any, config: ComputeConfig) -> dict[str, str]:
+    """A policy: the first attention on heads (Ulysses), the others on the sequence."""
+    attention = [op for op in ops if op.communicates]
+    assert attention[0].module == "blocks.0.attention"
+    return {op.name: "l" if n else "g" for n, op in enumerate(attention)}
+
+
+def counted_and_planned_bytes() -> tuple[int, int, int, int]:
+    """Received bytes as counted by the op's comm and as the plan says: forward, then backward."""
+    ranks = dist.get_world_size()
+    parallel = parallelize(
+        tiny_llama("ring"), sample("ring", 1, 64), "cp", ComputeConfig(ranks, ranks)
+    )
+    for _, comm in groups._by_name.values():
+        comm.counters.received_bytes = 0
+    loss = parallel(**sample("ring", 1, 64))
+
+    def received() -> int:
+        return sum(comm.counters.received_bytes for _, comm in groups._by_name.values())
+
+    forward = received()
+    loss.backward()
+    row = next(row for row, _ in parallel.plan.rows if row.op == "wrap_ring_attn_func")
+    return forward, received() - forward, row.forward_bytes, row.backward_bytes
+
+
+class Losses(nn.Module):
+    """Attention, then cross entropy in one of the forms that models use."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.project = form, nn.Linear(8, 12).double()
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = wrap_ring_attn_func(x, x, x).flatten(2)
+        logits = self.project(y)
+        match self.form:
+            case "classes second":
+                return F.cross_entropy(logits.transpose(1, 2), targets)
+            case "sum":
+                return F.cross_entropy(logits.view(-1, 12), targets.view(-1), reduction="sum")
+            case "smoothed":
+                return F.cross_entropy(
+                    logits.view(-1, 12), targets.view(-1), label_smoothing=0.1, ignore_index=3
+                )
+            case "weighted":
+                weight = torch.arange(1.0, 13.0, dtype=torch.float64)
+                return F.cross_entropy(logits.view(-1, 12), targets.view(-1), weight=weight)
+            case "ignore 5":
+                return F.cross_entropy(logits.view(-1, 12), targets.view(-1), ignore_index=5)
+        raise AssertionError(self.form)
+
+
+def loss_inputs() -> dict[str, Tensor]:
+    # As many tokens as classes, so that taking the one dim for the other would not be noticed.
+    torch.manual_seed(1)
+    x = torch.randn(2, 12, 2, 4, dtype=torch.float64)
+    return {"x": x, "targets": torch.randint(12, (2, 12))}
+
+
+def loss_form(form: str) -> tuple[float, Tensor, Tensor]:
+    given = loss_inputs()
+    parallel = parallelize(Losses(form), given, "cp", ComputeConfig(2, 2))
+    given["x"].requires_grad_()
+    loss = parallel(**given)
+    loss.backward()
+    parallel.sync_grad()
+    return loss.item(), parallel.project.weight.grad, given["x"].grad
+
+
+class Plain(nn.Module):
+    """No attention; or something that cannot be cut."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "dropout":
+            x = F.dropout(x, 0.1, self.training)
+        if self.what == "buffer":
+            self.seen.add_(1)
+        y = self.linear(x).view(*x.shape[:2], 2, 4)
+        return y.sum() if self.what == "no attention" else wrap_ring_attn_func(y, y, y).sum()
+
+
+def refused(what: str) -> str:
+    """The error of parallelizing something that cannot be, as this rank gets it."""
+    policy: Any = "cp"
+    module: nn.Module = Plain(what)
+    given = {"x": torch.zeros(2, 8, 8)}
+    config = ComputeConfig(2, 2)
+    match what:
+        case "unknown policy":
+            policy = "tp"
+        case "wrong split":
+            policy = lambda ops, config: {ops[0].name: "hd"}  # noqa: E731
+        case "unknown op":
+            policy = lambda ops, config: {"attn": "l"}  # noqa: E731
+        case "batch of one":
+            policy, given = "dp", {"x": torch.zeros(1, 8, 8)}
+        case "packed dp":
+            policy, module, given = "dp", tiny_llama("varlen"), sample("varlen", 1, 16)
+        case "wrong ranks":
+            config = ComputeConfig(3, 3)
+        case "wrong arguments":
+            given = {"y": torch.zeros(1)}
+    try:
+        parallelize(module, given, policy, config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def called_wrongly() -> list[str]:
+    """What a parallel module says to inputs it was not made for."""
+    given = {"x": torch.zeros(2, 8, 8)}
+    parallel = parallelize(Plain("fine"), given, "cp", ComputeConfig(2, 2))
+    said = []
+    for x in (torch.zeros(2, 9, 8), torch.zeros(2, 8, 8).double(), [1, 2], None):
+        try:
+            parallel(x=x)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def eval_mode_and_dropout() -> tuple[float, float]:
+    """Dropout is refused in training only; the plan follows the mode."""
+    torch.manual_seed(0)
+    module = Plain("dropout").eval()
+    given = {"x": torch.randn(2, 8, 8)}
+    parallel = parallelize(module, given, "cp", ComputeConfig(2, 2))
+    result = parallel(**given).item()
+    parallel.train()
+    try:
+        parallel(**given)
+    except ValueError as error:
+        assert "draws random numbers" in str(error)
+    else:
+        raise AssertionError("dropout ran")
+    return result, module(**given).item()
+
+
+def seeds_may_differ() -> list[Tensor]:
+    """Ranks that initialise differently start from rank 0's weights."""
+    torch.manual_seed(dist.get_rank())
+    module = Plain("fine")
+    parallel = parallelize(module, {"x": torch.zeros(2, 8, 8)}, "cp", ComputeConfig(2, 2))
+    return [p.detach().clone() for p in parallel.parameters()]

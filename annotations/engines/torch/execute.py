@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.fx import Node
 
 from .capture import Captured, with_inputs
@@ -105,21 +105,38 @@ class _Run:
 
     def step(self, node: Node) -> None:
         strategy = self._program.strategies[node]
-        args, kwargs = with_inputs(node, lambda x, n: self._get(x, strategy.inputs[n]))
+        on_locals = strategy.local or not strategy.divides
+        get = self._get_local if on_locals else self._get
+        args, kwargs = with_inputs(node, lambda x, n: get(x, strategy.inputs[n], strategy))
         results = node.target(*args, **kwargs)  # type: ignore[operator]
-        for index, result in enumerate(
-            results if isinstance(results, tuple | list) else (results,)
-        ):
-            if isinstance(result, Tensor) and not isinstance(result, DTensor):
-                result = _replicated(result, self._program.mesh)
-            self._values[node, index] = result
+        single = isinstance(results, Tensor)
+        values = (node.meta["val"],) if single else node.meta["val"]
+        for n, result in enumerate((results,) if single else results):
+            if on_locals and isinstance(result, Tensor):
+                result = self._wrap(result, strategy.outputs[n], values[n])
+            self._values[node, n] = result
+
+    def _wrap(self, local: Tensor, place: Placement, like: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local,
+            self._program.mesh,
+            [place],
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def _get_local(self, node: Node, place: Placement, strategy: Strategy) -> Tensor:
+        # A whole input of an op that is cut gets a part of its gradient from each rank.
+        grad = Partial() if place.is_replicate() and strategy.divides else place
+        return self._get(node, place, strategy).to_local(grad_placements=[grad])
 
     def whole(self, x: Any) -> Any:
         if not isinstance(x, Node):
             return x
         return self._get(x, Replicate()).to_local()
 
-    def _get(self, node: Node, place: Placement) -> Any:
+    def _get(self, node: Node, place: Placement, _: Strategy | None = None) -> Any:
         producer, index = resolve(node)
         key = (producer, index, place)
         if key not in self._moved:

@@ -26,6 +26,8 @@ from .strategies import Strategy
 
 DEFAULT_BUCKET_MB = 25.0
 
+_meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh]] = {}
+
 
 class ParallelModule(torch.nn.Module):
     """A module whose forward runs cut over the ranks of a plan.
@@ -142,8 +144,8 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
     """The ranks of this rank's copy, as a mesh of one axis."""
     if not dist.is_initialized():
         raise RuntimeError(
-            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not initialised "
-            "yet; call torch.distributed.init_process_group() first"
+            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
+            "initialised; call torch.distributed.init_process_group() first"
         )
     if dist.get_world_size() != config.ranks:
         raise ValueError(
@@ -151,8 +153,14 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
             f"{dist.get_world_size()} ranks"
         )
     device = "cpu" if like is None else like.device.type
-    shape = (config.num_scale_units, config.plan_ngpus)
-    return init_device_mesh(device, shape, mesh_dim_names=("copy", "plan"))["plan"]
+    # One mesh for all modules of this shape: DTensor's caches take equal meshes for the same one,
+    # so with several, ranks could end up in different ones and wait for each other for ever.
+    key = (device, config.num_scale_units, config.plan_ngpus)
+    world = dist.group.WORLD
+    if key not in _meshes or _meshes[key][0] is not world:
+        mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
+        _meshes[key] = (world, mesh["plan"])
+    return _meshes[key][1]
 
 
 def _same_weights(module: torch.nn.Module) -> None:

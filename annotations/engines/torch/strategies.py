@@ -23,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from annotations.binding import bind
 from annotations.dtensor import placement
 from annotations.errors import PartitionError
 from annotations.registry import OpRecord, record_of
@@ -32,6 +33,12 @@ from .capture import tensor_inputs, with_inputs
 
 # Beyond this many tensor inputs only uniform placements are tried.
 ALL_COMBINATIONS_INPUTS = 3
+
+# Aten ops that may run on local tensors, by their number of tensor inputs. DTensor's own rule of
+# linear flattens the leading dims, which it refuses for uneven shards.
+ATEN: dict[Any, dict[int, str]] = {
+    torch.ops.aten.linear.default: {2: "* k^, n k^ -> * n", 3: "* k^, n k^, n -> * n"}
+}
 
 # Group name under which costs are asked for; no group is used.
 COST_ONLY = "cost only"
@@ -49,12 +56,14 @@ class Strategy:
         outputs: placement of each result.
         identifier: what an annotated op is split on, None if it is not split.
         inner: what an annotated op moves inside.
+        local: run the op on the local tensors themselves, not through DTensor.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     identifier: str | None = None
     inner: InnerCost = NOTHING
+    local: bool = False
 
     @property
     def divides(self) -> bool:
@@ -72,6 +81,8 @@ def strategies_of(node: Node, mesh: DeviceMesh, known: dict[Any, Any]) -> list[S
     if record is not None:
         return annotated_strategies(node, record, mesh.size())
     inputs = tensor_inputs(node)
+    if node.target in ATEN:
+        return local_strategies(node, inputs, mesh.size())
     if node.op in ("placeholder", "output") or not inputs:
         return [Strategy((Replicate(),) * len(inputs), (Replicate(),) * _n_outputs(node))]
     key = _signature(node, inputs)
@@ -116,6 +127,23 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strat
     return found
 
 
+def local_strategies(node: Node, inputs: Sequence[Node], parts: int) -> list[Strategy]:
+    """The splits of an aten op that this engine has an annotation for."""
+    shapes = [tuple(x.meta["val"].shape) for x in inputs]
+    names = [f"input {n}" for n in range(len(inputs))]
+    bound = bind(ATEN[node.target][len(inputs)], str(node.target), names, shapes)
+    whole = Strategy((Replicate(),) * len(inputs), (Replicate(),))
+    return [whole] + [
+        Strategy(
+            tuple(placement(cut) for cut in split.inputs),
+            tuple(placement(cut) for cut in split.outputs),
+            local=True,
+        )
+        for split in bound.splits()
+        if bound.sizes[split.identifier] >= parts
+    ]
+
+
 def _value_of(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, Node) else x
 
@@ -158,23 +186,26 @@ def _run_on_meta(
 ) -> tuple[Placement, ...] | None:
     """Placements of the results, or None where the op communicates or cannot run."""
 
-    def meta(x: Node, n: int) -> DTensor:
+    def meta(x: Node, n: int) -> Tensor:
         value = x.meta["val"]
         shape = list(value.shape)
         if isinstance(cut := places[n], Shard):
             shape[cut.dim] = -(-shape[cut.dim] // mesh.size())  # rank 0's part
         local = torch.empty(shape, dtype=value.dtype, device="meta")
         stride = torch.empty(value.shape, device="meta").stride()
-        return DTensor.from_local(
+        like = DTensor.from_local(
             local, mesh, [places[n]], run_check=False, shape=value.shape, stride=stride
         )
+        return like.requires_grad_(value.is_floating_point())
 
     args, kwargs = with_inputs(node, meta)
     # DTensor logs how it would communicate; it is only being asked.
     logging.disable(logging.WARNING)
     try:
-        with torch.no_grad(), CommDebugMode() as counted:
+        with torch.enable_grad(), CommDebugMode() as counted:
             results = node.target(*args, **_on_meta(kwargs))  # type: ignore[operator]
+            flat = [results] if isinstance(results, Tensor) else list(results)
+            _differentiate(flat)
     except Exception:
         # DTensor refuses in many ways (NotImplementedError, RuntimeError, AssertionError, ...), and
         # each of them means the same: not like this. The op still runs whole.
@@ -183,10 +214,20 @@ def _run_on_meta(
         logging.disable(logging.NOTSET)
     if counted.get_total_counts():
         return None
-    flat = [results] if isinstance(results, Tensor) else list(results)
     outputs = tuple(r.placements[0] if isinstance(r, DTensor) else None for r in flat)
     plain = all(type(p) in (Replicate, Shard) or p == Partial("sum") for p in outputs)
     return outputs if plain else None  # type: ignore[return-value]
+
+
+def _differentiate(results: Sequence[Any]) -> None:
+    """Run the backward too: some ops run on a cut tensor but their backward does not."""
+    made = [r for r in results if isinstance(r, DTensor) and r.requires_grad]
+    # The gradient of a partial sum is the same on every rank; others lie as the result does.
+    grads = [
+        r.redistribute(placements=[Replicate()]) if r.placements[0].is_partial() else r
+        for r in made
+    ]
+    torch.autograd.backward(made, [grad.detach() for grad in grads])
 
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
     text = f"seqshard {ranks} {number}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda _: name
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         yield
     finally:

@@ -1,0 +1,50 @@
+"""ComputeConfig and what parallelize needs, without any ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from annotations import ComputeConfig, parallelize
+
+
+def test_counts() -> None:
+    config = ComputeConfig(2, 8)
+    assert (config.ranks, config.num_scale_units) == (8, 4)
+
+
+def test_runtime_ngpus_is_the_world_size_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert ComputeConfig(3).ranks == 6
+
+
+@pytest.mark.parametrize(("plan", "runtime"), [(0, 4), (3, 4), (4, 2), (-1, -1)])
+def test_wrong_counts(plan: int, runtime: int) -> None:
+    with pytest.raises(ValueError, match="must be a multiple of plan_ngpus"):
+        ComputeConfig(plan, runtime)
+
+
+@pytest.mark.parametrize("name", ["use_zero", "use_end2end", "inference_only"])
+def test_fields_for_later_are_named(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"ComputeConfig: {name}="):
+        ComputeConfig(1, 1, **{name: True})
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    module = torch.nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    parallel = parallelize(module, {"input": x}, "cp", ComputeConfig(1, 1))
+    assert torch.equal(parallel(x), module(x))
+    assert parallel.state_dict().keys() == module.state_dict().keys()
+    parallel.sync_grad()
+
+
+def test_several_ranks_do() -> None:
+    module = torch.nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="is not initialised"):
+        parallelize(module, {"input": torch.zeros(2, 3)}, "cp", ComputeConfig(2, 2))
+
+
+def test_a_class_is_not_supported_yet() -> None:
+    with pytest.raises(NotImplementedError, match="module classes"):
+        parallelize(torch.nn.Linear, {}, "cp", ComputeConfig(1, 1))

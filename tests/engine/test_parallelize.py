@@ -1,0 +1,135 @@
+"""The embedded engine on real ranks: same loss and gradients as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_jobs
+import pytest
+import torch
+from dense import assert_same
+from ranks import Pool
+
+
+def check(pool: Pool, op: str, policy: Any, plan: int, batch: int, length: int, layers: int) -> str:
+    """Compare with one process to 1e-10; returns the plan's text."""
+    copies = pool.size // plan
+    model = engine_jobs.tiny_llama(op, layers)
+    losses = []
+    for copy in range(copies):
+        loss = model(**engine_jobs.sample(op, batch, length, seed=1 + copy))
+        (loss / copies).backward()
+        losses.append(loss.item())
+    replies = pool.run(engine_jobs.loss_and_gradients, op, policy, plan, batch, length, layers)
+    for rank, (loss, grads, _) in enumerate(replies):
+        assert abs(loss - losses[rank // plan]) < 1e-10
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.abs().max() > 1e-6, "a gradient of nothing compares nothing"
+            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+    return replies[0][2]
+
+
+@pytest.mark.parametrize(
+    ("op", "policy", "batch", "length", "layers"),
+    [
+        ("ring", "cp", 1, 33, 2),
+        ("zigzag", "cp", 3, 32, 1),
+        ("varlen", "cp", 1, 30, 1),
+        ("ring", "dp", 3, 16, 1),
+        ("ring", engine_jobs.heads_then_sequence, 1, 16, 2),
+    ],
+)
+def test_two_ranks(
+    two_ranks: Pool, op: str, policy: Any, batch: int, length: int, layers: int
+) -> None:
+    check(two_ranks, op, policy, 2, batch, length, layers)
+
+
+@pytest.mark.parametrize(
+    ("op", "policy", "plan", "batch", "length"),
+    [
+        ("ring", "cp", 4, 1, 30),
+        ("zigzag", "cp", 2, 1, 20),
+        ("varlen", "cp", 2, 1, 20),
+        ("ring", "dp", 4, 4, 12),
+        ("ring", "dp", 2, 2, 12),
+        ("ring", "cp", 1, 1, 12),
+    ],
+)
+def test_four_ranks(
+    four_ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int
+) -> None:
+    """plan < 4 is data parallel outside: two copies of two ranks, or four of one."""
+    check(four_ranks, op, policy, plan, batch, length, 1)
+
+
+def test_the_plan_says_what_moves(two_ranks: Pool) -> None:
+    text = check(two_ranks, "ring", "cp", 2, 1, 64, 2)
+    lines = [line.split("  ") for line in text.splitlines()]
+    assert text.startswith("plan: 2 ranks a copy, copies of the model: 1\n")
+    attention = next(line for line in text.splitlines() if "wrap_ring_attn_func" in line)
+    assert attention.split()[1:4] == ["2", "l", "/"]
+    assert "k, v and q rows (imbalance" in attention
+    assert any("all-reduce of gradients, 2 ranks" in cell for line in lines for cell in line)
+    # Nothing as large as an activation moves outside attention.
+    assert "whole of [1, 64" not in text
+
+
+def test_counted_bytes_are_the_planned_ones(two_ranks: Pool) -> None:
+    per_rank = two_ranks.run(engine_jobs.counted_and_planned_bytes)
+    forward, backward = (max(reply[n] for reply in per_rank) for n in (0, 1))
+    assert (forward, backward) == per_rank[0][2:]
+    assert forward > 0
+
+
+@pytest.mark.parametrize("form", ["classes second", "sum", "smoothed", "weighted", "ignore 5"])
+def test_forms_of_cross_entropy(two_ranks: Pool, form: str) -> None:
+    given = engine_jobs.loss_inputs()
+    given["x"].requires_grad_()
+    model = engine_jobs.Losses(form)
+    loss = model(**given)
+    loss.backward()
+    for got, weight_grad, x_grad in two_ranks.run(engine_jobs.loss_form, form):
+        assert abs(got - loss.item()) < 1e-10
+        assert_same("weight", weight_grad, model.project.weight.grad)
+        assert_same("x", x_grad, given["x"].grad)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no attention", "PolicyError: policy 'cp' has nothing to split: no attention op"),
+        ("unknown policy", "PolicyError: pas_policy 'tp' is unknown; known: cp, dp"),
+        ("wrong split", "cannot be split on hd over 2 ranks; it can on: b, l, h"),
+        ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),
+        ("batch of one", "policy 'dp': ring_attn (wrap_ring_attn_func in the module) cannot"),
+        ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g"),
+        ("wrong ranks", "ValueError: parallelize: runtime_ngpus=3, but the world has 2 ranks"),
+        ("wrong arguments", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
+        ("dropout", "draws random numbers, which is not supported yet"),
+        ("buffer", "CaptureError: the module changes 'seen' in its forward"),
+    ],
+)
+def test_refusals_reach_every_rank(two_ranks: Pool, what: str, message: str) -> None:
+    said = two_ranks.run(engine_jobs.refused, what)
+    assert said[0] == said[1]
+    assert message in said[0]
+
+
+def test_inputs_that_differ_from_the_example(two_ranks: Pool) -> None:
+    said = two_ranks.run(engine_jobs.called_wrongly)
+    assert said[0] == said[1]
+    assert [line.split(":")[0] for line in said[0]] == ["CaptureError"] * 4
+    assert (
+        "x: expected (2, 8, 8) torch.float32 as in dummy_forward_args, got (2, 9, 8)" in said[0][0]
+    )
+
+
+def test_train_and_eval_have_their_own_plans(two_ranks: Pool) -> None:
+    for got, want in two_ranks.run(engine_jobs.eval_mode_and_dropout):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_all_ranks_start_from_the_same_weights(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(engine_jobs.seeds_may_differ)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
