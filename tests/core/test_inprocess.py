@@ -7,7 +7,7 @@ import torch
 
 from customized_ops.ring_attention.core import inprocess
 from customized_ops.ring_attention.core.inprocess import PeerFailed, run_ranks, this_thread
-from customized_ops.ring_attention.core.plan import Exchange
+from customized_ops.ring_attention.core.rank_plan import Exchange
 
 SECONDS = 10.0  # far less than a hang, far more than any of these takes
 

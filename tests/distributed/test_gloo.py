@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import op_jobs
 import pytest
 from dense import assert_same
@@ -73,5 +71,3 @@ def test_one_wrong_rank_stops_all_and_the_next_call_works(
 def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"global rank 0 is not in process_group=\(1, 2\)"):
         two_ranks.run(op_jobs.run_outside)
-
-

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .plan import Exchange, Table
+from .rank_plan import Exchange, Table
 
 Messages = dict[int, Tensor]  # peer -> flat buffer
 

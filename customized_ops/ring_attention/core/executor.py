@@ -21,7 +21,8 @@ from torch import Tensor
 from .comm import Comm, Pending
 from .kernels import Kernel
 from .merge import Accumulator, accumulation_dtype
-from .plan import Plan, RankPlan, Stage
+from .plan import Plan
+from .rank_plan import RankPlan, Stage
 
 TOKENS, LSE_TOKENS = 1, 2  # token dims of [b, l, h, d] and [b, h, l]
 

@@ -93,7 +93,15 @@ class InProcessComm(Comm):
 
 
 def this_thread(name: str) -> Comm:
-    """The calling thread's side of the world called ``name``."""
+    """The calling thread's side of the world called ``name``.
+
+    Raises:
+        ValueError: its :func:`run_ranks` has ended.
+    """
+    if name not in _worlds:
+        raise ValueError(
+            f"the in-process ranks {name!r} have ended; a graph outlived its run_ranks"
+        )
     return _worlds[name].local.comm
 
 
@@ -124,8 +132,8 @@ def run_ranks(size: int, function: Callable[[Comm], T]) -> list[T]:
     for thread in threads:
         thread.join()
     del _worlds[world.name]
-    causes = [error for error in errors.values() if not isinstance(error, PeerFailed)]
     if errors:
-        raise min(errors.items())[1] if not causes else causes[0]
+        causes = [e for _, e in sorted(errors.items()) if not isinstance(e, PeerFailed)]
+        raise causes[0] if causes else next(iter(errors.values()))
     assert not world.mail, f"messages that nobody received: {sorted(world.mail)}"
     return results

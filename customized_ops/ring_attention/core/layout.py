@@ -71,7 +71,7 @@ class Layout:
         Under a causal mask each rank then has the same work, up to what rounding the chunks
         takes when 2 * group_size does not divide ``total``.
         """
-        bounds = _chunk_bounds(total, 2 * group_size)
+        bounds = _chunk_bounds(total, 2 * group_size if group_size > 0 else group_size)
         return Layout(
             tuple(_without_empty([bounds[r], bounds[-1 - r]]) for r in range(group_size)),
             f"zigzag:{total}:{group_size}",
@@ -84,7 +84,7 @@ class Layout:
         Raises:
             LayoutError: no sizes, or a negative one.
         """
-        if len(sizes) == 0 or min(sizes) < 0:
+        if len(sizes) == 0 or any(size != int(size) or size < 0 for size in sizes):
             raise LayoutError(
                 f"Layout.from_sizes: sizes must be 0 or more, one a rank, got {sizes}"
             )
@@ -98,8 +98,17 @@ class Layout:
 
     @staticmethod
     def parse(spec: str) -> Layout:
-        """The layout whose :attr:`spec` this is."""
-        return _parse(spec)
+        """The layout whose :attr:`spec` this is.
+
+        Raises:
+            LayoutError: ``spec`` is not one.
+        """
+        try:
+            return _parse(spec)
+        except LayoutError:
+            raise
+        except ValueError:
+            raise LayoutError(f"{spec!r} is not the spec of a layout") from None
 
     @property
     def group_size(self) -> int:
@@ -152,7 +161,14 @@ class Layout:
         return parts[0] if len(parts) == 1 else _cat(parts, dim)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole tensor, from every rank's shard in rank order. Differentiable."""
+        """The whole tensor, from every rank's shard in rank order. Differentiable.
+
+        Raises:
+            LayoutError: the shards are not as long as the layout says.
+        """
+        lengths = tuple(shard.shape[dim] for shard in shards)
+        if lengths != self.sizes:
+            raise LayoutError(f"shards have {lengths} tokens, layout {self} gives {self.sizes}")
         parts = [
             shards[rank].narrow(dim, offset, stop - start)
             for rank, start, stop, offset in self.pieces.tolist()

@@ -125,7 +125,6 @@ def first_overlap(slices: Slices) -> tuple[int, int] | None:
         q0, q1, k0, k1, lo, hi = both.T
         k1, k0 = np.minimum(k1, q1 + hi), np.maximum(k0, q0 + lo)
         hit = (k0 < k1) & (q0 < q1) & (lo <= hi)
-        hit &= np.maximum(q0, k0 - hi) < np.minimum(q1, k1 - lo)
         if hit.any():
             return a, a + 1 + int(hit.argmax())
     return None
@@ -138,6 +137,13 @@ def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:
         diagonal = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
         dense[q0:q1, k0:k1] |= (diagonal >= lo) & (diagonal <= hi)
     return dense
+
+
+def _cumulative(name: str, values: object) -> npt.NDArray[np.int64]:
+    lengths = np.asarray(values, dtype=np.int64)
+    if lengths.ndim != 1 or len(lengths) == 0 or lengths[0] != 0 or (np.diff(lengths) < 0).any():
+        raise MaskError(f"{name} must be cumulative lengths [0, ...] that never fall, got {values}")
+    return lengths
 
 
 def _band(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
@@ -248,9 +254,17 @@ class AttnMask:
             x x . .
             . . x .
             . . x x
+
+        Raises:
+            MaskError: not one-dimensional, not starting at 0, or falling; or the two differ in
+                their number of documents.
         """
-        cu_q = np.asarray(cu_seqlens_q, dtype=np.int64)
-        cu_k = cu_q if cu_seqlens_k is None else np.asarray(cu_seqlens_k, dtype=np.int64)
+        cu_q = _cumulative("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else _cumulative("cu_seqlens_k", cu_seqlens_k)
+        if len(cu_q) != len(cu_k):
+            raise MaskError(
+                f"cu_seqlens_q has {len(cu_q) - 1} documents and cu_seqlens_k {len(cu_k) - 1}"
+            )
         lo, hi = _band(causal, window)
         q0, q1, k0, k1 = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
         corner = k1 - q1
