@@ -206,13 +206,10 @@ if __name__ == "__main__":
     arguments = parse()
     if "RANK" in os.environ:
         sys.exit(main(arguments))
-    # Not under torchrun yet: start the ranks.
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(arguments.nproc),
-    ]
+    # Not under torchrun yet: start the ranks. torchrun takes --nproc for an option of its own.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", arguments.nproc]
+    given = {name: value for name, value in vars(arguments).items() if name != "nproc"}
+    flags = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if not isinstance(v, bool)]
+    flags += [f"--{n.replace('_', '-')}" for n, v in given.items() if v is True]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *launch, *sys.argv])
+    os.execv(sys.executable, [sys.executable, *map(str, launch), __file__, *flags])

@@ -3,6 +3,7 @@
 Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 """
 
+from .core.inprocess import run_ranks
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan, make_plan
@@ -15,6 +16,7 @@ __all__ = [
     "Layout",
     "Plan",
     "make_plan",
+    "run_ranks",
     "wrap_ring_attn_func",
     "wrap_ring_attn_varlen_func",
     "wrap_zigzag_attn_func",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.fx import Node
 
+from annotations.registry import record_of
+
 from .cost import move_bytes
 from .planner import Choices
 from .policies import OpSite
@@ -89,7 +91,9 @@ def make_report(
         forward, backward = move_bytes(value, source, target, parts)
         if forward or backward:
             what = f"{_place(source)} -> {_place(target)} of {list(value.shape)}"
-            rows[Row(edge.producer.name, "-", what, forward, backward)] += 1
+            record = record_of(edge.producer.target)
+            name = edge.producer.name if record is None else record.title
+            rows[Row(name, "-", what, forward, backward)] += 1
     rows[_sync_row(parts * copies, gradient_bytes)] += 1
     splits = {op.name: chosen[node].identifier for node in chosen
               if (op := by_name.get(node.name)) is not None}  # fmt: skip
@@ -110,7 +114,7 @@ def _op_row(op: OpSite, strategy: Strategy, parts: int) -> Row:
     split = "whole" if strategy.identifier is None else f"{strategy.identifier} / {parts}"
     inner = strategy.inner
     what = inner.what or "nothing"
-    if inner.imbalance > 1:
+    if inner.imbalance >= 1.005:
         what += f" (imbalance {inner.imbalance:.2f})"
     return Row(op.op, split, what, inner.forward_bytes, inner.backward_bytes)
 

@@ -1,0 +1,44 @@
+"""The demo, small: real ranks under torchrun, and what it shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "train_llama.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("op", "ranks"), [("ring", 2), ("zigzag", 2), ("varlen", 4)])
+def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
+    done = run("--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    assert f"plan: {ranks} ranks a copy" in shown
+    assert f"l / {ranks}" in shown
+    assert len(re.findall(r"tokens/s", shown)) == 2
+    first, last = (float(x) for x in re.search(r"loss (\S+) -> (\S+);", shown).groups())
+    assert last < first
+    difference = float(re.search(r"largest difference .*?: (\S+) \(allowed", shown)[1])
+    assert difference < 1e-4
+
+
+def test_a_difference_fails_the_run(tmp_path: Path) -> None:
+    """The exit code is what `make demo` and CI see."""
+    source = (ROOT / "examples" / "train_llama.py").read_text()
+    broken = tmp_path / "train_llama.py"
+    broken.write_text(source.replace("TOLERANCE = 1e-4", "TOLERANCE = -1.0"))
+    (tmp_path / "text_corpus.py").write_text((ROOT / "examples" / "text_corpus.py").read_text())
+    command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
+    assert done.returncode != 0

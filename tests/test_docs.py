@@ -1,0 +1,71 @@
+"""Every Python block of the documentation runs, and prints what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import annotations
+import customized_ops
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"```(python|py)\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+
+def blocks(kind: str) -> list[tuple[str, str | None]]:
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    return [(code, out or None) for t in texts for k, code, out in BLOCK.findall(t) if k == kind]
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_block_runs_and_prints_what_it_says(number: int) -> None:
+    code, output = blocks("python")[number]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, f"block {number}", "exec"), {"__name__": f"readme_{number}"})
+    assert output is None or said.getvalue() == output
+
+
+def test_there_are_blocks() -> None:
+    assert len(blocks("python")) >= 3
+    assert sum(output is not None for _, output in blocks("python")) >= 3
+
+
+@pytest.mark.parametrize("number", range(len(blocks("py"))))
+def test_fragments_parse_and_import_what_exists(number: int) -> None:
+    """Blocks marked py need ranks or a model of the reader's; their imports must still hold."""
+    tree = ast.parse(blocks("py")[number][0])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_readme_shows_an_example_by_line_30() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert "```python" in lines[:30]
+    assert "make demo" in "\n".join(lines[:15])
+    assert "make test" in "\n".join(lines[:15])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        module.name
+        for package in (annotations, customized_ops)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ],
+)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    assert doctest.testmod(module).failed == 0
+    assert module.__doc__, f"{name} says nothing about itself"
