@@ -86,13 +86,9 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     places, wholes = [], []
     for name in record.differentiable:
         i = names.index(name)
-        places.append(
-            [
-                Replicate() if s is None else gradient_placement(s.inputs[i], s.grad_reduce[i])
-                for s in splits
-            ]
-        )
-        wholes.append(tuple(arguments[name].shape))
+        places.append([_gradient_placement(s, i) for s in splits])
+        value = arguments[name]
+        wholes.append(tuple(value.shape) if isinstance(value, Tensor) else None)
     return _wrap(outputs, mesh, places, wholes)
 
 
@@ -115,7 +111,7 @@ def splits_of(
                 continue
             dim = value.placements[axis].dim  # type: ignore[attr-defined]
             inner = [] if shape.ignored else list(shape.dims[dim].identifiers)
-            leading = next((x for x in inner if x != "1"), "?")
+            leading = next((x for x in inner if x != "1"), "1" if inner else "?")
             found[leading] = f"{names[i]} is cut on dim {dim}"
         if len(found) > 1:
             what = ", ".join(f"{why} ({leading!r})" for leading, why in sorted(found.items()))
@@ -145,6 +141,14 @@ def _placements(splits: list[Split | None], index: int, side: str) -> list[Place
     return [Replicate() if s is None else placement(getattr(s, side)[index]) for s in splits]
 
 
+def _gradient_placement(split: Split | None, index: int) -> Placement:
+    if split is None:
+        return Replicate()
+    if index >= len(split.inputs):  # not annotated: whole on every rank
+        return gradient_placement(Spread.REPLICATE, True)
+    return gradient_placement(split.inputs[index], split.grad_reduce[index])
+
+
 def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     if not isinstance(value, DTensor):
         return value
@@ -157,7 +161,8 @@ def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:
     for local, places, shape in zip(
         (outputs,) if single else outputs, placements, shapes, strict=True
     ):
-        whole = torch.Size(shape if local.ndim else ())
+        # What the annotation leaves open is not cut; '1' may stand for no dim.
+        whole = local.shape if shape is None or local.ndim == 0 else torch.Size(shape)
         stride = torch.empty(whole, device="meta").stride()
         wrapped.append(
             DTensor.from_local(local, mesh, places, run_check=False, shape=whole, stride=stride)

@@ -5,19 +5,23 @@ forward's arguments, then its results:
 
     ring_attn(q, k, v, ...) -> (out, lse)
     ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
+
+Compilers plan memory by the schema and the fake, so real results keep to both: no result is
+another tensor's memory, and what has a fake of our own is contiguous.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .errors import AnnotationError
 from .registry import AnnotationLike, OpRecord
 from .rules import PartitionRule
 
@@ -88,25 +92,30 @@ def _implement(
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = record.arguments(args, kwargs)
         record.bind(arguments)
-        return function(**arguments)
+        results = _own(_as_tuple(function(**arguments)), arguments.values(), fake is None)
+        return results if record.n_outputs > 1 else results[0]
 
     def fake_forward(*args: Any, **kwargs: Any) -> Any:
         arguments = record.arguments(args, kwargs)
         shapes = record.bind(arguments).output_shapes()
         if fake is not None:
             return fake(**arguments)
+        if None in shapes:
+            problem = f"the shape of output {shapes.index(None)} is '?': register_op needs fake="
+            raise AnnotationError(problem, op=record.title)
         like = next(value for value in arguments.values() if isinstance(value, Tensor))
         results = tuple(like.new_empty(shape) for shape in shapes if shape is not None)
         return results if record.n_outputs > 1 else results[0]
 
     def fake_backward(*args: Any) -> Any:
-        inputs = _named_inputs(record, args)
-        results = tuple(torch.empty_like(inputs[name]) for name in record.differentiable)
-        return results if len(results) > 1 else results[0]
+        results = tuple(_zeros(value, args) for value in _differentiated(record, args).values())
+        return results if len(results) != 1 else results[0]
 
     def real_backward(*args: Any) -> Any:
-        results = tuple(backward(*args))
-        return results if len(results) > 1 else results[0]
+        given = zip(_as_tuple(backward(*args)), _differentiated(record, args).values(), strict=True)
+        grads = [_zeros(value, args) if grad is None else grad for grad, value in given]
+        results = _own(grads, args, contiguous=True)
+        return results if len(results) != 1 else results[0]
 
     lib.impl(op_name, checked, "CompositeExplicitAutograd")
     lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
@@ -120,29 +129,63 @@ def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args[record.n_outputs :], strict=False))
 
 
+def _differentiated(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
+    inputs = _named_inputs(record, args)
+    return {name: inputs[name] for name in record.differentiable}
+
+
+def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
+    """No gradient, as an op must return it; of no size for an optional tensor not given."""
+    if isinstance(value, Tensor):
+        return value.new_zeros(value.shape)
+    return args[-1].new_empty(0)
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _own(results: Sequence[Tensor], given: Iterable[Any], contiguous: bool) -> tuple[Tensor, ...]:
+    """``results``, copied where they share memory with what was given or with each other."""
+    taken = {v.untyped_storage()._cdata for v in given if isinstance(v, Tensor)}
+    owned = []
+    for result in results:
+        result = result.contiguous() if contiguous else result
+        if result.untyped_storage()._cdata in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage()._cdata)
+        owned.append(result)
+    return tuple(owned)
+
+
 def _derived_backward(
     function: Callable[..., Any], record: OpRecord
-) -> Callable[..., tuple[Tensor, ...]]:
+) -> Callable[..., tuple[Tensor | None, ...]]:
     """Run the function again under autograd and differentiate it."""
 
-    def backward(*args: Any) -> tuple[Tensor, ...]:
+    def backward(*args: Any) -> tuple[Tensor | None, ...]:
         inputs = _named_inputs(record, args)
-        leaves = {n: inputs[n].detach().requires_grad_() for n in record.differentiable}
+        leaves = {
+            name: value.detach().requires_grad_()
+            for name, value in _differentiated(record, args).items()
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
         with _autograd():
-            results = function(**{**inputs, **leaves})
-            results = (results,) if isinstance(results, Tensor) else tuple(results)
+            results = _as_tuple(function(**{**inputs, **leaves}))
             assert any(result.requires_grad for result in results), f"{record.name} cut the graph"
             pairs = [
                 (result, grad)
                 for result, grad in zip(results, args[: record.n_outputs], strict=True)
                 if grad is not None and result.requires_grad
             ]
-            return torch.autograd.grad(
+            grads = torch.autograd.grad(
                 [result for result, _ in pairs],
                 list(leaves.values()),
                 [grad for _, grad in pairs],
                 materialize_grads=True,
             )
+        by_name = dict(zip(leaves, grads, strict=True))
+        return tuple(by_name.get(name) for name in record.differentiable)
 
     return backward
 
@@ -162,7 +205,7 @@ def _differentiate(record: OpRecord) -> None:
     names = tuple(record.signature.parameters)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        outputs = _as_tuple(output)
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.rest = [
@@ -174,7 +217,7 @@ def _differentiate(record: OpRecord) -> None:
         )
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(grad is None for grad in grads):
+        if not record.differentiable or all(grad is None for grad in grads):
             return (None,) * len(names)
         saved = list(ctx.saved_tensors)
         n_inputs = sum(ctx.is_tensor)
@@ -183,9 +226,11 @@ def _differentiate(record: OpRecord) -> None:
             next(tensors) if tensor else value
             for value, tensor in zip(ctx.rest, ctx.is_tensor, strict=True)
         ]
-        results = record.backward(*grads, *inputs, *saved[n_inputs:])
-        results = (results,) if isinstance(results, Tensor) else results
+        results = _as_tuple(record.backward(*grads, *inputs, *saved[n_inputs:]))
         by_name = dict(zip(record.differentiable, results, strict=True))
-        return tuple(by_name.get(name) for name in names)
+        return tuple(
+            by_name.get(name) if tensor else None
+            for name, tensor in zip(names, ctx.is_tensor, strict=True)
+        )
 
     torch.library.register_autograd(record.name, backward, setup_context=setup_context)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,13 +144,14 @@ def register_op(
         fake: shapes and dtypes of the results from the arguments; by default from the annotation,
             with the first tensor's dtype. Op calls are checked against the annotation either way.
         backward: ``backward(*grads, *arguments, *results)`` -> the gradients of ``differentiable``,
-            in order; a grad is None where nothing flows. By default the function is run again and
-            differentiated by autograd.
+            in order, None for zeros; a grad is None where nothing flows. By default the function is
+            run again and differentiated by autograd.
     Returns:
         A decorator; the decorated name becomes the op, with the function's own signature.
 
     Raises:
-        ValueError: the op's name is taken.
+        ValueError: the op's name is taken or not ``namespace::op``, an argument is keyword-only, or
+            ``differentiable`` names what is no argument.
         AnnotationSyntaxError: ``annotation`` is a string that does not parse.
 
     Example:
@@ -172,8 +174,9 @@ def register_op(
         signature = inspect.signature(function, eval_str=True)
         tensors = [p.name for p in signature.parameters.values() if _is_tensor(p.annotation)]
         qualified = name or f"seqshard::{function.__name__}"
-        if qualified in registered_ops():
-            raise ValueError(f"register_op: {qualified} is registered already")
+        problem = _problem(qualified, signature, differentiable or ())
+        if problem:
+            raise ValueError(f"register_op: {problem}")
         record = define(
             function,
             name=qualified,
@@ -191,6 +194,21 @@ def register_op(
         return AnnotatedOp(record, function)
 
     return decorate
+
+
+def _problem(name: str, signature: inspect.Signature, differentiable: Sequence[str]) -> str:
+    """What keeps a function from becoming the op ``name``; empty if nothing does."""
+    if not re.fullmatch(r"\w+::\w+", name):
+        return f"{name!r} is not a name such as 'mylib::myop'"
+    if name in registered_ops():
+        return f"{name} is registered already"
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            return f"argument {str(parameter)!r} of {name} must be one that is passed by position"
+    for argument in differentiable:
+        if argument not in signature.parameters:
+            return f"{name} has no argument {argument!r} to differentiate"
+    return ""
 
 
 def _is_tensor(annotation: Any) -> bool:

@@ -41,6 +41,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     strided: bool = False
     seed: int = 0
+    device: str = "cpu"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and the gradient of out: [b, l, h, d], or [l, h, d] if packed."""
@@ -49,7 +50,7 @@ class Case:
         def made(heads: int, dim: int) -> Tensor:
             lead = (self.length,) if self.op == "varlen" else (self.batch, self.length)
             x = torch.randn((*lead, heads, dim), generator=g, dtype=torch.float64)
-            return x.to(self.dtype)
+            return x.to(self.dtype).to(self.device)
 
         (h, k), (d, e) = self.heads, self.dims
         return made(h, d), made(k, d), made(k, e), made(h, e)
@@ -120,7 +121,7 @@ def expected(case: Case) -> list[Tensor]:
 
     q, k, v, dout = case.tensors()
     packed = case.op == "varlen"
-    q, k, v, dout = ((t.unsqueeze(0) if packed else t).double() for t in (q, k, v, dout))
+    q, k, v, dout = ((t.unsqueeze(0) if packed else t).double().cpu() for t in (q, k, v, dout))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     out, lse = dense_attention(q, k, v, case.mask(), q.shape[-1] ** -0.5)
     grads = torch.autograd.grad(out, (q, k, v), dout)

@@ -21,7 +21,9 @@ def run_cases(cases: list[Case], members: tuple[int, ...], as_group: bool) -> An
     if dist.get_rank() not in members:
         return None
     group = _groups[members] if as_group else list(members)
-    return [run_rank(case, members.index(dist.get_rank()), len(members), group) for case in cases]
+    rank = members.index(dist.get_rank())
+    per_case = [run_rank(case, rank, len(members), group) for case in cases]
+    return [[t.cpu() for t in results] for results in per_case]
 
 
 def run_two_groups(case: Case, first: int) -> Any:

@@ -1,4 +1,4 @@
-"""Real ranks for tests: P processes over gloo, started once and given jobs.
+"""Real ranks for tests: P processes over gloo or NCCL, started once and given jobs.
 
     pool.run(function, *args)   ->   [function(*args) on rank 0, on rank 1, ...]
 
@@ -22,15 +22,17 @@ class JobFailed(AssertionError):
     """A job raised on some rank; carries its traceback."""
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, pipe: Any) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -49,10 +51,10 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
 
 
 class Pool:
-    """``size`` processes in one gloo world."""
+    """``size`` processes in one world; with NCCL each has a GPU of its own."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._start()
 
     def _start(self) -> None:
@@ -62,7 +64,7 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, self.size, store, theirs)
+            args = (rank, self.size, store, self.backend, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
