@@ -152,7 +152,9 @@ def _gradient_placement(split: Split | None, index: int) -> Placement:
 def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return value.redistribute(mesh, placements).to_local()
+    if tuple(value.placements) != tuple(placements):
+        value = value.redistribute(mesh, placements)
+    return value.to_local()
 
 
 def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:

@@ -233,4 +233,9 @@ def _differentiate(record: OpRecord) -> None:
             for name, tensor in zip(names, ctx.is_tensor, strict=True)
         )
 
+    def backward_of_backward(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(f"{record.title}: second derivatives are not supported")
+
     torch.library.register_autograd(record.name, backward, setup_context=setup_context)
+    # Without this, torch would take the gradients for constants.
+    torch.library.register_autograd(f"{record.name}_backward", backward_of_backward)
