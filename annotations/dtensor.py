@@ -79,9 +79,12 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     # A result that is a partial sum has the same gradient on every rank.
     flowing = [[Replicate() if p.is_partial() else p for p in places] for places in results]
     outputs = func(
-        *(_local(v, mesh, p) for v, p in zip(grads, flowing, strict=True)),
+        *(
+            _share(_local(v, mesh, p), splits, mesh, i)
+            for i, (v, p) in enumerate(zip(grads, flowing, strict=True))
+        ),
         *local,
-        *(_local(v, mesh, p) for v, p in zip(saved, results, strict=True)),
+        *(_local(v, mesh, p) for v, p in zip(saved, results, strict=record.saves_results)),
     )
     places, wholes = [], []
     for name in record.differentiable:
@@ -147,6 +150,20 @@ def _gradient_placement(split: Split | None, index: int) -> Placement:
     if index >= len(split.inputs):  # not annotated: whole on every rank
         return gradient_placement(Spread.REPLICATE, True)
     return gradient_placement(split.inputs[index], split.grad_reduce[index])
+
+
+def _share(grad: Any, splits: list[Split | None], mesh: DeviceMesh, index: int) -> Any:
+    """A rank's share of the gradient of a result that every rank computes whole.
+
+    The gradients that the ranks get from it are added up, with those from results that are cut.
+    """
+    for axis, split in enumerate(splits):
+        if grad is None or split is None or split.outputs[index] is not Spread.REPLICATE:
+            continue
+        inputs = zip(split.inputs, split.grad_reduce, strict=True)
+        if any(cut is Spread.REPLICATE and reduce for cut, reduce in inputs):
+            grad = grad / mesh.size(axis)
+    return grad
 
 
 def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:

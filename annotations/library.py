@@ -6,6 +6,8 @@ forward's arguments, then its results:
     ring_attn(q, k, v, ...) -> (out, lse)
     ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
 
+The results are left out where the backward is derived from the function.
+
 Compilers plan memory by the schema and the fake, so real results keep to both: no result is
 another tensor's memory, and what has a fake of our own is contiguous.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .binding import BoundAnnotation
 from .errors import AnnotationError
 from .registry import AnnotationLike, OpRecord
 from .rules import PartitionRule
@@ -47,7 +50,8 @@ def define(
     arguments, results = _split_schema(schema)
     n_outputs = results.count("Tensor")
     grads = [f"Tensor? grad_{n}" for n in range(n_outputs)]
-    outputs = [f"Tensor result_{n}" for n in range(n_outputs)]
+    # A derived backward runs the function again, so only a custom one is given its results.
+    outputs = [f"Tensor result_{n}" for n in range(n_outputs)] if backward else []
     # Defaults may only stand at the end of a schema; the backward op is called with everything.
     plain = [re.sub(r"=.*$", "", argument) for argument in arguments if argument != "*"]
     lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
@@ -66,6 +70,7 @@ def define(
         signature=signature,
         differentiable=differentiable,
         n_outputs=n_outputs,
+        saves_results=backward is not None,
         forward=getattr(ops, op_name).default,
         backward=getattr(ops, f"{op_name}_backward").default,
     )
@@ -91,8 +96,9 @@ def _implement(
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = record.arguments(args, kwargs)
-        record.bind(arguments)
+        bound = record.bind(arguments)
         results = _own(_as_tuple(function(**arguments)), arguments.values(), fake is None)
+        _check_results(record, bound, results)
         return results if record.n_outputs > 1 else results[0]
 
     def fake_forward(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +144,22 @@ def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
     """No gradient, as an op must return it; of no size for an optional tensor not given."""
     if isinstance(value, Tensor):
         return value.new_zeros(value.shape)
-    return args[-1].new_empty(0)
+    return next(arg for arg in args if isinstance(arg, Tensor)).new_empty(0)
+
+
+def _check_results(record: OpRecord, bound: BoundAnnotation, results: Sequence[Tensor]) -> None:
+    """A function that returns other shapes than it declared is found at its first call."""
+    expected = bound.output_shapes()
+    if len(results) != len(expected):
+        problem = f"{len(results)} results, but {len(expected)} outputs in the annotation"
+        raise AnnotationError(
+            f"the function returned {problem}: {bound.annotation}", op=record.title
+        )
+    for n, (result, shape) in enumerate(zip(results, expected, strict=True)):
+        scalar = result.ndim == 0 and shape == (1,)
+        if shape is not None and tuple(result.shape) != shape and not scalar:
+            problem = f"result {n} has shape {tuple(result.shape)}, but the annotation says {shape}"
+            raise AnnotationError(f"{problem}: {bound.annotation}", op=record.title)
 
 
 def _as_tuple(results: Any) -> tuple[Any, ...]:
@@ -205,7 +226,7 @@ def _differentiate(record: OpRecord) -> None:
     names = tuple(record.signature.parameters)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = _as_tuple(output)
+        outputs = _as_tuple(output) if record.saves_results else ()
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.rest = [
@@ -237,5 +258,5 @@ def _differentiate(record: OpRecord) -> None:
         raise NotImplementedError(f"{record.title}: second derivatives are not supported")
 
     torch.library.register_autograd(record.name, backward, setup_context=setup_context)
-    # Without this, torch would take the gradients for constants.
-    torch.library.register_autograd(f"{record.name}_backward", backward_of_backward)
+    if record.differentiable:  # without this, torch would take the gradients for constants
+        torch.library.register_autograd(f"{record.name}_backward", backward_of_backward)

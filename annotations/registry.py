@@ -41,6 +41,7 @@ class OpRecord:
         signature: of the forward function.
         differentiable: names of the arguments that get gradients.
         n_outputs: number of tensors that the forward returns.
+        saves_results: whether the backward op is given the forward's results.
         forward, backward: the two ``torch.library`` ops.
     """
 
@@ -51,6 +52,7 @@ class OpRecord:
     signature: inspect.Signature
     differentiable: tuple[str, ...]
     n_outputs: int
+    saves_results: bool
     forward: Any
     backward: Any
 

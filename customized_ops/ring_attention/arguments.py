@@ -74,7 +74,7 @@ def check_heads(op: str, q: Tensor, k: Tensor) -> None:
         ArgumentError: they are not.
     """
     h, g = int(q.shape[-2]), int(k.shape[-2])
-    if g == 0 or h % g:
+    if (h % g) if g else h:
         raise ArgumentError(
             f"{op}: q has {h} heads and k has {g} (dim {q.ndim - 2} of {tuple(q.shape)} and "
             f"{tuple(k.shape)}); the heads of q must be a multiple of those of k"

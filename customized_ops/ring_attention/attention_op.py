@@ -156,6 +156,8 @@ def layout_of(op: str, comm: Comm, spec: str, local: int, total: int | None) -> 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [b, l, h, e] and lse [b, h, l] of this rank's rows."""
+    if _nothing(q):
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, (q.shape[0], 0, q.shape[1]))
     out, lse = attention_forward(call.plan, call.comm, call.kernel, q, k, v, call.softmax_scale)
     return out.contiguous(), lse.contiguous()
 
@@ -176,6 +178,8 @@ def backward(
     does, with the opposite sign. One more column of v carries it through any kernel: with out = 1,
     dout = -dlse and v = 0 there, rowsum gains -dlse and nothing else changes.
     """
+    if _nothing(q):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None:
@@ -187,6 +191,11 @@ def backward(
         call.plan, call.comm, call.kernel, dout, q, k, v, out, lse, call.softmax_scale
     )
     return dq, dk, dv if dlse is None else dv[..., :-1].contiguous()
+
+
+def _nothing(q: Tensor) -> bool:
+    """No heads: more ranks than heads were asked to share them."""
+    return q.shape[-2] == 0
 
 
 def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,231 @@
+"""Annotated ops on DTensors that lie as a user put them: equal to one process, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dtensor_jobs
+import pytest
+import torch
+from dense import assert_same
+from op_cases import Case, expected
+from ranks import Pool
+
+MATMUL = ((4, 6), (6, 8))
+
+
+def check(replies: list[Any], places: str, want: list[torch.Tensor]) -> None:
+    """Every rank's whole results equal ``want``; results and gradients lie as ``places`` says."""
+    for rank, (shown, wholes, _) in enumerate(replies):
+        assert " ".join(shown) == places, f"rank {rank}"
+        for n, (a, b) in enumerate(zip(wholes, want, strict=True)):
+            assert_same(f"rank {rank}, tensor {n}", a, b)
+
+
+def wanted(name: str, shapes: Any) -> list[torch.Tensor]:
+    """Results and gradients of a user's op in plain torch."""
+    inputs, douts = dtensor_jobs.user_inputs(name, shapes)
+    leaves = [t.requires_grad_() for t in inputs]
+    match name:
+        case "matmul":
+            results = [leaves[0] @ leaves[1]]
+        case "two":
+            results = [leaves[0] * 2 + sum(leaves[2:]), leaves[0].sum(1)[:, None] * leaves[1]]
+        case "column_max":
+            results = [leaves[0].amax(0) * leaves[1]]
+    return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, douts)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "places", "lie"),
+    [
+        (MATMUL, ["R", "R"], "R R R"),
+        # a replicated input of a split op gets a part of its gradient from each rank
+        (MATMUL, ["0", "R"], "0 0 P"),
+        (MATMUL, ["R", "1"], "1 P 1"),
+        (MATMUL, ["1", "0"], "P 1 0"),
+        # the other input is brought to where the annotation says
+        (MATMUL, ["1", "R"], "P 1 0"),
+        (MATMUL, ["R", "0"], "P 1 0"),
+        # partial sums are summed before the op
+        (MATMUL, ["P", "1"], "1 P 1"),
+        (MATMUL, ["P", "P"], "R R R"),
+        # uneven, and a rank with nothing
+        (((5, 7), (7, 3)), ["0", "R"], "0 0 P"),
+        (((5, 7), (7, 3)), ["1", "0"], "P 1 0"),
+        (((1, 7), (7, 1)), ["0", "R"], "0 0 P"),
+        (((4, 1), (1, 3)), ["1", "0"], "P 1 0"),
+    ],
+)
+def test_user_op(two_ranks: Pool, shapes: Any, places: list[str], lie: str) -> None:
+    check(
+        two_ranks.run(dtensor_jobs.user_op, "matmul", shapes, places),
+        lie,
+        wanted("matmul", shapes),
+    )
+
+
+def test_results_are_really_cut(two_ranks: Pool) -> None:
+    def local(places: list[str], shapes: Any = MATMUL) -> list[Any]:
+        return [r[2] for r in two_ranks.run(dtensor_jobs.user_op, "matmul", shapes, places)]
+
+    assert local(["0", "R"]) == [[(2, 8)]] * 2
+    assert local(["1", "R"]) == [[(4, 8)]] * 2
+    assert local(["R", "1"], ((4, 6), (6, 7))) == [[(4, 4)], [(4, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "places", "lie"),
+    [
+        (((4, 6), (3,)), ["0", "R"], "0 0 0 P"),
+        # the first result is whole on every rank; its gradient counts once
+        (((4, 6), (3,)), ["R", "0"], "R 1 P 0"),
+        # a tensor that is not annotated is whole on every rank
+        (((4, 6), (3,), (1,)), ["0", "R", "R"], "0 0 0 P P"),
+        (((4, 6), (3,), (1,)), ["0", "R", "0"], "0 0 0 P P"),
+    ],
+)
+def test_two_results(two_ranks: Pool, shapes: Any, places: list[str], lie: str) -> None:
+    replies = two_ranks.run(dtensor_jobs.user_op, "two", shapes, places)
+    check(replies, lie, wanted("two", shapes))
+
+
+def test_a_result_that_the_annotation_leaves_open(two_ranks: Pool) -> None:
+    shapes = ((4, 6), (1,))
+    replies = two_ranks.run(dtensor_jobs.user_op, "column_max", shapes, ["R", "R"])
+    check(replies, "R R R", wanted("column_max", shapes))
+
+
+def test_user_op_on_two_axes(four_ranks: Pool) -> None:
+    for places, lie in (
+        (["01", "R0"], "0P 01 P0"),
+        (["0R", "R1"], "01 0P P1"),
+        (["1R", "01"], "P1 1P 01"),
+        (["R0", "RR"], "R0 R0 RP"),
+    ):
+        replies = four_ranks.run(dtensor_jobs.user_op, "matmul", MATMUL, places, (2, 2))
+        check(replies, lie, wanted("matmul", MATMUL))
+
+
+DENSE = Case("ring", 16, batch=2)
+GROUPED = Case("ring", 16, batch=2, heads=(4, 2))
+PACKED = Case("varlen", 33, heads=(4, 2), cu_seqlens=(0, 7, 7, 8, 25, 33))
+
+
+@pytest.mark.parametrize(
+    ("case", "places", "lie"),
+    [
+        (DENSE, ["R", "R", "R"], "R R R R"),
+        (DENSE, ["1", "1", "1"], "1 1 1 1"),  # l: communicates
+        (DENSE, ["0", "0", "0"], "0 0 0 0"),  # batch
+        (DENSE, ["2", "2", "2"], "2 2 2 2"),  # heads
+        (GROUPED, ["1", "1", "1"], "1 1 1 1"),
+        (GROUPED, ["2", "2", "2"], "2 2 2 2"),
+        (GROUPED, ["0", "R", "R"], "0 0 0 0"),
+        (GROUPED, ["1", "R", "R"], "1 1 1 1"),  # k, v are brought to q
+        (GROUPED, ["R", "1", "1"], "1 1 1 1"),
+        (GROUPED, ["R", "2", "R"], "2 2 2 2"),
+        (GROUPED, ["1", "P", "P"], "1 1 1 1"),
+        (Case("ring", 16, dims=(8, 5), causal=False), ["1", "1", "1"], "1 1 1 1"),
+        (Case("ring", 16, window=(5, 0)), ["1", "1", "1"], "1 1 1 1"),
+        (Case("zigzag", 18, heads=(4, 2)), ["1", "R", "R"], "1 1 1 1"),
+        # uneven, and a rank with nothing
+        (Case("ring", 17, heads=(4, 2)), ["1", "1", "1"], "1 1 1 1"),
+        (Case("ring", 1, heads=(4, 2)), ["1", "1", "1"], "1 1 1 1"),
+        (Case("ring", 8, batch=3), ["0", "0", "0"], "0 0 0 0"),
+        (Case("ring", 8, batch=1), ["0", "0", "0"], "0 0 0 0"),
+        (Case("ring", 8, heads=(3, 3)), ["2", "2", "2"], "2 2 2 2"),
+        # packed: out, lse [h, l], dq, dk, dv
+        (PACKED, ["R", "R", "R"], "R R R R R"),
+        (PACKED, ["0", "0", "0"], "0 1 0 0 0"),
+        (PACKED, ["0", "R", "R"], "0 1 0 0 0"),
+        (PACKED, ["1", "1", "1"], "1 0 1 1 1"),
+        (Case("varlen", 1, cu_seqlens=(0, 0, 1)), ["0", "0", "0"], "0 1 0 0 0"),
+    ],
+)
+def test_attention(two_ranks: Pool, case: Case, places: list[str], lie: str) -> None:
+    check(two_ranks.run(dtensor_jobs.attention, case, places), lie, expected(case))
+
+
+def test_attention_on_two_axes(four_ranks: Pool) -> None:
+    uneven = Case("ring", 17, batch=2, heads=(4, 2))
+    for case, places, lie in (
+        (uneven, ["12", "12", "12"], "12 12 12 12"),  # l and heads
+        (uneven, ["21", "RR", "RR"], "21 21 21 21"),  # heads and l, k and v brought
+        (uneven, ["10", "10", "10"], "10 10 10 10"),  # l and batch
+        (uneven, ["01", "R1", "0R"], "01 01 01 01"),
+        (uneven, ["R1", "R1", "R1"], "R1 R1 R1 R1"),  # two copies
+        (PACKED, ["01", "01", "01"], "01 10 01 01 01"),
+        (PACKED, ["10", "R0", "RR"], "10 01 10 10 10"),
+    ):
+        check(four_ranks.run(dtensor_jobs.attention, case, places, (2, 2)), lie, expected(case))
+
+
+def test_attention_over_four_ranks(four_ranks: Pool) -> None:
+    for length in (9, 5, 3):  # the last ranks hold less, or nothing
+        case = Case("ring", length, heads=(4, 2))
+        replies = four_ranks.run(dtensor_jobs.attention, case, ["1", "1", "1"], (4,))
+        check(replies, "1 1 1 1", expected(case))
+
+
+FROZEN = """\
+PartitionError: wrap_ring_attn_func: 'hd' cannot be split
+    b l h hd^, b l h hd^, b l h vd^ -> b l h vd^, b h l
+          ^~~
+    it is marked frozen: 'hd^'
+    can be split: 'b', 'l', 'h'"""
+
+FIXED = """\
+PartitionError: column_max: '1' cannot be split
+    m^ k, 1 -> ?
+          ^
+    it is a fixed size
+    can be split: 'k'"""
+
+TORN = """\
+PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
+  b l (g 2) hd^, b l g hd^, b l g vd^ -> b l (g 2) vd^, b (g 2) l
+  it is part of an inner dim, so the number of ranks must divide it"""
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (("attention", DENSE, ["3", "3", "R"]), FROZEN),
+        (("user_op", "column_max", ((4, 6), (1,)), ["R", "0"]), FIXED),
+        (
+            ("attention", DENSE, ["1", "2", "R"]),
+            "PartitionError: wrap_ring_attn_func: inputs are cut on different identifiers: "
+            "k is cut on dim 2 ('h'), q is cut on dim 1 ('l')",
+        ),
+        (
+            ("user_op", "matmul", MATMUL, ["0", "0"]),
+            "PartitionError: matmul: inputs are cut on different identifiers: "
+            "w is cut on dim 0 ('k'), x is cut on dim 0 ('m')",
+        ),
+        (("attention", Case("ring", 8, heads=(6, 3)), ["2", "2", "2"]), TORN),
+    ],
+)
+def test_errors(two_ranks: Pool, job: Any, said: str) -> None:
+    assert two_ranks.run(dtensor_jobs.refused, *job) == [said] * 2
+
+
+def test_one_identifier_along_two_axes(four_ranks: Pool) -> None:
+    said = (
+        "PartitionError: wrap_ring_attn_func: one identifier is cut along two mesh axes: ['l', 'l']"
+    )
+    for places in (["11", "11", "11"], ["1R", "R1", "RR"]):
+        replies = four_ranks.run(dtensor_jobs.refused, "attention", DENSE, places, (2, 2))
+        assert replies == [said] * 4
+
+
+def test_ranks_go_on_after_an_error(two_ranks: Pool) -> None:
+    assert "frozen" in two_ranks.run(dtensor_jobs.refused, "attention", DENSE, ["3", "R", "R"])[0]
+    check(two_ranks.run(dtensor_jobs.attention, DENSE, ["1"] * 3), "1 1 1 1", expected(DENSE))
+
+
+def test_more_ranks_than_heads(two_ranks: Pool) -> None:
+    """A rank may be left without heads; it then computes nothing and waits for nobody."""
+    case = Case("ring", 8, heads=(1, 1))
+    replies = two_ranks.run(dtensor_jobs.attention, case, ["2", "2", "2"])
+    check(replies, "2 2 2 2", expected(case))

@@ -1,0 +1,138 @@
+"""Jobs for the DTensor tests; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from op_cases import Case
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from annotations import register_op
+from customized_ops.ring_attention import wrap_ring_attn_varlen_func
+
+# Where each tensor lies, one letter or digit a mesh axis: "0", "R", "1R"; "-" is a plain tensor.
+Places = Sequence[str]
+
+
+@register_op("m k+, k+ n -> m n", name="dtensortest::matmul")
+def matmul(x: Tensor, w: Tensor) -> Tensor:
+    """All kinds of splits: m and n are spatial, k is summed."""
+    return x @ w
+
+
+@register_op("m k, n -> m k, m n", name="dtensortest::two")
+def two(x: Tensor, w: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Two results, and a tensor that is not annotated."""
+    scaled = x * 2 if offset is None else x * 2 + offset
+    return scaled, x.sum(1).unsqueeze(1) * w
+
+
+@register_op("m^ k, 1 -> ?", name="dtensortest::column_max", fake=lambda x, s: x[0] * s)
+def column_max(x: Tensor, scale: Tensor) -> Tensor:
+    """A result that the annotation leaves open."""
+    return x.amax(0) * scale
+
+
+OPS: dict[str, Callable[..., Any]] = {"matmul": matmul, "two": two, "column_max": column_max}
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """The one mesh of this shape: DTensor's caches take equal meshes for the same."""
+    if shape not in _meshes:
+        names = ("outer", "inner")[-len(shape) :]
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape]
+
+
+def placed(whole: Tensor, mesh: DeviceMesh, places: str) -> Tensor:
+    """A whole tensor, the same on every rank, as a DTensor leaf."""
+    if places == "-":
+        return whole
+    if "P" in places:
+        assert mesh.ndim == 1
+        part = whole * 0.25 if mesh.get_local_rank() else whole * (1 - 0.25 * (mesh.size() - 1))
+        laid = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    else:
+        where: list[Placement] = [Replicate() if p == "R" else Shard(int(p)) for p in places]
+        laid = distribute_tensor(whole, mesh, where, src_data_rank=None)
+    return laid.detach().requires_grad_(whole.is_floating_point())
+
+
+def shown(tensor: Any) -> str:
+    """Where a tensor lies, as letters."""
+    if not isinstance(tensor, DTensor):
+        return "-"
+    letters = {Replicate: "R", Partial: "P"}
+    return "".join(letters.get(type(p)) or str(p.dim) for p in tensor.placements)  # type: ignore
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, plain."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach()
+
+
+def run(function: Callable[..., Any], inputs: Sequence[Tensor], douts: Sequence[Tensor]) -> Any:
+    """Results and gradients, where each lies and what it is."""
+    results = function(*inputs)
+    results = [results] if isinstance(results, Tensor) else list(results)
+    local = [tuple(r.to_local().shape) for r in results]
+    loss = sum((r.full_tensor() * dout).sum() for r, dout in zip(results, douts, strict=False))
+    leaves = [t for t in inputs if isinstance(t, DTensor) and t.requires_grad]
+    grads = torch.autograd.grad(loss, leaves)
+    out = [*results, *grads]
+    return [shown(t) for t in out], [whole(t) for t in out], local
+
+
+def user_op(name: str, shapes: Any, places: Places, mesh: tuple[int, ...] = (2,)) -> Any:
+    """A user's op on inputs laid out so."""
+    inputs, douts = user_inputs(name, shapes)
+    laid = [placed(t, mesh_of(mesh), p) for t, p in zip(inputs, places, strict=True)]
+    return run(OPS[name], laid, douts)
+
+
+def user_inputs(name: str, shapes: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Whole inputs, and gradients of the results."""
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    results = OPS[name](*inputs)
+    results = [results] if isinstance(results, Tensor) else results
+    return inputs, [torch.randn(r.shape, generator=g, dtype=r.dtype) for r in results]
+
+
+def attention(case: Case, places: Places, mesh: tuple[int, ...] = (2,)) -> Any:
+    """An attention op on q, k, v laid out so; a packed case's cu_seqlens are replicated."""
+    where = mesh_of(mesh)
+    *inputs, dout = case.tensors()
+    laid = [placed(t, where, p) for t, p in zip(inputs, places, strict=True)]
+    if case.op != "varlen":
+        return run(case.call, laid, [dout])
+    cu = placed(torch.tensor(case.cu_seqlens, dtype=torch.int32), where, "R" * where.ndim)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        options = {"causal": case.causal, "window_size": case.window, "return_lse": True}
+        return wrap_ring_attn_varlen_func(q, k, v, cu, cu, **options)
+
+    return run(packed, laid, [dout])
+
+
+def refused(job: str, *args: Any) -> str:
+    """The error of another job."""
+    try:
+        {"user_op": user_op, "attention": attention}[job](*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
