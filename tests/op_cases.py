@@ -15,7 +15,11 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_zigzag_attn_func,
 )
+from customized_ops.ring_attention.core.groups import group_name
+from customized_ops.ring_attention.ring_attn import RING_ATTN
+from customized_ops.ring_attention.zigzag_attn import ZIGZAG_ATTN
 
+GRAPH_OPS = {"ring": RING_ATTN, "zigzag": ZIGZAG_ATTN}
 DENSE_OPS = {"ring": wrap_ring_attn_func, "zigzag": wrap_zigzag_attn_func}
 
 
@@ -71,10 +75,21 @@ class Case:
         return Layout.contiguous(self.length, ranks)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Any:
-        """The public op on local tensors; out, and lse where the op returns it."""
+        """The public op on local tensors; out and lse.
+
+        The dense functions return no lse, so it is taken from the op below them, whose out must be
+        the same bit for bit.
+        """
         if self.op != "varlen":
             op = DENSE_OPS[self.op]
-            return op(q, k, v, causal=self.causal, window_size=self.window, **where)
+            out = op(q, k, v, causal=self.causal, window_size=self.window, **where)
+            layout, group = where.get("layout"), group_name(where.get("process_group"))
+            spec, kernel = "" if layout is None else layout.spec, where.get("kernel", "auto")
+            scale = q.shape[-1] ** -0.5
+            below = GRAPH_OPS[self.op]
+            again, lse = below(q, k, v, scale, self.causal, *self.window, kernel, spec, group)
+            assert torch.equal(out, again)
+            return out, lse
         return wrap_ring_attn_varlen_func(
             q,
             k,
@@ -89,7 +104,7 @@ class Case:
 
 
 def run_rank(case: Case, rank: int, ranks: int, group: Any) -> list[Tensor]:
-    """What one rank computes: out, (lse,) dq, dk, dv of its shard."""
+    """What one rank computes: out, lse, dq, dk, dv of its shard."""
     layout, dim = case.layout_of(ranks), 0 if case.op == "varlen" else 1
     q, k, v, dout = (layout.shard(t, rank, dim) for t in case.tensors())
     if case.strided:
@@ -97,22 +112,17 @@ def run_rank(case: Case, rank: int, ranks: int, group: Any) -> list[Tensor]:
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     even = len(set(layout.sizes)) == 1 and case.layout is None
     where = {} if even or (case.op == "varlen" and case.sizes is None) else {"layout": layout}
-    results = case.call(q, k, v, process_group=group, **where)
-    results = [results] if isinstance(results, Tensor) else list(results)
-    grads = torch.autograd.grad(results[0], (q, k, v), dout)
-    return [t.detach() for t in (*results, *grads)]
+    out, lse = case.call(q, k, v, process_group=group, **where)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    return [t.detach() for t in (out, lse, *grads)]
 
 
 def gather(case: Case, per_rank: list[list[Tensor]]) -> list[Tensor]:
     """Whole results from every rank's."""
     layout = case.layout_of(len(per_rank))
-    token_dim = 0 if case.op == "varlen" else 1
-    count = len(per_rank[0])
-    lse_at = 1 if count == 5 else None
-    return [
-        layout.unshard([r[n] for r in per_rank], 1 if n == lse_at else token_dim)
-        for n in range(count)
-    ]
+    tokens = 0 if case.op == "varlen" else 1
+    dims = (tokens, 1 if case.op == "varlen" else 2, tokens, tokens, tokens)
+    return [layout.unshard([r[n] for r in per_rank], dim) for n, dim in enumerate(dims)]
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -125,8 +135,7 @@ def expected(case: Case) -> list[Tensor]:
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     out, lse = dense_attention(q, k, v, case.mask(), q.shape[-1] ** -0.5)
     grads = torch.autograd.grad(out, (q, k, v), dout)
-    results = [out, lse, *grads] if packed else [out, *grads]
-    return [(t.squeeze(0) if packed else t).detach() for t in results]
+    return [(t.squeeze(0) if packed else t).detach() for t in (out, lse, *grads)]
 
 
 PACKED = dict(length=45, cu_seqlens=(0, 7, 7, 8, 30, 45))

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-# Fields that are nnscaler's and not yet the embedded engine's: only their defaults are accepted.
-_LATER = (
-    "use_zero",
-    "zero_ngroups",
-    "zero_use_reduce_scatter",
-    "inference_only",
-    "use_end2end",
-    "use_async_reducer",
-    "pas_config",
-)
+# Fields that the embedded engine acts on; of nnscaler's others only the defaults are accepted.
+_SUPPORTED = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb")
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Devices of a plan and of the whole run.
+    """Devices of a plan and of the whole run. nnscaler's fields, in its order.
 
     Attributes:
         plan_ngpus: ranks that one copy of the model is cut over.
@@ -28,24 +20,30 @@ class ComputeConfig:
             is copied ``runtime_ngpus / plan_ngpus`` times, each copy with its own batch
             (data parallelism outside the plan).
         reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25.
-        use_zero, zero_ngroups, zero_use_reduce_scatter, inference_only, use_end2end,
-        use_async_reducer, pas_config: nnscaler's; only the defaults for now.
 
     Raises:
         ValueError: counts that are not positive or do not divide.
-        NotImplementedError: a field that is not supported yet is set; names it.
+        NotImplementedError: another field is not at its default; names it.
     """
 
     plan_ngpus: int
     runtime_ngpus: int | None = None
+    constant_folding: bool = False
+    trace_strategy: str = "cuda_run_cpu_offload"
     use_zero: int = 0
     zero_ngroups: int = 1
     zero_use_reduce_scatter: bool = False
+    zero_param_level_sharding: bool = False
     inference_only: bool = False
     use_end2end: bool = False
+    use_fbw: bool = False
+    use_async_comm: bool = False
     use_async_reducer: bool = False
     reducer_bucket_cap_mb: float | None = None
+    reducer_replicated_params: bool = False
+    reducer_none_grad: bool = False
     pas_config: dict[str, Any] = field(default_factory=dict)
+    user_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.runtime_ngpus is None:
@@ -63,8 +61,8 @@ class ComputeConfig:
             )
         for item in fields(self):
             value = getattr(self, item.name)
-            default = {} if item.name == "pas_config" else item.default
-            if item.name in _LATER and value != default:
+            default = {} if item.default is MISSING else item.default
+            if item.name not in _SUPPORTED and value != default:
                 raise NotImplementedError(
                     f"ComputeConfig: {item.name}={value!r} is not supported yet"
                 )

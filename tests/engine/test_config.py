@@ -24,10 +24,26 @@ def test_wrong_counts(plan: int, runtime: int) -> None:
         ComputeConfig(plan, runtime)
 
 
-@pytest.mark.parametrize("name", ["use_zero", "use_end2end", "inference_only"])
+@pytest.mark.parametrize("name", ["use_zero", "use_end2end", "inference_only", "pas_config"])
 def test_fields_for_later_are_named(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"ComputeConfig: {name}="):
         ComputeConfig(1, 1, **{name: True})
+
+
+def test_keywords_of_nnscaler_are_refused_by_name_unless_default() -> None:
+    module, given = torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}
+    parallelize(module, given, "cp", ComputeConfig(1, 1), reuse="match", load_module=True)
+    with pytest.raises(NotImplementedError, match="parallelize: reuse='override'"):
+        parallelize(module, given, "cp", ComputeConfig(1, 1), reuse="override")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'resue'"):
+        parallelize(module, given, "cp", ComputeConfig(1, 1), resue="match")
+
+
+def test_module_dtype() -> None:
+    module, given = torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}
+    parallel = parallelize(module, given, "cp", ComputeConfig(1, 1), module_dtype=torch.float64)
+    assert parallel.weight.dtype == torch.float64
+    assert module.weight.dtype == torch.float32
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -128,6 +128,33 @@ def said_by_ranks(ranks: int, call: Any) -> list[str]:
     return run_ranks(ranks, body)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": torch.zeros(2, 8, 3, 16)}, "q has 4 heads and k has 3"),
+        ({"k": torch.zeros(2, 7, 2, 16)}, "dim 1 of k is 'l' = 8"),
+        ({"v": torch.zeros(2, 9, 2, 16)}, "dim 1 of v is 'l' = 8"),
+        ({"k": K.double()}, "k is torch.float64 but q is torch.float32"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported yet"),
+        ({"layout": Layout.contiguous(9, 3)}, "holds 8 tokens, but layout contiguous:9:3 gives it"),
+        ({"layout": Layout.contiguous(16, 2)}, "is for 2 ranks, but the group has 3"),
+    ],
+)
+@pytest.mark.parametrize("checking", [True, False])
+def test_a_call_wrong_on_all_ranks_is_refused_by_all_before_anything_is_sent(
+    checking: bool, changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQSHARD_CHECK", str(int(checking)))
+
+    def call(comm: Any) -> None:
+        monkeypatch.setattr(comm, "start", None)  # nothing may be sent
+        wrap_ring_attn_func(**{"q": Q, "k": K, "v": K, "process_group": comm, **changed})
+
+    said = said_by_ranks(3, call)
+    assert all(message in text for text in said)
+    assert len({re.sub(r"rank \d", "rank r", text) for text in said}) == 1
+
+
 def test_a_layout_for_other_sizes_is_refused_on_every_rank() -> None:
     def call(comm: Any) -> None:
         wrap_ring_attn_func(Q, K, K, process_group=comm, layout=Layout.from_sizes([8, 8, 7]))

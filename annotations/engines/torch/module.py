@@ -188,13 +188,28 @@ def _buckets(grads: list[Tensor], cap_bytes: float) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+# Keyword arguments of nnscaler's parallelize that only its own engine needs.
+NNSCALER_ONLY = {
+    "gen_savedir": "./.nnscaler",
+    "reuse": "match",
+    "instance_name": None,
+    "load_module": True,
+    "module_fn": None,
+    "init_module_params": True,
+    "build_module_buckets": True,
+    "broadcast_strategy": "none",
+    "autoset_requires_grad": True,
+}
+
+
 def parallelize(
-    module: torch.nn.Module,
+    module_or_module_class: torch.nn.Module | type[torch.nn.Module],
     dummy_forward_args: Mapping[str, Any],
     pas_policy: str | Policy,
     compute_config: ComputeConfig,
     *,
     module_dtype: torch.dtype | None = None,
+    **nnscaler_only: Any,
 ) -> ParallelModule:
     """Cut a single-device module over ranks. Same call as nnscaler's.
 
@@ -202,22 +217,32 @@ def parallelize(
     copied; all copies start from rank 0's weights.
 
     Args:
-        module: written for one device. Its attention calls ``wrap_*_attn_func`` without a group.
+        module_or_module_class: a module, written for one device. Its attention calls
+            ``wrap_*_attn_func`` without a group. Classes are not supported yet.
         dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
         pas_policy: ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; or a function
             from the annotated ops (:class:`~.policies.OpSite`) and the config to the split of each
             by name. Everything that is left open is planned to move the fewest bytes.
         compute_config: how many ranks.
         module_dtype: convert the copy to this dtype first.
+        nnscaler_only: nnscaler's other keyword arguments, at their defaults.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
 
     Raises:
         PolicyError: the policy asks for a split that an op does not allow; says which it does.
         CaptureError: the module does something that cannot be captured or run in parallel yet.
+        NotImplementedError: a module class, or a keyword argument of nnscaler's that is not at its
+            default; names it.
         ValueError: ``runtime_ngpus`` is not the number of ranks.
         RuntimeError: ``torch.distributed`` is not initialised.
     """
+    for name, value in nnscaler_only.items():
+        if name not in NNSCALER_ONLY:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+        if value != NNSCALER_ONLY[name]:
+            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+    module = module_or_module_class
     if not isinstance(module, torch.nn.Module):
         raise NotImplementedError(
             "parallelize: module classes are not supported yet; pass a module"
