@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention_op import dense_attention, dense_op
 from .core.groups import GroupLike
 from .core.layout import Layout
+from .dense_attn import dense_attention, dense_op
 
 ZIGZAG_ATTN = dense_op("seqshard::zigzag_attn", "wrap_zigzag_attn_func", assignment="zigzag")
 

@@ -116,6 +116,18 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
     graph.eliminate_dead_code()
     graph.lint()
     examples, in_spec = pytree.tree_flatten(arguments)
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None
+    attributes, constants, user_inputs = _placeholders(exported, examples)
+    return Captured(
+        graph, attributes, constants, user_inputs, examples, signature, in_spec, out_spec
+    )
+
+
+def _placeholders(
+    exported: torch.export.ExportedProgram, examples: Sequence[Any]
+) -> tuple[dict[str, str], dict[str, Tensor], list[str | None]]:
+    """What the graph's inputs are: Captured's attributes, constants and user_inputs."""
     attributes: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
     user_inputs: list[str | None] = []
@@ -130,17 +142,7 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
         else:
             is_tensor = isinstance(examples[len(user_inputs)], Tensor)
             user_inputs.append(name if is_tensor else None)
-    assert exported.call_spec.out_spec is not None
-    return Captured(
-        graph,
-        attributes,
-        constants,
-        user_inputs,
-        examples,
-        signature,
-        in_spec,
-        exported.call_spec.out_spec,
-    )
+    return attributes, constants, user_inputs
 
 
 def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
