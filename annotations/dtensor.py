@@ -170,7 +170,8 @@ def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     if not isinstance(value, DTensor):
         return value
     if tuple(value.placements) != tuple(placements):
-        value = value.redistribute(mesh, placements)
+        # Detached: inside an op nothing is recorded, and torch 2.11 fails to move what asks for it.
+        value = value.detach().redistribute(mesh, placements)
     return value.to_local()
 
 

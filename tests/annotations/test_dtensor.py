@@ -112,30 +112,31 @@ GROUPED = Case("ring", 16, batch=2, heads=(4, 2))
 PACKED = Case("varlen", 33, heads=(4, 2), cu_seqlens=(0, 7, 7, 8, 25, 33))
 
 
+# lie: out, lse [b, h, l], dq, dk, dv
 @pytest.mark.parametrize(
     ("case", "places", "lie"),
     [
-        (DENSE, ["R", "R", "R"], "R R R R"),
-        (DENSE, ["1", "1", "1"], "1 1 1 1"),  # l: communicates
-        (DENSE, ["0", "0", "0"], "0 0 0 0"),  # batch
-        (DENSE, ["2", "2", "2"], "2 2 2 2"),  # heads
-        (GROUPED, ["1", "1", "1"], "1 1 1 1"),
-        (GROUPED, ["2", "2", "2"], "2 2 2 2"),
-        (GROUPED, ["0", "R", "R"], "0 0 0 0"),
-        (GROUPED, ["1", "R", "R"], "1 1 1 1"),  # k, v are brought to q
-        (GROUPED, ["R", "1", "1"], "1 1 1 1"),
-        (GROUPED, ["R", "2", "R"], "2 2 2 2"),
-        (GROUPED, ["1", "P", "P"], "1 1 1 1"),
-        (Case("ring", 16, dims=(8, 5), causal=False), ["1", "1", "1"], "1 1 1 1"),
-        (Case("ring", 16, window=(5, 0)), ["1", "1", "1"], "1 1 1 1"),
-        (Case("zigzag", 18, heads=(4, 2)), ["1", "R", "R"], "1 1 1 1"),
+        (DENSE, ["R", "R", "R"], "R R R R R"),
+        (DENSE, ["1", "1", "1"], "1 2 1 1 1"),  # l: communicates
+        (DENSE, ["0", "0", "0"], "0 0 0 0 0"),  # batch
+        (DENSE, ["2", "2", "2"], "2 1 2 2 2"),  # heads
+        (GROUPED, ["1", "1", "1"], "1 2 1 1 1"),
+        (GROUPED, ["2", "2", "2"], "2 1 2 2 2"),
+        (GROUPED, ["0", "R", "R"], "0 0 0 0 0"),
+        (GROUPED, ["1", "R", "R"], "1 2 1 1 1"),  # k, v are brought to q
+        (GROUPED, ["R", "1", "1"], "1 2 1 1 1"),
+        (GROUPED, ["R", "2", "R"], "2 1 2 2 2"),
+        (GROUPED, ["1", "P", "P"], "1 2 1 1 1"),
+        (Case("ring", 16, dims=(8, 5), causal=False), ["1", "1", "1"], "1 2 1 1 1"),
+        (Case("ring", 16, window=(5, 0)), ["1", "1", "1"], "1 2 1 1 1"),
+        (Case("zigzag", 18, heads=(4, 2)), ["1", "R", "R"], "1 2 1 1 1"),
         # uneven, and a rank with nothing
-        (Case("ring", 17, heads=(4, 2)), ["1", "1", "1"], "1 1 1 1"),
-        (Case("ring", 1, heads=(4, 2)), ["1", "1", "1"], "1 1 1 1"),
-        (Case("ring", 8, batch=3), ["0", "0", "0"], "0 0 0 0"),
-        (Case("ring", 8, batch=1), ["0", "0", "0"], "0 0 0 0"),
-        (Case("ring", 8, heads=(3, 3)), ["2", "2", "2"], "2 2 2 2"),
-        # packed: out, lse [h, l], dq, dk, dv
+        (Case("ring", 17, heads=(4, 2)), ["1", "1", "1"], "1 2 1 1 1"),
+        (Case("ring", 1, heads=(4, 2)), ["1", "1", "1"], "1 2 1 1 1"),
+        (Case("ring", 8, batch=3), ["0", "0", "0"], "0 0 0 0 0"),
+        (Case("ring", 8, batch=1), ["0", "0", "0"], "0 0 0 0 0"),
+        (Case("ring", 8, heads=(3, 3)), ["2", "2", "2"], "2 1 2 2 2"),
+        # packed: lse is [h, l]
         (PACKED, ["R", "R", "R"], "R R R R R"),
         (PACKED, ["0", "0", "0"], "0 1 0 0 0"),
         (PACKED, ["0", "R", "R"], "0 1 0 0 0"),
@@ -150,11 +151,11 @@ def test_attention(two_ranks: Pool, case: Case, places: list[str], lie: str) -> 
 def test_attention_on_two_axes(four_ranks: Pool) -> None:
     uneven = Case("ring", 17, batch=2, heads=(4, 2))
     for case, places, lie in (
-        (uneven, ["12", "12", "12"], "12 12 12 12"),  # l and heads
-        (uneven, ["21", "RR", "RR"], "21 21 21 21"),  # heads and l, k and v brought
-        (uneven, ["10", "10", "10"], "10 10 10 10"),  # l and batch
-        (uneven, ["01", "R1", "0R"], "01 01 01 01"),
-        (uneven, ["R1", "R1", "R1"], "R1 R1 R1 R1"),  # two copies
+        (uneven, ["12", "12", "12"], "12 21 12 12 12"),  # l and heads
+        (uneven, ["21", "RR", "RR"], "21 12 21 21 21"),  # heads and l, k and v brought
+        (uneven, ["10", "10", "10"], "10 20 10 10 10"),  # l and batch
+        (uneven, ["01", "R1", "0R"], "01 02 01 01 01"),
+        (uneven, ["R1", "R1", "R1"], "R1 R2 R1 R1 R1"),  # two copies
         (PACKED, ["01", "01", "01"], "01 10 01 01 01"),
         (PACKED, ["10", "R0", "RR"], "10 01 10 10 10"),
     ):
@@ -165,7 +166,7 @@ def test_attention_over_four_ranks(four_ranks: Pool) -> None:
     for length in (9, 5, 3):  # the last ranks hold less, or nothing
         case = Case("ring", length, heads=(4, 2))
         replies = four_ranks.run(dtensor_jobs.attention, case, ["1", "1", "1"], (4,))
-        check(replies, "1 1 1 1", expected(case))
+        check(replies, "1 2 1 1 1", expected(case))
 
 
 FROZEN = """\
@@ -221,11 +222,11 @@ def test_one_identifier_along_two_axes(four_ranks: Pool) -> None:
 
 def test_ranks_go_on_after_an_error(two_ranks: Pool) -> None:
     assert "frozen" in two_ranks.run(dtensor_jobs.refused, "attention", DENSE, ["3", "R", "R"])[0]
-    check(two_ranks.run(dtensor_jobs.attention, DENSE, ["1"] * 3), "1 1 1 1", expected(DENSE))
+    check(two_ranks.run(dtensor_jobs.attention, DENSE, ["1"] * 3), "1 2 1 1 1", expected(DENSE))
 
 
 def test_more_ranks_than_heads(two_ranks: Pool) -> None:
     """A rank may be left without heads; it then computes nothing and waits for nobody."""
     case = Case("ring", 8, heads=(1, 1))
     replies = two_ranks.run(dtensor_jobs.attention, case, ["2", "2", "2"])
-    check(replies, "2 2 2 2", expected(case))
+    check(replies, "2 1 2 2 2", expected(case))
