@@ -171,7 +171,7 @@ def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
         return value
     if tuple(value.placements) != tuple(placements):
         # Detached: inside an op nothing is recorded, and torch 2.11 fails to move what asks for it.
-        value = value.detach().redistribute(mesh, placements)
+        value = value.detach().redistribute(mesh, placements)  # type: ignore[attr-defined]
     return value.to_local()
 
 

@@ -22,11 +22,11 @@ def tiny_llama(op: str, layers: int = 1) -> Llama:
 
 
 def sample(op: str, batch: int, length: int, seed: int = 1) -> dict[str, Tensor]:
-    """Inputs whose second half of targets is ignored: only the first shard's tokens count."""
+    """Inputs of which only the first quarter's targets count: those of the first shard."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (batch, length), generator=g)
     targets = torch.randint(64, (batch, length), generator=g)
-    targets[:, length // 2 :] = -100
+    targets[:, length // 4 :] = -100
     positions = torch.arange(length).repeat(batch, 1)
     given = {"tokens": tokens, "targets": targets, "position_ids": positions}
     if op == "varlen":
@@ -47,6 +47,7 @@ def loss_and_gradients(
     (loss / copies).backward()
     parallel.sync_grad()
     model.load_state_dict(parallel.state_dict())
+    parallel.load_state_dict(model.state_dict())
     return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)
 
 
@@ -202,3 +203,46 @@ def seeds_may_differ() -> list[Tensor]:
     module = Plain("fine")
     parallel = parallelize(module, {"x": torch.zeros(2, 8, 8)}, "cp", ComputeConfig(2, 2))
     return [p.detach().clone() for p in parallel.parameters()]
+
+
+class Branches(nn.Module):
+    """Which parameters a copy uses depends on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.unused = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.9)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return self.drop(self.c((self.b if second else self.a)(x))).sum()
+
+
+def copies_use_different_parameters() -> dict[str, Tensor | None]:
+    """Gradients after sync of two whole copies, each with a branch of its own."""
+    module = Branches()
+    module.drop.eval()
+    given = {"x": torch.ones(2, 4), "second": False}
+    parallel = parallelize(module, given, "cp", ComputeConfig(1, 2))
+    assert parallel.training
+    parallel(torch.ones(2, 4), second=dist.get_rank() == 1).backward()
+    assert not parallel.drop.training
+    parallel.sync_grad()
+    return {name: p.grad for name, p in parallel.named_parameters()}
+
+
+def policy_with_a_private_error() -> str:
+    """A policy raises something that only its own process knows."""
+
+    class Private(Exception):
+        pass
+
+    def policy(ops: Any, config: ComputeConfig) -> dict[str, str]:
+        raise Private("not today")
+
+    try:
+        parallelize(Plain("fine"), {"x": torch.zeros(2, 8, 8)}, policy, ComputeConfig(2, 2))
+    except Exception as error:
+        return str(error)
+    return "no error"

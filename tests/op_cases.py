@@ -30,6 +30,7 @@ class Case:
     Attributes:
         op: ring, zigzag or varlen. cu_seqlens: documents, varlen only.
         sizes: tokens per rank, None for an even or DTensor-like split.
+        strided: q, k, v with a head dim that is not dense. fused: views of one tensor.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Case:
     layout: str | None = None
     dtype: torch.dtype = torch.float64
     strided: bool = False
+    fused: bool = False
     seed: int = 0
     device: str = "cpu"
 
@@ -109,6 +111,10 @@ def run_rank(case: Case, rank: int, ranks: int, group: Any) -> list[Tensor]:
     q, k, v, dout = (layout.shard(t, rank, dim) for t in case.tensors())
     if case.strided:
         q, k, v = (t.transpose(-2, -1).contiguous().transpose(-2, -1) for t in (q, k, v))
+    if case.fused:
+        sizes = [t.shape[-2] for t in (q, k, v)]
+        q, k, v = torch.cat([q, k, v], -2).split(sizes, -2)
+        assert not q.is_contiguous() or q.numel() == 0 or k.numel() == 0
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     even = len(set(layout.sizes)) == 1 and case.layout is None
     where = {} if even or (case.op == "varlen" and case.sizes is None) else {"layout": layout}
@@ -157,6 +163,11 @@ TABLE = {
     "zigzag": Case("zigzag", 32),
     "zigzag full": Case("zigzag", 32, causal=False),
     "zigzag window": Case("zigzag", 33, window=(6, 0)),
+    "zigzag one key head": Case("zigzag", 32, heads=(6, 1)),
+    "zigzag two-sided window": Case("zigzag", 29, causal=False, window=(4, 3)),
+    "zigzag strided": Case("zigzag", 24, heads=(4, 2), strided=True, batch=2),
+    "fused qkv": Case("ring", 24, heads=(4, 2), fused=True, batch=2),
+    "packed fused qkv": Case("varlen", heads=(4, 2), fused=True, **PACKED),
     "zigzag odd, grouped": Case("zigzag", 37, heads=(8, 2), batch=3),
     "zigzag laid out so": Case("zigzag", 37, layout="zigzag"),
     "packed": Case("varlen", **PACKED),

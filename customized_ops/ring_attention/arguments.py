@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import agreement
 from .core.groups import GroupLike, comm_by_name, group_name
+from .core.layout import Layout
 
 T = TypeVar("T")
 
@@ -52,12 +53,42 @@ def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
     return bounds[0], bounds[1]
 
 
+def scale_of(op: str, softmax_scale: float | None, q: Tensor) -> float:
+    """The softmax scale; 1 / sqrt(head dim) if None.
+
+    Raises:
+        ArgumentError: not a number.
+    """
+    if softmax_scale is None:
+        return float(q.shape[-1] ** -0.5)
+    try:
+        return float(softmax_scale)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{op}: softmax_scale must be a number or None, got {softmax_scale!r}"
+        ) from None
+
+
+def spec_of(op: str, layout: Layout | None) -> str:
+    """The layout as an op argument; ``""`` if None.
+
+    Raises:
+        ArgumentError: not a Layout.
+    """
+    if layout is not None and not isinstance(layout, Layout):
+        raise ArgumentError(f"{op}: layout must be a Layout or None, got {layout!r}")
+    return "" if layout is None else layout.spec
+
+
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v must be floating, of one dtype and on one device, and heads must divide.
+    """q, k and v must be floating tensors of one dtype, on one device.
 
     Raises:
         ArgumentError: they are not.
     """
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ArgumentError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise ArgumentError(f"{op}: {name} is {t.dtype} but q is {q.dtype}; give one dtype")
@@ -91,7 +122,7 @@ def checked(op: str, process_group: GroupLike, check: Callable[[], T]) -> T:
         return check()
     try:
         result = check()
-    except (ValueError, NotImplementedError) as problem:
+    except Exception as problem:  # whatever it is, the peers must not wait for this rank
         _tell_peers(op, process_group, problem)
         raise
     _tell_peers(op, process_group, None)

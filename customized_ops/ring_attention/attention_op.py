@@ -37,15 +37,21 @@ class Call:
     comm: Comm
     kernel: Kernel
     softmax_scale: float
+    lse_used: bool
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments that every attention op has: scale, kernel name and group name."""
+    """Arguments that every attention op has: scale, kernel name and group name.
+
+    ``lse_used`` says whether a gradient may flow into lse. Every rank must know that alike, because
+    it changes what the backward sends, and autograd tells a rank only of its own loss.
+    """
 
     softmax_scale: float
     kernel: str
     group: str
+    lse_used: bool = False
 
 
 def head_dims(op: str, q: Tensor, k: Tensor) -> tuple[str, str]:
@@ -76,13 +82,13 @@ def resolve(
         compare: False where the ranks have compared this call before (in the backward).
     """
     comm = comm_by_name(options.group)
-    problem: ValueError | None = None
+    problem: Exception | None = None
     plan = chosen = None
     try:
         check_tensors(op, q, k, v)
         chosen = choose(options.kernel, q)
         plan = make(comm)
-    except ValueError as error:
+    except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled():
         facts = {
@@ -90,6 +96,8 @@ def resolve(
             "k": _without_tokens(k),
             "v": _without_tokens(v),
             "dtype": str(q.dtype),
+            "device": q.device.type,
+            "return_lse": str(options.lse_used),
             "softmax_scale": repr(options.softmax_scale),
             "kernel": options.kernel,
             **(_plan_facts(plan) if plan is not None else {}),
@@ -98,7 +106,7 @@ def resolve(
     if problem is not None:
         raise problem
     assert plan is not None and chosen is not None
-    return Call(plan, comm, chosen, options.softmax_scale)
+    return Call(plan, comm, chosen, options.softmax_scale, options.lse_used)
 
 
 def _without_tokens(t: Tensor) -> str:
@@ -173,6 +181,8 @@ def backward(
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if dout is None:
         dout = torch.zeros_like(out)
+    if dlse is None and call.lse_used and call.comm.size > 1:
+        dlse = torch.zeros_like(lse)
     if dlse is not None:
         column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
         dout = torch.cat([dout, -column], dim=-1)

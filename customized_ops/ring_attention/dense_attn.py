@@ -12,7 +12,14 @@ from annotations import AnnotatedOp, register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import SplitSite
 
-from .arguments import check_tensors, checked, refuse_unsupported, window_bounds
+from .arguments import (
+    check_tensors,
+    checked,
+    refuse_unsupported,
+    scale_of,
+    spec_of,
+    window_bounds,
+)
 from .attention_op import (
     Call,
     Options,
@@ -48,17 +55,17 @@ def dense_attention(
     """Check a user's call of a dense attention op and make it; returns out."""
     record = op.record
 
-    def check() -> tuple[int, int]:
+    def check() -> tuple[Any, ...]:
         refuse_unsupported(record.title, **unsupported)
         if not torch.compiler.is_compiling():
             check_tensors(record.title, q, k, v)
             record.bind({"q": q, "k": k, "v": v})
-        return window_bounds(record.title, window_size)
+        scale = scale_of(record.title, softmax_scale, q)
+        window = window_bounds(record.title, window_size)
+        return scale, bool(causal), *window, kernel, spec_of(record.title, layout)
 
-    left, right = checked(record.title, process_group, check)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    spec = "" if layout is None else layout.spec
-    out, _ = op(q, k, v, scale, causal, left, right, kernel, spec, group_name(process_group))
+    rest = checked(record.title, process_group, check)
+    out, _ = op(q, k, v, *rest, group_name(process_group))
     return out
 
 

@@ -12,7 +12,15 @@ from annotations import register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import SplitSite
 
-from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported, window_bounds
+from .arguments import (
+    ArgumentError,
+    check_tensors,
+    checked,
+    refuse_unsupported,
+    scale_of,
+    spec_of,
+    window_bounds,
+)
 from .attention_op import (
     Call,
     Options,
@@ -60,12 +68,14 @@ def _plan(
     cu_seqlens_k: Tensor,
     causal: bool,
     window: tuple[int, int],
+    max_seqlens: tuple[int, int],
     spec: str,
 ) -> Plan:
     """The plan of a call; the totals come from ``cu_seqlens``, so no rank asks another."""
     cu_q, cu_k = on_host(cu_seqlens_q), on_host(cu_seqlens_k)
-    for name, values in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        check_cu_seqlens(OP, name, values)
+    for name, values, longest in zip("qk", (cu_q, cu_k), max_seqlens, strict=True):
+        check_cu_seqlens(OP, f"cu_seqlens_{name}", values)
+        check_max_seqlen(OP, f"max_seqlen_{name}", longest, values)
     if len(cu_q) != len(cu_k):
         raise ArgumentError(
             f"{OP}: cu_seqlens_q has {len(cu_q) - 1} documents and cu_seqlens_k {len(cu_k) - 1}"
@@ -74,8 +84,12 @@ def _plan(
         check_total(OP, "cu_seqlens_q", cu_q, q.shape[0])
         check_total(OP, "cu_seqlens_k", cu_k, k.shape[0])
     q_layout = layout_of(OP, comm, spec, q.shape[0], int(cu_q[-1]))
-    k_spec = spec if cu_q[-1] == cu_k[-1] else ""
-    k_layout = layout_of(OP, comm, k_spec, k.shape[0], int(cu_k[-1]))
+    if spec and cu_q[-1] != cu_k[-1]:
+        raise ArgumentError(
+            f"{OP}: layout={spec} is for q and k alike, but cu_seqlens_q end at {cu_q[-1]} and "
+            f"cu_seqlens_k at {cu_k[-1]}; leave it out, and both are split contiguously"
+        )
+    k_layout = layout_of(OP, comm, spec, k.shape[0], int(cu_k[-1]))
     return make_plan(document_mask(cu_q, cu_k, causal, window), q_layout, k_layout)
 
 
@@ -89,6 +103,9 @@ def _resolved(
     causal: bool,
     window_left: int,
     window_right: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: bool,
     kernel: str,
     layout: str,
     group: str,
@@ -96,10 +113,11 @@ def _resolved(
     compare: bool,
 ) -> Call:
     def make(comm: Comm) -> Plan:
-        window = (window_left, window_right)
-        return _plan(comm, q, k, cu_seqlens_q, cu_seqlens_k, causal, window, layout)
+        window, longest = (window_left, window_right), (max_seqlen_q, max_seqlen_k)
+        return _plan(comm, q, k, cu_seqlens_q, cu_seqlens_k, causal, window, longest, layout)
 
-    return resolve(OP, q, k, v, make, Options(softmax_scale, kernel, group), compare=compare)
+    options = Options(softmax_scale, kernel, group, lse_used=return_lse)
+    return resolve(OP, q, k, v, make, options, compare=compare)
 
 
 def _backward(dout: Any, dlse: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,13 +165,17 @@ def ring_attn_varlen(
     causal: bool,
     window_left: int,
     window_right: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    return_lse: bool,
     kernel: str,
     layout: str,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """The op in a graph; see :func:`wrap_ring_attn_varlen_func`."""
-    rest = softmax_scale, causal, window_left, window_right, kernel, layout, group
-    call = _resolved(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, compare=True)
+    rest = softmax_scale, causal, window_left, window_right, max_seqlen_q, max_seqlen_k
+    names = return_lse, kernel, layout, group
+    call = _resolved(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, *names, compare=True)
     out, lse = forward(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
     return out.squeeze(0), lse.squeeze(0)
 
@@ -203,7 +225,8 @@ def wrap_ring_attn_varlen_func(
         window_size: (left, right) tokens around it; -1 is unbounded.
         deterministic: accepted either way; forward and backward always are.
         return_attn_probs: only False.
-        enable_ring: False computes on this rank alone, whatever ``process_group`` says.
+        enable_ring: False computes on this rank alone, whatever ``process_group`` says; not inside
+            a captured graph, where an engine would give the op its group again.
         use_cute: only False for now.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
@@ -227,7 +250,7 @@ def wrap_ring_attn_varlen_func(
     if not enable_ring:
         process_group = None
 
-    def check() -> tuple[Tensor, Tensor, int, int]:
+    def check() -> tuple[Any, ...]:
         refuse_unsupported(
             OP,
             alibi_slopes=alibi_slopes,
@@ -235,22 +258,30 @@ def wrap_ring_attn_varlen_func(
             return_attn_probs=return_attn_probs,
             use_cute=use_cute,
         )
+        if not enable_ring and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{OP}: enable_ring=False is not supported in a captured graph, where an engine "
+                "gives the op its group"
+            )
         cu_q = as_tensor(OP, "cu_seqlens_q", cu_seqlens_q)
         cu_k = as_tensor(OP, "cu_seqlens_k", cu_seqlens_k)
         if not torch.compiler.is_compiling():
             check_tensors(OP, q, k, v)
-            ring_attn_varlen.record.bind(
-                {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-            )
-            for name, given, cu in (("q", max_seqlen_q, cu_q), ("k", max_seqlen_k, cu_k)):
-                if given is not None:
-                    check_max_seqlen(OP, f"max_seqlen_{name}", given, on_host(cu))
-        return cu_q, cu_k, *window_bounds(OP, window_size)
+            named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+            ring_attn_varlen.record.bind(named)
+        longest = (-1 if n is None else int(n) for n in (max_seqlen_q, max_seqlen_k))
+        return (
+            cu_q,
+            cu_k,
+            scale_of(OP, softmax_scale, q),
+            bool(causal),
+            *window_bounds(OP, window_size),
+            *longest,
+            bool(return_lse),
+            kernel,
+            spec_of(OP, layout),
+        )
 
-    cu_q, cu_k, left, right = checked(OP, process_group, check)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    spec = "" if layout is None else layout.spec
-    out, lse = ring_attn_varlen(
-        q, k, v, cu_q, cu_k, scale, causal, left, right, kernel, spec, group_name(process_group)
-    )
+    rest = checked(OP, process_group, check)
+    out, lse = ring_attn_varlen(q, k, v, *rest, group_name(process_group))
     return (out, lse) if return_lse else out

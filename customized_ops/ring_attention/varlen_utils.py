@@ -30,7 +30,8 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     Raises:
         ArgumentError: not one-dimensional, or not integers.
     """
-    tensor = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.as_tensor(cu_seqlens)
+    # Copied: the backward reads it again, and a list or array may have changed by then.
+    tensor = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
     if tensor.ndim != 1 or tensor.shape[0] == 0:
         raise ArgumentError(
             f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
@@ -45,6 +46,8 @@ def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
     """The values of an ``as_tensor`` result, as int64 on the host."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.detach().numpy().astype(np.int64)
+    if cu_seqlens.is_inference():  # has no version to notice changes by
+        return cu_seqlens.cpu().numpy().astype(np.int64)
     version = cu_seqlens._version
     known = _host_copies.get(cu_seqlens)
     if known is None or known[0] != version:
@@ -82,14 +85,14 @@ def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) 
         )
 
 
-def check_max_seqlen(op: str, name: str, given: int | None, values: npt.NDArray[np.int64]) -> None:
-    """``max_seqlen`` is not needed here; one that is given must be true.
+def check_max_seqlen(op: str, name: str, given: int, values: npt.NDArray[np.int64]) -> None:
+    """``max_seqlen`` is not needed here; one that is given (not negative) must be true.
 
     Raises:
         ArgumentError: a document is longer.
     """
     longest = int(np.diff(values).max(initial=0))
-    if given is not None and given < longest:
+    if 0 <= given < longest:
         raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
 
 

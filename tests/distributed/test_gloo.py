@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import op_jobs
 import pytest
+import torch
 from dense import assert_same
 from op_cases import TABLE, UNEVEN, Case, expected, gather
 from ranks import JobFailed, Pool
+
+from customized_ops.ring_attention import wrap_ring_attn_func
 
 
 def check(pool: Pool, cases: dict[str, Case], members: tuple[int, ...], as_group: bool) -> None:
@@ -71,3 +74,9 @@ def test_one_wrong_rank_stops_all_and_the_next_call_works(
 def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"global rank 0 is not in process_group=\(1, 2\)"):
         two_ranks.run(op_jobs.run_outside)
+
+
+def test_a_group_travels_through_a_compiled_graph(two_ranks: Pool) -> None:
+    q = torch.randn(1, 16, 4, 8, dtype=torch.float64)
+    cut = torch.cat(two_ranks.run(op_jobs.compiled, q), 1)
+    assert_same("compiled", cut, wrap_ring_attn_func(q, q, q) * 2)

@@ -58,5 +58,5 @@ def test_bf16_error_is_the_single_gpus_own(two_gpus: Pool, op: str) -> None:
     for truth, one, many in zip(expected(case), alone, cut, strict=True):
         error_one = (one.cpu().double() - truth).abs().max()
         error_many = (many.double() - truth).abs().max()
-        rounding = torch.finfo(torch.bfloat16).eps * truth.abs().max()
+        rounding = torch.finfo(many.dtype).eps * truth.abs().max()
         assert error_many <= 2 * error_one + rounding

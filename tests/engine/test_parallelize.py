@@ -98,7 +98,7 @@ def test_forms_of_cross_entropy(two_ranks: Pool, form: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no attention", "PolicyError: policy 'cp' has nothing to split: no attention op"),
+        ("no attention", "PolicyError: policy 'cp' has nothing to split: no op that communicates"),
         ("unknown policy", "PolicyError: pas_policy 'tp' is unknown; known: cp, dp"),
         ("wrong split", "cannot be split on hd over 2 ranks; it can on: b, l, h"),
         ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),
@@ -133,3 +133,22 @@ def test_train_and_eval_have_their_own_plans(two_ranks: Pool) -> None:
 def test_all_ranks_start_from_the_same_weights(two_ranks: Pool) -> None:
     first, second = two_ranks.run(engine_jobs.seeds_may_differ)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_copies_may_use_different_parameters(two_ranks: Pool) -> None:
+    """And submodules keep their own mode: the dropout here is in eval mode."""
+    module = engine_jobs.Branches()
+    module.drop.eval()
+    for second in (False, True):
+        module(torch.ones(2, 4), second).backward()
+    for grads in two_ranks.run(engine_jobs.copies_use_different_parameters):
+        for name, parameter in module.named_parameters():
+            if name.startswith("unused"):
+                assert grads[name] is None
+            else:
+                assert_same(name, grads[name], parameter.grad, 1e-6)
+
+
+def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
+    said = two_ranks.run(engine_jobs.policy_with_a_private_error)
+    assert said == ["Private: not today"] * 2

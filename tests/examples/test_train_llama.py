@@ -41,4 +41,5 @@ def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
     )
+    assert "largest difference from one rank" in done.stdout, done.stderr
     assert done.returncode != 0

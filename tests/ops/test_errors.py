@@ -210,3 +210,29 @@ def test_checks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert said_by_ranks(2, call) == ["no error", "no error"]
     assert gathered == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"softmax_scale": "x"}, "softmax_scale must be a number or None, got 'x'"),
+        ({"layout": "contiguous:16:2"}, "layout must be a Layout or None"),
+        ({"k": None}, "k must be a tensor, got NoneType"),
+        ({"window_size": 3}, "window_size must be (left, right)"),
+    ],
+)
+def test_anything_wrong_on_one_rank_stops_all(changed: dict[str, Any], message: str) -> None:
+    def call(comm: Any) -> None:
+        given = {"q": Q, "k": K, "v": K, **(changed if comm.rank else {})}
+        wrap_ring_attn_func(**given, process_group=comm)
+
+    first, second = said_by_ranks(2, call)
+    assert message in second
+    assert message in first
+    assert first.startswith("DisagreementError")
+
+
+def test_a_layout_is_refused_where_q_and_k_differ_in_total() -> None:
+    layout = Layout.contiguous(8, 1)
+    with pytest.raises(ValueError, match="is for q and k alike, but cu_seqlens_q end at 8"):
+        wrap_ring_attn_varlen_func(PQ, PK[:6], PK[:6], [0, 8], [0, 6], layout=layout)

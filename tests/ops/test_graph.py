@@ -8,7 +8,6 @@ from op_cases import DENSE_OPS
 from torch import Tensor, nn
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.core.inprocess import run_ranks
 
 
 class Model(nn.Module):
@@ -65,18 +64,15 @@ def test_opcheck(name: str) -> None:
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     k, v = (q.detach()[..., :2, :].clone().requires_grad_() for _ in range(2))
     cu = [torch.tensor([0, 4, 10])] * 2 if packed else []
-    args = (q, k, v, *cu, 0.3, True, -1, -1, "auto", "", "")
+    packed_only = (-1, 6, True) if packed else ()
+    args = (q, k, v, *cu, 0.3, True, -1, -1, *packed_only, "auto", "", "")
     torch.library.opcheck(getattr(torch.ops.seqshard, name).default, args)
 
 
-def test_compiled_ranks_equal_one_device() -> None:
-    """A group travels through a compiled graph by its name."""
-    x = torch.randn(1, 16, 4, 8, dtype=torch.float64)
-    whole = DENSE_OPS["ring"](x, x, x)
+def test_max_seqlen_is_checked_in_a_graph_too() -> None:
+    def call(q: Tensor, cu: Tensor) -> Tensor:
+        return wrap_ring_attn_varlen_func(q, q, q, cu, cu, max_seqlen_q=3)
 
-    def rank(comm) -> Tensor:
-        mine = x[:, comm.rank * 8 : comm.rank * 8 + 8]
-        args = (mine, mine, mine, 8**-0.5, True, -1, -1, "auto", "", comm.name)
-        return torch.ops.seqshard.ring_attn(*args)[0]
-
-    assert torch.allclose(torch.cat(run_ranks(2, rank), 1), whole, rtol=0, atol=1e-12)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="max_seqlen_q=3, but the longest document has 7"):
+        compiled(torch.zeros(12, 4, 8), inputs()[1])

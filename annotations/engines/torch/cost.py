@@ -22,13 +22,12 @@ from .strategies import Strategy
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one rank and of its link; ``calibrated`` says whether they were measured."""
+    """Speeds of one rank and of its link."""
 
     flops_per_second: float = 3e14
     memory_bytes_per_second: float = 2e12
     link_bytes_per_second: float = 2e11
     link_seconds: float = 2e-5
-    calibrated: bool = False
 
 
 def compute_seconds(node: Node, strategy: Strategy, parts: int, rates: Rates) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -67,7 +68,7 @@ class ParallelModule(torch.nn.Module):
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
         self._policy = policy
-        self._programs: dict[bool, Program] = {}
+        self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
             self._mesh = _mesh(config, next(chain(self.parameters(), self.buffers()), None))
             _same_weights(self)
@@ -83,7 +84,8 @@ class ParallelModule(torch.nn.Module):
             CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
         """
         if self.compute_config.plan_ngpus == 1:
-            return self._original.train(self.training).forward(*args, **kwargs)
+            self._original.training = self.training
+            return self._original(*args, **kwargs)
         program = self._program()
         flat = program.captured.flatten(args, kwargs)
         results = program(self._attribute, flat)
@@ -98,6 +100,7 @@ class ParallelModule(torch.nn.Module):
         if self.compute_config.ranks == 1:
             return
         cap = (self.compute_config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
+        _agree_on_gradients([p for p in self.parameters() if p.requires_grad])
         for bucket in _buckets([p.grad for p in self.parameters() if p.grad is not None], cap):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat)
@@ -109,14 +112,16 @@ class ParallelModule(torch.nn.Module):
         return getattr(self.get_submodule(owner), leaf)
 
     def _program(self) -> Program:
-        """The planned graph for the present mode; made on first use, on all ranks alike."""
-        if self.training not in self._programs:
-            self._programs[self.training] = self._build()
-        return self._programs[self.training]
+        """The planned graph for the present modes; made on first use, on all ranks alike."""
+        modes = tuple(module.training for module in self.modules())
+        if modes not in self._programs:
+            self._programs[modes] = self._build()
+        return self._programs[modes]
 
     def _build(self) -> Program:
         """Capture on every rank; plan on rank 0, so that all ranks run one plan."""
-        captured = capture(self._original.train(self.training), self._dummy_forward_args)
+        self._original.training = self.training
+        captured = capture(self._original, self._dummy_forward_args)
         made: list[Any] = [None]
         if dist.get_rank() == 0:
             made = [self._plan(captured)]
@@ -134,10 +139,20 @@ class ParallelModule(torch.nn.Module):
             choices = find_choices(captured, self._mesh)
             forced = policies.apply(self._policy, choices.ops, config)
             chosen = choose(choices, forced, parts, Rates())
+            gradients = _gradient_bytes(self)
+            report = make_report(choices, chosen, parts, config.num_scale_units, gradients)
         except Exception as error:  # every rank must hear of it, or the others wait for ever
-            return error
-        report = make_report(choices, chosen, parts, config.num_scale_units, _gradient_bytes(self))
+            return _sendable(error)
         return {node.name: strategy for node, strategy in chosen.items()}, report
+
+
+def _sendable(error: Exception) -> Exception:
+    """``error``, or its text where a user's exception cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
@@ -168,6 +183,21 @@ def _same_weights(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for tensor in chain(module.parameters(), module.buffers()):
             dist.broadcast(tensor, src=0)
+
+
+def _agree_on_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """Copies may use different parameters: give every rank a gradient where any rank has one.
+
+    Ranks that differed in which gradients they have would add one parameter's to another's.
+    """
+    if not parameters:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    used = used.to(parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _gradient_bytes(module: torch.nn.Module) -> int:

@@ -51,7 +51,7 @@ def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, st
             if not inside:
                 raise PolicyError(_cannot("cp", op, " or ".join(op.communicates), config))
             chosen[op.name] = inside[0]
-    return _some("cp", chosen, "no attention op of this package is called")
+    return _some("cp", chosen, "no op that communicates inside is called")
 
 
 def shard_batch(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
@@ -62,7 +62,7 @@ def shard_batch(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str |
             if "b" not in op.splits:
                 raise PolicyError(_cannot("dp", op, "b", config))
             chosen[op.name] = "b"
-    return _some("dp", chosen, "no attention op of this package is called")
+    return _some("dp", chosen, "no op that communicates inside is called")
 
 
 POLICIES: dict[str, Policy] = {"cp": shard_sequence, "dp": shard_batch}

@@ -200,6 +200,7 @@ def _run_on_meta(
 
     args, kwargs = with_inputs(node, meta)
     # DTensor logs how it would communicate; it is only being asked.
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with torch.enable_grad(), CommDebugMode() as counted:
@@ -211,7 +212,7 @@ def _run_on_meta(
         # each of them means the same: not like this. The op still runs whole.
         return None
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     if counted.get_total_counts():
         return None
     outputs = tuple(r.placements[0] if isinstance(r, DTensor) else None for r in flat)

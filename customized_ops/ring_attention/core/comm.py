@@ -178,7 +178,7 @@ class DistComm(Comm):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
         self._group = group
-        if dist.get_backend(group) == "nccl":
+        if "nccl" in str(dist.get_backend_config(group)):
             # NCCL connects a group at its first operation and wants all ranks there; an exchange
             # may leave some out. All ranks of a group come here at their first op over it.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -64,6 +64,8 @@ def group_name(process_group: GroupLike) -> str:
     if isinstance(process_group, dist.ProcessGroup):
         return process_group.group_name if process_group.size() > 1 else ""
     ranks = _as_ranks(process_group)
+    if dist.is_initialized() and dist.get_rank() not in ranks:
+        raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
     return _group_of(ranks).group_name if len(ranks) > 1 else ""
 
 
@@ -96,8 +98,6 @@ def _as_ranks(process_group: object) -> tuple[int, ...]:
 def _group_of(ranks: tuple[int, ...]) -> Any:
     if not dist.is_initialized():
         raise GroupError(f"process_group={ranks}, but torch.distributed is not initialised")
-    if dist.get_rank() not in ranks:
-        raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
     known = _by_ranks.get(ranks)
     if known is None or not _is_alive(known):
         if ranks == tuple(range(dist.get_world_size())):
