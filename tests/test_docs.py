@@ -67,5 +67,7 @@ def test_readme_shows_an_example_by_line_30() -> None:
 )
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
-    assert doctest.testmod(module).failed == 0
+    examples = doctest.testmod(module)
+    assert examples.failed == 0
+    assert examples.attempted >= 4 or name != "annotations.registry"
     assert module.__doc__, f"{name} says nothing about itself"
