@@ -142,7 +142,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses: list[float] = []
-    bar = tqdm(range(args.steps), desc=name, unit="step", disable=not shown)
+    bar = tqdm(range(args.steps), desc=name, unit="step", disable=None if shown else True)
     start = time.perf_counter()
     for step in bar:
         loss = model(**inputs(text.batch(step, packed=args.op == "varlen"), args.op))

@@ -11,6 +11,11 @@ from collections.abc import Mapping
 
 from .core.comm import Comm
 
+LAYOUT_HINT = (
+    "\nwithout layout= each rank takes the others to hold as many tokens as itself; "
+    "say what they hold with layout=Layout.from_sizes([...])"
+)
+
 
 class DisagreementError(ValueError):
     """Ranks of a group called an op with arguments that do not belong together."""
@@ -46,9 +51,9 @@ def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | No
     columns = sorted({key for row in rows for key in row})
     differing = [c for c in columns if len({row.get(c) for row in rows}) > 1]
     if differing:
-        raise DisagreementError(
-            f"{op}: the ranks of the group do not agree\n" + _table(rows, differing)
-        )
+        hint = LAYOUT_HINT if "layout" in differing else ""
+        table = _table(rows, differing)
+        raise DisagreementError(f"{op}: the ranks of the group do not agree\n{table}{hint}")
 
 
 def _table(rows: list[dict[str, str]], columns: list[str]) -> str:

@@ -64,3 +64,8 @@ def test_several_ranks_do() -> None:
 def test_a_class_is_not_supported_yet() -> None:
     with pytest.raises(NotImplementedError, match="module classes"):
         parallelize(torch.nn.Linear, {}, "cp", ComputeConfig(1, 1))
+
+
+def test_dummy_forward_args_must_be_by_name() -> None:
+    with pytest.raises(TypeError, match="must map forward's argument names"):
+        parallelize(torch.nn.Linear(3, 3), (torch.zeros(2, 3),), "cp", ComputeConfig(1, 1))

@@ -56,6 +56,12 @@ class Captured:
             CaptureError: another structure, shape, dtype or value than the example's.
         """
         bound = self.signature.bind(*args, **kwargs)
+        captured, called = (sorted(x) for x in (self.in_spec.context, bound.arguments))
+        if captured != called:
+            raise CaptureError(
+                f"captured with the arguments {', '.join(captured)}, called with "
+                f"{', '.join(called)}; parallelize the module again for other arguments"
+            )
         flat, spec = pytree.tree_flatten(dict(bound.arguments))
         if spec != self.in_spec:
             raise CaptureError(
@@ -161,8 +167,14 @@ def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
         if draws and not _is_inactive_dropout(node):
             raise CaptureError(
                 f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
-                "ranks would draw the same ones for different tokens"
+                "ranks would draw the same ones for different tokens" + _instead(node)
             )
+
+
+def _instead(node: Node) -> str:
+    if "scaled_dot_product" in str(node.target):
+        return "; call wrap_ring_attn_func, which may be cut and drops nothing"
+    return "; set dropout to 0, or call .eval() first"
 
 
 def _is_inactive_dropout(node: Node) -> bool:

@@ -77,8 +77,11 @@ class ParallelModule(torch.nn.Module):
         else:
             self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward. Inputs and results are whole, on every rank of the copy.
+
+        torch.compile leaves it alone: the graph is planned already, and runs on DTensors.
 
         Raises:
             CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
@@ -265,6 +268,7 @@ def parallelize(
         NotImplementedError: a module class, or a keyword argument of nnscaler's that is not at its
             default; names it.
         ValueError: ``runtime_ngpus`` is not the number of ranks.
+        TypeError: ``dummy_forward_args`` is not a mapping.
         RuntimeError: ``torch.distributed`` is not initialised.
     """
     for name, value in nnscaler_only.items():
@@ -276,6 +280,11 @@ def parallelize(
     if not isinstance(module, torch.nn.Module):
         raise NotImplementedError(
             "parallelize: module classes are not supported yet; pass a module"
+        )
+    if not isinstance(dummy_forward_args, Mapping):
+        raise TypeError(
+            "parallelize: dummy_forward_args must map forward's argument names to example values, "
+            f"got {type(dummy_forward_args).__name__}"
         )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)

@@ -77,7 +77,10 @@ def _cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
 
 def _some(policy: str, chosen: dict[str, str | None], why: str) -> dict[str, str | None]:
     if not chosen:
-        raise PolicyError(f"policy {policy!r} has nothing to split: {why} in the captured module")
+        raise PolicyError(
+            f"policy {policy!r} has nothing to split: {why} in the captured module; "
+            "a policy function can split other annotated ops"
+        )
     return chosen
 
 
@@ -114,7 +117,10 @@ def apply(
         if policy not in POLICIES:
             raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
         policy = POLICIES[policy]
-    chosen = dict(policy(ops, config))
+    name = getattr(policy, "__name__", "policy")
+    chosen = policy(ops, config)
+    if not isinstance(chosen, Mapping):
+        raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
     by_name = {op.name: op for op in ops}
     unknown = sorted(set(chosen) - set(by_name))
     if unknown:
@@ -122,7 +128,7 @@ def apply(
             f"the policy names {', '.join(unknown)}, but the annotated ops are: "
             f"{', '.join(by_name) or 'none'}"
         )
-    for name, split in chosen.items():
-        if split is not None and split not in by_name[name].splits:
-            raise PolicyError(_cannot("callable", by_name[name], split, config))
-    return chosen
+    for op, split in chosen.items():
+        if split is not None and split not in by_name[op].splits:
+            raise PolicyError(_cannot(name, by_name[op], split, config))
+    return dict(chosen)

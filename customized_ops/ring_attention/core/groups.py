@@ -66,6 +66,8 @@ def group_name(process_group: GroupLike) -> str:
     ranks = _as_ranks(process_group)
     if dist.is_initialized() and dist.get_rank() not in ranks:
         raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
+    if dist.is_initialized() and ranks[-1] >= dist.get_world_size():
+        raise GroupError(f"process_group={ranks}, but the world has {dist.get_world_size()} ranks")
     return _group_of(ranks).group_name if len(ranks) > 1 else ""
 
 
