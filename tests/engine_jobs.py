@@ -46,6 +46,7 @@ def loss_and_gradients(
     loss = parallel(**sample(op, batch, length, seed=1 + dist.get_rank() // plan))
     (loss / copies).backward()
     parallel.sync_grad()
+    parallel.sync_grad()  # nothing has run since: must not add again
     model.load_state_dict(parallel.state_dict())
     parallel.load_state_dict(model.state_dict())
     return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)

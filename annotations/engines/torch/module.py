@@ -68,6 +68,7 @@ class ParallelModule(torch.nn.Module):
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
         self._policy = policy
+        self._unsynced = False  # whether a forward has run since the last sync_grad
         self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
             self._mesh = _mesh(config, next(chain(self.parameters(), self.buffers()), None))
@@ -86,6 +87,7 @@ class ParallelModule(torch.nn.Module):
         Raises:
             CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
         """
+        self._unsynced |= torch.is_grad_enabled()
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training
             return self._original(*args, **kwargs)
@@ -95,13 +97,16 @@ class ParallelModule(torch.nn.Module):
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def sync_grad(self) -> None:
-        """Add up the gradients of all ranks, in place; once, after the last backward of a step.
+        """Add up the gradients of all ranks, in place, after the last backward of a step.
+
+        A second call without a forward in between does nothing.
 
         Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
         nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
         """
-        if self.compute_config.ranks == 1:
+        if self.compute_config.ranks == 1 or not self._unsynced:
             return
+        self._unsynced = False
         cap = (self.compute_config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
         _agree_on_gradients([p for p in self.parameters() if p.requires_grad])
         for bucket in _buckets([p.grad for p in self.parameters() if p.grad is not None], cap):
