@@ -69,6 +69,17 @@ def scale_of(op: str, softmax_scale: float | None, q: Tensor) -> float:
         ) from None
 
 
+def causal_of(op: str, causal: bool) -> bool:
+    """``causal`` as a bool; 0 and 1 will do.
+
+    Raises:
+        ArgumentError: something else, which might mean anything.
+    """
+    if causal not in (True, False):
+        raise ArgumentError(f"{op}: causal must be True or False, got {causal!r}")
+    return bool(causal)
+
+
 def spec_of(op: str, layout: Layout | None) -> str:
     """The layout as an op argument; ``""`` if None.
 

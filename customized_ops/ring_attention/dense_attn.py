@@ -13,6 +13,7 @@ from annotations.binding import BoundAnnotation
 from annotations.rules import SplitSite
 
 from .arguments import (
+    causal_of,
     check_tensors,
     checked,
     refuse_unsupported,
@@ -62,7 +63,13 @@ def dense_attention(
             record.bind({"q": q, "k": k, "v": v})
         scale = scale_of(record.title, softmax_scale, q)
         window = window_bounds(record.title, window_size)
-        return scale, bool(causal), *window, kernel, spec_of(record.title, layout)
+        return (
+            scale,
+            causal_of(record.title, causal),
+            *window,
+            kernel,
+            spec_of(record.title, layout),
+        )
 
     rest = checked(record.title, process_group, check)
     out, _ = op(q, k, v, *rest, group_name(process_group))
@@ -129,7 +136,7 @@ def dense_op(name: str, title: str, assignment: str) -> AnnotatedOp:
         fake=fake,
         backward=run_backward,
     )
-    def dense_attention(
+    def attend(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -144,4 +151,4 @@ def dense_op(name: str, title: str, assignment: str) -> AnnotatedOp:
         rest = softmax_scale, causal, window_left, window_right, kernel, layout, group
         return forward(resolved(q, k, v, *rest, compare=True), q, k, v)
 
-    return dense_attention
+    return attend

@@ -14,6 +14,7 @@ from annotations.rules import SplitSite
 
 from .arguments import (
     ArgumentError,
+    causal_of,
     check_tensors,
     checked,
     refuse_unsupported,
@@ -274,7 +275,7 @@ def wrap_ring_attn_varlen_func(
             cu_q,
             cu_k,
             scale_of(OP, softmax_scale, q),
-            bool(causal),
+            causal_of(OP, causal),
             *window_bounds(OP, window_size),
             *longest,
             bool(return_lse),

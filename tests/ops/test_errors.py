@@ -36,6 +36,7 @@ PQ, PK = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
         ({"q": Q.long(), "k": K.long(), "v": K.long()}, "must be floating point"),
         ({"window_size": (3,)}, "window_size must be (left, right)"),
         ({"window_size": (-2, 0)}, "window_size must be (left, right)"),
+        ({"causal": "yes"}, "causal must be True or False, got 'yes'"),
         ({"kernel": "fastest"}, "kernel 'fastest' is unknown; known: auto, torch, reference"),
         ({"process_group": "world"}, "process_group must be"),
         ({"process_group": [1, 0]}, "increasing order"),

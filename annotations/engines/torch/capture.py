@@ -36,7 +36,7 @@ class Captured:
         user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
             not a tensor.
         examples: the user's flat example inputs.
-        parameters: argument names of the module's ``forward``.
+        signature: of the module's ``forward``.
         in_spec, out_spec: how arguments and results nest.
     """
 

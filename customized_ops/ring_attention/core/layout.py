@@ -20,9 +20,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-# Columns of Layout.pieces.
-RANK, START, STOP, OFFSET = range(4)
-
 
 class LayoutError(ValueError):
     """A layout that cannot be, or one that contradicts what it is used with."""
