@@ -10,7 +10,8 @@ from dense import assert_same, dense_attention, dense_gradients, worst
 from customized_ops.ring_attention.core import kernels
 from customized_ops.ring_attention.core.kernels import KERNELS, KernelError, choose, torch_sdpa
 from customized_ops.ring_attention.core.kernels.torch_sdpa import BAND_ROWS, tiles
-from customized_ops.ring_attention.core.mask import AttnMask, as_slices, to_dense
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.slices import as_slices, to_dense
 
 WIDE = 999  # wider than any sequence here: no bound
 SCALE = 0.35

@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from customized_ops.ring_attention.core.mask import (
+from customized_ops.ring_attention.core.mask import AttnMask, MaskError, first_overlap
+from customized_ops.ring_attention.core.slices import (
     HI,
     K0,
     K1,
@@ -11,13 +12,10 @@ from customized_ops.ring_attention.core.mask import (
     Q0,
     Q1,
     UNBOUNDED,
-    AttnMask,
-    MaskError,
     area_before,
     areas,
     as_slices,
     clip,
-    first_overlap,
     normalise,
     shift,
     to_dense,

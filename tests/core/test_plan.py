@@ -9,9 +9,10 @@ import pytest
 from customized_ops.ring_attention.core import plan as plan_module
 from customized_ops.ring_attention.core.assign import COMPUTE, OWNER, ROW0, ROW1
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
-from customized_ops.ring_attention.core.mask import AttnMask, to_dense
+from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import GATHER_TOKENS, format_bytes, make_plan
 from customized_ops.ring_attention.core.rank_plan import KEY0, KEY1, RECV, SEND, SEND_OFFSET, STAGE
+from customized_ops.ring_attention.core.slices import to_dense
 
 MASKS = {
     "full": AttnMask.dense(41),

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .layout import Layout
-from .mask import AttnMask, area_before
+from .mask import AttnMask
+from .slices import area_before
 
 # Columns of an assignment: rank that computes, rank that holds, global rows, offset at the holder.
 Assignment = npt.NDArray[np.int64]  # [n, 5]

@@ -17,8 +17,9 @@ import numpy as np
 from . import assign
 from .assign import COMPUTE, OWNER, ROW0, ROW1, Assignment
 from .layout import Layout, LayoutError
-from .mask import K0, K1, Q0, Q1, AttnMask, Slices, normalise
+from .mask import AttnMask
 from .rank_plan import KEY0, KEY1, RECV, SEND, STAGE, RankPlan, Table, rank_plan
+from .slices import K0, K1, Q0, Q1, Slices, normalise
 
 # Up to here one gather and one merge-free kernel call beat overlapping (see make_plan).
 GATHER_TOKENS = 16_384

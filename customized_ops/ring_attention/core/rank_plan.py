@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .assign import COMPUTE, OWNER, OWNER_OFFSET, ROW0, ROW1, Assignment
 from .layout import Layout
-from .mask import Slices, areas, clip, shift
+from .slices import Slices, areas, clip, shift
 
 Table = npt.NDArray[np.int64]
 

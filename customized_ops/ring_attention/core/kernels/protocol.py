@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..mask import Slices
+from ..slices import Slices
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mask import Slices, to_dense
 from ..merge import accumulation_dtype
+from ..slices import Slices, to_dense
 from .protocol import Capabilities
 
 CAPABILITIES = Capabilities(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mask import Slices
 from ..merge import accumulation_dtype, merge_
+from ..slices import Slices
 from .protocol import Capabilities
 
 CAPABILITIES = Capabilities(

@@ -1,0 +1,118 @@
+"""Arithmetic of band slices.
+
+A slice ``(q0, q1, k0, k1, lo, hi)`` is the set of pairs (i, j) with
+
+    q0 <= i < q1,   k0 <= j < k1,   lo <= j - i <= hi
+
+where i and j are token indices of the query and the key sequence; a list of them is an
+``int64[n, 6]`` array. Slices are closed under what the planner does: cutting a query range or a key
+range clips bounds and leaves the band alone, and renumbering tokens shifts it, so no step of the
+planner knows what "causal" or "window" means.
+
+No torch here: masks, layouts and plans are host-side arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Slices = npt.NDArray[np.int64]  # [n, 6]: q0, q1, k0, k1, lo, hi
+
+Q0, Q1, K0, K1, LO, HI = range(6)
+
+# Stands for "no bound" while a mask is being built; normalise() replaces it by the tight bound.
+UNBOUNDED = 1 << 40
+
+
+def as_slices(rows: Sequence[Sequence[int]] | Slices) -> Slices:
+    """``rows`` as an int64[n, 6] array (n may be 0)."""
+    return np.asarray(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def normalise(slices: Slices) -> Slices:
+    """The same pairs with every bound tight, empty slices dropped.
+
+    Afterwards each row has at least one key and each key at least one row:
+    k1 <= q1 + hi, k0 >= q0 + lo, q1 <= k1 - lo, q0 >= k0 - hi. This is what lets FlashAttention's
+    bottom-right-aligned window describe a slice: left = (k1 - q1) - lo, right = hi - (k1 - q1).
+
+    One pass is enough: trimming queries by the trimmed keys moves k1 - hi and k0 - lo by at most
+    hi - lo >= 0, so the key bounds stay tight.
+
+    Args:
+        slices: int64[n, 6], any bounds.
+    Returns:
+        int64[m, 6], m <= n, in the order given.
+    """
+    q0, q1, k0, k1, lo, hi = slices.T
+    k1 = np.minimum(k1, q1 + hi)
+    k0 = np.maximum(k0, q0 + lo)
+    q1 = np.minimum(q1, k1 - lo)
+    q0 = np.maximum(q0, k0 - hi)
+    keep = (q0 < q1) & (k0 < k1) & (lo <= hi)
+    # A band wider than the rectangle says nothing more: clamp it to the corners.
+    lo = np.maximum(lo, k0 - q1 + 1)
+    hi = np.minimum(hi, k1 - 1 - q0)
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)[keep]
+
+
+def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
+    """The part of ``slices`` inside queries [q0, q1) and keys [k0, k1), normalised."""
+    out = slices.copy()
+    np.maximum(out[:, Q0], q0, out=out[:, Q0])
+    np.minimum(out[:, Q1], q1, out=out[:, Q1])
+    np.maximum(out[:, K0], k0, out=out[:, K0])
+    np.minimum(out[:, K1], k1, out=out[:, K1])
+    return normalise(out)
+
+
+def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
+    """``slices`` with query indices moved by ``q_by`` and key indices by ``k_by``."""
+    return slices + np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by], dtype=np.int64)
+
+
+def _sum_min(start: Slices, stop: Slices, slope_from: Slices, cap: Slices) -> Slices:
+    """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
+    turn = np.clip(cap - slope_from, start, stop)
+    rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
+    return rising + cap * (stop - turn)
+
+
+def areas(slices: Slices) -> npt.NDArray[np.int64]:
+    """Number of pairs in each slice of a normalised list, int64[n]."""
+    q0, q1, k0, k1, lo, hi = slices.T
+    return _sum_min(q0, q1, hi, k1 - 1) - _sum_max(q0, q1, lo, k0) + (q1 - q0)
+
+
+def _sum_max(start: Slices, stop: Slices, slope_from: Slices, floor: Slices) -> Slices:
+    """Sum over i in [start, stop) of max(i + slope_from, floor), elementwise."""
+    turn = np.clip(floor - slope_from, start, stop)
+    rising = (turn + stop - 1) * (stop - turn) // 2 + slope_from * (stop - turn)
+    return rising + floor * (turn - start)
+
+
+def area_before(slices: Slices, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Number of pairs whose query index is below each of ``rows``.
+
+    Args:
+        slices: normalised int64[n, 6].
+        rows: int64[t] query indices.
+    Returns:
+        int64[t].
+    """
+    q0, q1, k0, k1, lo, hi = (column[None, :] for column in slices.T)
+    stop = np.clip(rows[:, None], q0, q1)
+    pairs = _sum_min(q0, stop, hi, k1 - 1) - _sum_max(q0, stop, lo, k0) + (stop - q0)
+    return pairs.sum(axis=1)
+
+
+def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:
+    """bool[q_len, k_len], True where a pair is attended."""
+    dense = np.zeros((q_len, k_len), dtype=bool)
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        diagonal = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        dense[q0:q1, k0:k1] |= (diagonal >= lo) & (diagonal <= hi)
+    return dense
