@@ -23,7 +23,7 @@ from .arguments import ArgumentError, check_heads, check_tensors
 from .core.comm import Comm
 from .core.executor import attention_backward, attention_forward
 from .core.groups import comm_by_name
-from .core.kernels import Kernel, choose
+from .core.kernels import Kernel, Scoring, choose
 from .core.layout import Layout
 from .core.merge import accumulation_dtype
 from .core.plan import Plan
@@ -86,7 +86,7 @@ def resolve(
     plan = chosen = None
     try:
         check_tensors(op, q, k, v)
-        chosen = choose(options.kernel, q)
+        chosen = choose(options.kernel, q, Scoring(options.softmax_scale))
         plan = make(comm)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error

@@ -15,7 +15,7 @@ from torch import Tensor
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -74,9 +74,11 @@ def run(plan: Plan, tensors: list[Tensor], kernel: str = "torch", strides=lambda
         mine += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
         mine = [strides(t) for t in mine]
         own_dout = strides(plan.q_layout.shard(dout, comm.rank))
-        out, lse = attention_forward(plan, comm, chosen, *mine, SCALE)
+        out, lse = attention_forward(plan, comm, chosen, *mine, Scoring(SCALE))
         forward = counted(comm)
-        gradients = attention_backward(plan, comm, chosen, own_dout, *mine, out, lse, SCALE)
+        gradients = attention_backward(
+            plan, comm, chosen, own_dout, *mine, out, lse, Scoring(SCALE)
+        )
         backward = counted(comm) - forward
         return (out, lse, *gradients), forward.tolist(), backward.tolist()
 
@@ -147,7 +149,7 @@ def test_table(mask, layout, stages):
 def test_kernels_and_strides(assignment, kernel, strides):
     mask = AttnMask.dense(N, causal=True, window=(9, 0))
     tensors = Shape().draw(mask)
-    if reason := KERNELS[kernel].CAPABILITIES.refuses(tensors[0]):
+    if reason := KERNELS[kernel].CAPABILITIES.refuses(tensors[0], Scoring(SCALE)):
         pytest.skip(reason)
     plan = make_plan(mask, Layout.contiguous(N, 4), assignment=assignment)
     check(plan, tensors, kernel=kernel, strides=STRIDES[strides])

@@ -3,9 +3,9 @@
 :class:`Comm` says what the executor may ask; subclasses only know how to pass flat buffers between
 peers. Groups are passed in: there is no global state, and ranks are always ranks in the group.
 
-    fetch    each rank receives token ranges of its peers' tensors     (k, v; given rows of q)
-    give     the reverse: results for received tokens go home, placed  (out and lse of given rows)
-    reduce   the reverse, added up where they land                     (dk, dv)
+    fetch       each rank receives token ranges of its peers' tensors    (k, v; rows of q)
+    send_home   the reverse: results for received tokens go home and are
+                placed, added up or merged there                         (out, lse; dk, dv; dq)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,30 @@ from torch import Tensor
 from .rank_plan import Exchange, Table
 
 Messages = dict[int, Tensor]  # peer -> flat buffer
+
+
+class Dims(NamedTuple):
+    """Which dims of a tensor are its tokens and its heads."""
+
+    tokens: int
+    heads: int
+
+
+ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
+
+Put = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+def place(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Write arrived parts over their places."""
+    for where, part in zip(places, parts, strict=True):
+        where.copy_(part)
+
+
+def add(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Add arrived parts to their places."""
+    for where, part in zip(places, parts, strict=True):
+        where.add_(part)
 
 
 @dataclass
@@ -66,101 +90,94 @@ class Comm(ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order. For checks, not for the hot path."""
 
-    def fetch(self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[int]) -> Pending:
+    def fetch(self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
         """Receive tokens of each of ``tensors`` as the exchange says.
 
         Args:
-            tensors: local tensors whose dim ``dims[n]`` is the rank's tokens.
+            tensors: the rank's own, with all heads; a peer gets its share of them.
         Returns:
-            Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens.
+            Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
+            rank's share of the heads.
         """
-        outgoing = [_cut(t, dim, exchange.send) for t, dim in zip(tensors, dims, strict=True)]
-        buffers = [_sized(t, dim, exchange.tokens) for t, dim in zip(tensors, dims, strict=True)]
+        outgoing, buffers = [], []
+        for tensor, dim in zip(tensors, dims, strict=True):
+            outgoing.append(_cut(tensor, dim, exchange.send, exchange.team_size))
+            shape = list(tensor.shape)
+            shape[dim.tokens] = exchange.tokens
+            shape[dim.heads] //= exchange.team_size
+            buffers.append(tensor.new_empty(shape))
         places = [_cut(t, dim, exchange.recv) for t, dim in zip(buffers, dims, strict=True)]
-        finish = self._pass(outgoing, places, torch.Tensor.copy_)
+        finish = self._pass(outgoing, places, [t.dtype for t in tensors], place)
         return Pending(lambda: (finish(), buffers)[1])
 
-    def give(
+    def send_home(
         self,
         exchange: Exchange,
         results: Sequence[Tensor],
         into: Sequence[Tensor],
-        dims: Sequence[int],
+        dims: Sequence[Dims],
+        put: Put,
     ) -> Pending:
-        """Send results for fetched tokens back and write them over the tokens' rows of ``into``."""
-        return self._back(exchange, results, into, dims, torch.Tensor.copy_)
+        """Send results for fetched tokens back to the tokens' owners.
 
-    def reduce(
-        self,
-        exchange: Exchange,
-        results: Sequence[Tensor],
-        into: Sequence[Tensor],
-        dims: Sequence[int],
-    ) -> Pending:
-        """Send results for fetched tokens back and add them to the tokens' rows of ``into``.
-
-        Contributions are added in rank order, so that sums do not depend on arrival.
+        There ``put(places, parts)`` is called for each range of tokens that arrives, with views of
+        ``into`` and the parts of all ``results``; in rank order, so that sums do not depend on who
+        was first.
         """
-        return self._back(exchange, results, into, dims, torch.Tensor.add_)
-
-    def _back(
-        self,
-        exchange: Exchange,
-        results: Sequence[Tensor],
-        into: Sequence[Tensor],
-        dims: Sequence[int],
-        put: Callable[[Tensor, Tensor], Any],
-    ) -> Pending:
         outgoing = [_cut(t, dim, exchange.recv) for t, dim in zip(results, dims, strict=True)]
-        places = [_cut(t, dim, exchange.send) for t, dim in zip(into, dims, strict=True)]
-        return Pending(self._pass(outgoing, places, put))
+        places = [
+            _cut(t, dim, exchange.send, exchange.team_size)
+            for t, dim in zip(into, dims, strict=True)
+        ]
+        return Pending(self._pass(outgoing, places, [t.dtype for t in results], put))
 
     def _pass(
         self,
         outgoing: list[dict[int, list[Tensor]]],
         places: list[dict[int, list[Tensor]]],
-        put: Callable[[Tensor, Tensor], Any],
+        dtypes: list[torch.dtype],
+        put: Put,
     ) -> Callable[[], None]:
-        """One message a peer and tensor; on arrival ``put(place, part)`` for each of its ranges."""
-        finishers = []
-        for sources, targets in zip(outgoing, places, strict=True):
+        """One message a peer and tensor; on arrival ``put`` for each of its ranges."""
+        waits, arrived = [], []
+        for sources, targets, dtype in zip(outgoing, places, dtypes, strict=True):
             send = {p: _pack(parts) for p, parts in sources.items() if p != self.rank}
             receive = {
-                p: parts[0].new_empty(sum(part.numel() for part in parts))
+                p: parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
                 for p, parts in targets.items()
                 if p != self.rank
             }
             self.counters.sent_bytes += sum(m.nbytes for m in send.values())
             self.counters.received_bytes += sum(m.nbytes for m in receive.values())
-            finishers.append((self.start(send, receive), sources, targets, receive))
+            waits.append(self.start(send, receive))
+            arrived.append(receive)
 
         def finish() -> None:
-            for wait, sources, targets, received in finishers:
+            for wait in waits:
                 wait()
-                for peer in sorted(targets):
-                    parts = (
-                        sources[peer]
-                        if peer == self.rank
-                        else _unpack(received[peer], targets[peer])
-                    )
-                    for place, part in zip(targets[peer], parts, strict=True):
-                        put(place, part)
+            for peer in sorted(places[0]):
+                parts = [
+                    sources[peer] if peer == self.rank else _unpack(received[peer], targets[peer])
+                    for sources, targets, received in zip(outgoing, places, arrived, strict=True)
+                ]
+                ranges = zip(*(targets[peer] for targets in places), strict=True)
+                for where, what in zip(ranges, zip(*parts, strict=True), strict=True):
+                    put(where, what)
 
         return finish
 
 
-def _cut(tensor: Tensor, dim: int, ranges: Table) -> dict[int, list[Tensor]]:
-    """Views of the ranges (peer, start, count) of ``tensor``, by peer."""
+def _cut(tensor: Tensor, dim: Dims, ranges: Table, team_size: int = 1) -> dict[int, list[Tensor]]:
+    """Views of the ranges (peer, start, count) of ``tensor``, by peer; of its share of the heads
+    where ``tensor`` has all of them."""
     views: dict[int, list[Tensor]] = {}
+    heads = tensor.shape[dim.heads] // team_size
     for peer, start, count in ranges.tolist():
-        views.setdefault(peer, []).append(tensor.narrow(dim, start, count))
+        view = tensor.narrow(dim.tokens, start, count)
+        if team_size > 1:
+            view = view.narrow(dim.heads, peer % team_size * heads, heads)
+        views.setdefault(peer, []).append(view)
     return views
-
-
-def _sized(tensor: Tensor, dim: int, tokens: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = tokens
-    return tensor.new_empty(shape)
 
 
 def _pack(parts: list[Tensor]) -> Tensor:

@@ -63,15 +63,15 @@ class Accumulator:
             self._merging = True
         merge_(self._out, self._lse, out, lse)
 
-    def result(self, rows: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-        """(out in the dtype of ``rows``, lse). ``rows``: the block of q, [b, l, h, d]."""
+    def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
         if self._out is None or self._lse is None:
-            return unattended(rows, v_dim)
-        return self._out.to(rows.dtype), self._lse
+            return unattended(rows, v_dim, dtype)
+        return self._out.to(dtype), self._lse
 
 
-def unattended(rows: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
     b, length, h, _ = rows.shape
     lse = rows.new_full((b, h, length), -torch.inf, dtype=accumulation_dtype(rows.dtype))
-    return rows.new_zeros((b, length, h, v_dim)), lse
+    return rows.new_zeros((b, length, h, v_dim), dtype=dtype), lse

@@ -1,25 +1,37 @@
 """From (mask, layouts) to what each rank receives and computes.
 
-    mask + q_layout + k_layout --make_plan--> Plan --plan.rank(r)--> RankPlan --executor--> out, lse
+    mask + q_layout + k_layout --work--> who computes what --make_plan--> Plan
+        --plan.rank(r)--> RankPlan --executor--> out, lse
 
 A plan is a pure function of its arguments, in numpy: every rank makes the same one with no
 collective and no device sync, and plans are cached by value. A token's key and value cross a link
-once, and only where a slice needs them.
+once, and only where a slice needs them; so does a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 
-from . import assign
-from .assign import COMPUTE, OWNER, ROW0, ROW1, Assignment
+from .cost import H200, CostModel
+from .intervals import Table, spread, touched, union
 from .layout import Layout, LayoutError
 from .mask import AttnMask
-from .rank_plan import KEY0, KEY1, RECV, SEND, STAGE, RankPlan, Table, rank_plan
-from .slices import K0, K1, Q0, Q1, Slices, normalise
+from .rank_plan import (
+    RECV,
+    SEND,
+    STAGE,
+    TOKEN0,
+    TOKEN1,
+    RankPlan,
+    rank_plan,
+)
+from .slices import K0, K1, Q0, Q1, areas
+from .work import ASSIGNMENTS, TEAM, Work
 
 # Up to here one gather and one merge-free kernel call beat overlapping (see make_plan).
 GATHER_TOKENS = 16_384
@@ -27,13 +39,23 @@ GATHER_TOKENS = 16_384
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What every rank moves and computes. Made by :func:`make_plan`."""
+    """What every rank moves and computes. Made by :func:`make_plan`.
+
+    Attributes:
+        work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
+        q_moves, kv_moves: int64[n, 6]: rows and keys that teams need (columns in ``rank_plan``).
+        team_size: ranks that share out the heads of the same work; 1 where heads are not split.
+            Team t is ranks t * team_size and following; the n-th of a team has the n-th share.
+        gathered: the keys that a rank needs, its own included, are gathered and attended at once.
+    """
 
     mask: AttnMask
     q_layout: Layout
     k_layout: Layout
-    assignment: Assignment
+    work: Work
+    q_moves: Table
     kv_moves: Table
+    team_size: int
     gathered: bool
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
@@ -42,37 +64,64 @@ class Plan:
         """Number of ranks."""
         return self.q_layout.group_size
 
-    @property
+    @cached_property
     def n_stages(self) -> int:
         """Stages that each rank runs; all ranks run the same number, empty ones included."""
         return 1 if self.gathered else int(self.kv_moves[:, STAGE].max(initial=0)) + 1
 
+    @cached_property
+    def shared_rows(self) -> bool:
+        """Whether some row is computed by more than one team, so that results are merged."""
+        rows = self.q_moves[np.argsort(self.q_moves[:, TOKEN0], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, TOKEN1])
+        return bool((rows[1:, TOKEN0] < reach[:-1]).any())
+
+    @cached_property
+    def area(self) -> npt.NDArray[np.int64]:
+        """int64[P]: pairs that each rank computes, for its share of the heads."""
+        teams = self.group_size // self.team_size
+        per_team = np.zeros(teams, dtype=np.int64)
+        np.add.at(per_team, self.work[:, TEAM], areas(self.work[:, :TEAM]))
+        return np.repeat(per_team, self.team_size)
+
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""
         if rank not in self._ranks:
+            pieces = self.k_layout.pieces
             self._ranks[rank] = rank_plan(
                 rank,
-                self.mask.slices,
-                self.assignment,
+                self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM],
+                self.q_moves,
                 self.kv_moves,
-                self.k_layout,
+                pieces[pieces[:, 0] == rank, 1:],
                 self.n_stages,
+                team_size=self.team_size,
                 gathered=self.gathered,
+                shared_rows=self.shared_rows,
             )
         return self._ranks[rank]
 
     def kv_tokens(self) -> Table:
-        """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v)."""
-        return _moved(
-            self.kv_moves[:, [SEND, RECV]],
-            self.kv_moves[:, KEY1] - self.kv_moves[:, KEY0],
-            self.group_size,
-        )
+        """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
+        one share of the heads each."""
+        return self._tokens[0]
 
     def q_tokens(self) -> Table:
-        """int64[P, 2]: query rows that each rank gives away and takes in."""
-        rows = self.assignment
-        return _moved(rows[:, [OWNER, COMPUTE]], rows[:, ROW1] - rows[:, ROW0], self.group_size)
+        """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
+        return self._tokens[1]
+
+    @cached_property
+    def _tokens(self) -> tuple[Table, Table]:
+        sizes = self.group_size, self.team_size
+        return _moved(self.kv_moves, *sizes), _moved(self.q_moves, *sizes)
+
+    def traffic(self) -> tuple[Table, Table]:
+        """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
+        size = self.group_size
+        return tuple(  # type: ignore[return-value]
+            np.bincount(s * size + r, n, minlength=size * size).astype(np.int64).reshape(size, size)
+            for s, r, n in (_links(m, self.team_size) for m in (self.kv_moves, self.q_moves))
+        )
 
     def report(
         self,
@@ -82,41 +131,24 @@ class Plan:
         v_dim: int | None = None,
         itemsize: int = 2,
     ) -> str:
-        """The forward pass as a table: work, calls and bytes per rank.
+        """The plan as a table; see :func:`.report.report`."""
+        from .report import report
 
-        Bytes are what the rank sends and receives: keys, values, given rows and their output and
-        lse. ``itemsize`` is bytes per element of q, k, v.
-        """
-        sent = self.forward_bytes(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        area = np.array([self.rank(r).area for r in range(self.group_size)])
-        mean = area.mean()
-        lines = [
-            f"{self.mask.q_len} queries x {self.mask.k_len} keys, {self.mask.area} pairs, "
-            f"{self.group_size} ranks, q {self.q_layout}, k {self.k_layout}, "
-            + ("gathered" if self.gathered else f"{self.n_stages} stages"),
-            f"{'rank':>4} {'tokens':>8} {'pairs':>14} {'of mean':>8} {'calls':>6} "
-            f"{'kv in':>8} {'rows in':>8} {'sends':>10} {'receives':>10}",
-        ]
-        for r in range(self.group_size):
-            share = area[r] / mean if mean else 1.0
-            lines.append(
-                f"{r:>4} {self.q_layout.sizes[r]:>8} {area[r]:>14} {share:>8.3f} "
-                f"{self.rank(r).calls:>6} {self.kv_tokens()[r, 1]:>8} {self.q_tokens()[r, 1]:>8} "
-                f"{format_bytes(sent[r, 0]):>10} {format_bytes(sent[r, 1]):>10}"
-            )
-        lines.append(f"imbalance (largest / mean): {area.max() / mean if mean else 1.0:.3f}")
-        return "\n".join(lines)
+        return report(self, q_heads, kv_heads, head_dim, v_dim, itemsize)
 
     def forward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
     ) -> Table:
-        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1."""
-        v_dim = head_dim if v_dim is None else v_dim
+        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1.
+
+        Keys and values go out; rows go out, their output and lse come back.
+        """
+        h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
         kv, q = self.kv_tokens(), self.q_tokens()
         stat = max(itemsize, 4)  # lse is fp32, fp64 beside fp64
-        there = q * q_heads * head_dim * itemsize
-        back = q[:, ::-1] * q_heads * (v_dim * itemsize + stat)
-        return kv * kv_heads * (head_dim + v_dim) * itemsize + there + back
+        there = q * h * head_dim * itemsize
+        back = q[:, ::-1] * h * (v_dim * itemsize + stat)
+        return kv * g * (head_dim + v_dim) * itemsize + there + back
 
     def backward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
@@ -126,23 +158,39 @@ class Plan:
         k and v go out again, dk and dv come home in the accumulation dtype; rows of q, out and dout
         with their lse go out, dq comes home.
         """
-        v_dim = head_dim if v_dim is None else v_dim
+        h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
         kv, q = self.kv_tokens(), self.q_tokens()
         wide = max(itemsize, 4)
-        keys = kv_heads * (head_dim + v_dim)
+        keys = g * (head_dim + v_dim)
         there = kv * keys * itemsize
-        there += q * q_heads * ((head_dim + 2 * v_dim) * itemsize + wide)
-        back = kv[:, ::-1] * keys * wide + q[:, ::-1] * q_heads * head_dim * wide
+        there += q * h * ((head_dim + 2 * v_dim) * itemsize + wide)
+        back = kv[:, ::-1] * keys * wide + q[:, ::-1] * h * head_dim * wide
         return there + back
 
+    def _shares(self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None) -> list[int]:
+        """Heads of q and of k in one share, and the head dim of v."""
+        if q_heads % self.team_size or kv_heads % self.team_size:
+            raise ValueError(
+                f"the plan splits heads {self.team_size} ways, which does not divide {q_heads} "
+                f"query and {kv_heads} key heads"
+            )
+        shares = [q_heads // self.team_size, kv_heads // self.team_size]
+        return [*shares, head_dim if v_dim is None else v_dim]
 
-def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+
+def _links(moves: Table, team_size: int) -> tuple[Table, Table, Table]:
+    """Sender, receiver and tokens of each message range between two ranks."""
+    receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+    sender = np.repeat(moves[:, SEND], team_size)
+    count = np.repeat(moves[:, TOKEN1] - moves[:, TOKEN0], team_size)
+    away = sender != receiver
+    return sender[away], receiver[away], count[away]
+
+
+def _moved(moves: Table, ranks: int, team_size: int) -> Table:
+    sender, receiver, count = _links(moves, team_size)
+    ends = (np.bincount(end, count, minlength=ranks) for end in (sender, receiver))
+    return np.stack(list(ends), axis=1).astype(np.int64)
 
 
 def make_plan(
@@ -150,23 +198,35 @@ def make_plan(
     q_layout: Layout,
     k_layout: Layout | None = None,
     *,
-    assignment: str = "balanced",
+    assignment: str = "auto",
     stages: int | None = None,
+    heads: tuple[int, int] = (32, 8),
+    team_size: int | None = 1,
+    costs: CostModel = H200,
 ) -> Plan:
     """Plan attention of ``mask`` over ranks that hold q and k, v as the layouts say.
 
     Args:
         mask: over the whole sequences.
         q_layout, k_layout: where tokens lie; ``k_layout`` is ``q_layout`` if None.
-        assignment: who computes a row. ``"owner"``: who holds it; ``"balanced"``: as owner, but
-            ranks with too much work give rows away; ``"zigzag"``: as if q were laid out zigzag.
+        assignment: who computes what. ``"owner"``: the holder of a row computes it, and keys move;
+            ``"balanced"``: as owner, but ranks with too much work give rows away; ``"nearest"``: as
+            balanced, but rows move to the keys where that moves fewer bytes; ``"zigzag"``: as if q
+            were laid out zigzag. ``"auto"`` takes the first three and keeps what ``costs``
+            says is fastest.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, the next step's keys
             arriving meanwhile. None chooses: 0 up to 16,384 keys and 1 beyond, which is what two
             H200s over NVLink do fastest.
+        heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
+            bound ``team_size``.
+        team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
+            arXiv:2309.14509, 2023, within a team); divides the number of ranks and both heads.
+            None takes the fastest.
+        costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: unknown ``assignment`` or negative ``stages``.
+        ValueError: unknown ``assignment``, negative ``stages``, or ``team_size`` does not divide.
     """
     k_layout = q_layout if k_layout is None else k_layout
     if (q_layout.total, k_layout.total) != (mask.q_len, mask.k_len):
@@ -178,78 +238,82 @@ def make_plan(
         raise LayoutError(f"q lies on {q_layout.group_size} ranks and k on {k_layout.group_size}")
     if stages is not None and stages < 0:
         raise ValueError(f"stages must be 0 or more, got {stages}")
-    return _make_plan(mask, q_layout, k_layout, assignment, stages)
+    if assignment not in ASSIGNMENTS:
+        known = ", ".join(ASSIGNMENTS)
+        raise ValueError(f"assignment must be one of {known}, got {assignment!r}")
+    ranks, most = q_layout.group_size, gcd(q_layout.group_size, *heads)
+    if team_size is not None and (team_size < 1 or most % team_size):
+        raise ValueError(
+            f"team_size must divide the {ranks} ranks and the {heads[0]} query and {heads[1]} key "
+            f"heads, got {team_size}"
+        )
+    return _make_plan(mask, q_layout, k_layout, assignment, stages, heads, team_size, costs)
 
 
 @lru_cache(maxsize=256)
 def _make_plan(
-    mask: AttnMask, q_layout: Layout, k_layout: Layout, assignment: str, stages: int | None
+    mask: AttnMask,
+    q_layout: Layout,
+    k_layout: Layout,
+    assignment: str,
+    stages: int | None,
+    heads: tuple[int, int],
+    team_size: int | None,
+    costs: CostModel,
 ) -> Plan:
-    match assignment:
-        case "owner":
-            rows = assign.owner_computes(q_layout)
-        case "balanced":
-            rows = assign.balanced(mask, q_layout)
-        case "zigzag":
-            rows = assign.as_laid_out(q_layout, Layout.zigzag(q_layout.total, q_layout.group_size))
-        case _:
-            raise ValueError(f"assignment must be owner, balanced or zigzag, got {assignment!r}")
+    """The fastest candidate; a simpler one unless a later one is faster by a twentieth."""
+    most = gcd(q_layout.group_size, *heads)
+    sizes = [team_size] if team_size else [n for n in range(1, most + 1) if most % n == 0]
+    row_cost = heads[0] / heads[1]
+    plans = [
+        _with_moves(mask, q_layout, k_layout, work, stages, size)
+        for size in sizes
+        for work in ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
+    ]
+    best = plans[0]
+    if len(plans) > 1:
+        least = costs.step_total(best, *heads)
+        for plan in plans[1:]:
+            seconds = costs.step_total(plan, *heads)
+            if seconds < 0.95 * least:
+                best, least = plan, seconds
+    return best
+
+
+def _with_moves(
+    mask: AttnMask,
+    q_layout: Layout,
+    k_layout: Layout,
+    work: Work,
+    stages: int | None,
+    team_size: int,
+) -> Plan:
+    """The plan that follows from who computes what."""
     if stages is None:
         stages = 0 if mask.k_len <= GATHER_TOKENS else 1
-    needed = _needed_keys(mask.slices, rows, q_layout.group_size)
-    moves = _locate(needed, k_layout)
-    remote = moves[moves[:, RECV] != moves[:, SEND]]
-    gathered = stages == 0 and len(remote) > 0
+    q_moves = _located(union(work[:, TEAM], work[:, Q0], work[:, Q1]), q_layout)
+    kv_moves = _located(union(work[:, TEAM], work[:, K0], work[:, K1]), k_layout)
+    gathered = stages == 0 and len(_links(kv_moves, team_size)[0]) > 0
     if not gathered:
-        remote[:, STAGE] = _ring_stage(remote, q_layout.group_size, max(stages, 1))
-        moves = remote
-    return Plan(mask, q_layout, k_layout, rows, moves, gathered)
+        kv_moves[:, STAGE] = _ring_stage(kv_moves, q_layout.group_size, max(stages, 1), team_size)
+    return Plan(mask, q_layout, k_layout, work, q_moves, kv_moves, team_size, gathered)
 
 
-def _needed_keys(slices: Slices, rows: Assignment, ranks: int) -> Table:
-    """int64[n, 3]: rank, first key, end; the keys that each rank's rows attend, merged."""
-    parts = np.repeat(slices[None, :, :], len(rows), axis=0)
-    np.maximum(parts[:, :, Q0], rows[:, None, ROW0], out=parts[:, :, Q0])
-    np.minimum(parts[:, :, Q1], rows[:, None, ROW1], out=parts[:, :, Q1])
-    rank = np.repeat(rows[:, COMPUTE], len(slices))
-    flat = parts.reshape(-1, 6)
-    occupied = flat[:, Q0] < flat[:, Q1]
-    flat, rank = flat[occupied], rank[occupied]
-    tight = normalise(flat)
-    assert len(tight) == len(flat), "a nonempty row range of a normalised slice has keys"
-    # One number line: rank r's keys lie at r * stride, so a single sweep merges all ranks.
-    stride = int(slices[:, K1].max(initial=0)) + 1
-    start = tight[:, K0] + rank * stride
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], (tight[:, K1] + rank * stride)[order]
-    reach = np.maximum.accumulate(stop) if len(stop) else stop
-    first = np.ones(len(start), dtype=bool)
-    first[1:] = start[1:] > reach[:-1]
-    heads = np.flatnonzero(first)
-    ends = np.maximum.reduceat(stop, heads) if len(heads) else stop
-    begin = start[heads]
-    return np.stack([begin // stride, begin % stride, ends - begin // stride * stride], axis=1)
-
-
-def _locate(needed: Table, layout: Layout) -> Table:
-    """Cut the needed key ranges by who holds them: rows of Plan.kv_moves, stage 0."""
+def _located(needed: Table, layout: Layout) -> Table:
+    """Cut token ranges that teams need (team, start, stop) by who holds them: rows of moves."""
     pieces = layout.pieces
-    key0 = np.maximum(needed[:, None, 1], pieces[None, :, 1])
-    key1 = np.minimum(needed[:, None, 2], pieces[None, :, 2])
-    n, p = np.nonzero(key0 < key1)
-    key0, key1 = key0[n, p], key1[n, p]
-    offset = pieces[p, 3] + key0 - pieces[p, 1]
-    return np.stack([needed[n, 0], pieces[p, 0], key0, key1, offset, np.zeros_like(key0)], axis=1)
+    n, p = spread(*touched(needed[:, 1], needed[:, 2], pieces[:, 1:3]))
+    token0 = np.maximum(needed[n, 1], pieces[p, 1])
+    token1 = np.minimum(needed[n, 2], pieces[p, 2])
+    offset = pieces[p, 3] + token0 - pieces[p, 1]
+    columns = [needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(n)]
+    return np.stack(columns, axis=1)
 
 
-def _ring_stage(moves: Table, ranks: int, stages: int) -> Table:
-    """Stage 1..stages by ring distance from receiver to sender; stage 0 is the local one."""
-    distance = (moves[:, SEND] - moves[:, RECV]) % ranks
-    return 1 + (distance - 1) * stages // max(ranks - 1, 1)
-
-
-def _moved(ends: Table, count: Table, ranks: int) -> Table:
-    away = ends[:, 0] != ends[:, 1]
-    return np.stack(
-        [np.bincount(ends[away, n], weights=count[away], minlength=ranks) for n in (0, 1)], axis=1
-    ).astype(np.int64)
+def _ring_stage(moves: Table, ranks: int, stages: int, team_size: int) -> Table:
+    """Stage 1..stages by ring distance from the receiving to the sending team; stage 0 attends
+    what a rank holds itself."""
+    teams = ranks // team_size
+    distance = (moves[:, SEND] // team_size - moves[:, RECV]) % teams
+    stage = 1 + np.maximum(distance - 1, 0) * stages // max(teams - 1, 1)
+    return np.where((distance == 0) & (team_size == 1), 0, stage)

@@ -1,26 +1,23 @@
 """One rank's part of a plan: what it sends and receives, and the mask over its buffers.
 
-    assignment + moves of all ranks --rank_plan--> RankPlan(q, stages)
-
-A slice in global token indices becomes one over buffer positions by cutting it where buffers are
-cut and shifting it: nothing here depends on what kind of mask it came from.
+work + moves of all ranks --rank_plan--> RankPlan(q, stages)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from .assign import COMPUTE, OWNER, OWNER_OFFSET, ROW0, ROW1, Assignment
-from .layout import Layout
-from .slices import Slices, areas, clip, shift
+from .buffers import over_buffers
+from .intervals import Table, joined, spread
+from .slices import Slices, areas
 
-Table = npt.NDArray[np.int64]
-
-# Columns of the moves of keys: who receives, who sends, global keys, offset at the sender, stage.
-RECV, SEND, KEY0, KEY1, SEND_OFFSET, STAGE = range(6)
+# Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
+# at the sender, stage. Every rank of a team receives its share of the heads of these tokens.
+RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET, STAGE = range(6)
 
 
 @dataclass(frozen=True)
@@ -28,20 +25,30 @@ class Exchange:
     """Token ranges that one rank sends and receives in one step.
 
     Attributes:
-        send: int64[n, 3]: peer, first local token, count; by peer, then by global position.
-        recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position,
-            which is global position. For each peer both sides list the same ranges in one order.
+        send: int64[n, 3]: peer, first local token, count; by peer, then by receive position.
+        recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position. For
+            each peer both sides list the same ranges in one order.
+        places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
+        team_size: a peer is sent, and this rank receives, one of ``team_size`` shares of the
+            heads: peer p computes share p % team_size.
     """
 
     send: Table
     recv: Table
+    places: Table
     tokens: int
+    team_size: int = 1
 
     @property
     def empty(self) -> bool:
         """Nothing to send and nothing to receive."""
         return len(self.send) == 0 and len(self.recv) == 0
+
+    @cached_property
+    def indices(self) -> Table:
+        """int64[tokens]: the global token at each buffer position."""
+        return token_indices(self.places, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part: exchange rows to balance, then attend stage by stage."""
+    """One rank's part: exchange rows, attend stage by stage, send the guests' results home.
+
+    Attributes:
+        shared_rows: whether some row anywhere is computed by more than one team, so that results
+            coming home are merged rather than placed.
+    """
 
     rank: int
     q: Exchange
     stages: tuple[Stage, ...]
+    shared_rows: bool
 
     @property
     def area(self) -> int:
-        """Pairs this rank computes."""
+        """Pairs this rank computes, each for its share of the heads."""
         return sum(stage.area for stage in self.stages)
 
     @property
@@ -86,76 +99,74 @@ class RankPlan:
 def rank_plan(
     rank: int,
     slices: Slices,
-    rows: Assignment,
+    q_moves: Table,
     kv_moves: Table,
-    k_layout: Layout,
+    held: Table,
     n_stages: int,
     *,
+    team_size: int,
     gathered: bool,
+    shared_rows: bool,
 ) -> RankPlan:
     """What ``rank`` does.
 
     Args:
-        slices: the mask. rows: who computes which row. kv_moves: keys that cross to another rank,
-            with their stage. k_layout: where keys lie.
+        slices: the work of the rank's team.
+        q_moves, kv_moves: rows and keys that teams need, from every rank that holds some, its own
+            included.
+        held: places of the rank's own keys.
         n_stages: of the whole plan; a rank with nothing to do in a stage still has it.
         gathered: the local keys are copied beside the received ones, and there is one stage.
     """
-    given = rows[rows[:, COMPUTE] != rows[:, OWNER]]
-    q, guest_places = _exchange(given[:, [COMPUTE, OWNER, ROW0, ROW1, OWNER_OFFSET]], rank)
-    kept = rows[(rows[:, COMPUTE] == rank) & (rows[:, OWNER] == rank)]
-    own_places = kept[:, [ROW0, ROW1, OWNER_OFFSET]]
+    team = rank // team_size
+    here = (q_moves[:, SEND] == rank) & (q_moves[:, RECV] == team)
+    own = q_moves[here][:, [TOKEN0, TOKEN1, SEND_OFFSET]]
+    own_places = joined(own[np.argsort(own[:, 0], kind="stable")])
+    q = exchange(q_moves, rank, team_size, local=False)
     stages = []
     for n in range(n_stages):
         if n == 0 and not gathered:
-            held = k_layout.pieces
-            kv, key_places = None, held[held[:, 0] == rank][:, 1:]
+            kv, key_places = None, held
         else:
-            moves = kv_moves[kv_moves[:, STAGE] == n]
-            kv, key_places = _exchange(moves[:, :STAGE], rank)
-        own = _local_slices(slices, own_places, key_places)
-        guest = _local_slices(slices, guest_places, key_places)
-        stages.append(Stage(kv, own, guest))
-    return RankPlan(rank, q, tuple(stages))
+            kv = exchange(kv_moves[kv_moves[:, STAGE] == n], rank, team_size, local=gathered)
+            key_places = kv.places
+        own_slices = over_buffers(slices, own_places, key_places)
+        guest_slices = over_buffers(slices, q.places, key_places)
+        stages.append(Stage(kv, own_slices, guest_slices))
+    return RankPlan(rank, q, tuple(stages), shared_rows)
 
 
-def _exchange(moves: Table, rank: int) -> tuple[Exchange, Table]:
-    """``rank``'s side of ``moves`` (receiver, sender, global start, end, offset at the sender).
+def exchange(moves: Table, rank: int, team_size: int, *, local: bool) -> Exchange:
+    """``rank``'s side of ``moves``, received in global order.
 
-    Also returns where received tokens lie: int64[m, 3] global start, end, buffer offset, with
-    ranges that touch both globally and in the buffer joined.
+    Args:
+        local: whether what the rank holds itself is received too, as a copy.
     """
-    out = moves[moves[:, 1] == rank]
-    out = out[np.lexsort((out[:, 2], out[:, 0]))]
-    into = moves[moves[:, 0] == rank]
-    into = into[np.argsort(into[:, 2], kind="stable")]
-    size = into[:, 3] - into[:, 2]
+    into = moves[moves[:, RECV] == rank // team_size]
+    into = into[local | (into[:, SEND] != rank)]
+    into = into[np.argsort(into[:, TOKEN0], kind="stable")]
+    size = into[:, TOKEN1] - into[:, TOKEN0]
     offset = np.cumsum(size) - size
-    exchange = Exchange(
-        send=np.stack([out[:, 0], out[:, 4], out[:, 3] - out[:, 2]], axis=1),
-        recv=np.stack([into[:, 1], offset, size], axis=1),
+    out = moves[moves[:, SEND] == rank]
+    peers = (out[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+    out = np.repeat(out, team_size, axis=0)
+    going = local | (peers != rank)
+    peers, out = peers[going], out[going]
+    order = np.lexsort((out[:, TOKEN0], peers))
+    peers, out = peers[order], out[order]
+    return Exchange(
+        send=np.stack([peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0]], axis=1),
+        recv=np.stack([into[:, SEND], offset, size], axis=1),
+        places=joined(np.stack([into[:, TOKEN0], into[:, TOKEN1], offset], axis=1)),
         tokens=int(size.sum()),
+        team_size=team_size,
     )
-    return exchange, _join(np.stack([into[:, 2], into[:, 3], offset], axis=1))
 
 
-def _join(places: Table) -> Table:
-    """Join rows (start, end, offset) that continue one another; sorted by start and by offset."""
-    if len(places) == 0:
-        return places
-    first = np.ones(len(places), dtype=bool)
-    first[1:] = places[1:, 0] != places[:-1, 1]
-    heads = np.flatnonzero(first)
-    lasts = np.append(heads[1:], len(places)) - 1
-    return np.stack([places[heads, 0], places[lasts, 1], places[heads, 2]], axis=1)
-
-
-def _local_slices(slices: Slices, row_places: Table, key_places: Table) -> Slices:
-    """The mask over buffers: cut by places (start, end, offset) and renumbered to offsets."""
-    parts = [
-        shift(clip(slices, row0, row1, key0, key1), row_at - row0, key_at - key0)
-        for row0, row1, row_at in row_places.tolist()
-        for key0, key1, key_at in key_places.tolist()
-    ]
-    found = [part for part in parts if len(part)]
-    return np.concatenate(found) if found else np.zeros((0, 6), dtype=np.int64)
+def token_indices(places: Table | Sequence[Sequence[int]], tokens: int) -> Table:
+    """int64[tokens]: the global token at each position of a buffer with these places."""
+    table = np.asarray(places, dtype=np.int64).reshape(-1, 3)
+    indices = np.zeros(tokens, dtype=np.int64)
+    x, token = spread(table[:, 0], table[:, 1])
+    indices[table[x, 2] + token - table[x, 0]] = token
+    return indices

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import reference, torch_sdpa
 from .protocol import Capabilities, Kernel
+from .scoring import Scoring, Tokens
 
 # Fastest first: "auto" takes the first that can do the request.
 KERNELS: dict[str, Kernel] = {
@@ -19,13 +20,13 @@ class KernelError(ValueError):
     """No kernel can do what is asked, or the one named cannot."""
 
 
-def choose(name: str, q: Tensor) -> Kernel:
+def choose(name: str, q: Tensor, scoring: Scoring) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest that can do the request.
 
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why and which can.
     """
-    refusals = {n: kernel.CAPABILITIES.refuses(q) for n, kernel in KERNELS.items()}
+    refusals = {n: kernel.CAPABILITIES.refuses(q, scoring) for n, kernel in KERNELS.items()}
     able = [n for n, reason in refusals.items() if reason is None]
     if name == "auto" and able:
         return KERNELS[able[0]]
@@ -39,4 +40,4 @@ def choose(name: str, q: Tensor) -> Kernel:
     )
 
 
-__all__ = ["KERNELS", "Capabilities", "Kernel", "KernelError", "choose"]
+__all__ = ["KERNELS", "Capabilities", "Kernel", "KernelError", "Scoring", "Tokens", "choose"]

@@ -1,29 +1,36 @@
 """torch's own fused attention on CPU: the flash kernel behind ``scaled_dot_product_attention``.
 
 The kernel knows three shapes (no mask, a causal square, an additive mask), so slices are cut into
-tiles of those shapes; a row that several tiles attend is merged in fp32.
+tiles of those shapes; a row that several tiles attend is merged in fp32. ALiBi is an additive mask
+too, one per head, so its tiles are small. The kernel cannot cap scores, and the dropout mask that
+it draws cannot be had or given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..merge import accumulation_dtype, merge_
-from ..slices import Slices
+from ..slices import K0, K1, Q0, Q1, Slices, clip
 from .protocol import Capabilities
+from .scoring import Scoring, Tokens
 
 CAPABILITIES = Capabilities(
     name="torch",
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    features=("alibi",),
 )
 
 # Rows of a tile that needs an additive mask: bounds the mask to BAND_ROWS x (band + BAND_ROWS).
 BAND_ROWS = 256
+# Keys of a tile under ALiBi: bounds the mask to BAND_ROWS x BIAS_KEYS per head.
+BIAS_KEYS = 512
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,25 @@ def tiles(slices: Slices) -> Iterator[Tile]:
                 yield Tile(a, b, max(k0, a + lo), min(k1, b + hi), band=(lo, hi))
 
 
+def bias_tiles(slices: Slices) -> Iterator[Tile]:
+    """Cut normalised slices into tiles of at most BAND_ROWS x BIAS_KEYS."""
+    for one in slices[:, None]:
+        for a in range(one[0, Q0], one[0, Q1], BAND_ROWS):
+            strip = clip(one, a, a + BAND_ROWS, one[0, K0], one[0, K1])
+            for c in range(strip[0, K0], strip[0, K1], BIAS_KEYS):
+                for *sides, lo, hi in clip(strip, a, a + BAND_ROWS, c, c + BIAS_KEYS).tolist():
+                    yield Tile(*sides, band=(lo, hi))
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, softmax_scale: float
+    q: Tensor, k: Tensor, v: Tensor, slices: Slices, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
-    cut = list(tiles(slices))
+    cut = _cut(slices, scoring)
     wide = accumulation_dtype(q.dtype)
     b, rows, h, _ = q.shape
     # One tile a row needs no merge, so the result can be written as it comes.
-    merging = _rows_repeat(slices) or any(tile.causal for tile in cut)
+    merging = _rows_repeat(cut)
     out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
     lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
     q_, k_, v_ = _same_width(q, k, v)
@@ -81,8 +98,8 @@ def forward(
             *_operands(tile, q_, k_, v_),
             0.0,
             tile.causal,
-            attn_mask=tile.mask(q),
-            scale=softmax_scale,
+            attn_mask=_additive(tile, q, scoring, tokens),
+            scale=scoring.softmax_scale,
         )
         part = part.transpose(1, 2)[..., : v.shape[-1]]
         mine = slice(tile.q0, tile.q1)
@@ -102,14 +119,15 @@ def backward(
     out: Tensor,
     lse: Tensor,
     slices: Slices,
-    softmax_scale: float,
+    scoring: Scoring,
+    tokens: Tokens | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
     q_, k_, v_ = _same_width(q, k, v)
     dout_, out_, _ = _same_width(dout, out, q)
-    for tile in tiles(slices):
+    for tile in _cut(slices, scoring):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout_[:, rows].transpose(1, 2),
@@ -118,12 +136,27 @@ def backward(
             lse[..., rows],
             0.0,
             tile.causal,
-            attn_mask=tile.mask(q),
-            scale=softmax_scale,
+            attn_mask=_additive(tile, q, scoring, tokens),
+            scale=scoring.softmax_scale,
         )
         for total, part, where in zip((dq, dk, dv), parts, (rows, keys, keys), strict=True):
             total[:, where] += part.transpose(1, 2)[..., : total.shape[-1]]
     return dq, dk, dv
+
+
+def _cut(slices: Slices, scoring: Scoring) -> list[Tile]:
+    return list(tiles(slices) if scoring.alibi_slopes is None else bias_tiles(slices))
+
+
+def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor | None:
+    """What the kernel adds to the tile's scores: [rows, keys] in q's dtype, under ALiBi
+    [b or 1, h, rows, keys] in the accumulation dtype, or None."""
+    mask = tile.mask(q)
+    if scoring.alibi_slopes is None:
+        return mask
+    assert tokens is not None and mask is not None
+    here = tokens.part(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
+    return scoring.alibi_bias(here, accumulation_dtype(q.dtype)) + mask
 
 
 def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,10 +165,10 @@ def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return q[:, rows].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2)
 
 
-def _rows_repeat(slices: Slices) -> bool:
-    """Whether two slices share a row."""
-    order = slices[slices[:, 0].argsort()]
-    return bool((order[1:, 0] < order[:-1, 1]).any())
+def _rows_repeat(cut: list[Tile]) -> bool:
+    """Whether two tiles share a row."""
+    order = sorted((tile.q0, tile.q1) for tile in cut)
+    return any(after < stop for (_, stop), (after, _) in pairwise(order))
 
 
 def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,68 @@
+"""Joining and merging integer ranges, without loops over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Table = npt.NDArray[np.int64]
+
+
+def spread(first: Table, last: Table) -> tuple[Table, Table]:
+    """All n in first[x] .. last[x] - 1, for each x.
+
+    Returns:
+        (x, n), both int64[t], by x and then by n; a range with last <= first gives nothing.
+    """
+    count = np.maximum(last - first, 0)
+    x = np.repeat(np.arange(len(first)), count)
+    before = np.cumsum(count) - count
+    return x, np.arange(len(x)) - (before - first)[x]
+
+
+def touched(start: Table, stop: Table, tiles: Table) -> tuple[Table, Table]:
+    """Which tiles each range meets: tiles first[x] .. last[x] - 1.
+
+    Args:
+        start, stop: int64[n], ranges that are not empty, in any order.
+        tiles: int64[m, 2], disjoint ranges that are not empty, sorted.
+    """
+    first = np.searchsorted(tiles[:, 1], start, side="right")
+    last = np.searchsorted(tiles[:, 0], stop, side="left")
+    return first, last
+
+
+def union(group: Table, start: Table, stop: Table) -> Table:
+    """Merge the ranges of each group.
+
+    Returns:
+        int64[m, 3]: group, start, stop; sorted, and disjoint and apart within a group.
+    """
+    if len(start) == 0:
+        return np.zeros((0, 3), dtype=np.int64)
+    # One number line for all: a group's ranges lie a stride, and a gap, from the next group's.
+    base = int(start.min())
+    stride = int(stop.max()) - base + 1
+    line = group * stride - base
+    order = np.argsort(start + line, kind="stable")
+    start, stop = (start + line)[order], (stop + line)[order]
+    reach = np.maximum.accumulate(stop)
+    first = np.ones(len(start), dtype=bool)
+    first[1:] = start[1:] > reach[:-1]
+    heads = np.flatnonzero(first)
+    begin, end = start[heads], np.maximum.reduceat(stop, heads)
+    return np.stack(
+        [begin // stride, begin % stride + base, end - begin + begin % stride + base], 1
+    )
+
+
+def joined(places: Table) -> Table:
+    """Join rows (start, stop, offset) that continue the one before in both numberings."""
+    if len(places) == 0:
+        return places
+    first = np.ones(len(places), dtype=bool)
+    length = places[:-1, 1] - places[:-1, 0]
+    first[1:] = (places[1:, 0] != places[:-1, 1]) | (places[1:, 2] != places[:-1, 2] + length)
+    heads = np.flatnonzero(first)
+    lasts = np.append(heads[1:], len(places)) - 1
+    return np.stack([places[heads, 0], places[lasts, 1], places[heads, 2]], axis=1)

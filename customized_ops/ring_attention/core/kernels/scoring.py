@@ -1,0 +1,93 @@
+"""How scores become probabilities, and the places in the whole that this depends on.
+
+    score_ij = cap(scale q_i.k_j) - slope |i - j|       cap(x) = softcap tanh(x / softcap), or x
+    p_ij     = exp(score_ij - lse_i)                    lse_i over all scores of row i
+    out_i    = sum_j p_ij keep_ij / (1 - dropout_p) v_j
+
+Dropout leaves lse alone, so parts of a row's keys merge with it as they do without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a call does to its scores beside the mask.
+
+    Attributes:
+        softmax_scale: what q.k is multiplied by.
+        softcap: scores are kept within (-softcap, softcap) by a tanh; 0 is no cap.
+        alibi_slopes: fp32 [b or 1, h], of the heads of q at hand: what a score loses per token of
+            distance, after the cap (Press et al., arXiv:2108.12409, 2021). Takes no gradient.
+        dropout_p: the share of probabilities that become 0, in [0, 1).
+        dropout_seed: int64[1] on any device, needed where dropout_p > 0.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.softcap >= 0, f"softcap {self.softcap} is negative"
+        assert 0 <= self.dropout_p < 1, f"dropout_p {self.dropout_p} is not in [0, 1)"
+        assert not self.dropout_p or self.dropout_seed is not None, "dropout needs a seed"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of what this asks of a kernel beyond plain softmax."""
+        asked = {
+            "softcap": self.softcap > 0,
+            "alibi": self.alibi_slopes is not None,
+            "dropout": self.dropout_p > 0,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a kernel must be told the :class:`Tokens` at hand."""
+        return self.alibi_slopes is not None or self.dropout_p > 0
+
+    def alibi_bias(self, tokens: Tokens, dtype: torch.dtype) -> Tensor:
+        """What ALiBi adds to the scores, [b or 1, h, i, j] in ``dtype``."""
+        assert self.alibi_slopes is not None
+        return -self.alibi_slopes.to(dtype)[..., None, None] * tokens.distances().to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Which rows, keys, heads and batch entries of the whole attention are at hand.
+
+    Attributes:
+        rows: int64[i], the global query index of each row of q.
+        keys: int64[j], the global key index of each row of k.
+        key_positions: int64[j], where each key stands on the queries' scale; differs from ``keys``
+            where the two sequences differ in length.
+        first_head: global index of the first head of q.
+        first_batch: global index of the first batch entry.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    key_positions: Tensor
+    first_head: int
+    first_batch: int = 0
+
+    def part(self, rows: slice, keys: slice) -> Tokens:
+        """Those of some of the rows and keys."""
+        return replace(
+            self,
+            rows=self.rows[rows],
+            keys=self.keys[keys],
+            key_positions=self.key_positions[keys],
+        )
+
+    def distances(self) -> Tensor:
+        """int64[i, j], tokens between each row and each key."""
+        return (self.rows[:, None] - self.key_positions[None, :]).abs()

@@ -1,0 +1,79 @@
+"""A rank's share of the heads, and which tokens it works on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .comm import ROWS, STATS, Dims
+from .kernels import Scoring, Tokens
+from .merge import unattended
+from .plan import Plan
+
+
+class Share:
+    """What one rank computes of a call: the n-th of a team has the n-th share of the heads.
+
+    Attributes:
+        whole: whether the share is all heads.
+        scoring: that of these heads.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, q: Tensor, scoring: Scoring, key_positions: Tensor | None
+    ) -> None:
+        self._plan, self._rank, self._device = plan, rank, q.device
+        self._key_positions = key_positions
+        self._n, self._count = rank % plan.team_size, plan.team_size
+        self._first_head = self._n * (q.shape[ROWS.heads] // self._count)
+        self.whole = self._count == 1
+        if scoring.alibi_slopes is not None and not self.whole:
+            slopes = self.of(scoring.alibi_slopes, Dims(tokens=-1, heads=1))
+            scoring = replace(scoring, alibi_slopes=slopes)
+        self.scoring = scoring
+
+    def of(self, tensor: Tensor, dims: Dims = ROWS) -> Tensor:
+        """The share of ``tensor``, a view."""
+        if self.whole:
+            return tensor
+        heads = tensor.shape[dims.heads] // self._count
+        return tensor.narrow(dims.heads, self._n * heads, heads)
+
+    def among_all(self, out: Tensor, lse: Tensor, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+        """A share's results in tensors of all heads, the rest as if it attended nothing."""
+        all_out, all_lse = unattended(q, v_dim, out.dtype)
+        self.of(all_out).copy_(out)
+        self.of(all_lse, STATS).copy_(lse)
+        return all_out, all_lse
+
+    def tokens(self, stage: int, *, guests: bool) -> Tokens | None:
+        """Which rows and keys a stage's kernel call has, if the kernel must know.
+
+        Args:
+            guests: whether the rows are those received from others, not the rank's own.
+        """
+        if not self.scoring.needs_tokens:
+            return None
+        rows, keys = _indices(self._plan, self._rank, stage, guests, self._device)
+        mask = self._plan.mask
+        positions = (
+            keys - (mask.k_len - mask.q_len)
+            if self._key_positions is None
+            else self._key_positions[keys]
+        )
+        return Tokens(rows, keys, positions, self._first_head)
+
+
+@lru_cache(maxsize=512)
+def _indices(
+    plan: Plan, rank: int, stage: int, guests: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Global indices of the rows and the keys at hand, on the device once for all layers."""
+    mine = plan.rank(rank)
+    kv = mine.stages[stage].kv
+    rows = mine.q.indices if guests else plan.q_layout.positions(rank)
+    keys = plan.k_layout.positions(rank) if kv is None else kv.indices
+    return torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)
