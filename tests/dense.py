@@ -51,7 +51,7 @@ def dense_attention(
     if alibi_slopes is not None:
         positions = torch.arange(keys) if key_positions is None else key_positions
         distance = (torch.arange(rows).unsqueeze(1) - positions).abs()
-        scores = scores - (alibi_slopes[..., None, None] * distance).to(scores.dtype)
+        scores = scores - (alibi_slopes.double()[..., None, None] * distance).to(scores.dtype)
     if sink is not None:  # one more key, that every row attends
         column = sink.view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
+    wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.groups import group_name
-from customized_ops.ring_attention.ring_attn import RING_ATTN
-from customized_ops.ring_attention.zigzag_attn import ZIGZAG_ATTN
+from customized_ops.ring_attention.core.kernels.philox import keep
 
-GRAPH_OPS = {"ring": RING_ATTN, "zigzag": ZIGZAG_ATTN}
 DENSE_OPS = {"ring": wrap_ring_attn_func, "zigzag": wrap_zigzag_attn_func}
+PACKED_OPS = ("varlen", "packed window", "packed streaming")
+SEED = 1234567890123
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,14 @@ class Case:
     """One call of an op on one global problem.
 
     Attributes:
-        op: ring, zigzag or varlen. cu_seqlens: documents, varlen only.
-        sizes: tokens per rank, None for an even or DTensor-like split.
-        strided: q, k, v with a head dim that is not dense. fused: views of one tensor.
+        op: ring, zigzag, varlen, window, streaming, packed window, packed streaming or masked.
+        cu_seqlens: documents, of packed ops. cu_seqlens_k: those of the keys, if others.
+        given: the mask of a masked op. sink_tokens: of streaming ops, whose window is window[0].
+        sizes: tokens per rank, None for an even or DTensor-like split; k_sizes: those of the keys,
+            if others.
+        layout: a kind of layout, or a spec. strided: q, k, v with a head dim that is not dense.
+        fused: views of one tensor.
+        softcap, alibi, dropout, sink: what is done to the scores.
     """
 
     op: str
@@ -41,156 +48,187 @@ class Case:
     batch: int = 1
     dims: tuple[int, int] = (8, 8)
     cu_seqlens: tuple[int, ...] = ()
+    cu_seqlens_k: tuple[int, ...] | None = None
+    given: AttnMask | None = None
+    sink_tokens: int = 0
     sizes: tuple[int, ...] | None = None
+    k_sizes: tuple[int, ...] | None = None
     layout: str | None = None
     dtype: torch.dtype = torch.float64
     strided: bool = False
     fused: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout: float = 0.0
+    sink: bool = False
     seed: int = 0
     device: str = "cpu"
+
+    @property
+    def packed(self) -> bool:
+        """Whether tensors are [l, h, d]."""
+        return self.op in PACKED_OPS
+
+    @property
+    def k_length(self) -> int:
+        """Number of keys."""
+        if self.given is not None:
+            return self.given.k_len
+        return self.length if self.cu_seqlens_k is None else self.cu_seqlens_k[-1]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and the gradient of out: [b, l, h, d], or [l, h, d] if packed."""
         g = torch.Generator().manual_seed(self.seed)
 
-        def made(heads: int, dim: int) -> Tensor:
-            lead = (self.length,) if self.op == "varlen" else (self.batch, self.length)
+        def made(length: int, heads: int, dim: int) -> Tensor:
+            lead = (length,) if self.packed else (self.batch, length)
             x = torch.randn((*lead, heads, dim), generator=g, dtype=torch.float64)
             return x.to(self.dtype).to(self.device)
 
-        (h, k), (d, e) = self.heads, self.dims
-        return made(h, d), made(k, d), made(k, e), made(h, e)
+        (h, n), (d, e), m = self.heads, self.dims, self.k_length
+        return made(self.length, h, d), made(m, n, d), made(m, n, e), made(self.length, h, e)
+
+    def per_head(self) -> tuple[Tensor | None, Tensor | None]:
+        """ALiBi slopes [h] and sink logits [h]."""
+        heads = torch.arange(1.0, 1 + self.heads[0], dtype=torch.float64)
+        slopes = (heads / 7).float().to(self.device) if self.alibi else None
+        sink = torch.sin(heads).to(self.dtype).to(self.device) if self.sink else None
+        return slopes, sink
 
     def mask(self) -> AttnMask:
         """Which pairs attend."""
-        if self.op == "varlen":
-            return AttnMask.varlen(self.cu_seqlens, causal=self.causal, window=self.window)
+        if self.given is not None:
+            return self.given
+        if self.packed:
+            window = (self.window[0], 0) if "streaming" in self.op else self.window
+            return AttnMask.varlen(
+                self.cu_seqlens,
+                self.cu_seqlens_k,
+                causal=self.causal,
+                window=window,
+                global_tokens=self.sink_tokens,
+            )
+        if self.op == "streaming":
+            return AttnMask.streaming(self.length, self.window[0], self.sink_tokens)
         return AttnMask.dense(self.length, causal=self.causal, window=self.window)
 
-    def layout_of(self, ranks: int) -> Layout:
-        """Where the tokens lie."""
-        if self.layout == "zigzag":
-            return Layout.zigzag(self.length, ranks)
-        if self.sizes is not None:
-            assert sum(self.sizes) == self.length and len(self.sizes) == ranks
-            return Layout.from_sizes(self.sizes)
-        return Layout.contiguous(self.length, ranks)
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Any:
-        """The public op on local tensors; out and lse.
-
-        The dense functions return no lse, so it is taken from the op below them, whose out must be
-        the same bit for bit.
-        """
-        if self.op != "varlen":
-            op = DENSE_OPS[self.op]
-            out = op(q, k, v, causal=self.causal, window_size=self.window, **where)
-            layout, group = where.get("layout"), group_name(where.get("process_group"))
-            spec, kernel = "" if layout is None else layout.spec, where.get("kernel", "auto")
-            scale = q.shape[-1] ** -0.5
-            below = GRAPH_OPS[self.op]
-            again, lse = below(q, k, v, scale, self.causal, *self.window, kernel, spec, group)
-            assert torch.equal(out, again)
-            return out, lse
-        return wrap_ring_attn_varlen_func(
-            q,
-            k,
-            v,
-            list(self.cu_seqlens),
-            torch.tensor(self.cu_seqlens, dtype=torch.int32),
-            causal=self.causal,
-            window_size=self.window,
-            return_lse=True,
-            **where,
+    def layouts(self, ranks: int) -> tuple[Layout, Layout]:
+        """Where the tokens of q and of k lie."""
+        return (
+            _layout(self.layout, self.sizes, self.length, ranks),
+            _layout(self.layout, self.k_sizes or self.sizes, self.k_length, ranks),
         )
+
+    def layout_of(self, ranks: int) -> Layout:
+        """Where the tokens of q lie."""
+        return self.layouts(ranks)[0]
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **where: Any
+    ) -> Any:
+        """The public op on local tensors; out and lse."""
+        options: dict[str, Any] = {
+            "alibi_slopes": self.per_head()[0],
+            "dropout_p": self.dropout,
+            "dropout_seed": SEED,
+            "softcap": self.softcap,
+            "sink": sink,
+            "return_lse": True,
+            **where,
+        }
+        cu_q, cu_k = list(self.cu_seqlens), torch.tensor(self.cu_seqlens_k or self.cu_seqlens)
+        match self.op:
+            case "masked":
+                return wrap_masked_attn_func(q, k, v, self.given, **options)
+            case "streaming":
+                return wrap_streaming_attn_func(
+                    q, k, v, self.window[0], self.sink_tokens, **options
+                )
+            case "packed streaming":
+                return wrap_streaming_attn_func(
+                    q, k, v, self.window[0], self.sink_tokens, cu_seqlens=cu_q, **options
+                )
+        options |= {"causal": self.causal, "window_size": self.window}
+        match self.op:
+            case "window":
+                return wrap_sliding_window_attn_func(q, k, v, **options)
+            case "packed window":
+                return wrap_sliding_window_attn_func(q, k, v, cu_q, cu_k, **options)
+            case "varlen":
+                return wrap_ring_attn_varlen_func(q, k, v, cu_q, cu_k.int(), **options)
+        return DENSE_OPS[self.op](q, k, v, **options)
+
+
+def _layout(kind: str | None, sizes: Any, total: int, ranks: int) -> Layout:
+    if kind is not None:
+        return Layout.parse(kind if ":" in kind else f"{kind}:{total}:{ranks}")
+    if sizes is not None:
+        assert sum(sizes) == total and len(sizes) == ranks
+        return Layout.from_sizes(sizes)
+    return Layout.contiguous(total, ranks)
 
 
 def run_rank(case: Case, rank: int, ranks: int, group: Any) -> list[Tensor]:
-    """What one rank computes: out, lse, dq, dk, dv of its shard."""
-    layout, dim = case.layout_of(ranks), 0 if case.op == "varlen" else 1
-    q, k, v, dout = (layout.shard(t, rank, dim) for t in case.tensors())
+    """What one rank computes: out, lse, dq, dk, dv of its shard, and its part of the sink's."""
+    (q_layout, k_layout), dim = case.layouts(ranks), 0 if case.packed else 1
+    q, k, v, dout = case.tensors()
+    q, dout = (q_layout.shard(t, rank, dim) for t in (q, dout))
+    k, v = (k_layout.shard(t, rank, dim) for t in (k, v))
     if case.strided:
         q, k, v = (t.transpose(-2, -1).contiguous().transpose(-2, -1) for t in (q, k, v))
     if case.fused:
         sizes = [t.shape[-2] for t in (q, k, v)]
         q, k, v = torch.cat([q, k, v], -2).split(sizes, -2)
         assert not q.is_contiguous() or q.numel() == 0 or k.numel() == 0
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    even = len(set(layout.sizes)) == 1 and case.layout is None
-    where = {} if even or (case.op == "varlen" and case.sizes is None) else {"layout": layout}
-    out, lse = case.call(q, k, v, process_group=group, **where)
-    grads = torch.autograd.grad(out, (q, k, v), dout)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    sink = case.per_head()[1]
+    if sink is not None:
+        leaves.append(sink.requires_grad_())
+    usual = q_layout == k_layout == Layout.contiguous(q_layout.total, ranks)
+    where: dict[str, Any] = {"process_group": group}
+    if not (usual and len(set(q_layout.sizes)) == 1):
+        where["layout"] = q_layout
+        if q_layout != k_layout:
+            where["k_layout"] = k_layout
+    out, lse = case.call(*leaves, **where)
+    grads = torch.autograd.grad(out, leaves, dout)
     return [t.detach() for t in (out, lse, *grads)]
 
 
 def gather(case: Case, per_rank: list[list[Tensor]]) -> list[Tensor]:
     """Whole results from every rank's."""
-    layout = case.layout_of(len(per_rank))
-    tokens = 0 if case.op == "varlen" else 1
-    dims = (tokens, 1 if case.op == "varlen" else 2, tokens, tokens, tokens)
-    return [layout.unshard([r[n] for r in per_rank], dim) for n, dim in enumerate(dims)]
+    q_layout, k_layout = case.layouts(len(per_rank))
+    tokens, stat = (0, 1) if case.packed else (1, 2)
+    where = [(q_layout, tokens), (q_layout, stat), (q_layout, tokens)] + [(k_layout, tokens)] * 2
+    whole = [layout.unshard([r[n] for r in per_rank], dim) for n, (layout, dim) in enumerate(where)]
+    return whole + ([sum(r[5] for r in per_rank)] if case.sink else [])
 
 
 def expected(case: Case) -> list[Tensor]:
     """The same from dense attention on one device."""
-    from dense import dense_attention
+    from dense import dense_gradients
 
     q, k, v, dout = case.tensors()
-    packed = case.op == "varlen"
-    q, k, v, dout = ((t.unsqueeze(0) if packed else t).double().cpu() for t in (q, k, v, dout))
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-    out, lse = dense_attention(q, k, v, case.mask(), q.shape[-1] ** -0.5)
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    return [(t.squeeze(0) if packed else t).detach() for t in (out, lse, *grads)]
+    q, k, v, dout = ((t.unsqueeze(0) if case.packed else t).double().cpu() for t in (q, k, v, dout))
+    slopes, sink = (None if t is None else t.double().cpu() for t in case.per_head())
+    scoring: dict[str, Any] = {"softcap": case.softcap, "key_positions": key_positions(case)}
+    if slopes is not None:
+        scoring["alibi_slopes"] = slopes.unsqueeze(0)
+    if case.dropout:
+        rows, keys = torch.arange(case.length), torch.arange(case.k_length)
+        seed = torch.tensor([SEED])
+        drawn = keep(seed, case.dropout, rows, keys, 0, case.heads[0], 0, len(q))
+        scoring |= {"keep": drawn, "dropout_p": case.dropout}
+    scale = q.shape[-1] ** -0.5
+    results = dense_gradients(q, k, v, case.mask(), scale, dout, sink=sink, **scoring)
+    return [t.squeeze(0) if case.packed and n < 5 else t for n, t in enumerate(results)]
 
 
-PACKED = dict(length=45, cu_seqlens=(0, 7, 7, 8, 30, 45))
-
-TABLE = {
-    "causal": Case("ring", 32),
-    "full": Case("ring", 32, causal=False),
-    "window": Case("ring", 32, causal=False, window=(5, 2)),
-    "causal window": Case("ring", 32, window=(9, -1)),
-    "grouped 4:1": Case("ring", 32, heads=(8, 2)),
-    "one key head": Case("ring", 32, heads=(6, 1)),
-    "batch 3": Case("ring", 24, batch=3),
-    "odd length": Case("ring", 37, sizes=None),
-    "fewer tokens than ranks": Case("ring", 3),
-    "one token": Case("ring", 1),
-    "v wider": Case("ring", 32, dims=(8, 12)),
-    "v narrower": Case("ring", 32, dims=(8, 3)),
-    "strided inputs": Case("ring", 32, heads=(4, 2), strided=True),
-    "zigzag": Case("zigzag", 32),
-    "zigzag full": Case("zigzag", 32, causal=False),
-    "zigzag window": Case("zigzag", 33, window=(6, 0)),
-    "zigzag one key head": Case("zigzag", 32, heads=(6, 1)),
-    "zigzag two-sided window": Case("zigzag", 29, causal=False, window=(4, 3)),
-    "zigzag strided": Case("zigzag", 24, heads=(4, 2), strided=True, batch=2),
-    "fused qkv": Case("ring", 24, heads=(4, 2), fused=True, batch=2),
-    "packed fused qkv": Case("varlen", heads=(4, 2), fused=True, **PACKED),
-    "zigzag odd, grouped": Case("zigzag", 37, heads=(8, 2), batch=3),
-    "zigzag laid out so": Case("zigzag", 37, layout="zigzag"),
-    "packed": Case("varlen", **PACKED),
-    "packed full": Case("varlen", causal=False, **PACKED),
-    "packed window": Case("varlen", window=(4, -1), **PACKED),
-    "packed grouped": Case("varlen", heads=(8, 2), **PACKED),
-    "packed strided": Case("varlen", heads=(4, 1), strided=True, **PACKED),
-    "packed, one document": Case("varlen", 16, cu_seqlens=(0, 16)),
-    "packed, tokens alone": Case("varlen", 6, cu_seqlens=tuple(range(7))),
-    "packed, empty ends": Case("varlen", 9, cu_seqlens=(0, 0, 9, 9, 9)),
-}
-
-UNEVEN = {
-    2: {
-        "uneven": Case("ring", 20, sizes=(13, 7), heads=(4, 2)),
-        "empty rank": Case("ring", 20, sizes=(0, 20)),
-        "zigzag uneven": Case("zigzag", 20, sizes=(3, 17)),
-        "packed uneven": replace(TABLE["packed"], sizes=(44, 1)),
-    },
-    4: {
-        "uneven": Case("ring", 20, sizes=(13, 0, 2, 5), heads=(4, 2)),
-        "empty ranks": Case("ring", 20, sizes=(0, 0, 20, 0), batch=2),
-        "zigzag uneven": Case("zigzag", 20, sizes=(3, 10, 6, 1)),
-        "packed uneven": replace(TABLE["packed"], sizes=(1, 30, 0, 14)),
-    },
-}
+def key_positions(case: Case) -> Tensor:
+    """Where keys stand on the queries' scale: the ends of sequences, or documents, are aligned."""
+    positions = torch.arange(case.k_length)
+    cu_q = case.cu_seqlens or (0, case.length)
+    cu_k = case.cu_seqlens_k or case.cu_seqlens or (0, case.k_length)
+    for n in range(len(cu_k) - 1):
+        positions[cu_k[n] : cu_k[n + 1]] -= cu_k[n + 1] - cu_q[n + 1]
+    return positions

@@ -7,8 +7,19 @@ from .core.inprocess import run_ranks
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan, make_plan
+from .layout_ops import (
+    wrap_roll_func,
+    wrap_shard_func,
+    wrap_shuffle_func,
+    wrap_unshard_func,
+    wrap_unshuffle_func,
+)
+from .masked_attn import wrap_masked_attn_func
+from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
+from .sliding_window_attn import wrap_sliding_window_attn_func
+from .streaming_attn import wrap_streaming_attn_func
 from .zigzag_attn import wrap_zigzag_attn_func
 
 __all__ = [
@@ -17,7 +28,17 @@ __all__ = [
     "Plan",
     "make_plan",
     "run_ranks",
+    "wrap_masked_attn_func",
+    "wrap_maybe_shuffle",
+    "wrap_maybe_unshuffle",
     "wrap_ring_attn_func",
     "wrap_ring_attn_varlen_func",
+    "wrap_roll_func",
+    "wrap_shard_func",
+    "wrap_shuffle_func",
+    "wrap_sliding_window_attn_func",
+    "wrap_streaming_attn_func",
+    "wrap_unshard_func",
+    "wrap_unshuffle_func",
     "wrap_zigzag_attn_func",
 ]

@@ -6,8 +6,10 @@ would fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,15 +82,169 @@ def causal_of(op: str, causal: bool) -> bool:
     return bool(causal)
 
 
-def spec_of(op: str, layout: Layout | None) -> str:
+def spec_of(op: str, name: str, layout: Layout | None) -> str:
     """The layout as an op argument; ``""`` if None.
 
     Raises:
         ArgumentError: not a Layout.
     """
     if layout is not None and not isinstance(layout, Layout):
-        raise ArgumentError(f"{op}: layout must be a Layout or None, got {layout!r}")
+        raise ArgumentError(f"{op}: {name} must be a Layout or None, got {layout!r}")
     return "" if layout is None else layout.spec
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments that every attention op takes alike, as the user passed them.
+
+    Attributes:
+        softmax_scale: what scores are multiplied by; None means 1 / sqrt(head dim).
+        softcap: scores are kept in (-softcap, softcap) by a tanh; 0 is none.
+        dropout_p, dropout_seed: the share of probabilities that become 0, and the seed of the
+            generator, which draws by token and head: an int, an int64 tensor [1], or None to draw
+            one from torch's generator.
+        alibi_slopes: fp32 [h] or [b, h], or None.
+        sink: [h] logits, or None.
+    """
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    return_lse: bool = False
+    kernel: str = "auto"
+    layout: Layout | None = None
+    k_layout: Layout | None = None
+
+    def tensors(self, op: str, q: Tensor) -> dict[str, Tensor | None]:
+        """The optional tensors of the op.
+
+        Raises:
+            ArgumentError: one that does not fit q.
+        """
+        heads = q.shape[-2]
+        dropout_of(op, self.dropout_p)
+        return {
+            "alibi_slopes": slopes_of(op, self.alibi_slopes, heads),
+            "sink": sink_of(op, self.sink, heads),
+            "dropout_seed": seed_of(op, self.dropout_seed, q) if self.dropout_p else None,
+        }
+
+    def numbers(self, op: str, q: Tensor) -> dict[str, Any]:
+        """The options of the op but its group.
+
+        Raises:
+            ArgumentError: one that is out of range.
+        """
+        return {
+            "softmax_scale": scale_of(op, self.softmax_scale, q),
+            "softcap": softcap_of(op, self.softcap),
+            "dropout_p": dropout_of(op, self.dropout_p),
+            "return_lse": bool(self.return_lse),
+            "kernel": self.kernel,
+            "layout": spec_of(op, "layout", self.layout),
+            "k_layout": spec_of(op, "k_layout", self.k_layout),
+        }
+
+
+def _number(op: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentError(f"{op}: {name} must be a number, got {value!r}")
+    return float(value)
+
+
+def tokens_of(op: str, name: str, count: int) -> int:
+    """A number of tokens, 0 or more.
+
+    Raises:
+        ArgumentError: something else.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ArgumentError(f"{op}: {name} must be a number of tokens, 0 or more, got {count!r}")
+    return count
+
+
+def softcap_of(op: str, softcap: float) -> float:
+    """The cap of scores, 0 for none.
+
+    Raises:
+        ArgumentError: not a number, negative or not finite.
+    """
+    value = _number(op, "softcap", softcap)
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"{op}: softcap must be 0 (none) or above, got {softcap!r}")
+    return value
+
+
+def dropout_of(op: str, dropout_p: float) -> float:
+    """The dropout probability.
+
+    Raises:
+        ArgumentError: not in [0, 1).
+    """
+    value = _number(op, "dropout_p", dropout_p)
+    if not 0 <= value < 1:
+        raise ArgumentError(f"{op}: dropout_p must be in [0, 1), got {dropout_p!r}")
+    return value
+
+
+def seed_of(op: str, seed: int | Tensor | None, q: Tensor) -> Tensor:
+    """The seed of dropout as an int64 tensor of one element; drawn on q's device if None.
+
+    Raises:
+        ArgumentError: neither an integer nor such a tensor.
+    """
+    if seed is None:
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return torch.tensor([seed], dtype=torch.int64)
+    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.numel() == 1:
+        return seed.reshape(1)
+    raise ArgumentError(
+        f"{op}: dropout_seed must be an int, an int64 tensor of one element or None, got {seed!r}"
+    )
+
+
+def slopes_of(op: str, slopes: Tensor | None, heads: int) -> Tensor | None:
+    """ALiBi slopes [h] or [b, h], or None; the batch is checked against the annotation.
+
+    Raises:
+        ArgumentError: another shape or dtype, or slopes that require a gradient, which none gets.
+    """
+    if slopes is None:
+        return None
+    if not isinstance(slopes, Tensor) or not slopes.dtype.is_floating_point:
+        raise ArgumentError(f"{op}: alibi_slopes must be a floating tensor, got {slopes!r}")
+    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+        raise ArgumentError(
+            f"{op}: alibi_slopes must be [h] or [b, h] with h = {heads} heads of q, got shape "
+            f"{tuple(slopes.shape)}"
+        )
+    if slopes.requires_grad:
+        raise ArgumentError(
+            f"{op}: alibi_slopes require a gradient, which they do not get; pass slopes.detach()"
+        )
+    return slopes
+
+
+def sink_of(op: str, sink: Tensor | None, heads: int) -> Tensor | None:
+    """Sink logits [h], or None.
+
+    Raises:
+        ArgumentError: another shape or dtype.
+    """
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+        raise ArgumentError(f"{op}: sink must be a floating tensor [h] or None, got {sink!r}")
+    if sink.shape != (heads,):
+        raise ArgumentError(
+            f"{op}: sink must hold a logit for each of the {heads} heads of q, shape ({heads},), "
+            f"got {tuple(sink.shape)}"
+        )
+    return sink
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:

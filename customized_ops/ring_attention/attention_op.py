@@ -1,13 +1,16 @@
-"""What the attention ops have in common: an op call becomes a plan, and the executor runs it.
+"""How an attention op is declared: its signature in a graph, its annotation, its partition rule.
 
 wrap_*_attn_func            checks what the user passed, names the group
-  -> seqshard::*_attn       the op in a graph: tensors, numbers, strings      (this file)
-    -> make_plan, executor  what moves and what is computed                   (core/)
+  -> seqshard::*_attn       the op in a graph: tensors, numbers, strings      declared here
+    -> attention_call       the op call becomes a plan, which is run
+
+All ops have the same arguments but for those that say which pairs attend: q, k, v, integer tensors
+(cu_seqlens, a mask), alibi_slopes, sink, dropout_seed, numbers (causal, window), and the options.
 """
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,231 +18,253 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from annotations import AnnotatedOp, register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
-from . import agreement
-from .arguments import ArgumentError, check_heads, check_tensors
+from .arguments import (
+    Options,
+    check_heads,
+    check_tensors,
+    checked,
+    dropout_of,
+    refuse_unsupported,
+)
+from .attention_call import backward, forward, lse_like, resolve
 from .core.comm import Comm
-from .core.executor import attention_backward, attention_forward
-from .core.groups import comm_by_name
-from .core.kernels import Kernel, Scoring, choose
+from .core.groups import GroupLike, group_name
 from .core.layout import Layout
-from .core.merge import accumulation_dtype
-from .core.plan import Plan
+from .core.mask import AttnMask
+from .core.plan import Plan, make_plan
+
+Given = Mapping[str, Any]  # an op's arguments by name
+
+OPTIONAL_TENSORS = ("alibi_slopes", "sink", "dropout_seed")
+OPTIONS: dict[str, type] = {
+    "softmax_scale": float,
+    "softcap": float,
+    "dropout_p": float,
+    "return_lse": bool,
+    "kernel": str,
+    "layout": str,
+    "k_layout": str,
+    "group": str,
+}
 
 
 @dataclass(frozen=True)
-class Call:
-    """An op call, resolved: what to run, over which group, with which kernel."""
+class Problem:
+    """Which pairs attend in a call, and where the tokens lie.
 
-    plan: Plan
-    comm: Comm
-    kernel: Kernel
-    softmax_scale: float
-    lse_used: bool
+    Attributes:
+        key_positions: int64[k_len] array, where keys stand on the queries' scale, for ALiBi; None
+            aligns the ends of the sequences.
+    """
+
+    mask: AttnMask
+    q_layout: Layout
+    k_layout: Layout
+    key_positions: Any = None
 
 
 @dataclass(frozen=True)
-class Options:
-    """Arguments that every attention op has: scale, kernel name and group name.
+class Family:
+    """Ops that say in one way which pairs attend.
 
-    ``lse_used`` says whether a gradient may flow into lse. Every rank must know that alike, because
-    it changes what the backward sends, and autograd tells a rank only of its own loss.
+    Attributes:
+        packed: q, k, v are [l, h, d] rather than [b, l, h, d].
+        tensors: integer tensors after v, and how they are annotated.
+        numbers: arguments that say which pairs attend, and their types.
+        same_length: q and k always have as many tokens as each other.
+        problem: from title, arguments and group to the problem; raises ValueError where they
+            contradict one another.
+        worst: from arguments and a number of tokens to the mask that costs are taken from.
     """
 
-    softmax_scale: float
-    kernel: str
-    group: str
-    lse_used: bool = False
+    packed: bool
+    tensors: Mapping[str, str]
+    numbers: Mapping[str, type]
+    same_length: bool
+    problem: Callable[[str, Given, Comm], Problem]
+    worst: Callable[[Given, int], AttnMask]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Name and type of every argument of the op in a graph, in order."""
+        named: dict[str, Any] = dict.fromkeys(("q", "k", "v", *self.tensors), Tensor)
+        named |= dict.fromkeys(OPTIONAL_TENSORS, Tensor | None)
+        return {**named, **self.numbers, **OPTIONS}
 
 
-def head_dims(op: str, q: Tensor, k: Tensor) -> tuple[str, str]:
-    """How the head dims of q and of k, v are annotated: ``(g 4)`` and ``g`` with grouped queries.
+def declare(
+    family: Family, name: str, title: str, *, assignment: str = "auto", split_heads: bool = True
+) -> AnnotatedOp:
+    """Register an attention op.
 
-    Raises:
-        ArgumentError: the heads of q are not a multiple of those of k.
+    Args:
+        name: ``namespace::op``. title: the public function's name, for errors.
+        assignment: who computes what; see :func:`~.core.plan.make_plan`.
+        split_heads: whether the op may split heads over ranks inside, where that is faster.
     """
-    check_heads(op, q, k)
+    arguments = family.arguments
+
+    def plan(problem: Problem, heads: tuple[int, int]) -> Plan:
+        return make_plan(
+            problem.mask,
+            problem.q_layout,
+            problem.k_layout,
+            assignment=assignment,
+            heads=heads if heads[1] else (1, 1),
+            team_size=None if split_heads else 1,
+        )
+
+    def resolved(given: Given, compare: bool) -> Any:
+        def make(comm: Comm) -> tuple[Plan, Any]:
+            problem = family.problem(title, given, comm)
+            heads = given["q"].shape[-2], given["k"].shape[-2]
+            return plan(problem, heads), problem.key_positions
+
+        return resolve(title, given, make, compare=compare)
+
+    def attend(**given: Any) -> tuple[Tensor, Tensor]:
+        return forward(resolved(given, True), given, family.packed)
+
+    def run_backward(dout: Any, dlse: Any, *args: Any) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = args
+        given = dict(zip(arguments, inputs, strict=True))
+        return backward(resolved(given, False), dout, dlse, given, out, lse, family.packed)
+
+    def fake(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        check_tensors(title, q, k, v)
+        *lead, length, h, _d = q.shape
+        return q.new_empty((*lead, length, h, v.shape[-1])), lse_like(q, (*lead, h, length))
+
+    def plan_of(bound: BoundAnnotation, site: SplitSite, given: Given) -> Plan:
+        layout = Layout.contiguous(site.size, site.parts)
+        _, h, g, *_ = _sizes(bound)
+        return plan(Problem(family.worst(given, site.size), layout, layout), (h, g))
+
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    attend.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, by_position, annotation=t) for n, t in arguments.items()],
+        return_annotation=tuple[Tensor, Tensor],
+    )
+    attend.__name__ = name.split("::")[1]
+    attend.__doc__ = f"The op below :func:`{title}`, as it stands in a graph."
+    return register_op(
+        lambda **given: annotation(title, family, given),
+        name=name,
+        title=title,
+        rule=_rule(plan_of, family),
+        differentiable=("q", "k", "v", "sink"),
+        fake=fake,
+        backward=run_backward,
+    )(attend)
+
+
+def call_op(
+    op: AnnotatedOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]],
+    options: Options,
+    process_group: GroupLike,
+    **unsupported: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check a user's call and make it; returns out, and lse if asked for.
+
+    Args:
+        pattern: checks and returns the family's integer tensors and its numbers.
+        unsupported: arguments of the public function that must be at their defaults.
+    """
+    record = op.record
+    title = record.title
+
+    def check() -> list[Any]:
+        refuse_unsupported(title, **unsupported)
+        check_tensors(title, q, k, v)
+        tensors, numbers = pattern()
+        named: dict[str, Any] = {"q": q, "k": k, "v": v, **tensors}
+        named |= dict.fromkeys(OPTIONAL_TENSORS)
+        named |= {
+            **numbers,
+            **dict.fromkeys(OPTIONS),
+            "dropout_p": dropout_of(title, options.dropout_p),
+        }
+        watched = not torch.compiler.is_compiling()
+        if watched:  # the shapes of q, k, v first: the rest is checked against them
+            record.bind(named)
+        named |= {**options.tensors(title, q), **options.numbers(title, q)}
+        if watched:
+            record.bind(named)
+        return list(named.values())[3:-1]
+
+    rest = checked(title, process_group, check)
+    out, lse = op(q, k, v, *rest, group_name(process_group))
+    return (out, lse) if options.return_lse else out
+
+
+def annotation(title: str, family: Family, given: Given) -> str:
+    """The annotation of a call, from the shapes it is called with.
+
+    Dropout draws by global head and batch entry, which a rank with some of them would not know:
+    with it neither can be split. Nor can a cross-attention's sequences, which are two identifiers.
+    """
+    q, k = given["q"], given["k"]
+    expected = 3 if family.packed else 4
+    plain = q.ndim == k.ndim == expected
+    h, g = _heads(title, q, k) if plain else ("h", "h")
+    cross = plain and not family.same_length and q.shape[-3] != k.shape[-3]
+    batch, lq, lk = "b", *(("l^", "m^") if cross else ("l", "l"))
+    if given["dropout_p"]:
+        batch = "b^"
+        h, g = (f"(g^ {h[3:-1]})", "g^") if h.startswith("(") else ("h^", "h^")
+    lead = "" if family.packed else f"{batch} "
+    inputs = [f"{lead}{lq} {h} hd^", f"{lead}{lk} {g} hd^", f"{lead}{lk} {g} vd^"]
+    inputs += family.tensors.values()
+    slopes, sink, seed = (given[name] for name in OPTIONAL_TENSORS)
+    inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{batch} {h}")
+    inputs += ["?" if sink is None else h, "?" if seed is None else "1"]
+    return f"{', '.join(inputs)} -> {lead}{lq} {h} vd^, {lead}{h} {lq}"
+
+
+def _heads(title: str, q: Tensor, k: Tensor) -> tuple[str, str]:
+    """How heads are annotated: ``(g 4)`` and ``g`` with grouped queries."""
+    check_heads(title, q, k)
     h, g = int(q.shape[-2]), int(k.shape[-2])
     return ("h", "h") if h == g else (f"(g {h // g})", "g")
 
 
-def resolve(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    make: Callable[[Comm], Plan],
-    options: Options,
-    *,
-    compare: bool,
-) -> Call:
-    """Check the call, make its plan, and with ``SEQSHARD_CHECK=1`` compare it over the group.
-
-    Args:
-        make: the plan on a given group; raises ValueError where the arguments contradict it.
-        compare: False where the ranks have compared this call before (in the backward).
-    """
-    comm = comm_by_name(options.group)
-    problem: Exception | None = None
-    plan = chosen = None
-    try:
-        check_tensors(op, q, k, v)
-        chosen = choose(options.kernel, q, Scoring(options.softmax_scale))
-        plan = make(comm)
-    except Exception as error:  # whatever it is, the peers must not wait for this rank
-        problem = error
-    if compare and agreement.enabled():
-        facts = {
-            "q": _without_tokens(q),
-            "k": _without_tokens(k),
-            "v": _without_tokens(v),
-            "dtype": str(q.dtype),
-            "device": q.device.type,
-            "return_lse": str(options.lse_used),
-            "softmax_scale": repr(options.softmax_scale),
-            "kernel": options.kernel,
-            **(_plan_facts(plan) if plan is not None else {}),
-        }
-        agreement.agree(op, comm, facts, problem)
-    if problem is not None:
-        raise problem
-    assert plan is not None and chosen is not None
-    return Call(plan, comm, chosen, options.softmax_scale, options.lse_used)
+def _sizes(bound: BoundAnnotation) -> tuple[int, int, int, int, int]:
+    """batch, heads of q, heads of k, head dim of q, head dim of v."""
+    q, k, v = (s for s in bound.input_shapes[:3] if s is not None)
+    return (q[0] if len(q) == 4 else 1), q[-2], k[-2], q[-1], v[-1]
 
 
-def _without_tokens(t: Tensor) -> str:
-    """Shape with the sequence dim, which ranks may differ in, as ``*``."""
-    shape = list(map(str, t.shape))
-    shape[-3] = "*"
-    return f"({', '.join(shape)})"
-
-
-def _plan_facts(plan: Plan) -> dict[str, str]:
-    digest = hashlib.sha256(plan.mask.slices.tobytes()).hexdigest()[:8]
-    return {
-        "mask": f"{plan.mask.q_len}x{plan.mask.k_len} {plan.mask.area} pairs #{digest}",
-        "layout": f"{plan.q_layout} {plan.k_layout}",
-    }
-
-
-def layout_of(op: str, comm: Comm, spec: str, local: int, total: int | None) -> Layout:
-    """Where the tokens lie: ``spec`` if given, else ``total`` tokens (or, where only the local
-    length is known, as many on every rank) contiguously.
-
-    Raises:
-        ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
-            another length than it has.
-    """
-    if spec:
-        layout = Layout.parse(spec)
-    else:
-        layout = Layout.contiguous(local * comm.size if total is None else total, comm.size)
-    if layout.group_size != comm.size:
-        raise ArgumentError(
-            f"{op}: layout {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
-        )
-    if total is not None and layout.total != total:
-        raise ArgumentError(
-            f"{op}: layout {layout} holds {layout.total} tokens, but cu_seqlens end at {total}"
-        )
-    if layout.sizes[comm.rank] != local:
-        raise ArgumentError(
-            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but layout {layout} "
-            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}); if the sequence is "
-            "cut otherwise, say so with layout=Layout.from_sizes([...])"
-        )
-    return layout
-
-
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [b, l, h, e] and lse [b, h, l] of this rank's rows."""
-    if _nothing(q):
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, (q.shape[0], 0, q.shape[1]))
-    out, lse = attention_forward(call.plan, call.comm, call.kernel, q, k, v, call.softmax_scale)
-    return out.contiguous(), lse.contiguous()
-
-
-def backward(
-    call: Call,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from the gradients of out and of lse.
-
-    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out)
-    does, with the opposite sign. One more column of v carries it through any kernel: with out = 1,
-    dout = -dlse and v = 0 there, rowsum gains -dlse and nothing else changes.
-    """
-    if _nothing(q):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dlse is None and call.lse_used and call.comm.size > 1:
-        dlse = torch.zeros_like(lse)
-    if dlse is not None:
-        column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
-        dout = torch.cat([dout, -column], dim=-1)
-        out = torch.cat([out, torch.ones_like(column)], dim=-1)
-        v = torch.nn.functional.pad(v, (0, 1))
-    dq, dk, dv = attention_backward(
-        call.plan, call.comm, call.kernel, dout, q, k, v, out, lse, call.softmax_scale
-    )
-    return dq, dk, dv if dlse is None else dv[..., :-1].contiguous()
-
-
-def _nothing(q: Tensor) -> bool:
-    """No heads: more ranks than heads were asked to share them."""
-    return q.shape[-2] == 0
-
-
-def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An empty tensor as an op's lse: accumulation dtype, on q's device."""
-    return q.new_empty(shape, dtype=accumulation_dtype(q.dtype))
-
-
-PlanOf = Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Plan]
-
-
-def sequence_rule(plan_of: PlanOf) -> PartitionRule:
+def _rule(plan_of: Callable[[BoundAnnotation, SplitSite, Given], Plan], family: Family) -> Any:
     """The partition rule of an attention op: a split of ``l`` communicates, others do not.
 
     Args:
         plan_of: the plan that a call split at a site would run, for its costs.
     """
 
-    def arguments(site: SplitSite) -> dict[str, Any]:
+    def site_arguments(site: SplitSite) -> dict[str, Any]:
         return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
 
-    def shape(bound: BoundAnnotation) -> tuple[int, int, int, int, int]:
-        """batch, heads of q, heads of k, head dim of q, head dim of v."""
-        q, k, v = (s for s in bound.input_shapes[:3] if s is not None)
-        return (q[0] if len(q) == 4 else 1), q[-2], k[-2], q[-1], v[-1]
-
-    def cost(
-        bound: BoundAnnotation, site: SplitSite, given: Mapping[str, Any], itemsize: int
-    ) -> InnerCost:
+    def cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
         plan = plan_of(bound, site, given)
-        batch, h, g, d, e = shape(bound)
-        areas = [plan.rank(r).area for r in range(plan.group_size)]
-        mean = sum(areas) / len(areas)
-        rows = plan.q_tokens()[:, 1].sum()
+        batch, h, g, d, e = _sizes(bound)
+        mean = plan.area.mean()
         return InnerCost(
-            what="k, v" + (" and q rows" if rows else ""),
+            what="k, v" + (" and q rows" if plan.q_tokens().any() else ""),
             forward_bytes=batch * int(plan.forward_bytes(h, g, d, e, itemsize)[:, 1].max()),
             backward_bytes=batch * int(plan.backward_bytes(h, g, d, e, itemsize)[:, 1].max()),
-            imbalance=max(areas) / mean if mean else 1.0,
+            imbalance=float(plan.area.max() / mean) if mean else 1.0,
         )
 
-    def flops(bound: BoundAnnotation, given: Mapping[str, Any]) -> float:
-        whole = SplitSite("l", bound.sizes["l"], 1, "")
-        batch, h, _, d, e = shape(bound)
-        return 2.0 * batch * h * (d + e) * plan_of(bound, whole, given).mask.area
+    def flops(bound: BoundAnnotation, given: Given) -> float:
+        batch, h, _, d, e = _sizes(bound)
+        return 2.0 * batch * h * (d + e) * family.worst(given, bound.sizes["l"]).area
 
-    return PartitionRule({"l": Communicates(arguments, cost)}, flops)
+    return PartitionRule({"l": Communicates(site_arguments, cost)}, flops)

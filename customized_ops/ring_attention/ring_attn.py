@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .arguments import Options
+from .attention_op import declare
 from .core.groups import GroupLike
 from .core.layout import Layout
-from .dense_attn import dense_attention, dense_op
+from .dense_attn import DENSE, dense_attention
 
-RING_ATTN = dense_op("seqshard::ring_attn", "wrap_ring_attn_func", assignment="balanced")
+RING_ATTN = declare(DENSE, "seqshard::ring_attn", "wrap_ring_attn_func")
 
 
 def wrap_ring_attn_func(
@@ -26,9 +28,13 @@ def wrap_ring_attn_func(
     return_attn_probs: bool = False,
     process_group: GroupLike = None,
     *,
+    return_lse: bool = False,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
 
     Attention over a sequence whose tokens are cut contiguously across the ranks of a group; with no
@@ -42,19 +48,27 @@ def wrap_ring_attn_func(
         q: [b, l, h, hd], this rank's tokens; any strides.
         k: [b, l, g, hd], v: [b, l, g, vd]; h is a multiple of g (grouped queries).
         softmax_scale: what scores are multiplied by; None means 1 / sqrt(hd).
-        dropout_p: only 0.0 for now.
+        dropout_p: the share of probabilities that become 0, in [0, 1). Which ones is drawn by
+            token, head and batch entry, so it is the same on any number of ranks.
         causal: token i attends tokens 0..i.
         window_size: (left, right): token i attends tokens i - left .. i + right; -1 is unbounded.
-        alibi_slopes: only None for now.
+        alibi_slopes: [h] or [b, h]: what a score loses per token of distance. No gradient.
         deterministic: accepted either way; forward and backward always are.
         return_attn_probs: only False.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
+        return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
+        softcap: scores are kept in (-softcap, softcap) by a tanh; 0 is none.
+        sink: [h] logits that join the softmax with no value; learnable. On each rank their
+            gradient is that of its rows: add up over the group.
+        dropout_seed: an int or an int64 tensor [1], the same on every rank; None draws one from
+            torch's generator, which then has to be seeded alike on all ranks.
         layout: which tokens each rank holds; None means as many on every rank, in order.
             ``Layout.contiguous(total, group_size)`` and ``Layout.from_sizes`` allow uneven shards.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
     Returns:
-        [b, l, h, vd] in q's dtype. Rows that attend nothing are 0.
+        [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
+        fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
 
     Communication: the forward moves k and v to the ranks that need them, and rows of q and their
     results where that balances the work. The backward moves the same k and v again, sends dk and dv
@@ -67,18 +81,25 @@ def wrap_ring_attn_func(
     Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers for Near-Infinite Context,
     arXiv:2310.01889 (2023). Merging of partial results: equations in ``core/merge.py``.
     """
+    options = Options(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        return_lse=return_lse,
+        kernel=kernel,
+        layout=layout,
+    )
     return dense_attention(
         RING_ATTN,
         q,
         k,
         v,
-        softmax_scale=softmax_scale,
+        options,
         causal=causal,
         window_size=window_size,
         process_group=process_group,
-        layout=layout,
-        kernel=kernel,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
         return_attn_probs=return_attn_probs,
     )

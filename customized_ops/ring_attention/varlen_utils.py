@@ -1,4 +1,4 @@
-"""Packed sequences: reading ``cu_seqlens`` on the host.
+"""Packed sequences: reading ``cu_seqlens`` on the host, and shuffling documents.
 
 Plans are made on the host, so ``cu_seqlens`` must be there. Lists and CPU tensors cost nothing; a
 tensor on a device is copied once a batch, for all layers and the backward, and copied again if it
@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .arguments import ArgumentError
+from .core.groups import GroupLike, comm_by_name, group_name
+from .core.layout import Layout
 from .core.mask import AttnMask
+from .layout_ops import wrap_shuffle_func, wrap_unshuffle_func
 
 CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
 
@@ -101,15 +104,72 @@ def document_mask(
     cu_k: npt.NDArray[np.int64],
     causal: bool,
     window: tuple[int, int],
+    sink_tokens: int = 0,
 ) -> AttnMask:
     """The packed mask, cached by value: layers and the backward of a batch share one."""
-    return _document_mask(cu_q.tobytes(), cu_k.tobytes(), causal, window)
+    return _document_mask(cu_q.tobytes(), cu_k.tobytes(), causal, window, sink_tokens)
 
 
 @lru_cache(maxsize=256)
-def _document_mask(cu_q: bytes, cu_k: bytes, causal: bool, window: tuple[int, int]) -> AttnMask:
+def _document_mask(
+    cu_q: bytes, cu_k: bytes, causal: bool, window: tuple[int, int], sink_tokens: int
+) -> AttnMask:
     as_array = (np.frombuffer(data, dtype=np.int64) for data in (cu_q, cu_k))
-    return AttnMask.varlen(*as_array, causal=causal, window=window)
+    return AttnMask.varlen(*as_array, causal=causal, window=window, global_tokens=sink_tokens)
+
+
+def document_positions(
+    cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
+    """Where each key stands on the queries' scale, the ends of a document's queries and keys
+    aligned; None where the two are as long."""
+    if np.array_equal(cu_q, cu_k):
+        return None
+    corner = np.repeat(cu_k[1:] - cu_q[1:], np.diff(cu_k))
+    return np.arange(cu_k[-1]) - corner
+
+
+def shuffle_varlen(
+    t: Tensor, cu_seqlens_padded: CuSeqlens, cp_ranks: Sequence[int], cp_group: GroupLike
+) -> Tensor:
+    """``l * -> l *``
+
+    Packed tokens from contiguous shards to ``Layout.zigzag(total, group_size, cu_seqlens)``; as
+    nnscaler's function of that name, for documents of any length.
+
+    Args:
+        t: [l, ...], this rank's tokens.
+        cu_seqlens_padded: cumulative lengths of the whole packed sequence, the same on every rank.
+        cp_ranks: global ranks of the group, in increasing order.
+        cp_group: the group, or None to have it made from ``cp_ranks``.
+    Returns:
+        this rank's tokens of the layout: document by document, the front chunk first. Ranks may
+        hold different counts where lengths are not multiples of 2 * group_size.
+    Raises:
+        ValueError: ``cu_seqlens_padded``, ``t`` and the group do not fit; says what would.
+    """
+    layout, group = _zigzag("shuffle_varlen", cu_seqlens_padded, cp_ranks, cp_group)
+    return wrap_shuffle_func(t, layout, group, dim=0)
+
+
+def unshuffle_varlen(
+    t: Tensor, cu_seqlens_padded: CuSeqlens, cp_ranks: Sequence[int], cp_group: GroupLike
+) -> Tensor:
+    """The inverse of :func:`shuffle_varlen`, with the same arguments."""
+    layout, group = _zigzag("unshuffle_varlen", cu_seqlens_padded, cp_ranks, cp_group)
+    return wrap_unshuffle_func(t, layout, group, dim=0)
+
+
+def _zigzag(
+    title: str, cu_seqlens: CuSeqlens, ranks: Sequence[int], group: GroupLike
+) -> tuple[Layout, GroupLike]:
+    values = on_host(as_tensor(title, "cu_seqlens_padded", cu_seqlens))
+    check_cu_seqlens(title, "cu_seqlens_padded", values)
+    group = list(ranks) if group is None else group
+    size = comm_by_name(group_name(group)).size
+    if len(ranks) != size:
+        raise ArgumentError(f"{title}: cp_ranks are {list(ranks)}, but cp_group has {size} ranks")
+    return Layout.zigzag(int(values[-1]), size, values), group
 
 
 def _shown(values: npt.NDArray[np.int64]) -> str:

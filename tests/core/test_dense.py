@@ -1,5 +1,7 @@
 """The helpers that other tests rely on: they must be right, and they must be able to fail."""
 
+import itertools
+
 import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients
@@ -95,3 +97,69 @@ def test_no_keys_at_all():
     q, k, v = inputs(k_len=0)
     out, lse = dense_attention(q, k, v, torch.zeros(5, 0, dtype=torch.bool), 1.0)
     assert out.shape == (2, 5, 4, 2) and (out == 0).all() and (lse == -INF).all()
+
+
+@pytest.mark.parametrize("softcap", [0.3, 2.0])
+def test_softcap_bounds_scores(softcap):
+    q, k, v = inputs(kv_heads=4)
+    mask = torch.eye(5, 7, dtype=torch.bool)  # one key a row: lse is its score
+    _, lse = dense_attention(q, k, v, mask, 0.4, softcap=softcap)
+    score = 0.4 * torch.einsum("bihd,bihd->bhi", q, k[:, :5])
+    assert_same("score", lse, softcap * torch.tanh(score / softcap))
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([3, -4, 0, 1, 9, 2, 2])])
+def test_alibi_is_an_additive_mask(positions):
+    q, k, v = inputs(kv_heads=4)
+    slopes = torch.tensor([[0.5, 0.3, 0.2, 0.1], [0.0, 0.7, 1.0, 2.0]], dtype=torch.float64)
+    mask, given = torch.ones(5, 7, dtype=torch.bool), {"key_positions": positions}
+    got, _ = dense_attention(q, k, v, mask, 0.4, alibi_slopes=slopes, **given)
+    bias = torch.zeros(2, 4, 5, 7, dtype=torch.float64)
+    for b, h, i, j in itertools.product(*map(range, bias.shape)):
+        bias[b, h, i, j] = -slopes[b, h] * abs(i - (j if positions is None else positions[j]))
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    want = scaled_dot_product_attention(*heads_first, attn_mask=bias, scale=0.4)
+    assert_same("out", got, want.transpose(1, 2))
+
+
+def test_dropout_leaves_lse_and_the_mean():
+    """Over all masks of four keys, each as likely, the mean is attention without dropout."""
+    q, k, v = inputs(k_len=4)
+    mask = torch.ones(5, 4, dtype=torch.bool)
+    want = dense_attention(q, k, v, mask, 0.4)
+    total = torch.zeros_like(want[0])
+    for kept in itertools.product([False, True], repeat=4):
+        keep = torch.tensor(kept).expand(2, 4, 5, 4)
+        out, lse = dense_attention(q, k, v, mask, 0.4, keep=keep, dropout_p=0.5)
+        assert_same("lse", lse, want[1])
+        total += out / 16
+    assert_same("mean", total, want[0])
+
+
+def test_sink_is_a_key_without_a_value():
+    q, k, v = inputs(kv_heads=4)
+    sink = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(1)
+    mask[3] = False
+    dout = torch.ones(2, 5, 4, 2).double()
+    out, lse, dq, *_, dsink = dense_gradients(q, k, v, mask, 0.4, dout, sink=sink)
+    plain_out, plain_lse = dense_attention(q, k, v, mask, 0.4)
+    per_row = sink[None, :, None].expand_as(plain_lse)
+    assert_same("lse", lse, torch.logaddexp(plain_lse, per_row))
+    share = torch.exp(per_row - lse)  # of the row's sum, which the keys therefore lack
+    assert_same("out", out, plain_out * (1 - share).transpose(1, 2).unsqueeze(-1))
+    assert_same("dsink", dsink, -(share * out.sum(-1).transpose(1, 2)).sum((0, 2)))
+    assert (out[:, 3] == 0).all() and (dq[:, 3] == 0).all()
+
+
+def test_gradients_of_everything_at_once():
+    tensors = [*inputs(), torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)]
+    keep = torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    slopes = torch.tensor([[0.5, 0.3, 0.2, 0.1]])
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    scoring = {"softcap": 1.2, "alibi_slopes": slopes, "keep": keep, "dropout_p": 0.3}
+
+    def outputs(q, k, v, sink):
+        return dense_attention(q, k, v, mask, 0.4, sink=sink, **scoring)
+
+    assert torch.autograd.gradcheck(outputs, [t.requires_grad_() for t in tensors])

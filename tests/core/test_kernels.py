@@ -1,5 +1,6 @@
 """Every kernel of the registry against the dense specification."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,13 +9,38 @@ import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
 from customized_ops.ring_attention.core import kernels
-from customized_ops.ring_attention.core.kernels import KERNELS, KernelError, choose, torch_sdpa
-from customized_ops.ring_attention.core.kernels.torch_sdpa import BAND_ROWS, tiles
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    KernelError,
+    Scoring,
+    Tokens,
+    choose,
+    reference,
+    torch_sdpa,
+)
+from customized_ops.ring_attention.core.kernels.philox import keep
+from customized_ops.ring_attention.core.kernels.torch_sdpa import (
+    BAND_ROWS,
+    BIAS_KEYS,
+    bias_tiles,
+    tiles,
+)
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.slices import as_slices, to_dense
 
 WIDE = 999  # wider than any sequence here: no bound
 SCALE = 0.35
+
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
+SEED = torch.tensor([0x123456789ABCDEF])
+SCORINGS = {
+    "plain": Scoring(SCALE),
+    "softcap": Scoring(SCALE, softcap=1.5),
+    "alibi": Scoring(SCALE, alibi_slopes=SLOPES[:1]),
+    "dropout": Scoring(SCALE, dropout_p=0.3, dropout_seed=SEED),
+    "all": Scoring(SCALE, 1.5, SLOPES, 0.3, SEED),
+}
+PLAIN = SCORINGS["plain"]
 
 # rows, keys, slices
 KINDS = {
@@ -31,6 +57,7 @@ KINDS = {
         [(0, 12, 0, 3, -WIDE, WIDE), (2, 12, 3, 9, -WIDE, 1), (4, 8, 10, 16, 4, 6)],
     ),
     "rows out of order": (12, 12, [(6, 12, 0, 9, -WIDE, 0), (0, 6, 3, 9, -WIDE, WIDE)]),
+    "one shared row": (6, 9, [(0, 4, 0, 5, -WIDE, WIDE), (3, 6, 5, 9, -WIDE, WIDE)]),
     "one key": (11, 14, [(2, 11, 5, 6, -WIDE, WIDE)]),
     "one row": (11, 14, [(4, 5, 2, 13, -WIDE, WIDE)]),
     "one diagonal": (11, 14, [(0, 11, 0, 14, 2, 2)]),
@@ -42,9 +69,20 @@ HEADS = 4
 
 over_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
-over_widths = pytest.mark.parametrize("widths", [(8, 8), (8, 5), (6, 16)], ids=str)
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-over_kv_heads = pytest.mark.parametrize("kv_heads", [4, 2, 1])
+over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+WIDTHS = [(8, 8), (8, 5), (6, 16)]
+# Every shape with plain scores, one shape with each other way to score.
+over_shapes = pytest.mark.parametrize(
+    ("scoring", "kv_heads", "widths"),
+    [
+        pytest.param(scoring, kv_heads, widths, id=f"{name}-{kv_heads}-{widths}")
+        for name, scoring in SCORINGS.items()
+        for kv_heads in (4, 2, 1)
+        for widths in WIDTHS
+        if scoring is PLAIN or (kv_heads, widths) == (2, (8, 5))
+    ],
+)
 
 
 def draw(dtype, rows, keys, kv_heads, d, e):
@@ -56,8 +94,30 @@ def draw(dtype, rows, keys, kv_heads, d, e):
     return [t.to(dtype).double() for t in exact]
 
 
-def skip_if_refused(kernel, q):
-    reason = kernel.CAPABILITIES.refuses(q)
+def tokens_of(rows, keys):
+    """Rows and keys in the middle of longer sequences, the two counted from different starts."""
+    keys = 500 + torch.arange(keys)
+    return Tokens(1000 + torch.arange(rows), keys, keys + 498, first_head=3, first_batch=7)
+
+
+def for_dense(scoring, tokens, batch=2):
+    """The keywords of the dense specification that say the same."""
+    kept = None
+    if scoring.dropout_p:
+        counts = tokens.first_head, HEADS, tokens.first_batch, batch
+        kept = keep(SEED, scoring.dropout_p, tokens.rows, tokens.keys, *counts)
+    slopes = scoring.alibi_slopes
+    return {
+        "softcap": scoring.softcap,
+        "alibi_slopes": None if slopes is None else slopes[:batch],
+        "keep": kept,
+        "dropout_p": scoring.dropout_p,
+        "key_positions": tokens.key_positions - tokens.rows[0],
+    }
+
+
+def skip_if_refused(kernel, q, scoring=PLAIN):
+    reason = kernel.CAPABILITIES.refuses(q, scoring)
     if reason is not None:
         pytest.skip(reason)
 
@@ -76,18 +136,18 @@ def assert_close(name, got, want, plain, dtype):
 
 @over_kernels
 @over_kinds
-@over_kv_heads
-@over_widths
+@over_shapes
 @over_dtypes
-def test_forward(kernel, kind, kv_heads, widths, dtype):
+def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
     rows, keys, slices = KINDS[kind]
     mask = AttnMask.from_slices(slices, rows, keys)
     exact = draw(dtype, rows, keys, kv_heads, *widths)[:3]
     low = [t.to(dtype) for t in exact]
-    skip_if_refused(kernel, low[0])
-    want = dense_attention(*exact, mask, SCALE)
-    plain = dense_attention(*low, mask, SCALE)
-    got = kernel.forward(*low, mask.slices, SCALE)
+    skip_if_refused(kernel, low[0], scoring)
+    tokens = tokens_of(rows, keys)
+    want = dense_attention(*exact, mask, SCALE, **for_dense(scoring, tokens))
+    plain = dense_attention(*low, mask, SCALE, **for_dense(scoring, tokens))
+    got = kernel.forward(*low, mask.slices, scoring, tokens if scoring.needs_tokens else None)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert got[1].dtype == wide and got[0].dtype in (dtype, wide)
     for name, *values in zip(("out", "lse"), got, want, plain, strict=True):
@@ -96,10 +156,9 @@ def test_forward(kernel, kind, kv_heads, widths, dtype):
 
 @over_kernels
 @over_kinds
-@over_kv_heads
-@over_widths
+@over_shapes
 @over_dtypes
-def test_backward_of_a_part_of_the_keys(kernel, kind, kv_heads, widths, dtype):
+def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths, dtype):
     """The rows also attend ``more`` keys elsewhere: out and lse are those of all their keys."""
     rows, keys, slices = KINDS[kind]
     more = 5
@@ -108,19 +167,21 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, kv_heads, widths, dtype):
     mask = torch.from_numpy(np.hstack([here.to_dense(), there.to_dense()]))
     q, k, v, dout = draw(dtype, rows, keys + more, kv_heads, *widths)
     low_q, low_k, low_v, low_dout = (t.to(dtype) for t in (q, k, v, dout))
-    skip_if_refused(kernel, low_q)
-    out, lse, *want = dense_gradients(q, k, v, mask, SCALE, dout)
-    *_, plain_dq, plain_dk, plain_dv = dense_gradients(low_q, low_k, low_v, mask, SCALE, low_dout)
+    skip_if_refused(kernel, low_q, scoring)
+    tokens = tokens_of(rows, keys + more)
+    same = for_dense(scoring, tokens)
+    out, lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, **same)
+    _, _, *plain = dense_gradients(low_q, low_k, low_v, mask, SCALE, low_dout, **same)
     final = out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
     def part(where, part_mask):
         block = low_k[:, where], low_v[:, where]
-        return kernel.backward(low_dout, low_q, *block, *final, part_mask.slices, SCALE)
+        here = tokens.part(slice(None), where) if scoring.needs_tokens else None
+        return kernel.backward(low_dout, low_q, *block, *final, part_mask.slices, scoring, here)
 
     dq, dk, dv = part(slice(0, keys), here)
     other_dq, other_dk, other_dv = part(slice(keys, None), there)
     got = dq + other_dq, torch.cat([dk, other_dk], 1), torch.cat([dv, other_dv], 1)
-    plain = plain_dq, plain_dk, plain_dv
     for name, *values in zip(("dq", "dk", "dv"), got, want, plain, strict=True):
         assert_close(name, *values, dtype)
 
@@ -130,8 +191,8 @@ def test_rows_without_keys_are_exactly_zero(kernel):
     q, k, v, dout = draw(torch.float32, 9, 12, 2, 8, 8)
     mask = AttnMask.from_slices([(2, 5, 3, 7, -WIDE, WIDE)], 9, 12)
     skip_if_refused(kernel, q)
-    out, lse = kernel.forward(q, k, v, mask.slices, SCALE)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask.slices, SCALE)
+    out, lse = kernel.forward(q, k, v, mask.slices, PLAIN, None)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask.slices, PLAIN, None)
     for rows in (slice(0, 2), slice(5, 9)):
         assert (out[:, rows] == 0).all() and (dq[:, rows] == 0).all()
         assert (lse[..., rows] == -torch.inf).all()
@@ -151,19 +212,22 @@ def strided(t):
 @over_kernels
 @pytest.mark.parametrize("kind", ["causal, more keys", "window", "several slices share rows"])
 @pytest.mark.parametrize("way", range(3))
-def test_strides_are_free(kernel, kind, way):
+@over_scorings
+def test_strides_are_free(kernel, kind, way, scoring):
     rows, keys, slices = KINDS[kind]
     mask = AttnMask.from_slices(slices, rows, keys)
     q, k, v, dout = draw(torch.float64, rows, keys, 2, 8, 6)
-    skip_if_refused(kernel, q)
-    want_out, want_lse, *want = dense_gradients(q, k, v, mask, SCALE, dout)
+    skip_if_refused(kernel, q, scoring)
+    tokens = tokens_of(rows, keys)
+    same = for_dense(scoring, tokens)
+    want_out, want_lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, **same)
     q_, k_, v_, dout_, out_ = (list(strided(t))[way] for t in (q, k, v, dout, want_out))
     assert not any(t.is_contiguous() for t in (q_, k_, v_, dout_, out_))
-    out, lse = kernel.forward(q_, k_, v_, mask.slices, SCALE)
+    out, lse = kernel.forward(q_, k_, v_, mask.slices, scoring, tokens)
     assert_same("out", out, want_out)
     assert_same("lse", lse, want_lse)
     lse_ = want_lse.transpose(1, 2).contiguous().transpose(1, 2)
-    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask.slices, SCALE)
+    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask.slices, scoring, tokens)
     for name, *values in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
@@ -174,7 +238,9 @@ def test_keys_expanded_over_heads(kernel):
     skip_if_refused(kernel, q)
     mask = AttnMask.dense(9, 12, causal=True)
     want, _ = dense_attention(q, k, v, mask, SCALE)
-    out, _ = kernel.forward(q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), mask.slices, SCALE)
+    out, _ = kernel.forward(
+        q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), mask.slices, PLAIN, None
+    )
     assert_same("out", out, want)
 
 
@@ -187,21 +253,109 @@ LONG = {
 
 @over_kernels
 @pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
-def test_more_rows_than_a_tile(kernel, mask):
+@over_scorings
+def test_more_rows_than_a_tile(kernel, mask, scoring):
     assert mask.q_len > 2 * BAND_ROWS
     q, k, v, dout = (t[:1] for t in draw(torch.float64, mask.q_len, mask.k_len, 2, 4, 4))
-    skip_if_refused(kernel, q)
-    want = dense_gradients(q, k, v, mask, SCALE, dout)
-    out, lse = kernel.forward(q, k, v, mask.slices, SCALE)
-    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, mask.slices, SCALE)
+    skip_if_refused(kernel, q, scoring)
+    if scoring.alibi_slopes is not None:
+        scoring = replace(scoring, alibi_slopes=SLOPES[:1])
+    tokens = tokens_of(mask.q_len, mask.k_len)
+    want = dense_gradients(q, k, v, mask, SCALE, dout, **for_dense(scoring, tokens, batch=1))
+    out, lse = kernel.forward(q, k, v, mask.slices, scoring, tokens)
+    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, mask.slices, scoring, tokens)
     for name, *values in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
 
-def covered_by_tiles(slices, rows, keys):
+@over_kernels
+@over_dtypes
+def test_alibi_is_not_rounded_to_the_inputs_dtype(kernel, dtype):
+    """A thousand tokens away, bf16 would be four tokens off."""
+    q, k, v, _ = (t.to(dtype) for t in draw(dtype, 3, 5, 2, 8, 8))
+    scoring = SCORINGS["alibi"]
+    skip_if_refused(kernel, q, scoring)
+    tokens = Tokens(torch.arange(3), torch.arange(5), 1001 + torch.arange(5), first_head=0)
+    _, lse = kernel.forward(q * 0, k, v, AttnMask.dense(3, 5).slices, scoring, tokens)
+    want = torch.logsumexp(-SLOPES[0, :, None, None].double() * tokens.distances(), dim=-1)
+    assert_same("lse", lse, want.expand(2, -1, -1), tolerance=1e-3)
+
+
+@over_kernels
+@over_scorings
+def test_tokens_in_any_order(kernel, scoring):
+    """As a rank holds them under a layout that is not contiguous."""
+    q, k, v, _ = draw(torch.float64, 12, 15, 2, 8, 8)
+    skip_if_refused(kernel, q, scoring)
+    mask, tokens = AttnMask.dense(12, 15), tokens_of(12, 15)
+    out, lse = kernel.forward(q, k, v, mask.slices, scoring, tokens)
+    rows, keys = torch.arange(12).roll(5), torch.arange(15).flip(0)
+    mixed = replace(tokens.part(rows, slice(None)), keys=tokens.keys[keys])
+    mixed = replace(mixed, key_positions=tokens.key_positions[keys])
+    got = kernel.forward(q[:, rows], k[:, keys], v[:, keys], mask.slices, scoring, mixed)
+    assert_same("out", got[0], out[:, rows])
+    assert_same("lse", got[1], lse[..., rows])
+
+
+@over_kernels
+@over_scorings
+def test_some_heads_of_one_batch_entry(kernel, scoring):
+    """The last two heads, which read the last kv head, of the last entry."""
+    q, k, v, dout = draw(torch.float64, 12, 15, 2, 8, 8)
+    skip_if_refused(kernel, q, scoring)
+    slices, tokens = AttnMask.dense(12, 15, causal=True).slices, tokens_of(12, 15)
+    out, lse = kernel.forward(q, k, v, slices, scoring, tokens)
+    gradients = kernel.backward(dout, q, k, v, out, lse, slices, scoring, tokens)
+    q, k, v, dout = q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], dout[1:, :, 2:]
+    tokens = replace(tokens, first_head=tokens.first_head + 2, first_batch=tokens.first_batch + 1)
+    if scoring.alibi_slopes is not None:
+        scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes[-1:, 2:])
+    part, part_lse = kernel.forward(q, k, v, slices, scoring, tokens)
+    got = kernel.backward(dout, q, k, v, part, part_lse, slices, scoring, tokens)
+    assert_same("out", part, out[1:, :, 2:])
+    assert_same("lse", part_lse, lse[1:, 2:])
+    for name, mine, all_heads in zip(("dq", "dk", "dv"), got, gradients, strict=True):
+        assert_same(name, mine, all_heads[1:, :, all_heads.shape[2] // 2 :])
+
+
+@over_kinds
+@over_scorings
+@pytest.mark.parametrize("height", [1, 5])
+def test_blocks_of_the_reference_change_nothing(kind, scoring, height, monkeypatch):
+    rows, keys, slices = KINDS[kind]
+    slices = AttnMask.from_slices(slices, rows, keys).slices
+    q, k, v, dout = draw(torch.float64, rows, keys, 2, 8, 5)
+    tokens = tokens_of(rows, keys)
+
+    def results():
+        out, lse = reference.forward(q, k, v, slices, scoring, tokens)
+        return out, lse, *reference.backward(dout, q, k, v, out, lse, slices, scoring, tokens)
+
+    want = results()
+    limit = height * 2 * HEADS * keys
+    monkeypatch.setattr(reference, "BLOCK_SCORES", limit)
+    blocks = list(reference._blocks(q, k, slices))
+    assert len(slices) == 0 or len(blocks) > 1 or kind == "one row"
+    assert all(2 * HEADS * block.mask.numel() <= limit for block in blocks)
+    for name, *values in zip(("out", "lse", "dq", "dk", "dv"), results(), want, strict=True):
+        assert_same(name, *values, tolerance=1e-12)
+
+
+@over_kinds
+def test_blocks_of_the_reference_cover_the_mask(kind, monkeypatch):
+    rows, keys, slices = KINDS[kind]
+    mask = AttnMask.from_slices(slices, rows, keys)
+    monkeypatch.setattr(reference, "BLOCK_SCORES", 3 * keys)
+    found = np.zeros((rows, keys), dtype=bool)
+    for block in reference._blocks(torch.zeros(1, rows, 1, 1), torch.zeros(1, keys), mask.slices):
+        found[block.rows, block.keys] = block.mask.numpy()
+    assert (found == mask.to_dense()).all()
+
+
+def covered_by(cut, rows, keys):
     """How often torch's tiles attend each pair."""
     count = np.zeros((rows, keys), dtype=int)
-    for tile in tiles(slices):
+    for tile in cut:
         block = np.ones((tile.q1 - tile.q0, tile.k1 - tile.k0), dtype=bool)
         if tile.causal:
             assert block.shape[0] == block.shape[1], "a causal tile is square"
@@ -215,22 +369,36 @@ def covered_by_tiles(slices, rows, keys):
     return count
 
 
+over_cuts = pytest.mark.parametrize("cut", [tiles, bias_tiles])
+
+
 @over_kinds
-def test_tiles_cover_a_slice_once(kind, monkeypatch):
+@over_cuts
+def test_tiles_cover_a_slice_once(kind, cut, monkeypatch):
     monkeypatch.setattr(torch_sdpa, "BAND_ROWS", 4)
+    monkeypatch.setattr(torch_sdpa, "BIAS_KEYS", 5)
     rows, keys, slices = KINDS[kind]
     mask = AttnMask.from_slices(slices, rows, keys)
-    assert (covered_by_tiles(mask.slices, rows, keys) == mask.to_dense()).all()
+    assert (covered_by(cut(mask.slices), rows, keys) == mask.to_dense()).all()
 
 
 @pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
-def test_tiles_cover_a_long_slice_once(mask):
-    assert (covered_by_tiles(mask.slices, mask.q_len, mask.k_len) == mask.to_dense()).all()
+@over_cuts
+def test_tiles_cover_a_long_slice_once(mask, cut):
+    found = covered_by(cut(mask.slices), mask.q_len, mask.k_len)
+    assert (found == mask.to_dense()).all()
+
+
+def test_tiles_under_alibi_are_small():
+    slices = AttnMask.dense(3 * BAND_ROWS, 3 * BIAS_KEYS, causal=True).slices
+    sizes = {(tile.q1 - tile.q0, tile.k1 - tile.k0) for tile in bias_tiles(slices)}
+    assert max(sizes) == (BAND_ROWS, BIAS_KEYS)
+    assert all(rows <= BAND_ROWS and keys <= BIAS_KEYS for rows, keys in sizes)
 
 
 def test_tiles_of_common_masks_need_no_additive_mask():
     slices = as_slices([(0, 8, 0, 8, -7, 7), (8, 16, 0, 16, -15, 0)])
-    assert (covered_by_tiles(slices, 16, 16) == to_dense(slices, 16, 16)).all()
+    assert (covered_by(tiles(slices), 16, 16) == to_dense(slices, 16, 16)).all()
     assert [(tile.causal, tile.band) for tile in tiles(slices)] == [
         (False, None),
         (False, None),
@@ -252,40 +420,63 @@ def like(device: str, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
 @pytest.mark.usefixtures("two_kernels")
 def test_choose():
     for dtype in DTYPES:
-        assert choose("auto", torch.zeros(1, dtype=dtype)) is KERNELS["torch"]
-        assert choose("torch", torch.zeros(1, dtype=dtype)) is KERNELS["torch"]
-        assert choose("reference", torch.zeros(1, dtype=dtype)) is KERNELS["reference"]
-    assert choose("auto", like("cuda")) is KERNELS["reference"]
+        assert choose("auto", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
+        assert choose("torch", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
+        assert choose("reference", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["reference"]
+    assert choose("auto", like("cuda"), PLAIN) is KERNELS["reference"]
+    takes = {name: choose("auto", like("cpu"), scoring) for name, scoring in SCORINGS.items()}
+    assert [name for name in takes if takes[name] is KERNELS["torch"]] == ["plain", "alibi"]
 
 
 @pytest.mark.usefixtures("two_kernels")
 @pytest.mark.parametrize(
-    ("name", "q", "message"),
+    ("name", "q", "scoring", "message"),
     [
-        ("fast", like("cpu"), "kernel 'fast' is unknown; known: auto, torch, reference"),
+        ("fast", like("cpu"), "plain", "kernel 'fast' is unknown; known: auto, torch, reference"),
         (
             "torch",
             like("cuda"),
+            "plain",
             "kernel 'torch' cannot do this (torch: runs on cpu, not cuda); able: reference",
+        ),
+        (
+            "torch",
+            like("cpu"),
+            "softcap",
+            "kernel 'torch' cannot do this (torch: has no softcap); able: reference",
+        ),
+        (
+            "torch",
+            like("cpu"),
+            "dropout",
+            "kernel 'torch' cannot do this (torch: has no dropout); able: reference",
+        ),
+        (
+            "torch",
+            like("cpu"),
+            "all",
+            "kernel 'torch' cannot do this (torch: has no softcap, dropout); able: reference",
         ),
         (
             "auto",
             like("meta"),
+            "all",
             "kernel 'auto' cannot do this (torch: runs on cpu, not meta; "
             "reference: runs on cpu, cuda, not meta); able: none",
         ),
         (
             "reference",
             like("cpu", torch.int32),
+            "plain",
             "kernel 'reference' cannot do this (torch: takes torch.float64, torch.float32, "
             "torch.bfloat16, torch.float16, not torch.int32; reference: takes torch.float64, "
             "torch.float32, torch.bfloat16, torch.float16, not torch.int32); able: none",
         ),
     ],
 )
-def test_choose_errors(name, q, message):
+def test_choose_errors(name, q, scoring, message):
     with pytest.raises(KernelError) as info:
-        choose(name, q)
+        choose(name, q, SCORINGS[scoring])
     assert str(info.value) == message
     assert isinstance(info.value, ValueError)
 

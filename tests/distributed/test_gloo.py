@@ -6,7 +6,8 @@ import op_jobs
 import pytest
 import torch
 from dense import assert_same
-from op_cases import TABLE, UNEVEN, Case, expected, gather
+from op_cases import Case, expected, gather
+from op_table import TABLE, UNEVEN
 from ranks import JobFailed, Pool
 
 from customized_ops.ring_attention import wrap_ring_attn_func

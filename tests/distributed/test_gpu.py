@@ -9,7 +9,8 @@ import op_jobs
 import pytest
 import torch
 from dense import assert_same
-from op_cases import TABLE, UNEVEN, Case, expected, gather, run_rank
+from op_cases import Case, expected, gather, run_rank
+from op_table import TABLE, UNEVEN
 from ranks import Pool
 
 pytestmark = pytest.mark.gpu

@@ -51,9 +51,8 @@ def union(group: Table, start: Table, stop: Table) -> Table:
     first[1:] = start[1:] > reach[:-1]
     heads = np.flatnonzero(first)
     begin, end = start[heads], np.maximum.reduceat(stop, heads)
-    return np.stack(
-        [begin // stride, begin % stride + base, end - begin + begin % stride + base], 1
-    )
+    start = begin % stride + base
+    return np.stack([begin // stride, start, start + end - begin], axis=1)
 
 
 def joined(places: Table) -> Table:

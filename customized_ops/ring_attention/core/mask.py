@@ -1,122 +1,92 @@
-"""Attention masks: disjoint lists of band slices (see :mod:`.slices`)."""
+"""Attention masks: disjoint lists of band slices (see :mod:`.slices`).
+
+:class:`AttnMask` is what users make. Here are its dense and packed masks; named patterns come from
+:mod:`.patterns`, other forms of masks from :mod:`.conversions`, and what every mask can do from
+:mod:`.mask_value`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .slices import (
-    HI,
-    K0,
-    K1,
-    LO,
-    Q0,
-    Q1,
-    UNBOUNDED,
-    Slices,
-    areas,
-    as_slices,
-    normalise,
-    to_dense,
-)
+from .conversions import Conversions
+from .mask_arguments import MaskError, count, cumulative, flag, reach, window_reach
+from .patterns import Patterns
+from .slices import HI, K0, K1, LO, UNBOUNDED, Slices
+
+__all__ = ["AttnMask", "MaskError"]
 
 
-class MaskError(ValueError):
-    """A mask that cannot be: slices out of range or covering a pair twice."""
-
-
-def first_overlap(slices: Slices) -> tuple[int, int] | None:
-    """Indices of two slices that share a pair, or None."""
-    for a in range(len(slices) - 1):
-        both = slices[a + 1 :].copy()
-        for low in (Q0, K0, LO):
-            both[:, low] = np.maximum(both[:, low], slices[a, low])
-        for high in (Q1, K1, HI):
-            both[:, high] = np.minimum(both[:, high], slices[a, high])
-        q0, q1, k0, k1, lo, hi = both.T
-        k1, k0 = np.minimum(k1, q1 + hi), np.maximum(k0, q0 + lo)
-        hit = (k0 < k1) & (q0 < q1) & (lo <= hi)
-        if hit.any():
-            return a, a + 1 + int(hit.argmax())
-    return None
-
-
-def _cumulative(name: str, values: object) -> npt.NDArray[np.int64]:
-    lengths = np.asarray(values, dtype=np.int64)
-    if lengths.ndim != 1 or len(lengths) == 0 or lengths[0] != 0 or (np.diff(lengths) < 0).any():
-        raise MaskError(f"{name} must be cumulative lengths [0, ...] that never fall, got {values}")
-    return lengths
-
-
-def _band(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """(lo, hi) around the aligned diagonal, from flash-attn's arguments (-1 is unbounded)."""
-    left, right = window
-    if causal:
-        right = 0
-    return (-left if left >= 0 else -UNBOUNDED), (right if right >= 0 else UNBOUNDED)
-
-
-@dataclass(frozen=True, eq=False)
-class AttnMask:
+class AttnMask(Patterns, Conversions):
     """Which (query, key) pairs attend, over whole sequences.
 
     Attributes:
-        slices: normalised, disjoint int64[n, 6].
+        slices: normalised, disjoint int64[n, 6]; read-only.
         q_len, k_len: tokens in the query and the key sequence.
 
-    Two masks are equal when their lengths and slices are.
+    Two masks are equal when their lengths and slices are. ``print(mask.picture())`` shows one.
     """
 
-    slices: Slices
-    q_len: int
-    k_len: int
+    @staticmethod
+    def full(q_len: int, k_len: int | None = None) -> AttnMask:
+        """Every query sees every key.
 
-    def __post_init__(self) -> None:
-        self.slices.setflags(write=False)
+            AttnMask.full(2, 3)
+            x x x
+            x x x
 
-    @property
-    def key(self) -> tuple[int, int, bytes]:
-        """Value identity, for caches."""
-        return self.q_len, self.k_len, self.slices.tobytes()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttnMask) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    @property
-    def area(self) -> int:
-        """Number of attended pairs; forward work is 4 * area * heads * head_dim FLOP."""
-        return int(areas(self.slices).sum())
-
-    def to_dense(self) -> npt.NDArray[np.bool_]:
-        """bool[q_len, k_len]; for tests and small pictures."""
-        return to_dense(self.slices, self.q_len, self.k_len)
+        Args:
+            q_len, k_len: tokens; ``k_len`` is ``q_len`` if None.
+        Raises:
+            MaskError: a negative length, or not an integer.
+        """
+        return AttnMask.dense(q_len, k_len)
 
     @staticmethod
-    def from_slices(rows: Sequence[Sequence[int]] | Slices, q_len: int, k_len: int) -> AttnMask:
-        """A mask from any slices.
+    def causal(q_len: int, k_len: int | None = None) -> AttnMask:
+        """Each query sees the keys up to its own; the last query sees the last key.
 
+            AttnMask.causal(4)
+            x . . .
+            x x . .
+            x x x .
+            x x x x
+
+            AttnMask.causal(2, 4)
+            x x x .
+            x x x x
+
+        Args:
+            q_len, k_len: tokens; ``k_len`` is ``q_len`` if None.
         Raises:
-            MaskError: a slice leaves the sequences, or two slices share a pair; names them.
+            MaskError: a negative length, or not an integer.
         """
-        slices = as_slices(rows)
-        for row in slices.tolist():
-            q0, q1, k0, k1 = row[:4]
-            if not (0 <= q0 <= q1 <= q_len and 0 <= k0 <= k1 <= k_len):
-                raise MaskError(
-                    f"slice {tuple(row)} leaves the mask of {q_len} queries x {k_len} keys"
-                )
-        slices = normalise(slices)
-        twice = first_overlap(slices)
-        if twice is not None:
-            a, b = (tuple(slices[x].tolist()) for x in twice)
-            raise MaskError(f"slices {a} and {b} cover the same pairs; a mask is a disjoint list")
-        return AttnMask(slices, q_len, k_len)
+        return AttnMask.dense(q_len, k_len, causal=True)
+
+    @staticmethod
+    def sliding_window(n: int, left: int, right: int) -> AttnMask:
+        """Each token sees ``left`` tokens before and ``right`` tokens after it.
+
+            AttnMask.sliding_window(5, left=2, right=1)
+            x x . . .
+            x x x . .
+            x x x x .
+            . x x x x
+            . . x x x
+
+        Longformer, Beltagy et al., arXiv:2004.05150.
+
+        Args:
+            n: tokens.
+            left, right: tokens beside its own; -1 for all.
+        Raises:
+            MaskError: ``n`` is negative, left or right is below -1, or not integers.
+        """
+        sides = reach("left", left), reach("right", right)
+        return AttnMask.dense(count("n", n), window=sides)
 
     @staticmethod
     def dense(
@@ -132,13 +102,25 @@ class AttnMask:
         lengths differ. ``window=(left, right)`` keeps ``-left <= j - i <= right`` around it, -1
         means unbounded, and ``causal`` sets right to 0.
 
-            causal        window (1, 1)    causal, window (2, -1)
-            x . . .       x x . .          x . . .
-            x x . .       x x x .          x x . .
-            x x x .       . x x x          x x x .
-            x x x x       . . x x          . x x x
+            AttnMask.dense(4, window=(1, 1))
+            x x . .
+            x x x .
+            . x x x
+            . . x x
+
+            AttnMask.dense(4, causal=True, window=(2, -1))
+            x . . .
+            x x . .
+            x x x .
+            . x x x
+
+        Args:
+            q_len, k_len: tokens; ``k_len`` is ``q_len`` if None.
+        Raises:
+            MaskError: a negative length, a window below -1, or another type than shown.
         """
-        k_len = q_len if k_len is None else k_len
+        q_len = count("q_len", q_len)
+        k_len = q_len if k_len is None else count("k_len", k_len)
         return AttnMask.varlen([0, q_len], [0, k_len], causal=causal, window=window)
 
     @staticmethod
@@ -148,30 +130,56 @@ class AttnMask:
         *,
         causal: bool = False,
         window: tuple[int, int] = (-1, -1),
+        global_tokens: int = 0,
     ) -> AttnMask:
         """Packed documents: document n's queries see document n's keys only.
 
-        ``cu_seqlens`` are cumulative lengths, starting at 0 and ending at the total; a document may
-        be empty. Causal and window are as in :meth:`dense`, in each document.
-
-            causal, cu_seqlens = [0, 2, 4]
+            AttnMask.varlen([0, 2, 4], causal=True)
             x . . .
             x x . .
             . . x .
             . . x x
 
+            AttnMask.varlen([0, 5, 7], causal=True, window=(1, 0), global_tokens=1)
+            x . . . . . .
+            x x . . . . .
+            x x x . . . .
+            x . x x . . .
+            x . . x x . .
+            . . . . . x .
+            . . . . . x x
+
+        Args:
+            cu_seqlens_q: cumulative lengths, starting at 0 and ending at the total; a document may
+                be empty.
+            cu_seqlens_k: the same for keys; those of the queries if None.
+            causal, window: as in :meth:`dense`, in each document.
+            global_tokens: first keys of each document that all its queries see beside the window,
+                as far as ``causal`` lets them; all of a document that is shorter.
         Raises:
-            MaskError: not one-dimensional, not starting at 0, or falling; or the two differ in
-                their number of documents.
+            MaskError: not one-dimensional integers, not starting at 0, or falling; the two differ
+                in their number of documents; or another argument is out of range.
         """
-        cu_q = _cumulative("cu_seqlens_q", cu_seqlens_q)
-        cu_k = cu_q if cu_seqlens_k is None else _cumulative("cu_seqlens_k", cu_seqlens_k)
+        cu_q = cumulative("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else cumulative("cu_seqlens_k", cu_seqlens_k)
         if len(cu_q) != len(cu_k):
             raise MaskError(
                 f"cu_seqlens_q has {len(cu_q) - 1} documents and cu_seqlens_k {len(cu_k) - 1}"
             )
-        lo, hi = _band(causal, window)
+        (left, right), first = window_reach(window), count("global_tokens", global_tokens)
+        furthest = 0 if flag("causal", causal) else UNBOUNDED
+        right = min(right, furthest)
         q0, q1, k0, k1 = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
         corner = k1 - q1
-        slices = np.stack([q0, q1, k0, k1, corner + lo, corner + hi], axis=1)
-        return AttnMask(normalise(slices), int(cu_q[-1]), int(cu_k[-1]))
+        slices = np.stack([q0, q1, k0, k1, corner - left, corner + right], axis=1)
+        if first and (left, right) != (UNBOUNDED, furthest):
+            slices = _open_first_keys(slices, first, corner + furthest)
+        return AttnMask._disjoint(slices, int(cu_q[-1]), int(cu_k[-1]))
+
+
+def _open_first_keys(slices: Slices, first: int, hi: npt.NDArray[np.int64]) -> Slices:
+    """``slices`` with their bands replaced by (no bound, hi) on the first keys of each."""
+    opened, rest = slices.copy(), slices.copy()
+    opened[:, K1] = rest[:, K0] = np.minimum(slices[:, K0] + first, slices[:, K1])
+    opened[:, LO], opened[:, HI] = -UNBOUNDED, hi
+    return np.concatenate([opened, rest])

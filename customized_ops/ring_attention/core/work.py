@@ -118,7 +118,7 @@ def _rows_move(here: Table, there: Table, parts: Slices, row_cost: float) -> npt
         """[n, n]: tokens of these ranges per pair of teams."""
         merged = union(pair[which], ranges[which, 0], ranges[which, 1])
         count = np.bincount(merged[:, 0], merged[:, 2] - merged[:, 1], minlength=n * n)
-        return count.reshape(n, n)
+        return count.reshape(n, n).astype(np.float64)
 
     all_keys, fat_keys = tokens(keys, away), tokens(keys, away & ~slim)
     all_rows, slim_rows = tokens(rows, away), tokens(rows, away & slim)
@@ -165,7 +165,8 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
 
 
 def area_per_team(work: Work, teams: int) -> npt.NDArray[np.float64]:
-    return np.bincount(work[:, TEAM], areas(work[:, :TEAM]), minlength=teams)
+    area = np.bincount(work[:, TEAM], areas(work[:, :TEAM]), minlength=teams)
+    return area.astype(np.float64)
 
 
 def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Table, npt.NDArray[np.float64]]:
@@ -186,7 +187,7 @@ def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Table, npt.NDAr
 
 def _area_per_cell(slices: Slices, bounds: Table) -> npt.NDArray[np.float64]:
     _, cell, parts = cut_rows(slices, np.stack([bounds[:-1], bounds[1:]], axis=1))
-    return np.bincount(cell, areas(parts), minlength=len(bounds) - 1)
+    return np.bincount(cell, areas(parts), minlength=len(bounds) - 1).astype(np.float64)
 
 
 def _deal(
@@ -195,9 +196,8 @@ def _deal(
     """The team that computes each cell, after teams with an excess of area have given some away."""
     computes = holder.copy()
     before = [0.0, *np.cumsum(cell_area).tolist()]  # area of the cells before a cell
-    rows = cells[:, 0].tolist() + [int(cells[-1, 1])]
-    same = (holder[1:] == holder[:-1]).astype(np.int64)
-    breaks = np.flatnonzero(same == 0) + 1
+    rows = [*cells[:, 0].tolist(), int(cells[-1, 1])]
+    breaks = np.flatnonzero(holder[1:] != holder[:-1]) + 1
     spans: dict[int, list[list[int]]] = {}
     for c0, c1 in zip([0, *breaks.tolist()], [*breaks.tolist(), len(cells)], strict=True):
         spans.setdefault(int(holder[c0]), []).append([c0, c1])
@@ -206,8 +206,8 @@ def _deal(
     heapq.heapify(givers)
     heapq.heapify(takers)
     while givers and takers:
-        surplus, giver = givers[0][0] * -1, givers[0][1]
-        deficit, taker = takers[0][0] * -1, takers[0][1]
+        (surplus, giver), (deficit, taker) = givers[0], takers[0]
+        surplus, deficit = -surplus, -deficit  # heaps give the smallest first
         amount = min(surplus, deficit)
         for c0, c1 in _give(spans.get(giver, []), before, rows, amount, slack):
             computes[c0:c1] = taker

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..merge import accumulation_dtype
-from ..slices import HI, K0, K1, LO, Q0, Q1, Slices, clip, shift
+from ..slices import K0, K1, Slices, clip, shift, to_dense
 from .philox import keep
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
@@ -27,7 +25,7 @@ CAPABILITIES = Capabilities(
     features=("softcap", "alibi", "dropout"),
 )
 
-# Scores of a block, all heads together: 16 MiB in fp32, and a few tensors of that size live at once.
+# Scores of a block, all heads together: 16 MiB in fp32, of which several copies live at once.
 BLOCK_SCORES = 1 << 22
 
 
@@ -109,23 +107,8 @@ def _blocks(q: Tensor, k: Tensor, slices: Slices) -> Iterator[Block]:
         here = clip(slices, q0, q1, 0, keys)
         if len(here):
             k0, k1 = int(here[:, K0].min()), int(here[:, K1].max())
-            mask = _attended(shift(here, -q0, -k0), q1 - q0, k1 - k0)
+            mask = to_dense(shift(here, -q0, -k0), q1 - q0, k1 - k0)
             yield Block(slice(q0, q1), slice(k0, k1), torch.from_numpy(mask).to(q.device))
-
-
-def _attended(slices: Slices, rows: int, keys: int) -> npt.NDArray[np.bool_]:
-    """bool[rows, keys], True where a pair is attended; thousands of slices cost no Python loop.
-
-    A row of a normalised slice is an interval of keys: mark +1 at its start and -1 past its end,
-    and the running sum along the row counts the slices that attend each pair.
-    """
-    heights = slices[:, Q1] - slices[:, Q0]
-    each = np.repeat(slices, heights, axis=0)  # one line per row of a slice
-    row = each[:, Q0] + np.arange(len(each)) - np.repeat(heights.cumsum() - heights, heights)
-    edges = np.zeros((rows, keys + 1), dtype=np.int32)
-    np.add.at(edges, (row, np.maximum(each[:, K0], row + each[:, LO])), 1)
-    np.add.at(edges, (row, np.minimum(each[:, K1], row + each[:, HI] + 1)), -1)
-    return edges.cumsum(axis=1, dtype=np.int32)[:, :-1] > 0
 
 
 def _scores(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a call does to its scores beside the mask.
+    """What a call does to its scores beside the mask. Tensors are on q's device unless said.
 
     Attributes:
         softmax_scale: what q.k is multiplied by.
@@ -25,7 +25,8 @@ class Scoring:
         alibi_slopes: fp32 [b or 1, h], of the heads of q at hand: what a score loses per token of
             distance, after the cap (Press et al., arXiv:2108.12409, 2021). Takes no gradient.
         dropout_p: the share of probabilities that become 0, in [0, 1).
-        dropout_seed: int64[1] on any device, needed where dropout_p > 0.
+        dropout_seed: int64[1], needed where dropout_p > 0; on any device, but a host seed beside q
+            on a GPU costs each call a copy.
     """
 
     softmax_scale: float
@@ -62,7 +63,8 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Which rows, keys, heads and batch entries of the whole attention are at hand.
+    """Which rows, keys, heads and batch entries of the whole attention are at hand. On q's
+    device.
 
     Attributes:
         rows: int64[i], the global query index of each row of q.

@@ -77,8 +77,9 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
         for a in range(one[0, Q0], one[0, Q1], BAND_ROWS):
             strip = clip(one, a, a + BAND_ROWS, one[0, K0], one[0, K1])
             for c in range(strip[0, K0], strip[0, K1], BIAS_KEYS):
-                for *sides, lo, hi in clip(strip, a, a + BAND_ROWS, c, c + BIAS_KEYS).tolist():
-                    yield Tile(*sides, band=(lo, hi))
+                piece = clip(strip, a, a + BAND_ROWS, c, c + BIAS_KEYS)
+                q0, q1, k0, k1, lo, hi = piece[0].tolist()
+                yield Tile(q0, q1, k0, k1, band=(lo, hi))
 
 
 def forward(

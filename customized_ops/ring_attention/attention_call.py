@@ -1,0 +1,266 @@
+"""Running an attention op call: arguments -> plan -> executor, and what is done around it.
+
+Sinks and gradients of lse are handled here, for every kernel alike. A sink is a logit s per head
+that takes part in the softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
+
+    lse' = log(exp(lse) + exp(s))      out' = exp(lse - lse') out
+
+With lse' and out' in the place of lse and out the gradients of q, k, v are what they should be, and
+
+    ds = sum over rows of exp(s - lse') (dlse' - rowsum(dout' * out'))
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import agreement
+from .arguments import ArgumentError, check_tensors
+from .core.comm import Comm
+from .core.executor import attention_backward, attention_forward
+from .core.groups import comm_by_name
+from .core.kernels import Kernel, Scoring, choose
+from .core.layout import Layout
+from .core.merge import accumulation_dtype
+from .core.plan import Plan
+
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op call, resolved: what to run, over which group, with which kernel.
+
+    Attributes:
+        lse_used: whether a gradient may flow into lse. Every rank must know that alike, because it
+            changes what the backward sends, and autograd tells a rank only of its own loss.
+        key_positions: see :func:`~.core.executor.attention_forward`.
+    """
+
+    plan: Plan
+    comm: Comm
+    kernel: Kernel
+    scoring: Scoring
+    lse_used: bool
+    key_positions: Tensor | None
+
+
+def resolve(
+    op: str, given: Given, make: Callable[[Comm], tuple[Plan, Any]], *, compare: bool
+) -> Call:
+    """Check the call, make its plan, and with ``SEQSHARD_CHECK=1`` compare it over the group.
+
+    Args:
+        given: the op's arguments by name.
+        make: the plan on a given group, and the positions of keys or None; raises ValueError where
+            the arguments contradict one another.
+        compare: False where the ranks have compared this call before (in the backward).
+    """
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    comm = comm_by_name(given["group"])
+    problem: Exception | None = None
+    plan = positions = scoring = kernel = None
+    try:
+        check_tensors(op, q, k, v)
+        scoring = scoring_of(given)
+        kernel = choose(given["kernel"], q, scoring)
+        plan, positions = make(comm)
+    except Exception as error:  # whatever it is, the peers must not wait for this rank
+        problem = error
+    if compare and agreement.enabled():
+        agreement.agree(op, comm, _facts(given, plan), problem)
+    if problem is not None:
+        raise problem
+    assert plan is not None and scoring is not None and kernel is not None
+    if positions is not None and scoring.alibi_slopes is not None:
+        positions = _on_device(positions.tobytes(), q.device)
+    else:
+        positions = None
+    return Call(plan, comm, kernel, scoring, given["return_lse"], positions)
+
+
+def scoring_of(given: Given) -> Scoring:
+    """How scores become probabilities, from an op's arguments."""
+    slopes = given["alibi_slopes"]
+    if slopes is not None:
+        slopes = slopes.detach().reshape(-1, slopes.shape[-1])
+    return Scoring(
+        given["softmax_scale"], given["softcap"], slopes, given["dropout_p"], given["dropout_seed"]
+    )
+
+
+@lru_cache(maxsize=64)
+def _on_device(positions: bytes, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.frombuffer(positions, dtype=np.int64).copy()).to(device)
+
+
+def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
+    """What must be the same on every rank of a group, as text."""
+    facts = {name: _without_tokens(given[name]) for name in ("q", "k", "v")}
+    facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
+    for name in ("softmax_scale", "softcap", "dropout_p", "return_lse", "kernel"):
+        facts[name] = repr(given[name])
+    for name in ("alibi_slopes", "sink"):
+        tensor = given[name]
+        facts[name] = "None" if tensor is None else str(tuple(tensor.shape))
+    if given["dropout_seed"] is not None:
+        facts["dropout_seed"] = str(given["dropout_seed"].tolist())
+    if plan is not None:
+        mask = plan.mask
+        digest = hashlib.sha256(mask.slices.tobytes()).hexdigest()[:8]
+        facts["mask"] = f"{mask.q_len}x{mask.k_len} {mask.area} pairs #{digest}"
+        facts["layout"] = f"{plan.q_layout} {plan.k_layout}"
+    return facts
+
+
+def _without_tokens(t: Tensor) -> str:
+    """Shape with the sequence dim, which ranks may differ in, as ``*``."""
+    shape = list(map(str, t.shape))
+    shape[-3] = "*"
+    return f"({', '.join(shape)})"
+
+
+def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
+    """Where the tokens lie: ``spec`` if given, else ``total`` tokens (or, where only the local
+    length is known, as many on every rank) contiguously.
+
+    Args:
+        name: what the argument is called, ``layout`` or ``k_layout``.
+    Raises:
+        ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
+            another length than it has.
+    """
+    if spec:
+        layout = Layout.parse(spec)
+    else:
+        layout = Layout.contiguous(local * comm.size if total is None else total, comm.size)
+    if layout.group_size != comm.size:
+        raise ArgumentError(
+            f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
+        )
+    if total is not None and layout.total != total:
+        raise ArgumentError(
+            f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
+        )
+    if layout.sizes[comm.rank] != local:
+        raise ArgumentError(
+            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}); if the sequence is "
+            f"cut otherwise, say so with {name}=Layout.from_sizes([...])"
+        )
+    return layout
+
+
+def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's rows, shaped as q."""
+    q, k, v = _batched(packed, *(given[name] for name in ("q", "k", "v")))
+    if _nothing(q):
+        out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, (len(q), 0, q.shape[1]))
+    else:
+        out, lse = attention_forward(
+            call.plan, call.comm, call.kernel, q, k, v, call.scoring, call.key_positions
+        )
+        if given["sink"] is not None:
+            out, lse = _with_sink(out, lse, given["sink"])
+    out, lse = out.contiguous(), lse.contiguous()
+    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    joint = torch.logaddexp(lse, sink.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - _finite(joint)).transpose(1, 2).unsqueeze(-1)
+    return (out * share).to(out.dtype), joint
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 for -inf: of rows that attend nothing, whose probabilities are 0 whatever is taken off."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def backward(
+    call: Call,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    given: Given,
+    out: Tensor,
+    lse: Tensor,
+    packed: bool,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and the gradient of the sink from those of out and of lse.
+
+    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out)
+    does, with the opposite sign. One more column of v carries it through any kernel: with out = 1,
+    dout = -dlse and v = 0 there, rowsum gains -dlse and nothing else changes.
+    """
+    sink = given["sink"]
+    q, k, v, out, lse = _batched(packed, *(given[n] for n in ("q", "k", "v")), out, lse)
+    dout, dlse = _batched(packed, dout, dlse)
+    if _nothing(q):
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        return (*_unbatched(packed, *grads), None if sink is None else torch.zeros_like(sink))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if dlse is None and call.lse_used and call.comm.size > 1:
+        dlse = torch.zeros_like(lse)
+    dsink = None if sink is None else _sink_gradient(dout, dlse, out, lse, sink)
+    if dlse is not None:
+        column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
+        dout = torch.cat([dout, -column], dim=-1)
+        out = torch.cat([out, torch.ones_like(column)], dim=-1)
+        v = torch.nn.functional.pad(v, (0, 1))
+    dq, dk, dv = attention_backward(
+        call.plan,
+        call.comm,
+        call.kernel,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        call.scoring,
+        call.key_positions,
+    )
+    if dlse is not None:
+        dv = dv[..., :-1].contiguous()
+    return (*_unbatched(packed, dq, dk, dv), dsink)
+
+
+def _sink_gradient(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor
+) -> Tensor:
+    flow = -(dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        flow = flow + dlse
+    return (
+        (torch.exp(sink.to(lse.dtype)[:, None] - _finite(lse)) * flow)
+        .sum(dim=(0, 2))
+        .to(sink.dtype)
+    )
+
+
+def _batched(packed: bool, *tensors: Any) -> list[Any]:
+    """Packed tensors get a batch of one in front."""
+    return [t.unsqueeze(0) if packed and t is not None else t for t in tensors]
+
+
+def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
+    return [t.squeeze(0) if packed else t for t in tensors]
+
+
+def _nothing(q: Tensor) -> bool:
+    """No heads: more ranks than heads were asked to share them."""
+    return q.shape[-2] == 0
+
+
+def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An empty tensor as an op's lse: accumulation dtype, on q's device."""
+    return q.new_empty(shape, dtype=accumulation_dtype(q.dtype))

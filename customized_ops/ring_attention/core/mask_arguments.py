@@ -1,0 +1,154 @@
+"""What the mask constructors accept, and what they say about the rest."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import numpy.typing as npt
+
+from .slices import UNBOUNDED
+
+Integers = npt.NDArray[np.int64]
+
+
+class MaskError(ValueError):
+    """A mask that cannot be: bad arguments, slices out of range, or a pair covered twice."""
+
+
+def shown(value: object) -> str:
+    """``value`` in an error, kept short."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def integer(name: str, value: object, least: int) -> int:
+    """``value``, a Python or numpy integer of at least ``least``, as an int.
+
+    Raises:
+        MaskError: something else.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise MaskError(f"{name} must be an integer, got {shown(value)}") from None
+    if number < least:
+        raise MaskError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def count(name: str, value: object, least: int = 0) -> int:
+    """``value`` tokens or blocks.
+
+    Raises:
+        MaskError: not an integer, below ``least``, or beyond what slices can tell from no bound.
+    """
+    number = integer(name, value, least)
+    if number >= UNBOUNDED:
+        raise MaskError(f"{name} must be below 2**40, got {number}")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """``value``, a bool or 0 or 1, as a bool.
+
+    Raises:
+        MaskError: something else.
+    """
+    if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
+        raise MaskError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def reach(name: str, value: object) -> int:
+    """``value`` tokens or blocks, with -1 as UNBOUNDED.
+
+    Raises:
+        MaskError: not an integer of -1 or more.
+    """
+    number = integer(name, value, least=-1)
+    return UNBOUNDED if number < 0 else min(number, UNBOUNDED)
+
+
+def window_reach(window: object) -> tuple[int, int]:
+    """``window`` as the (left, right) reach in tokens.
+
+    Raises:
+        MaskError: not two integers of -1 or more.
+    """
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise MaskError(f"window must be (left, right), -1 for no bound, got {shown(window)}")
+    return reach("window[0]", window[0]), reach("window[1]", window[1])
+
+
+def integers(name: str, values: object, width: int | None = None) -> Integers:
+    """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0.
+
+    Raises:
+        MaskError: not integers (floats included), or of another shape.
+    """
+    wanted = "a sequence of integers" if width is None else f"rows of {width} integers"
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError):  # ragged, or a tensor on a device
+        raise MaskError(f"{name} must be {wanted}, got {shown(values)}") from None
+    if array.size == 0 and array.ndim in (1, 2):
+        array = np.zeros(0 if width is None else (0, width), dtype=np.int64)
+    fits = array.ndim == 1 if width is None else array.ndim == 2 and array.shape[1] == width
+    if array.dtype.kind not in "iu" or not fits:
+        raise MaskError(f"{name} must be {wanted}, got {shown(values)}")
+    return array.astype(np.int64)
+
+
+def cumulative(name: str, values: object) -> Integers:
+    """Cumulative lengths int64[documents + 1].
+
+    Raises:
+        MaskError: not integers, not starting at 0, or falling.
+    """
+    lengths = integers(name, values)
+    if len(lengths) == 0 or lengths[0] != 0 or (np.diff(lengths) < 0).any():
+        raise MaskError(
+            f"{name} must be cumulative lengths [0, ...] that never fall, got {shown(values)}"
+        )
+    return lengths
+
+
+def ranges(name: str, values: object, length: int | None) -> Integers:
+    """Token ranges (start, stop) inside ``length`` tokens, if given, as int64[n, 2].
+
+    Raises:
+        MaskError: not pairs of integers, or a range that leaves the sequence or ends before its
+            start.
+    """
+    pairs = integers(name, values, width=2)
+    bad = (pairs[:, 0] < 0) | (pairs[:, 0] > pairs[:, 1])
+    if length is not None:
+        bad |= pairs[:, 1] > length
+    if bad.any():
+        n, end = int(bad.argmax()), "" if length is None else f" <= {length}"
+        raise MaskError(
+            f"{name}[{n}] must be (start, stop) with 0 <= start <= stop{end}, "
+            f"got {tuple(pairs[n].tolist())}"
+        )
+    return pairs
+
+
+def one_range(name: str, value: object, length: int) -> tuple[int, int]:
+    """A token range inside ``length`` tokens; None is all of them.
+
+    Raises:
+        MaskError: not a range, or one that leaves the sequence.
+    """
+    if value is None:
+        return 0, length
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise MaskError(f"{name} must be (start, stop) or None, got {shown(value)}")
+    start, stop = count(f"{name}[0]", value[0]), count(f"{name}[1]", value[1])
+    if not start <= stop <= length:
+        raise MaskError(
+            f"{name} must be (start, stop) with start <= stop <= {length}, got {(start, stop)}"
+        )
+    return start, stop

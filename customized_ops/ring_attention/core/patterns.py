@@ -1,0 +1,280 @@
+"""Masks that have a name in the literature, each as a handful of band slices.
+
+Everywhere: ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no bound;
+a count beyond the sequence means all of it. Patterns with ``block`` lie over blocks of that many
+tokens, the last of which may be short; all their other numbers then count blocks. That is how
+UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .mask_arguments import Integers, MaskError, count, integers, reach
+from .mask_value import MaskValue
+from .slices import HI, K0, LO, Q0, UNBOUNDED, Slices, as_slices
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+def rectangle(q0: int, q1: int, k0: int, k1: int, *, causal: bool = False) -> Slices:
+    """Queries [q0, q1) with keys [k0, k1), those up to the query's own if ``causal``."""
+    return as_slices([(q0, q1, k0, k1, -UNBOUNDED, 0 if causal else UNBOUNDED)])
+
+
+def local(n: int, left: int, right: int, block: int) -> Slices:
+    """Each block of tokens with the blocks from ``left`` before to ``right`` after it, full."""
+    if block == 1:
+        return as_slices([(0, n, 0, n, -left, right)])
+    blocks = -(-n // block)
+    left, right = min(left, blocks), min(right, blocks)
+    at = np.arange(blocks)
+    slices = np.empty((blocks, 6), dtype=np.int64)
+    slices[:, Q0], slices[:, K0] = at * block, np.maximum(at - left, 0) * block
+    slices[:, Q0 + 1] = np.minimum((at + 1) * block, n)
+    slices[:, K0 + 1] = np.minimum((at + 1 + right) * block, n)
+    slices[:, LO], slices[:, HI] = -UNBOUNDED, UNBOUNDED
+    return slices
+
+
+def causal_local(n: int, left: int, block: int) -> Slices:
+    """:func:`local` with no block after, and causal."""
+    slices = local(n, left, 0, block)
+    slices[:, HI] = 0
+    return slices
+
+
+def causal_blocks(starts: Integers, stops: Integers) -> Slices:
+    """One causal square [start, stop) per entry of two int64[n]."""
+    zero = np.zeros_like(starts)
+    return np.stack([starts, stops, starts, stops, zero - UNBOUNDED, zero], axis=1)
+
+
+def diagonals(n: int, stride: int, beyond: int, block: int) -> Slices:
+    """The diagonals at every multiple of ``stride`` blocks before a block, beyond ``beyond``."""
+    blocks = -(-n // block)
+    before = stride * np.arange(beyond // stride + 1, -(-blocks // stride), dtype=np.int64)
+    if block == 1:
+        zero = np.zeros_like(before)
+        return np.stack([zero, zero + n, zero, zero + n, -before, -before], axis=1)
+    times = blocks - before  # blocks on each diagonal
+    column = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    row = column + np.repeat(before, times)
+    wide = np.full_like(row, UNBOUNDED)
+    q0, k0 = row * block, column * block
+    return np.stack([q0, np.minimum(q0 + block, n), k0, k0 + block, -wide, wide], axis=1)
+
+
+class Patterns(MaskValue):
+    """Constructors of named patterns."""
+
+    @classmethod
+    def prefix_lm(cls, n: int, prefix: int) -> Self:
+        """A prefix that every token sees whole, then causal.
+
+            AttnMask.prefix_lm(5, prefix=2)
+            x x . . .
+            x x . . .
+            x x x . .
+            x x x x .
+            x x x x x
+
+        Raffel et al., T5, arXiv:1910.10683, section 3.2.
+
+        Args:
+            n: tokens.
+            prefix: tokens that all see; more than ``n`` is all.
+        Raises:
+            MaskError: a negative number, or not an integer.
+        """
+        n, prefix = count("n", n), count("prefix", prefix)
+        prefix = min(prefix, n)
+        rows = [rectangle(0, n, 0, prefix), rectangle(prefix, n, prefix, n, causal=True)]
+        return cls._disjoint(np.concatenate(rows), n, n)
+
+    @classmethod
+    def block_causal(cls, n: int, block: int) -> Self:
+        """Each token sees all of its own block, later tokens included, and of every earlier one.
+
+            AttnMask.block_causal(5, block=2)
+            x x . . .
+            x x . . .
+            x x x x .
+            x x x x .
+            x x x x x
+
+        Block diffusion and frame-wise video models; Arriola et al., arXiv:2503.09573.
+
+        Args:
+            n, block: tokens.
+        Raises:
+            MaskError: ``n`` is negative, ``block`` is below 1, or not integers.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        return cls._disjoint(local(n, n, 0, block), n, n)
+
+    @classmethod
+    def shared_prefix(cls, prefix: int, branches: object) -> Self:
+        """A shared question: a causal prefix, then answers that see it and themselves only.
+
+            AttnMask.shared_prefix(2, branches=[2, 1])
+            x . . . .
+            x x . . .
+            x x x . .
+            x x x x .
+            x x . . x
+
+        Several samples of one prompt, or the two answers of a preference pair, without repeating
+        the prompt; every branch is causal in itself.
+
+        Args:
+            prefix: tokens of the question.
+            branches: tokens of each answer, integers; may be empty, as may an answer.
+        Raises:
+            MaskError: a negative number, or not integers.
+        """
+        prefix = count("prefix", prefix)
+        lengths = integers("branches", branches)
+        if (lengths < 0).any():
+            at = int((lengths < 0).argmax())
+            raise MaskError(f"branches[{at}] must be at least 0, got {lengths[at]}")
+        stops = prefix + np.cumsum(lengths)
+        n = int(stops[-1]) if len(stops) else prefix
+        question = rectangle(0, n, 0, prefix, causal=True)
+        answers = causal_blocks(stops - lengths, stops)
+        return cls._disjoint(np.concatenate([question, answers]), n, n)
+
+    @classmethod
+    def streaming(cls, n: int, window: int, sink: int, *, block: int = 1) -> Self:
+        """Causal sliding window, and the first ``sink`` keys for every later token.
+
+            AttnMask.streaming(6, window=1, sink=2)
+            x . . . . .
+            x x . . . .
+            x x x . . .
+            x x x x . .
+            x x . x x .
+            x x . . x x
+
+        Token i sees keys i - window .. i, which is flash-attn's ``window=(window, 0)``: its own
+        and ``window`` more. StreamingLLM, Xiao et al., arXiv:2309.17453. In blocks it is the
+        streaming attention that UltraAttn measures: ``streaming(n, 2, 1, block=n // 8)``.
+
+        Args:
+            n: tokens.
+            window: keys, or blocks, before a token's own; -1 for all, which is plain causal.
+            sink: first keys, or blocks; more than there are is all.
+            block: tokens in a block.
+        Raises:
+            MaskError: a negative number (but -1 as window), ``block`` below 1, or not integers.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        kept = min(count("sink", sink) * block, n)
+        recent = causal_local(n, reach("window", window), block)
+        np.maximum(recent[:, K0], kept, out=recent[:, K0])
+        sinks = rectangle(0, n, 0, kept, causal=True)
+        return cls._disjoint(np.concatenate([sinks, recent]), n, n)
+
+    @classmethod
+    def strided(cls, n: int, stride: int, window: int, *, block: int = 1) -> Self:
+        """Causal sliding window, and every ``stride``-th key before it.
+
+            AttnMask.strided(7, stride=3, window=1)
+            x . . . . . .
+            x x . . . . .
+            . x x . . . .
+            x . x x . . .
+            . x . x x . .
+            . . x . x x .
+            x . . x . x x
+
+        Token i sees the keys i - window .. i and those at a distance that ``stride`` divides: the
+        union of the two heads of the Sparse Transformer, Child et al., arXiv:1904.10509,
+        there with window = stride. With ``block`` the same holds for blocks, causal inside a
+        token's own.
+
+        UltraAttn's "strided" is another mask: groups of 4 blocks, which see, in their group and in
+        both directions, the blocks at a distance below 3. That is
+        ``from_block_mask((i // 4 == j // 4) & (abs(i - j) < 3), block)`` with i and j from
+        ``np.indices((16, 16))``.
+
+        Args:
+            n: tokens.
+            stride: distance of the far keys, in tokens or blocks.
+            window: keys, or blocks, before a token's own; -1 for all, which is plain causal.
+            block: tokens in a block. There are n / stride slices for tokens, and up to
+                (n / block)² / (2 stride) for blocks.
+        Raises:
+            MaskError: a negative number (but -1 as window), ``stride`` or ``block`` below 1, or
+                not integers.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        stride, left = count("stride", stride, least=1), reach("window", window)
+        recent, far = causal_local(n, left, block), diagonals(n, stride, left, block)
+        return cls._disjoint(np.concatenate([recent, far]), n, n)
+
+    @classmethod
+    def global_local(cls, n: int, window: int, global_tokens: int, *, block: int = 1) -> Self:
+        """Symmetric window, and first tokens that see all and are seen by all.
+
+            AttnMask.global_local(6, window=1, global_tokens=1)
+            x x x x x x
+            x x x . . .
+            x x x x . .
+            x . x x x .
+            x . . x x x
+            x . . . x x
+
+        Longformer, Beltagy et al., arXiv:2004.05150, section 3.1. UltraAttn's "global+local" has
+        one global block and no other neighbour: ``global_local(n, 0, 1, block=n // 16)``.
+
+        Args:
+            n: tokens.
+            window: keys, or blocks, on each side of a token's own; -1 for all, which is full.
+            global_tokens: first tokens, or blocks; more than there are is all.
+            block: tokens in a block.
+        Raises:
+            MaskError: a negative number (but -1 as window), ``block`` below 1, or not integers.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        first = min(count("global_tokens", global_tokens) * block, n)
+        side = reach("window", window)
+        near = local(n, side, side, block)
+        near[:, [Q0, K0]] = np.maximum(near[:, [Q0, K0]], first)
+        seen_and_seeing = [rectangle(0, first, 0, n), rectangle(first, n, 0, first)]
+        return cls._disjoint(np.concatenate([*seen_and_seeing, near]), n, n)
+
+    @classmethod
+    def star(cls, n: int, block: int, query: int = 0) -> Self:
+        """Blocks that see themselves and the first block; last tokens that see everything.
+
+            AttnMask.star(7, block=2, query=1)
+            x . . . . . .
+            x x . . . . .
+            x x x . . . .
+            x x x x . . .
+            x x . . x . .
+            x x . . x x .
+            x x x x x x x
+
+        Star Attention, Acharya et al., arXiv:2411.17116: the context is causal inside each block
+        and sees the first, the anchor, whole; query tokens are plain causal. UltraAttn's "star" is
+        the context alone: ``star(n, n // 4)``.
+
+        Args:
+            n: tokens, of which the last are the query.
+            block: tokens in a block of the context; its last one may be short.
+            query: tokens; more than ``n`` is all.
+        Raises:
+            MaskError: a negative number, ``block`` below 1, or not integers.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        context = n - min(count("query", query), n)
+        anchor = rectangle(0, context, 0, min(block, context), causal=True)
+        starts = np.arange(block, context, block, dtype=np.int64)
+        blocks = causal_blocks(starts, np.minimum(starts + block, context))
+        rows = [anchor, blocks, rectangle(context, n, 0, n, causal=True)]
+        return cls._disjoint(np.concatenate(rows), n, n)

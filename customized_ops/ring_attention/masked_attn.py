@@ -1,0 +1,158 @@
+"""Attention under any mask: the op that takes an :class:`AttnMask`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .arguments import ArgumentError, Options
+from .attention_call import layout_of
+from .attention_op import Family, Given, Problem, call_op, declare
+from .core.comm import Comm
+from .core.groups import GroupLike
+from .core.layout import Layout
+from .core.mask import AttnMask
+from .core.slices import Slices
+
+TITLE = "wrap_masked_attn_func"
+
+
+def _problem(title: str, given: Given, comm: Comm) -> Problem:
+    mask = _mask(given)
+    spec = given["layout"]
+    k_spec = given["k_layout"] or (spec if mask.q_len == mask.k_len else "")
+    q_layout = layout_of(title, comm, "layout", spec, given["q"].shape[1], mask.q_len)
+    k_layout = layout_of(title, comm, "k_layout", k_spec, given["k"].shape[1], mask.k_len)
+    return Problem(mask, q_layout, k_layout)
+
+
+def _worst(given: Given, length: int) -> AttnMask:
+    """The mask itself, where its slices can be read: not while a graph is being traced."""
+    slices = given["mask_slices"]
+    if isinstance(slices, FakeTensor) or slices.is_meta or length != given["q_len"]:
+        return AttnMask.dense(length, length)
+    return _mask(given)
+
+
+def _mask(given: Given) -> AttnMask:
+    slices = given["mask_slices"].detach().cpu().numpy()
+    return _from_bytes(slices.tobytes(), given["q_len"], given["k_len"])
+
+
+@lru_cache(maxsize=256)
+def _from_bytes(slices: bytes, q_len: int, k_len: int) -> AttnMask:
+    # Sound, and disjoint: they come from an AttnMask.
+    return AttnMask(np.frombuffer(slices, dtype=np.int64).reshape(-1, 6), q_len, k_len)
+
+
+@lru_cache(maxsize=256)
+def _as_tensor(mask: AttnMask) -> Tensor:
+    slices: Slices = mask.slices
+    return torch.from_numpy(slices.copy())
+
+
+MASKED = Family(
+    packed=False,
+    tensors={"mask_slices": "s^ 6"},
+    numbers={"q_len": int, "k_len": int},
+    same_length=False,
+    problem=_problem,
+    worst=_worst,
+)
+
+MASKED_ATTN = declare(MASKED, "seqshard::masked_attn", TITLE)
+
+
+def wrap_masked_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttnMask,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    process_group: GroupLike = None,
+    *,
+    return_lse: bool = False,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    layout: Layout | None = None,
+    k_layout: Layout | None = None,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
+
+    Attention under any mask, over sequences cut across the ranks of a group; with no group, over
+    the tokens given. q and k may be of different lengths and lie in different layouts.
+
+        AttnMask.prefix_lm(6, 2)      rank 0: tokens 0 1 2     rank 1: tokens 3 4 5
+        x x . . . .
+        x x . . . .                   each rank gets the keys that its rows attend, or sends its
+        x x x . . .                   rows to the keys where that moves fewer bytes, and ranks with
+        x x x x . .                   too much work give some away
+        x x x x x .
+        x x x x x x
+
+    Args:
+        q: [b, l, h, hd], this rank's tokens; any strides.
+        k: [b, m, g, hd], v: [b, m, g, vd]; h is a multiple of g (grouped queries).
+        mask: which pairs of the whole sequences attend, the same on every rank.
+        softmax_scale: what scores are multiplied by; None means 1 / sqrt(hd).
+        dropout_p: the share of probabilities that become 0, in [0, 1). Which ones is drawn by
+            token, head and batch entry, so it is the same on any number of ranks.
+        alibi_slopes: [h] or [b, h]: what a score loses per token of distance; the ends of q and k
+            are aligned where their lengths differ. No gradient.
+        deterministic: accepted either way; forward and backward always are.
+        process_group: ranks over which the tokens are cut: a ProcessGroup, its global ranks in
+            increasing order, or None. Leave it None under an auto-parallelizer, which fills it in.
+        return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
+        softcap: scores are kept in (-softcap, softcap) by a tanh; 0 is none.
+        sink: [h] logits that join the softmax with no value; learnable. On each rank their
+            gradient is that of its rows: add up over the group.
+        dropout_seed: an int or an int64 tensor [1], the same on every rank; None draws one from
+            torch's generator, which then has to be seeded alike on all ranks.
+        layout: which tokens of q each rank holds; None means ``Layout.contiguous``. It is that of
+            k and v too where they are as long as q and ``k_layout`` is None.
+        k_layout: which tokens of k and v each rank holds.
+        kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+    Returns:
+        [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
+        fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
+
+    Communication: as :func:`wrap_ring_attn_func`.
+
+    Raises:
+        ValueError: shapes, dtypes, heads, mask, layout or group do not fit; says what would.
+
+    Masks as lists of slices: MagiAttention (SandAI, 2025) has four shapes of slice; band slices
+    have them as special cases.
+    """
+
+    def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if not isinstance(mask, AttnMask):
+            raise ArgumentError(
+                f"{TITLE}: mask must be an AttnMask, such as AttnMask.causal(l), got {mask!r}"
+            )
+        numbers = {"q_len": mask.q_len, "k_len": mask.k_len}
+        return {"mask_slices": _as_tensor(mask)}, numbers
+
+    options = Options(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        return_lse=return_lse,
+        kernel=kernel,
+        layout=layout,
+        k_layout=k_layout,
+    )
+    return call_op(MASKED_ATTN, q, k, v, pattern, options, process_group)

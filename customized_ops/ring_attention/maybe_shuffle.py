@@ -1,0 +1,134 @@
+"""Shuffling packed hidden states in a model: the identity on one rank.
+
+Same names, arguments and order as nnscaler's ``maybe_shuffle``. Each document is laid out zigzag by
+itself, so that causal attention over packed documents is the same work on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations import register_op
+from annotations.binding import BoundAnnotation
+from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
+
+from .arguments import ArgumentError, checked
+from .core.comm import Comm, Dims, add
+from .core.groups import GroupLike, comm_by_name, group_name
+from .core.layout import Layout
+from .core.rank_plan import Exchange
+from .core.relayout import relayout
+from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
+
+TOKENS = Dims(0, 0)
+
+
+def _exchange(x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm) -> Exchange:
+    title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
+    cu = on_host(cu_seqlens)
+    check_cu_seqlens(title, "cu_seqlens", cu)
+    total = int(cu[-1])
+    plain = Layout.contiguous(total, comm.size)
+    zigzag = Layout.zigzag(total, comm.size, cu)
+    if plain.sizes != zigzag.sizes:
+        raise ArgumentError(
+            f"{title}: laid out document by document the ranks would hold {list(zigzag.sizes)} "
+            f"tokens instead of {list(plain.sizes)}, and their number must stay; pad each document "
+            f"to a multiple of {2 * comm.size}, or use wrap_shuffle_func with a Layout"
+        )
+    if comm.size == 1:
+        check_total(title, "cu_seqlens", cu, x.shape[0])
+    elif x.shape[0] != plain.sizes[comm.rank]:
+        raise ArgumentError(
+            f"{title}: rank {comm.rank} of {comm.size} holds {x.shape[0]} tokens, but cu_seqlens "
+            f"end at {total}, which is {plain.sizes[comm.rank]} here"
+        )
+    return relayout(*((zigzag, plain) if back else (plain, zigzag)), 0, comm.rank)
+
+
+def _backward(grad: Tensor | None, x: Tensor, cu_seqlens: Tensor, back: bool, group: str) -> Tensor:
+    comm, into = comm_by_name(group), x.new_zeros(x.shape)
+    if grad is not None:
+        exchange = _exchange(x, cu_seqlens, back, comm)
+        comm.send_home(exchange, [grad], [into], [TOKENS], add).wait()
+    return into
+
+
+def _arguments(site: SplitSite) -> dict[str, Any]:
+    return {"group": site.group}
+
+
+def _cost(
+    bound: BoundAnnotation, site: SplitSite, given: Mapping[str, Any], itemsize: int
+) -> InnerCost:
+    """All of a rank's tokens, at worst."""
+    shape = bound.input_shapes[0]
+    assert shape is not None
+    each = -(-torch.Size(shape).numel() // site.parts) * itemsize
+    return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
+
+
+@register_op(
+    "l *, e^ -> l *",
+    name="seqshard::shuffle_documents",
+    title="wrap_maybe_shuffle",
+    rule=PartitionRule({"l": Communicates(_arguments, _cost)}),
+    differentiable=("x",),
+    fake=lambda x, **_: x.new_empty(x.shape),
+    backward=_backward,
+)
+def shuffle_documents(x: Tensor, cu_seqlens: Tensor, back: bool, group: str) -> Tensor:
+    """The op in a graph: to the zigzag layout of each document, or back."""
+    comm = comm_by_name(group)
+    (moved,) = comm.fetch(_exchange(x, cu_seqlens, back, comm), [x], [TOKENS]).wait()
+    return moved
+
+
+def wrap_maybe_shuffle(
+    hidden_states: Tensor,
+    cu_seqlens: CuSeqlens,
+    enable_ring: bool = True,
+    process_group: GroupLike = None,
+) -> Tensor:
+    """``l *, e^ -> l *``
+
+    Tokens from contiguous shards to the layout ``Layout.zigzag(total, group_size, cu_seqlens)``.
+
+    Args:
+        hidden_states: [l, ...], this rank's tokens.
+        cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole packed
+            sequence, the same on every rank; each a multiple of 2 * group_size.
+        enable_ring: False returns ``hidden_states``.
+        process_group: a ProcessGroup, its global ranks in increasing order, or None (one rank: the
+            identity). Leave it None under an auto-parallelizer, which fills it in.
+    Raises:
+        ValueError: ``cu_seqlens`` or ``hidden_states`` do not fit; says what would.
+    """
+    return _shuffled(hidden_states, cu_seqlens, enable_ring, process_group, back=False)
+
+
+def wrap_maybe_unshuffle(
+    hidden_states: Tensor,
+    cu_seqlens: CuSeqlens,
+    enable_ring: bool = True,
+    process_group: GroupLike = None,
+) -> Tensor:
+    """``l *, e^ -> l *``
+
+    The inverse of :func:`wrap_maybe_shuffle`, with the same arguments.
+    """
+    return _shuffled(hidden_states, cu_seqlens, enable_ring, process_group, back=True)
+
+
+def _shuffled(
+    x: Tensor, cu_seqlens: CuSeqlens, enable_ring: bool, group: GroupLike, *, back: bool
+) -> Tensor:
+    title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
+    if not enable_ring:
+        return x
+    cu = checked(title, group, lambda: as_tensor(title, "cu_seqlens", cu_seqlens))
+    return shuffle_documents(x, cu, back, group_name(group))

@@ -1,0 +1,133 @@
+"""The ops over packed documents: q, k, v [l, heads, d] and cumulative lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations import AnnotatedOp
+
+from .arguments import ArgumentError, Options, causal_of, tokens_of, window_bounds
+from .attention_call import layout_of
+from .attention_op import Family, Given, Problem, call_op
+from .core.comm import Comm
+from .core.groups import GroupLike
+from .core.mask import AttnMask
+from .varlen_utils import (
+    CuSeqlens,
+    as_tensor,
+    check_cu_seqlens,
+    check_max_seqlen,
+    check_total,
+    document_mask,
+    document_positions,
+    on_host,
+)
+
+
+def _problem(title: str, given: Given, comm: Comm) -> Problem:
+    """The totals come from ``cu_seqlens``, so no rank asks another."""
+    cu = {}
+    for side in "qk":
+        cu[side] = on_host(given[f"cu_seqlens_{side}"])
+        check_cu_seqlens(title, f"cu_seqlens_{side}", cu[side])
+        longest = given[f"max_seqlen_{side}"]
+        check_max_seqlen(title, f"max_seqlen_{side}", longest, cu[side])
+    if len(cu["q"]) != len(cu["k"]):
+        raise ArgumentError(
+            f"{title}: cu_seqlens_q has {len(cu['q']) - 1} documents and cu_seqlens_k "
+            f"{len(cu['k']) - 1}"
+        )
+    if comm.size == 1:
+        check_total(title, "cu_seqlens_q", cu["q"], given["q"].shape[0])
+        check_total(title, "cu_seqlens_k", cu["k"], given["k"].shape[0])
+    q_total, k_total = int(cu["q"][-1]), int(cu["k"][-1])
+    spec, k_spec = given["layout"], given["k_layout"]
+    if spec and not k_spec:
+        if q_total != k_total:
+            raise ArgumentError(
+                f"{title}: layout={spec} is for q, but cu_seqlens_q end at {q_total} and "
+                f"cu_seqlens_k at {k_total}; give k_layout too, or neither, and both are cut "
+                "contiguously"
+            )
+        k_spec = spec
+    q_layout = layout_of(title, comm, "layout", spec, given["q"].shape[0], q_total)
+    k_layout = layout_of(title, comm, "k_layout", k_spec, given["k"].shape[0], k_total)
+    window = given["window_left"], given["window_right"]
+    mask = document_mask(cu["q"], cu["k"], given["causal"], window, given["sink_tokens"])
+    return Problem(mask, q_layout, k_layout, document_positions(cu["q"], cu["k"]))
+
+
+def _worst(given: Given, length: int) -> AttnMask:
+    """The lengths of documents are data, so one document as long as all."""
+    return AttnMask.varlen(
+        [0, length],
+        causal=given["causal"],
+        window=(given["window_left"], given["window_right"]),
+        global_tokens=given["sink_tokens"],
+    )
+
+
+PACKED = Family(
+    packed=True,
+    tensors={"cu_seqlens_q": "e^", "cu_seqlens_k": "f^"},
+    numbers={
+        "causal": bool,
+        "window_left": int,
+        "window_right": int,
+        "sink_tokens": int,
+        "max_seqlen_q": int,
+        "max_seqlen_k": int,
+    },
+    same_length=False,
+    problem=_problem,
+    worst=_worst,
+)
+
+
+def packed_attention(
+    op: AnnotatedOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    options: Options,
+    *,
+    causal: bool,
+    window_size: Sequence[int],
+    enable_ring: bool,
+    process_group: GroupLike,
+    max_seqlens: tuple[int | None, int | None],
+    sink_tokens: int = 0,
+    **unsupported: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check a user's call of a packed attention op and make it; out, and lse if asked for."""
+    title = op.record.title
+
+    def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if not enable_ring and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{title}: enable_ring=False is not supported in a captured graph, where an engine "
+                "gives the op its group"
+            )
+        left, right = window_bounds(title, window_size)
+        longest_q, longest_k = (-1 if n is None else int(n) for n in max_seqlens)
+        tensors = {
+            "cu_seqlens_q": as_tensor(title, "cu_seqlens_q", cu_seqlens_q),
+            "cu_seqlens_k": as_tensor(title, "cu_seqlens_k", cu_seqlens_k),
+        }
+        return tensors, {
+            "causal": causal_of(title, causal),
+            "window_left": left,
+            "window_right": right,
+            "sink_tokens": tokens_of(title, "sink_tokens", sink_tokens),
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_k,
+        }
+
+    group = process_group if enable_ring else None
+    return call_op(op, q, k, v, pattern, options, group, **unsupported)

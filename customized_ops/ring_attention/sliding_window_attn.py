@@ -1,0 +1,148 @@
+"""Sliding-window attention: only the halo moves, however many ranks a window spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .arguments import ArgumentError, Options
+from .attention_op import declare
+from .core.groups import GroupLike
+from .core.layout import Layout
+from .dense_attn import DENSE, dense_attention
+from .packed_attn import PACKED, packed_attention
+from .varlen_utils import CuSeqlens
+
+TITLE = "wrap_sliding_window_attn_func"
+# Rows stay with their holder: giving some away would move more than the halo.
+SLIDING_WINDOW_ATTN = declare(
+    DENSE, "seqshard::sliding_window_attn", TITLE, assignment="owner", split_heads=False
+)
+SLIDING_WINDOW_ATTN_VARLEN = declare(
+    PACKED, "seqshard::sliding_window_attn_varlen", TITLE, assignment="owner", split_heads=False
+)
+
+
+def wrap_sliding_window_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    enable_ring: bool = True,
+    use_cute: bool = False,
+    process_group: GroupLike = None,
+    return_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    layout: Layout | None = None,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``, or packed, with ``cu_seqlens``,
+    ``l (g n) hd^, l g hd^, l g vd^, e^, e^ -> l (g n) vd^``
+
+    Sliding-window attention over tokens that are cut contiguously across the ranks of a group; with
+    no group, over the tokens given. A rank receives the keys that its window reaches beyond its own
+    tokens, from as many ranks as hold some: at most left + right tokens, and nothing else moves.
+
+        window_size (2, 0)    rank 0: tokens 0 1 2 3     rank 1: tokens 4 5 6 7
+                              receives nothing           receives keys 2 3
+
+    Args:
+        q: [b, l, h, hd], this rank's tokens; [l, h, hd] with ``cu_seqlens``. Any strides.
+        k: [b, l, g, hd], v: [b, l, g, vd], or [l, g, hd] and [l, g, vd]; h is a multiple of g.
+        cu_seqlens_q, cu_seqlens_k: [documents + 1], int32 or int64, cumulative lengths of the whole
+            packed sequence, the same on every rank; windows end at documents' ends. None if not
+            packed.
+        alibi_slopes: [h] or [b, h]: what a score loses per token of distance. No gradient.
+        dropout_p: the share of probabilities that become 0, in [0, 1). Which ones is drawn by
+            token, head and batch entry, so it is the same on any number of ranks.
+        softmax_scale: what scores are multiplied by; None means 1 / sqrt(hd).
+        causal: no token attends a later one.
+        window_size: (left, right): token i attends tokens i - left .. i + right; -1 is unbounded.
+        deterministic: accepted either way; forward and backward always are.
+        return_attn_probs: only False.
+        enable_ring: False computes on this rank alone, whatever ``process_group`` says.
+        use_cute: only False for now.
+        process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
+            order, or None. Leave it None under an auto-parallelizer, which fills it in.
+        return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
+        max_seqlen_q, max_seqlen_k: not needed; checked if given.
+        softcap: scores are kept in (-softcap, softcap) by a tanh; 0 is none.
+        sink: [h] logits that join the softmax with no value; learnable. On each rank their
+            gradient is that of its rows: add up over the group.
+        dropout_seed: an int or an int64 tensor [1], the same on every rank; None draws one from
+            torch's generator, which then has to be seeded alike on all ranks.
+        layout: which tokens each rank holds; None means contiguous shards, as many tokens on every
+            rank where not packed.
+        kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+    Returns:
+        As q, with vd, in q's dtype; with ``return_lse`` also [b, h, l] or [h, l], natural log, fp32
+        (fp64 for fp64).
+
+    Communication: the forward receives at most left + right tokens of k and v from the neighbours;
+    the backward the same, and sends as many of dk and dv home in fp32.
+
+    Raises:
+        NotImplementedError: an argument that is not supported yet is set; names it.
+        ValueError: shapes, dtypes, heads, cu_seqlens, layout or group do not fit; says what would.
+
+    Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
+    """
+    options = Options(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        return_lse=return_lse,
+        kernel=kernel,
+        layout=layout,
+    )
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ArgumentError(f"{TITLE}: {missing} is missing; give both, or neither if not packed")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return dense_attention(
+            SLIDING_WINDOW_ATTN,
+            q,
+            k,
+            v,
+            options,
+            causal=causal,
+            window_size=window_size,
+            process_group=process_group if enable_ring else None,
+            return_attn_probs=return_attn_probs,
+            use_cute=use_cute,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+    return packed_attention(
+        SLIDING_WINDOW_ATTN_VARLEN,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        options,
+        causal=causal,
+        window_size=window_size,
+        enable_ring=enable_ring,
+        process_group=process_group,
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+        return_attn_probs=return_attn_probs,
+        use_cute=use_cute,
+    )
