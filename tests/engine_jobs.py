@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from train_llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
-from customized_ops.ring_attention import wrap_ring_attn_func
+from customized_ops.ring_attention import (
+    AttnMask,
+    wrap_masked_attn_func,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_roll_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
+)
 from customized_ops.ring_attention.core import groups
 
 
@@ -247,3 +257,56 @@ def policy_with_a_private_error() -> str:
     except Exception as error:
         return str(error)
     return "no error"
+
+
+class EveryOp(nn.Module):
+    """One of the newer ops with a learnable sink, and in what the ops differ."""
+
+    def __init__(self, op: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.dropout = op, dropout
+        self.project = nn.Linear(16, 48).double()
+        self.sink = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.mask = AttnMask.streaming(24, 5, 2)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:-1], 12, 4).split(4, -2)
+        given: dict[str, Any] = {"softcap": 3.0, "sink": self.sink, "dropout_p": self.dropout}
+        match self.op:
+            case "masked":
+                out = wrap_masked_attn_func(q, k, v, self.mask, **given)
+            case "window":
+                out = wrap_sliding_window_attn_func(q, k, v, window_size=(6, 0), **given)
+            case "packed window":
+                cu = (cu_seqlens, cu_seqlens)
+                out = wrap_sliding_window_attn_func(q, k, v, *cu, window_size=(6, 0), **given)
+            case "streaming":
+                out = wrap_streaming_attn_func(q, k, v, 4, 2, **given)
+            case "shuffled":
+                # Zigzag in the middle of the model: only attention is told.
+                q, k, v = (wrap_maybe_shuffle(t, cu_seqlens) for t in (q, k, v))
+                q, k, v = (wrap_maybe_unshuffle(t, cu_seqlens) for t in (q, k, v))
+                out = wrap_ring_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **given)
+            case "rolled":
+                out = wrap_ring_attn_func(q, k, wrap_roll_func(v, -1), **given)
+        return out.square().sum()
+
+
+def every_op_inputs(op: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    shape = (24, 16) if op in ("packed window", "shuffled") else (2, 24, 16)
+    cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
+    return {"x": torch.randn(shape, dtype=torch.float64), "cu_seqlens": cu_seqlens}
+
+
+def every_op(op: str) -> tuple[float, dict[str, Tensor]]:
+    """One step of a model with one of the newer ops, cut over all ranks."""
+    ranks = dist.get_world_size()
+    given = every_op_inputs(op)
+    parallel = parallelize(EveryOp(op), given, "cp", ComputeConfig(ranks, ranks))
+    assert "l / 2" in str(parallel.plan)
+    loss = parallel(**given)
+    loss.backward()
+    parallel.sync_grad()
+    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}

@@ -226,6 +226,8 @@ def annotation(title: str, family: Family, given: Given) -> str:
     slopes, sink, seed = (given[name] for name in OPTIONAL_TENSORS)
     inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{batch} {h}")
     inputs += ["?" if sink is None else h, "?" if seed is None else "1"]
+    while inputs[-1] == "?":  # says nothing at the end, where errors show it
+        inputs.pop()
     return f"{', '.join(inputs)} -> {lead}{lq} {h} vd^, {lead}{h} {lq}"
 
 

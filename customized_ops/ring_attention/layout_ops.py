@@ -69,6 +69,7 @@ def _backward(
     shift: int,
     dim: int,
     group: str,
+    moved: Tensor,
 ) -> Tensor:
     comm = comm_by_name(group)
     into = x.new_zeros(x.shape)

@@ -50,7 +50,9 @@ def _exchange(x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm) -> Exchange
     return relayout(*((zigzag, plain) if back else (plain, zigzag)), 0, comm.rank)
 
 
-def _backward(grad: Tensor | None, x: Tensor, cu_seqlens: Tensor, back: bool, group: str) -> Tensor:
+def _backward(
+    grad: Tensor | None, x: Tensor, cu_seqlens: Tensor, back: bool, group: str, moved: Tensor
+) -> Tensor:
     comm, into = comm_by_name(group), x.new_zeros(x.shape)
     if grad is not None:
         exchange = _exchange(x, cu_seqlens, back, comm)
