@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.layout import Layout
 from .core.mask import AttnMask
-from .core.slices import Slices
 
 TITLE = "wrap_masked_attn_func"
 
@@ -50,10 +50,18 @@ def _from_bytes(slices: bytes, q_len: int, k_len: int) -> AttnMask:
     return AttnMask(np.frombuffer(slices, dtype=np.int64).reshape(-1, 6), q_len, k_len)
 
 
-@lru_cache(maxsize=256)
+_tensors: WeakKeyDictionary[AttnMask, Tensor] = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
 def _as_tensor(mask: AttnMask) -> Tensor:
-    slices: Slices = mask.slices
-    return torch.from_numpy(slices.copy())
+    # Kept for the next call, but for one that stands in a graph being traced.
+    known = _tensors.get(mask)
+    if known is None:
+        known = torch.from_numpy(mask.slices.copy())
+        if not isinstance(known, FakeTensor):
+            _tensors[mask] = known
+    return known
 
 
 MASKED = Family(
