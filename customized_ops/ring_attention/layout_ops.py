@@ -19,9 +19,9 @@ from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 from .arguments import ArgumentError, checked
 from .core.comm import Comm, Dims, add
+from .core.exchange import Exchange
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .core.rank_plan import Exchange
 from .core.relayout import gather, relayout
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens

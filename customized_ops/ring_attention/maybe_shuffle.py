@@ -18,9 +18,9 @@ from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 from .arguments import ArgumentError, checked
 from .core.comm import Comm, Dims, add
+from .core.exchange import Exchange
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .core.rank_plan import Exchange
 from .core.relayout import relayout
 from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 

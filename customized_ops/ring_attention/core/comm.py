@@ -11,7 +11,7 @@ peers. Groups are passed in: there is no global state, and ranks are always rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rank_plan import Exchange, Table
+from .exchange import Exchange, Where
 
 Messages = dict[int, Tensor]  # peer -> flat buffer
 
@@ -99,15 +99,15 @@ class Comm(ABC):
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
-        outgoing, buffers = [], []
+        buffers = []
         for tensor, dim in zip(tensors, dims, strict=True):
-            outgoing.append(_cut(tensor, dim, exchange.send, exchange.team_size))
             shape = list(tensor.shape)
             shape[dim.tokens] = exchange.tokens
             shape[dim.heads] //= exchange.team_size
             buffers.append(tensor.new_empty(shape))
-        places = [_cut(t, dim, exchange.recv) for t, dim in zip(buffers, dims, strict=True)]
-        finish = self._pass(outgoing, places, [t.dtype for t in tensors], place)
+        source = _Side(tensors, dims, exchange.sent, exchange.team_size)
+        target = _Side(buffers, dims, exchange.received, 1)
+        finish = self._pass(source, target, place)
         return Pending(lambda: (finish(), buffers)[1])
 
     def send_home(
@@ -120,73 +120,87 @@ class Comm(ABC):
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
-        There ``put(places, parts)`` is called for each range of tokens that arrives, with views of
-        ``into`` and the parts of all ``results``; in rank order, so that sums do not depend on who
-        was first.
+        There ``put(places, parts)`` is called for each peer, with the tokens' rows of ``into`` and
+        what arrived for them; in rank order, so that sums do not depend on who was first.
         """
-        outgoing = [_cut(t, dim, exchange.recv) for t, dim in zip(results, dims, strict=True)]
-        places = [
-            _cut(t, dim, exchange.send, exchange.team_size)
-            for t, dim in zip(into, dims, strict=True)
-        ]
-        return Pending(self._pass(outgoing, places, [t.dtype for t in results], put))
+        source = _Side(results, dims, exchange.received, 1)
+        target = _Side(into, dims, exchange.sent, exchange.team_size)
+        return Pending(self._pass(source, target, put))
 
-    def _pass(
-        self,
-        outgoing: list[dict[int, list[Tensor]]],
-        places: list[dict[int, list[Tensor]]],
-        dtypes: list[torch.dtype],
-        put: Put,
-    ) -> Callable[[], None]:
-        """One message a peer and tensor; on arrival ``put`` for each of its ranges."""
-        waits, arrived = [], []
-        for sources, targets, dtype in zip(outgoing, places, dtypes, strict=True):
-            send = {p: _pack(parts) for p, parts in sources.items() if p != self.rank}
+    def _pass(self, source: _Side, target: _Side, put: Put) -> Callable[[], None]:
+        """One message a peer and tensor; on arrival ``put`` for each peer."""
+        waits, messages = [], []
+        for n, tensor in enumerate(source.tensors):
+            send = {p: source.take(n, p).reshape(-1) for p in source.peers if p != self.rank}
             receive = {
-                p: parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
-                for p, parts in targets.items()
+                p: tensor.new_empty(torch.Size(target.shape(n, p)).numel())
+                for p in target.peers
                 if p != self.rank
             }
             self.counters.sent_bytes += sum(m.nbytes for m in send.values())
             self.counters.received_bytes += sum(m.nbytes for m in receive.values())
             waits.append(self.start(send, receive))
-            arrived.append(receive)
+            messages.append(receive)
 
         def finish() -> None:
             for wait in waits:
                 wait()
-            for peer in sorted(places[0]):
+            for peer in sorted(target.peers):
                 parts = [
-                    sources[peer] if peer == self.rank else _unpack(received[peer], targets[peer])
-                    for sources, targets, received in zip(outgoing, places, arrived, strict=True)
+                    source.take(n, peer)
+                    if peer == self.rank
+                    else received[peer].view(target.shape(n, peer))
+                    for n, received in enumerate(messages)
                 ]
-                ranges = zip(*(targets[peer] for targets in places), strict=True)
-                for where, what in zip(ranges, zip(*parts, strict=True), strict=True):
-                    put(where, what)
+                target.put(peer, parts, put)
 
         return finish
 
 
-def _cut(tensor: Tensor, dim: Dims, ranges: Table, team_size: int = 1) -> dict[int, list[Tensor]]:
-    """Views of the ranges (peer, start, count) of ``tensor``, by peer; of its share of the heads
-    where ``tensor`` has all of them."""
-    views: dict[int, list[Tensor]] = {}
-    heads = tensor.shape[dim.heads] // team_size
-    for peer, start, count in ranges.tolist():
-        view = tensor.narrow(dim.tokens, start, count)
-        if team_size > 1:
-            view = view.narrow(dim.heads, peer % team_size * heads, heads)
-        views.setdefault(peer, []).append(view)
-    return views
+@dataclass(frozen=True)
+class _Side:
+    """Tensors whose tokens leave, or arrive.
 
+    Attributes:
+        peers: where the tokens of each peer are.
+        team_size: a peer has this share of the heads of the tensors; 1: all that are there.
+    """
 
-def _pack(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
+    tensors: Sequence[Tensor]
+    dims: Sequence[Dims]
+    peers: Mapping[int, Where]
+    team_size: int
 
+    def shape(self, n: int, peer: int) -> list[int]:
+        """Of the peer's part of tensor ``n``."""
+        shape = list(self.tensors[n].shape)
+        shape[self.dims[n].tokens] = self.peers[peer].count
+        shape[self.dims[n].heads] //= self.team_size
+        return shape
 
-def _unpack(message: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = message.split([part.numel() for part in like])
-    return [part.view(place.shape) for part, place in zip(parts, like, strict=True)]
+    def take(self, n: int, peer: int) -> Tensor:
+        """The peer's part of tensor ``n``: a view where its tokens are one range."""
+        tensor, where = self._heads(n, peer), self.peers[peer]
+        if where.indices is None:
+            return tensor.narrow(self.dims[n].tokens, where.start, where.count)
+        return tensor.index_select(self.dims[n].tokens, where.on(tensor.device))
+
+    def put(self, peer: int, parts: Sequence[Tensor], put: Put) -> None:
+        """Put arrived parts in the peer's place."""
+        places = [self.take(n, peer) for n in range(len(self.tensors))]
+        put(places, parts)
+        where = self.peers[peer]
+        if where.indices is not None:
+            for n, changed in enumerate(places):
+                tensor = self._heads(n, peer)
+                tensor.index_copy_(self.dims[n].tokens, where.on(tensor.device), changed)
+
+    def _heads(self, n: int, peer: int) -> Tensor:
+        tensor, dim = self.tensors[n], self.dims[n].heads
+        if self.team_size == 1:
+            return tensor
+        heads = tensor.shape[dim] // self.team_size
+        return tensor.narrow(dim, peer % self.team_size * heads, heads)
 
 
 class DistComm(Comm):

@@ -18,18 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .cost import H200, CostModel
+from .exchange import RECV, SEND, STAGE, TOKEN0, TOKEN1
 from .intervals import Table, spread, touched, union
 from .layout import Layout, LayoutError
 from .mask import AttnMask
-from .rank_plan import (
-    RECV,
-    SEND,
-    STAGE,
-    TOKEN0,
-    TOKEN1,
-    RankPlan,
-    rank_plan,
-)
+from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
 from .work import ASSIGNMENTS, TEAM, Work
 
@@ -135,6 +128,20 @@ class Plan:
         from .report import report
 
         return report(self, q_heads, kv_heads, head_dim, v_dim, itemsize)
+
+    def draw(
+        self,
+        path: str,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        v_dim: int | None = None,
+        itemsize: int = 2,
+    ) -> None:
+        """Draw the plan to a PNG or SVG file; see :func:`.draw.draw`."""
+        from .draw import draw
+
+        draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize)
 
     def forward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int

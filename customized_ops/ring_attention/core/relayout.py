@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from .exchange import Exchange
 from .intervals import Table, spread, touched
 from .layout import Layout
-from .rank_plan import Exchange
 
 
 @lru_cache(maxsize=256)
