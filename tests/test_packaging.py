@@ -69,7 +69,7 @@ def test_extras(pyproject):
         "te": ["transformer-engine"],
         "hf": ["transformers"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest", "hypothesis", "matplotlib", "ruff", "mypy"],
     }
     assert extras["te"] == ["transformer-engine[pytorch]"]
     assert extras["hf"] == ["transformers>=5"]

@@ -39,7 +39,7 @@ def accumulate(parts) -> Accumulator:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(len(PARTS)))))
 def test_any_order_gives_the_whole(order):
     q, (out, lse), parts = problem()
-    got_out, got_lse = accumulate(parts[n] for n in order).result(q, 3)
+    got_out, got_lse = accumulate(parts[n] for n in order).result(q, 3, torch.float64)
     assert_same("out", got_out, out)
     assert_same("lse", got_lse, lse)
     assert (got_lse[..., 0] == -INF).all() and (got_out[:, 0] == 0).all()
@@ -47,8 +47,8 @@ def test_any_order_gives_the_whole(order):
 
 def test_any_grouping_gives_the_whole():
     q, (out, lse), (a, b, c, d) = problem()
-    left, right = (accumulate(pair).result(q, 3) for pair in ((a, c), (d, b)))
-    got_out, got_lse = accumulate([right, left]).result(q, 3)
+    left, right = (accumulate(pair).result(q, 3, torch.float64) for pair in ((a, c), (d, b)))
+    got_out, got_lse = accumulate([right, left]).result(q, 3, torch.float64)
     assert_same("out", got_out, out)
     assert_same("lse", got_lse, lse)
 
@@ -56,7 +56,7 @@ def test_any_grouping_gives_the_whole():
 def test_large_scores_do_not_overflow():
     q, (out, lse), parts = problem(scale=60.0)
     assert lse[lse.isfinite()].max() > 1000  # exp() of it is infinite
-    got_out, got_lse = accumulate(parts).result(q, 3)
+    got_out, got_lse = accumulate(parts).result(q, 3, torch.float64)
     assert_same("out", got_out, out)
     assert_same("lse", got_lse, lse, tolerance=1e-9)
 
@@ -83,13 +83,16 @@ def test_a_single_part_is_returned_as_it_is():
     q, _, parts = problem()
     total = Accumulator()
     total.add(*parts[0])
-    out, lse = total.result(q, 3)
+    out, lse = total.result(q, 3, torch.float64)
     assert out is parts[0][0] and lse is parts[0][1]
 
 
 def test_no_part_is_unattended():
     rows = torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16)
-    for out, lse in (Accumulator().result(rows, 6), unattended(rows, 6)):
+    for out, lse in (
+        Accumulator().result(rows, 6, torch.bfloat16),
+        unattended(rows, 6, torch.bfloat16),
+    ):
         assert out.shape == (2, 5, 3, 6) and out.dtype == torch.bfloat16 and (out == 0).all()
         assert lse.shape == (2, 3, 5) and lse.dtype == torch.float32 and (lse == -INF).all()
 
@@ -101,10 +104,25 @@ def test_low_precision_parts_merge_in_fp32():
     total = Accumulator()
     for value in values:
         total.add(value.view(1, 1, 1, 1).clone(), torch.zeros(1, 1, 1))
-    out, lse = total.result(rows, 1)
+    out, lse = total.result(rows, 1, torch.bfloat16)
     assert out.dtype == torch.bfloat16
     assert out.item() == values.float().mean().bfloat16().item()
     assert_same("lse", lse, torch.full((1, 1, 1), 256.0).log(), 1e-5)
+
+
+def test_results_wait_in_the_dtype_asked_for():
+    """Rows whose parts are merged at home are not rounded before."""
+    rows = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    for parts in ([1 / 3], [1 / 3, 1 / 3], []):
+        total = Accumulator()
+        for value in parts:
+            total.add(torch.full((1, 1, 1, 1), value), torch.zeros(1, 1, 1))
+        wide, _ = total.result(rows, 1, torch.float32)
+        narrow, _ = total.result(rows, 1, torch.bfloat16)
+        assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+        want = torch.full((1, 1, 1, 1), 1 / 3 if parts else 0.0)
+        assert_same("out", wide, want, 1e-7)
+        assert torch.equal(narrow, want.bfloat16())
 
 
 @pytest.mark.parametrize(

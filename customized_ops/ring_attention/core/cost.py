@@ -7,15 +7,48 @@ matters here, so the constants need to be right within a factor of two or so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .slices import areas
+
 if TYPE_CHECKING:
     from .plan import Plan
+    from .rank_plan import Exchange
 
 Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Predicted times of the forward or of the backward pass.
+
+    Attributes:
+        compute, link: float64[P]: each rank's time in kernels and on its links.
+        overlap: whether keys arrive while others are attended.
+    """
+
+    compute: Seconds
+    link: Seconds
+    overlap: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of the pass: the slowest rank in computing and the busiest link."""
+        compute, link = float(self.compute.max()), float(self.link.max())
+        return max(compute, link) if self.overlap else compute + link
+
+
+class Span(NamedTuple):
+    """Something that a rank does for a time: its ``kind`` is "keys", "rows" or "results" on links,
+    "own" or "guests" (whose rows they are) in kernels."""
+
+    kind: str
+    stage: int
+    start_seconds: float
+    stop_seconds: float
 
 
 @dataclass(frozen=True)
@@ -37,21 +70,80 @@ class CostModel:
     link_bytes: float = 300e9
     step_seconds: float = 20e-6
 
-    def compute_seconds(self, plan: Plan, q_heads: int, head_dim: int, v_dim: int) -> Seconds:
-        """float64[P]: each rank's time in kernels, forward and backward, batch 1."""
-        flops = 2.0 * plan.area * (q_heads / plan.team_size) * (head_dim + v_dim)
-        return flops / self.forward_flops + 2.5 * flops / self.backward_flops
+    def attend_seconds(
+        self, pairs: npt.ArrayLike, heads: float, head_dim: int, v_dim: int
+    ) -> tuple[Seconds, Seconds]:
+        """Time to attend ``pairs`` of ``heads`` heads, forward and backward, batch 1."""
+        flops = np.asarray(pairs) * (2.0 * heads * (head_dim + v_dim))
+        return flops / self.forward_flops, 2.5 * flops / self.backward_flops
 
-    def link_seconds(
+    def _start_seconds(self, plan: Plan) -> Seconds:
+        """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
+        once, and the results of rows go home."""
+        rows = plan.q_tokens().any(axis=1)
+        steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
+        return steps * self.step_seconds
+
+    def passes(
         self, plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
-    ) -> Seconds:
-        """float64[P]: each rank's time on its links, forward and backward, batch 1."""
+    ) -> tuple[Pass, Pass]:
+        """The forward and the backward pass, batch 1."""
         sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
-        both = plan.forward_bytes(*sizes) + plan.backward_bytes(*sizes)
-        # Forward: rows and keys at once, results home. Backward: rows and keys, then both home.
-        steps = 2 * (plan.kv_tokens().any(axis=1) | plan.q_tokens().any(axis=1))
-        steps = steps + 2 * plan.q_tokens().any(axis=1)
-        return both.max(axis=1) / self.link_bytes + steps * self.step_seconds
+        heads = q_heads / plan.team_size
+        forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
+        start = self._start_seconds(plan)
+        there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+        back = plan.backward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+        overlap = not plan.gathered
+        return Pass(forward, there, overlap), Pass(backward, back, overlap)
+
+    def forward_spans(
+        self,
+        plan: Plan,
+        rank: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        itemsize: int,
+    ) -> list[Span]:
+        """What ``rank`` does when in the forward pass, batch 1, if it never waits for a peer that
+        is late: exchanges one after the other, and kernels as soon as their tokens are there."""
+        mine, size = plan.rank(rank), plan.team_size
+        h, g = q_heads // size, kv_heads // size
+        spans: list[Span] = []
+        link_free, now = 0.0, 0.0
+
+        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: int) -> float:
+            """When it is complete."""
+            nonlocal link_free
+            if what is None:
+                return now
+            sent = int(what.send[what.send[:, 0] != rank, 2].sum())
+            received = int(what.recv[what.recv[:, 0] != rank, 2].sum())
+            if not sent and not received:
+                return now
+            start = max(now, link_free)
+            seconds = max(sent, received) * bytes_ / self.link_bytes + self.step_seconds
+            link_free = start + seconds
+            spans.append(Span(kind, stage, start, link_free))
+            return link_free
+
+        rows_there = exchange("rows", 0, mine.q, h * head_dim * itemsize)
+        key_bytes = g * (head_dim + v_dim) * itemsize
+        coming = exchange("keys", 0, mine.stages[0].kv, key_bytes)
+        for n, stage in enumerate(mine.stages):
+            there = coming
+            if n + 1 < len(mine.stages):
+                coming = exchange("keys", n + 1, mine.stages[n + 1].kv, key_bytes)
+            for kind, slices in (("own", stage.own), ("guests", stage.guest)):
+                if len(slices):
+                    start = max(now, there, rows_there if kind == "guests" else 0.0)
+                    seconds, _ = self.attend_seconds(areas(slices).sum(), h, head_dim, v_dim)
+                    now = start + float(seconds)
+                    spans.append(Span(kind, n, start, now))
+        exchange("results", len(mine.stages) - 1, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
+        return spans
 
     def step_total(
         self,
@@ -62,12 +154,11 @@ class CostModel:
         v_dim: int | None = None,
         itemsize: int = 2,
     ) -> float:
-        """Seconds of one forward and backward, batch 1: that of the slowest rank in computing and
-        of the busiest link; they overlap where the plan works in stages."""
+        """Seconds of one forward and backward, batch 1: each pass takes as long as the slowest rank
+        in computing and the busiest link; they overlap where the plan works in stages."""
         v_dim = head_dim if v_dim is None else v_dim
-        compute = self.compute_seconds(plan, q_heads, head_dim, v_dim).max()
-        link = self.link_seconds(plan, q_heads, kv_heads, head_dim, v_dim, itemsize).max()
-        return float(compute + link if plan.gathered else max(compute, link))
+        both = self.passes(plan, q_heads, kv_heads, head_dim, v_dim, itemsize)
+        return sum(each.seconds for each in both)
 
 
 H200 = CostModel()

@@ -118,16 +118,17 @@ class Plan:
 
     def report(
         self,
-        q_heads: int = 1,
-        kv_heads: int = 1,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
         head_dim: int = 1,
         v_dim: int | None = None,
         itemsize: int = 2,
     ) -> str:
-        """The plan as a table; see :func:`.report.report`."""
+        """The plan as a table; see :func:`.report.report`. Heads are one a share if None."""
         from .report import report
 
-        return report(self, q_heads, kv_heads, head_dim, v_dim, itemsize)
+        h, g = (self.team_size if n is None else n for n in (q_heads, kv_heads))
+        return report(self, h, g, head_dim, v_dim, itemsize)
 
     def draw(
         self,

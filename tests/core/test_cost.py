@@ -1,0 +1,95 @@
+from itertools import pairwise
+
+import pytest
+
+from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+
+CAUSAL = AttnMask.dense(4096, causal=True)
+SIZES = (8, 4, 64, 32, 2)
+ROUND = CostModel(forward_flops=1e12, backward_flops=0.5e12, link_bytes=1e9, step_seconds=1e-6)
+
+
+def plans():
+    for layout in (Layout.contiguous(4096, 4), Layout.zigzag(4096, 4)):
+        for stages in (0, 1, 3):
+            for team_size in (1, 2):
+                for assignment in ("owner", "balanced"):
+                    yield make_plan(
+                        CAUSAL,
+                        layout,
+                        stages=stages,
+                        team_size=team_size,
+                        assignment=assignment,
+                        heads=(8, 4),
+                    )
+
+
+def test_figures_of_one_plan():
+    """By hand: 2 ranks, rank 1 receives 2 keys from rank 0 in two steps of a round."""
+    plan = make_plan(AttnMask.dense(4, causal=True), Layout.contiguous(4, 2), assignment="owner")
+    forward, backward = ROUND.passes(plan, 1, 1, 100, 100, 2)
+    assert not forward.overlap and not backward.overlap
+    assert forward.compute.tolist() == pytest.approx([3 * 400 / 1e12, 7 * 400 / 1e12])
+    assert backward.compute.tolist() == pytest.approx([3 * 1000 / 0.5e12, 7 * 1000 / 0.5e12])
+    assert forward.link.tolist() == pytest.approx([2 * 400 / 1e9 + 1e-6] * 2)
+    # Rank 0 sends 2 keys again and receives their gradients in fp32, rank 1 the reverse.
+    assert backward.link.tolist() == pytest.approx([2 * 800 / 1e9 + 1e-6] * 2)
+    assert forward.seconds == pytest.approx(2.8e-9 + 1.8e-6)
+
+
+def test_passes_add_up_to_what_plans_are_chosen_by():
+    for plan in plans():
+        forward, backward = H200.passes(plan, *SIZES)
+        assert forward.seconds + backward.seconds == H200.step_total(plan, *SIZES)
+        assert backward.seconds > forward.seconds > 0
+
+
+def test_overlap_takes_the_longer_of_the_two():
+    gathered, staged = (
+        make_plan(CAUSAL, Layout.zigzag(4096, 4), stages=stages) for stages in (0, 1)
+    )
+    after, beside = (ROUND.passes(plan, *SIZES)[0] for plan in (gathered, staged))
+    assert after.seconds == pytest.approx(after.compute.max() + after.link.max())
+    assert beside.seconds == pytest.approx(max(beside.compute.max(), beside.link.max()))
+
+
+def test_spans_do_all_of_the_forward_pass():
+    for plan in plans():
+        forward, _ = ROUND.passes(plan, *SIZES)
+        moved = plan.forward_bytes(*SIZES)
+        for rank in range(plan.group_size):
+            spans = ROUND.forward_spans(plan, rank, *SIZES)
+            seconds = {"kernels": 0.0, "links": 0.0}
+            for kind, _, start, stop in spans:
+                assert 0 <= start < stop
+                seconds["kernels" if kind in ("own", "guests") else "links"] += stop - start
+            assert seconds["kernels"] == pytest.approx(forward.compute[rank])
+            exchanges = sum(span.kind not in ("own", "guests") for span in spans)
+            # Each exchange takes the longer of its two ways, so no less than either way in all.
+            least = moved[rank].max() / ROUND.link_bytes + exchanges * ROUND.step_seconds
+            assert seconds["links"] >= least * (1 - 1e-12)
+            assert seconds["links"] <= (least + moved[rank].min() / ROUND.link_bytes) * (1 + 1e-12)
+
+
+def test_spans_wait_for_what_they_need():
+    waited = 0
+    for plan in plans():
+        for rank in range(plan.group_size):
+            spans = ROUND.forward_spans(plan, rank, *SIZES)
+            kernels = [span for span in spans if span.kind in ("own", "guests")]
+            links = [span for span in spans if span.kind not in ("own", "guests")]
+            for row in (kernels, links):
+                assert all(a.stop_seconds <= b.start_seconds for a, b in pairwise(row))
+            there = {span.stage: span.stop_seconds for span in links if span.kind == "keys"}
+            rows = max((span.stop_seconds for span in links if span.kind == "rows"), default=0.0)
+            for span in kernels:
+                assert span.start_seconds >= there.get(span.stage, 0.0)
+                assert span.kind == "own" or span.start_seconds >= rows
+                waited += span.start_seconds == there.get(span.stage)
+            for span in links:
+                if span.kind == "results":
+                    assert span.start_seconds >= kernels[-1].stop_seconds
+    assert waited > 10

@@ -1,0 +1,178 @@
+import numpy as np
+import pytest
+
+from customized_ops.ring_attention.core.bounds import lower_bounds
+from customized_ops.ring_attention.core.cost import CostModel
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.report import (
+    format_bytes,
+    format_seconds,
+    layout_name,
+    measures,
+    report,
+)
+
+REPORT = """\
+mask      20 queries x 20 keys, 210 pairs (52.5%)
+ranks     4, 4:2 heads of 64 (v: 32), 2 bytes an element
+layout    contiguous:20:4
+stages    gathered: all keys that a rank needs arrive, then are attended at once
+computed  74.3% of the pairs by the holder of the row, 25.7% by another
+
+rank   tokens         pairs of mean calls slices    kv in  rows in      sends   receives   at least
+   0        5            54   1.029     2      2       15        2    6.2 KiB    6.6 KiB    2.0 KiB
+   1        5            55   1.048     2      2       10        1    5.9 KiB    4.2 KiB    2.1 KiB
+   2        5            50   0.952     1      1       10        0    6.1 KiB    4.0 KiB    1.9 KiB
+   3        5            51   0.971     1      1       15        0    2.9 KiB    6.2 KiB    2.0 KiB
+
+forward    40.0 us: 0.0 us in kernels after 40.0 us on links
+backward   40.1 us: 0.0 us in kernels after 40.1 us on links
+          at 650 and 590 TFLOP/s, 300 GB/s a rank and way, 20 us to start
+received  21.0 KiB by all ranks; at least 8.6 KiB (+144.0%) in any layout
+          6.6 KiB by the busiest; at least 2.2 KiB (+207.2%)
+pairs     55 on the largest rank; at least 53 (+3.8%)
+imbalance (largest / mean): 1.048
+"""
+
+
+def causal(tokens: int, ranks: int, **options):
+    layout = Layout.contiguous(tokens, ranks)
+    return make_plan(AttnMask.dense(tokens, causal=True), layout, **options)
+
+
+def test_report():
+    plan = causal(20, 4, assignment="balanced")
+    assert report(plan, 4, 2, 64, 32, 2) + "\n" == REPORT
+    assert plan.report(q_heads=4, kv_heads=2, head_dim=64, v_dim=32, itemsize=2) + "\n" == REPORT
+
+
+def test_report_of_nothing():
+    plan = make_plan(AttnMask.from_slices([], 3, 3), Layout.from_sizes([1, 2]), stages=2)
+    text = report(plan)
+    assert text.startswith("mask      3 queries x 3 keys, 0 pairs (0.0%)\n")
+    assert "no rank needs keys of another" in text
+    assert text.count("(reached)") == 3
+    assert text.endswith("imbalance (largest / mean): 1.000")
+    assert "nan" not in text and "inf" not in text
+
+
+@pytest.mark.parametrize("ranks", [16, 17, 64])
+@pytest.mark.parametrize("assignment", ["owner", "balanced"])
+def test_a_report_fits_a_screen(ranks, assignment):
+    plan = causal(1 << 20, ranks, assignment=assignment, heads=(64, 8))
+    text = report(plan, 64, 8, 128)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) <= 40
+    named = [int(line.split()[0]) for line in lines if line[:4].strip().isdigit()]
+    assert named == sorted(set(named))
+    figures = measures(plan, 64, 8, 128)
+    if ranks <= 16:
+        assert named == list(range(ranks)) and "..." not in text
+        return
+    assert {*range(4), *range(ranks - 4, ranks)} <= set(named)
+    for column in (figures.pairs, figures.sent_bytes, figures.received_bytes):
+        assert int(column.argmax()) in named
+    summary = {line.split()[0]: line.split() for line in lines if line.startswith((" m", "mean"))}
+    assert list(summary) == ["min", "mean", "max"]
+    for name, cells in summary.items():
+        assert cells[2] == f"{getattr(figures.pairs, name)():.0f}"
+        assert cells[6] == f"{getattr(figures.kv_received, name)():.0f}"
+
+
+@pytest.mark.parametrize("team_size", [1, 2])
+@pytest.mark.parametrize("stages", [0, 1, 3])
+def test_measures_are_those_of_the_plan(stages, team_size):
+    plan = causal(512, 4, assignment="balanced", stages=stages, team_size=team_size, heads=(4, 2))
+    sizes = (4, 2, 16, 8, 4)
+    got = measures(plan, *sizes)
+    ranks = [plan.rank(r) for r in range(4)]
+    assert got.pairs.tolist() == plan.area.tolist() == [mine.area for mine in ranks]
+    assert got.tokens.tolist() == [128] * 4
+    assert got.calls.tolist() == [mine.calls for mine in ranks]
+    tables = [[t for stage in mine.stages for t in (stage.own, stage.guest)] for mine in ranks]
+    assert got.slices.tolist() == [sum(map(len, mine)) for mine in tables]
+    assert got.kv_received.tolist() == plan.kv_tokens()[:, 1].tolist()
+    assert got.rows_received.tolist() == plan.q_tokens()[:, 1].tolist()
+    moved = plan.forward_bytes(*sizes)
+    assert got.sent_bytes.tolist() == moved[:, 0].tolist()
+    assert got.received_bytes.tolist() == moved[:, 1].tolist()
+    assert got.imbalance == pytest.approx(plan.area.max() * 4 / plan.area.sum())
+    least = lower_bounds(plan, *sizes)
+    assert got.bounds.received.tolist() == least.received.tolist()
+    assert got.pairs_gap == pytest.approx(plan.area.max() / least.pairs)
+    assert got.bytes_gap == pytest.approx(moved[:, 1].sum() / least.total)
+    assert got.busiest_gap == pytest.approx(moved[:, 1].max() / least.busiest)
+    assert min(got.pairs_gap, got.bytes_gap, got.busiest_gap) >= 1
+
+
+def test_pairs_away_are_those_of_foreign_rows():
+    plan = causal(64, 4, assignment="balanced")
+    holder = np.repeat(np.arange(4), 16)
+    away = [0, 0, 0, 0]
+    for q0, q1, k0, k1, lo, hi, team in plan.work.tolist():
+        for q in range(q0, q1):
+            pairs = min(k1 - 1, q + hi) - max(k0, q + lo) + 1
+            away[team] += pairs * (holder[q] != team)
+    assert measures(plan).away_pairs.tolist() == away
+    assert sum(away) > 0
+    assert measures(causal(64, 4, assignment="owner")).away_pairs.tolist() == [0] * 4
+
+
+def test_gap_is_infinite_where_nothing_need_move():
+    plan = make_plan(AttnMask.dense(4096, window=(10, 0)), Layout.contiguous(4096, 4))
+    assert measures(plan).bytes_gap == float("inf")
+    assert "at least 0 B in any layout" in report(plan)
+
+
+def test_costs_are_named_and_used():
+    plan = causal(65536, 4)
+    slow = CostModel(forward_flops=1e12, backward_flops=2e12, link_bytes=3e9, step_seconds=4e-6)
+    assert "at 1 and 2 TFLOP/s, 3 GB/s a rank and way, 4 us to start" in report(plan, costs=slow)
+    got = measures(plan, 8, 2, 64, costs=slow)
+    assert got.forward.seconds == pytest.approx(slow.passes(plan, 8, 2, 64, 64, 2)[0].seconds)
+
+
+def test_teams_are_named():
+    text = causal(4096, 4, team_size=2).report(32, 8, 128)
+    assert "teams     of 2 ranks, which share out the heads of the same pairs" in text
+
+
+def test_different_layouts_are_named_both():
+    plan = make_plan(AttnMask.dense(8, 12), Layout.zigzag(8, 2), Layout.contiguous(12, 2))
+    assert "layout    q zigzag:8:2, k contiguous:12:2\n" in report(plan)
+
+
+def test_heads_that_do_not_suit_are_an_error():
+    with pytest.raises(ValueError, match="does not divide 3"):
+        report(causal(4096, 4, team_size=2), 3, 3)
+
+
+def test_long_names_of_layouts_are_cut():
+    assert layout_name(Layout.from_sizes([1, 2])) == "sizes:1,2"
+    name = layout_name(Layout.from_sizes([1000] * 64))
+    assert len(name) == 40 and name.endswith("...")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 << 20, "3.0 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (5 << 40, "5120.0 GiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 us"), (2.5e-6, "2.5 us"), (0.0015, "1.50 ms"), (61, "61.00 s")]
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text

@@ -1,0 +1,190 @@
+import subprocess
+import sys
+
+import pytest
+
+from customized_ops.ring_attention.__main__ import LAYOUTS, MASKS, main
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.report import report
+
+# What each mask needs besides --tokens 1K; every known one has a line.
+MASK_ARGUMENTS = {
+    "full": "",
+    "causal": "",
+    "window": "--window 100",
+    "varlen": "--documents 5",
+    "streaming": "--window 64 --sink 4",
+    "prefix_lm": "--prefix 100",
+    "block_causal": "--block 64",
+    "strided": "--stride 64 --window 32 --block 4",
+    "global_local": "--window 16 --global-tokens 8",
+    "star": "--block 128 --query 16",
+}
+
+
+def printed(capsys, arguments: str) -> str:
+    main(["plan", *arguments.split()])
+    return capsys.readouterr().out
+
+
+def planned(mask: AttnMask, layout: Layout, **options) -> str:
+    plan = make_plan(mask, layout, heads=(32, 8), **options)
+    return report(plan, 32, 8, 128) + "\n"
+
+
+def test_prints_the_report_of_the_plan(capsys):
+    mask = AttnMask.dense(65536, causal=True)
+    got = printed(
+        capsys,
+        "--mask causal --tokens 64K --ranks 8 --heads 16:4 --layout zigzag --head-dim 64 "
+        "--v-dim 32 --itemsize 4 --assignment owner --stages 3 --team-size 2",
+    )
+    plan = make_plan(
+        mask,
+        Layout.zigzag(65536, 8),
+        heads=(16, 4),
+        assignment="owner",
+        stages=3,
+        team_size=2,
+    )
+    assert got == report(plan, 16, 4, 64, 32, 4) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask"),
+    [
+        ("", AttnMask.dense(1024, causal=True)),
+        ("--mask full", AttnMask.dense(1024)),
+        ("--mask window --window 100", AttnMask.dense(1024, window=(100, 0))),
+        ("--mask window --window 1K,7", AttnMask.dense(1024, window=(1024, 7))),
+        ("--mask varlen --documents 3", AttnMask.varlen([0, 341, 682, 1024], causal=True)),
+        ("--mask varlen --documents 2 --no-causal", AttnMask.varlen([0, 512, 1024])),
+        (
+            "--mask varlen --cu-seqlens 0,5,1K --window 9",
+            AttnMask.varlen([0, 5, 1024], causal=True, window=(9, 0)),
+        ),
+        (
+            "--mask varlen --documents 1 --no-causal --window 9,3",
+            AttnMask.varlen([0, 1024], window=(9, 3)),
+        ),
+    ],
+)
+def test_masks(capsys, arguments, mask):
+    got = printed(capsys, f"--tokens 1K --ranks 4 {arguments}")
+    assert got == planned(mask, Layout.contiguous(1024, 4))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_is_to_be_had(capsys, name):
+    got = printed(capsys, f"--tokens 1K --ranks 4 --mask {name} {MASK_ARGUMENTS[name]}")
+    assert got.startswith("mask      1024 queries x 1024 keys, ")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_to_be_had(capsys, name):
+    got = printed(capsys, f"--tokens 1K --ranks 4 --layout {name}")
+    (line,) = (line for line in got.splitlines() if line.startswith("layout"))
+    assert line.split()[0] == "layout" and len(line.split()) == 2
+
+
+def test_layout_by_sizes(capsys):
+    got = printed(capsys, "--tokens 1K --ranks 3 --layout 500,0,524")
+    assert got == planned(AttnMask.dense(1024, causal=True), Layout.from_sizes([500, 0, 524]))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "cumulative"),
+    [
+        ("5\n7\n4\n", "", [0, 5, 12, 16]),
+        ("5, 7,4", "", [0, 5, 12, 16]),
+        ("5\n7\n4\n", "--tokens 14", [0, 5, 12, 14]),
+        ("5\n7\n4\n", "--tokens 12", [0, 5, 12]),
+    ],
+)
+def test_documents_of_a_file(capsys, tmp_path, text, tokens, cumulative):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    got = printed(capsys, f"--mask varlen --documents-file {path} --ranks 2 {tokens}")
+    mask = AttnMask.varlen(cumulative, causal=True)
+    assert got == planned(mask, Layout.contiguous(cumulative[-1], 2))
+
+
+def test_draws(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    assert "imbalance" in printed(capsys, f"--tokens 1K --ranks 4 --draw {path}")
+    assert "<svg" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mask nonsense", "invalid choice: 'nonsense'"),
+        ("--mask window", "--mask window needs --window"),
+        ("--mask causal --sink 3", "--mask causal takes no such option, not --sink"),
+        ("--mask window --window 3 --sink 3", "--mask window takes --window, not --sink"),
+        ("--mask window --window 1,2,3", "'1,2,3' is not LEFT or LEFT,RIGHT"),
+        ("--mask varlen", "needs one of --documents, --cu-seqlens, --documents-file"),
+        ("--mask varlen --documents 2 --cu-seqlens 0,1K", "needs one of --documents"),
+        ("--mask varlen --documents 0", "--documents must be from 1 to 1024, got 0"),
+        ("--mask varlen --cu-seqlens 0,5", "--cu-seqlens ends at 5, --tokens is 1024"),
+        ("--mask varlen --cu-seqlens 0,2K,1K", "cu_seqlens_q must be cumulative"),
+        ("--mask varlen --documents-file nowhere.csv", "nowhere.csv"),
+        ("--documents 3", "--documents is for --mask varlen, not --mask causal"),
+        ("--layout nonsense", "--layout is contiguous, zigzag"),
+        ("--layout 3,4", "--layout lists 2 sizes of 7 tokens in all, for 4 ranks and 1024"),
+        ("--chunk 3", "--layout contiguous takes no such option, not --chunk"),
+        ("--heads 5:2", "'5:2' is not Q:KV"),
+        ("--heads 4:2:1", "'4:2:1' is not Q:KV"),
+        ("--head-dim 0", "must be 1 or more, got 0"),
+        ("--head-dim 1G", "'1G' is not a size"),
+        ("--head-dim 1000M", "must be at most"),
+        ("--team-size 3", "team_size must divide the 4 ranks"),
+        ("--stages -1", "stages must be 0 or more, got -1"),
+        ("--draw plan.xyz", "xyz"),
+        ("--draw /nowhere/plan.png", "/nowhere/plan.png"),
+        ("--window", "expected one argument"),
+        ("--sin 3", "unrecognized arguments"),
+    ],
+)
+def test_what_does_not_fit_is_named(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "--tokens", "1K", "--ranks", "4", *arguments.split()])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --ranks 4", "--mask causal needs --tokens"),
+        ("plan --ranks 4 --mask varlen --documents 4", "--documents needs --tokens"),
+        ("plan --tokens 4", "--ranks"),
+        ("", "plan"),
+    ],
+)
+def test_what_is_missing_is_named(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("text", "message"), [("5\nlong\n", "'long'"), ("5\n6\n", "11 tokens")])
+def test_a_file_that_does_not_fit_is_named(capsys, tmp_path, text, message):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(f"plan --mask varlen --documents-file {path} --ranks 2 --tokens 99".split())
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert str(path) in last and message in last
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "customized_ops.ring_attention", "plan"]
+    arguments = ["--tokens", "1M", "--ranks", "64", "--heads", "64:8", "--layout", "zigzag"]
+    done = subprocess.run(
+        [*command, *arguments], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "1048576 queries" in done.stdout and "imbalance" in done.stdout
