@@ -54,7 +54,7 @@ def run_with_error(case: Case, wrong: int, change: str) -> str:
             case "window":
                 where["window_size"] = (3, -1)
             case "dropout":
-                where["dropout_p"] = 0.5
+                where["dropout_p"] = 1.5
     try:
         case_op = __import__("op_cases").DENSE_OPS[case.op]
         case_op(q, k, v, **where)

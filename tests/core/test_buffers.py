@@ -7,9 +7,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from customized_ops.ring_attention.core import buffers
 from customized_ops.ring_attention.core.buffers import joined_keys, over_buffers
-from customized_ops.ring_attention.core.exchange import token_indices
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.exchange import token_indices
 from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
 
 
@@ -99,6 +100,20 @@ def test_stripes_give_few_slices(q_rank, k_rank):
     got = check(AttnMask.dense(1024, causal=True), rows, keys)
     assert len(rows) == len(keys) == 64
     assert len(got) <= 2 * 64
+
+
+def test_stripes_are_not_cut_apart_on_the_way(monkeypatch):
+    """Nor are there many before neighbours are joined: memory would grow with rows x keys."""
+    cut = []
+
+    def counted(slices):
+        cut.append(len(slices))
+        return joined_keys(slices)
+
+    monkeypatch.setattr(buffers, "joined_keys", counted)
+    for mask in (AttnMask.dense(1024), AttnMask.dense(1024, causal=True)):
+        check(mask, stripes(1024, 4, 4, 1), stripes(1024, 4, 4, 2))
+    assert len(cut) == 2 and max(cut) <= 2 * 64
 
 
 def test_full_over_stripes_is_a_slice_a_row_place():

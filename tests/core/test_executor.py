@@ -668,3 +668,18 @@ def test_bf16_rows_merged_at_home_are_as_good(values, group_size, stages):
     plan = make_plan(mask, *layouts, **options)
     assert plan.shared_rows
     assert_as_good(plan, Shape(batch=1, d=32, e=32), values)
+
+
+def test_parts_are_merged_at_home_before_they_are_rounded():
+    """Seven parts that bf16 holds exactly: their mean is rounded once, by half a unit at most."""
+    q_layout, k_layout = Layout.from_sizes([2, 0, 0, 0, 0, 0, 0]), Layout.contiguous(7 * 16, 7)
+    mask = AttnMask.dense(2, 7 * 16)
+    plan = make_plan(mask, q_layout, k_layout, assignment="nearest", heads=(1, 1))
+    assert plan.shared_rows and (plan.area == 2 * 16).all()
+    source = torch.Generator().manual_seed(0)
+    values = 1 + torch.randint(0, 128, (7, 64), generator=source) / 128
+    v = values.repeat_interleave(16, dim=0).view(1, 7 * 16, 1, 64).bfloat16()
+    q, k = v.new_zeros(1, 2, 1, 4), v.new_zeros(1, 7 * 16, 1, 4)
+    (out, *_), _ = run(plan, [q, k, v, v.new_zeros(1, 2, 1, 64)])
+    assert out.dtype == torch.bfloat16
+    assert_same("out", out, values.mean(0).expand(1, 2, 1, 64), 2**-8 + 1e-6)

@@ -199,6 +199,17 @@ def test_global_rows_go_to_the_keys(at):
     assert busiest_bytes(auto) <= busiest_bytes(near)
 
 
+def test_slices_whose_rows_stay_are_not_cut():
+    """The window meets keys of two teams, and is whole."""
+    mask, layout = global_and_local(4096, 0, window=64), Layout.contiguous(4096, 4)
+    at_home = owned(mask.slices, layout, 1)
+    near = nearest(at_home, layout, 1, 4.0)
+    global_rows = at_home[:, Q0] == 0
+    window = {tuple(row) for row in at_home[at_home[:, K0] > 64].tolist()}
+    assert len(window) == 3 and global_rows.sum() == 1 and near is not at_home
+    assert window <= {tuple(row) for row in near.tolist()}
+
+
 def test_rows_stay_where_keys_are_as_cheap():
     """Nothing to gain: full attention with as many rows as keys, whatever a row costs from 2 up."""
     layout = Layout.contiguous(512, 4)
@@ -262,15 +273,16 @@ def test_evened_leaves_a_few_percent_alone():
 def test_evened_gives_held_rows_only():
     """What came to a team because of its keys stays there."""
     mask = global_and_local(4096, 0, window=64)
-    layout = Layout.contiguous(4096, 4)
+    layout = Layout.from_sizes([1024, 1500, 548, 1024])
     near = nearest(owned(mask.slices, layout, 1), layout, 1, 4.0)
+    even = evened(near, layout, 1)
     held = row_team(layout, 1)
 
     def guests(work):
         away = held[work[:, Q0]] != work[:, TEAM]
         return {tuple(row) for row in work[away].tolist()}
 
-    assert guests(near) and guests(near) <= guests(evened(near, layout, 1))
+    assert even is not near and guests(near) < guests(even)
 
 
 def test_cells():

@@ -58,7 +58,7 @@ def test_two_groups_side_by_side(four_ranks: Pool, late: int) -> None:
         ("shorter", "holds 15 tokens, but layout", "do not agree"),
         ("k heads", "q has 4 heads and k has 5", "q has 4 heads and k has 5"),
         ("window", "do not agree", "do not agree"),
-        ("dropout", "dropout_p=0.5 is not supported yet", "dropout_p=0.5 is not supported yet"),
+        ("dropout", "dropout_p must be in [0, 1), got 1.5", "dropout_p must be in [0, 1), got 1.5"),
     ],
 )
 def test_one_wrong_rank_stops_all_and_the_next_call_works(

@@ -131,7 +131,12 @@ class Comm(ABC):
         """One message a peer and tensor; on arrival ``put`` for each peer."""
         waits, messages = [], []
         for n, tensor in enumerate(source.tensors):
-            send = {p: source.take(n, p).reshape(-1) for p in source.peers if p != self.rank}
+            # Where the part is one block of memory it is sent from where it lies.
+            send = {
+                p: source.take(n, p).reshape(-1).contiguous()
+                for p in source.peers
+                if p != self.rank
+            }
             receive = {
                 p: tensor.new_empty(torch.Size(target.shape(n, p)).numel())
                 for p in target.peers
