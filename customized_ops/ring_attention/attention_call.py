@@ -80,10 +80,8 @@ def resolve(
     if problem is not None:
         raise problem
     assert plan is not None and scoring is not None and kernel is not None
-    if positions is not None and scoring.alibi_slopes is not None:
+    if positions is not None:
         positions = _on_device(positions.tobytes(), q.device)
-    else:
-        positions = None
     return Call(plan, comm, kernel, scoring, given["return_lse"], positions)
 
 
@@ -138,10 +136,9 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
             another length than it has.
     """
-    if spec:
-        layout = Layout.parse(spec)
-    else:
-        layout = Layout.contiguous(local * comm.size if total is None else total, comm.size)
+    if not spec:
+        spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
+    layout = Layout.parse(spec)  # the same object for the same text, so plans are found at once
     if layout.group_size != comm.size:
         raise ArgumentError(
             f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"

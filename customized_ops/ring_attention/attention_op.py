@@ -196,7 +196,7 @@ def call_op(
         if watched:  # the shapes of q, k, v first: the rest is checked against them
             record.bind(named)
         named |= {**options.tensors(title, q), **options.numbers(title, q)}
-        if watched:
+        if watched and any(named[name] is not None for name in OPTIONAL_TENSORS):
             record.bind(named)
         return list(named.values())[3:-1]
 

@@ -7,6 +7,7 @@ They differ in who computes a row and in what they are called; which pairs atten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -21,18 +22,22 @@ from .core.groups import GroupLike
 from .core.mask import AttnMask
 
 
-def _mask(given: Given, length: int) -> AttnMask:
-    return AttnMask.varlen(
-        [0, length],
-        causal=given["causal"],
-        window=(given["window_left"], given["window_right"]),
-        global_tokens=given["sink_tokens"],
-    )
+def sequence_mask(given: Given, length: int) -> AttnMask:
+    """Of one sequence, from an op's arguments."""
+    window = given["window_left"], given["window_right"]
+    return _sequence_mask(length, given["causal"], window, given["sink_tokens"])
+
+
+@lru_cache(maxsize=256)
+def _sequence_mask(
+    length: int, causal: bool, window: tuple[int, int], sink_tokens: int
+) -> AttnMask:
+    return AttnMask.varlen([0, length], causal=causal, window=window, global_tokens=sink_tokens)
 
 
 def _problem(title: str, given: Given, comm: Comm) -> Problem:
     layout = layout_of(title, comm, "layout", given["layout"], given["q"].shape[1], None)
-    return Problem(_mask(given, layout.total), layout, layout)
+    return Problem(sequence_mask(given, layout.total), layout, layout)
 
 
 DENSE = Family(
@@ -41,7 +46,7 @@ DENSE = Family(
     numbers={"causal": bool, "window_left": int, "window_right": int, "sink_tokens": int},
     same_length=True,
     problem=_problem,
-    worst=_mask,
+    worst=sequence_mask,
 )
 
 

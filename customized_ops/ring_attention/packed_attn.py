@@ -15,7 +15,7 @@ from .attention_call import layout_of
 from .attention_op import Family, Given, Problem, call_op
 from .core.comm import Comm
 from .core.groups import GroupLike
-from .core.mask import AttnMask
+from .dense_attn import sequence_mask
 from .varlen_utils import (
     CuSeqlens,
     as_tensor,
@@ -58,17 +58,9 @@ def _problem(title: str, given: Given, comm: Comm) -> Problem:
     k_layout = layout_of(title, comm, "k_layout", k_spec, given["k"].shape[0], k_total)
     window = given["window_left"], given["window_right"]
     mask = document_mask(cu["q"], cu["k"], given["causal"], window, given["sink_tokens"])
-    return Problem(mask, q_layout, k_layout, document_positions(cu["q"], cu["k"]))
-
-
-def _worst(given: Given, length: int) -> AttnMask:
-    """The lengths of documents are data, so one document as long as all."""
-    return AttnMask.varlen(
-        [0, length],
-        causal=given["causal"],
-        window=(given["window_left"], given["window_right"]),
-        global_tokens=given["sink_tokens"],
-    )
+    aligned = given["alibi_slopes"] is not None
+    positions = document_positions(cu["q"], cu["k"]) if aligned else None
+    return Problem(mask, q_layout, k_layout, positions)
 
 
 PACKED = Family(
@@ -84,7 +76,8 @@ PACKED = Family(
     },
     same_length=False,
     problem=_problem,
-    worst=_worst,
+    # The lengths of documents are data, so one document as long as all.
+    worst=sequence_mask,
 )
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core import buffers
 from customized_ops.ring_attention.core.buffers import joined_keys, over_buffers
-from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.exchange import token_indices
+from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
 
 
