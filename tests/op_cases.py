@@ -35,8 +35,8 @@ class Case:
         given: the mask of a masked op. sink_tokens: of streaming ops, whose window is window[0].
         sizes: tokens per rank, None for an even or DTensor-like split; k_sizes: those of the keys,
             if others.
-        layout: a kind of layout, or a spec. strided: q, k, v with a head dim that is not dense.
-        fused: views of one tensor.
+        layout: a kind of layout, or a spec; k_layout: that of the keys, if another.
+        strided: q, k, v with a head dim that is not dense. fused: views of one tensor.
         softcap, alibi, dropout, sink: what is done to the scores.
     """
 
@@ -54,6 +54,7 @@ class Case:
     sizes: tuple[int, ...] | None = None
     k_sizes: tuple[int, ...] | None = None
     layout: str | None = None
+    k_layout: str | None = None
     dtype: torch.dtype = torch.float64
     strided: bool = False
     fused: bool = False
@@ -116,7 +117,7 @@ class Case:
         """Where the tokens of q and of k lie."""
         return (
             _layout(self.layout, self.sizes, self.length, ranks),
-            _layout(self.layout, self.k_sizes or self.sizes, self.k_length, ranks),
+            _layout(self.k_layout or self.layout, self.k_sizes or self.sizes, self.k_length, ranks),
         )
 
     def layout_of(self, ranks: int) -> Layout:

@@ -198,7 +198,7 @@ def seed_of(op: str, seed: int | Tensor | None, q: Tensor) -> Tensor:
     """
     if seed is None:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63:
         return torch.tensor([seed], dtype=torch.int64)
     if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.numel() == 1:
         return seed.reshape(1)

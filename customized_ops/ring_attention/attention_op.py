@@ -224,7 +224,8 @@ def annotation(title: str, family: Family, given: Given) -> str:
     inputs = [f"{lead}{lq} {h} hd^", f"{lead}{lk} {g} hd^", f"{lead}{lk} {g} vd^"]
     inputs += family.tensors.values()
     slopes, sink, seed = (given[name] for name in OPTIONAL_TENSORS)
-    inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{batch} {h}")
+    entries = "1" if family.packed else batch
+    inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{entries} {h}")
     inputs += ["?" if sink is None else h, "?" if seed is None else "1"]
     while inputs[-1] == "?":  # says nothing at the end, where errors show it
         inputs.pop()

@@ -44,21 +44,20 @@ def _same_sizes(source: str, target: str) -> bool:
 def _layouts(x: Tensor, source: str, target: str, dim: int, comm: Comm) -> tuple[Any, Any]:
     """The two layouts; the name of a kind alone stands for it over all ranks' tokens, as many on
     each as here."""
-    total = x.shape[dim] * comm.size
+    total = x.shape[dim] * (1 if source == WHOLE else comm.size)
 
     def parsed(spec: str) -> Layout | None:
         if spec == WHOLE:
             return None
-        return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{comm.size}")
+        block = ":1" if spec == "striped" else ""
+        return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{comm.size}{block}")
 
     return parsed(source), parsed(target)
 
 
 def _exchange(x: Tensor, source: str, target: str, shift: int, dim: int, comm: Comm) -> Exchange:
     before, after = _layouts(x, source, target, dim, comm)
-    if after is None:
-        return gather(before, comm.rank)
-    return relayout(after if before is None else before, after, shift, comm.rank)
+    return gather(before, comm.rank) if after is None else relayout(before, after, shift, comm.rank)
 
 
 def _backward(
@@ -75,18 +74,24 @@ def _backward(
     into = x.new_zeros(x.shape)
     if grad is None:
         return into
+    if source == WHOLE:
+        _, after = _layouts(x, source, target, dim, comm)
+        (whole,) = comm.fetch(gather(after, comm.rank), [grad], [Dims(dim, dim)]).wait()
+        return whole
     exchange = _exchange(x, source, target, shift, dim, comm)
     comm.send_home(exchange, [grad], [into], [Dims(dim, dim)], add).wait()
     return into
 
 
 def _fake(x: Tensor, source: str, target: str, shift: int, dim: int, group: str) -> Tensor:
+    if WHOLE not in (source, target) and _same_sizes(source, target):
+        return x.new_empty(x.shape)
     comm = comm_by_name(group)
     before, after = _layouts(x, source, target, dim, comm)
     shape = list(x.shape)
     if after is None:
         shape[dim] = before.total
-    elif before is not None and before.sizes != after.sizes:
+    else:
         shape[dim] = after.sizes[comm.rank]
     return x.new_empty(shape)
 
@@ -116,6 +121,8 @@ def _cost(
 def move_tokens(x: Tensor, source: str, target: str, shift: int, dim: int, group: str) -> Tensor:
     """The op in a graph: tokens of ``x`` from layout ``source`` to ``target``."""
     comm = comm_by_name(group)
+    if source == WHOLE:
+        return _layouts(x, source, target, dim, comm)[1].shard(x, comm.rank, dim).contiguous()
     exchange = _exchange(x, source, target, shift, dim, comm)
     (moved,) = comm.fetch(exchange, [x], [Dims(dim, dim)]).wait()
     return moved
@@ -204,7 +211,7 @@ def wrap_roll_func(
         x: this rank's tokens along dim ``dim``; any dtype. shifts: tokens, of any sign.
         layout, process_group, dim: as :func:`wrap_shuffle_func`.
     """
-    return _moved("wrap_roll_func", x, layout, layout, int(shifts), process_group, dim)
+    return _moved("wrap_roll_func", x, layout, layout, shifts, process_group, dim)
 
 
 def _moved(
@@ -217,6 +224,10 @@ def _moved(
     dim: int,
 ) -> Tensor:
     def check() -> tuple[str, str]:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{title}: x must be a tensor, got {type(x).__name__}")
+        if not isinstance(shift, int):
+            raise ArgumentError(f"{title}: shifts must be an integer, got {shift!r}")
         if not 0 <= dim < x.ndim:
             raise ArgumentError(f"{title}: dim must be 0 .. {x.ndim - 1}, got {dim}")
         sides = {"source": source, "target": target}
@@ -224,8 +235,12 @@ def _moved(
         known = next((s for s in sides.values() if isinstance(s, Layout)), None)
         specs = []
         for side in sides.values():
+            if not isinstance(side, Layout | str):
+                raise ArgumentError(
+                    f"{title}: layout must be a Layout or the name of a kind, got {side!r}"
+                )
             if side == "contiguous" and known is not None:
-                side = Layout.contiguous(known.total, known.group_size)
+                side = f"contiguous:{known.total}:{known.group_size}"
             specs.append(side.spec if isinstance(side, Layout) else side)
         if not torch.compiler.is_compiling():
             _check(title, x, specs[0], specs[1], dim, comm_by_name(group_name(process_group)))
@@ -243,6 +258,12 @@ def _check(title: str, x: Tensor, source: str, target: str, dim: int, comm: Comm
                 f"{title}: layout {layout} is for {layout.group_size} ranks, but the group has "
                 f"{comm.size}"
             )
+    by_name = WHOLE not in (source, target) and ":" not in source + target
+    if by_name and before.sizes != after.sizes:
+        raise ArgumentError(
+            f"{title}: {target!r} of {after.total} tokens gives the ranks {list(after.sizes)} "
+            f"tokens instead of {list(before.sizes)}; say so with a Layout instead of its name"
+        )
     held = after.total if before is None else before.sizes[comm.rank]
     if x.shape[dim] != held:
         raise ArgumentError(

@@ -132,5 +132,12 @@ def _shuffled(
     title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
     if not enable_ring:
         return x
-    cu = checked(title, group, lambda: as_tensor(title, "cu_seqlens", cu_seqlens))
+
+    def check() -> Tensor:
+        cu = as_tensor(title, "cu_seqlens", cu_seqlens)
+        if not torch.compiler.is_compiling():
+            _exchange(x, cu, back, comm_by_name(group_name(group)))
+        return cu
+
+    cu = checked(title, group, check)
     return shuffle_documents(x, cu, back, group_name(group))

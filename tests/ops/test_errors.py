@@ -10,9 +10,13 @@ import torch
 
 from annotations import BindingError
 from customized_ops.ring_attention import (
+    AttnMask,
     Layout,
+    wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.inprocess import run_ranks
@@ -52,28 +56,23 @@ def test_dense_ops_refuse(op: Any, changed: dict[str, Any], message: str) -> Non
         assert "increasing" in message or op.__name__ in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [wrap_ring_attn_func, wrap_zigzag_attn_func])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("dropout_p", 0.1), ("alibi_slopes", torch.ones(4)), ("return_attn_probs", True)],
-)
-def test_dense_ops_name_what_is_not_supported_yet(op: Any, name: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"{op.__name__}: {name}="):
-        op(Q, K, K, **{name: value})
+UNSUPPORTED = [
+    (wrap_ring_attn_func, (), "return_attn_probs"),
+    (wrap_zigzag_attn_func, (), "return_attn_probs"),
+    (wrap_sliding_window_attn_func, (), "return_attn_probs"),
+    (wrap_sliding_window_attn_func, (), "use_cute"),
+    (wrap_sliding_window_attn_func, ([0, 8], [0, 8]), "return_attn_probs"),
+    (wrap_sliding_window_attn_func, ([0, 8], [0, 8]), "use_cute"),
+    (wrap_ring_attn_varlen_func, ([0, 8], [0, 8]), "return_attn_probs"),
+    (wrap_ring_attn_varlen_func, ([0, 8], [0, 8]), "use_cute"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dropout_p", 0.1),
-        ("alibi_slopes", torch.ones(4)),
-        ("return_attn_probs", True),
-        ("use_cute", True),
-    ],
-)
-def test_varlen_names_what_is_not_supported_yet(name: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"wrap_ring_attn_varlen_func: {name}="):
-        wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 8], [0, 8], **{name: value})
+@pytest.mark.parametrize(("op", "cu_seqlens", "name"), UNSUPPORTED)
+def test_what_is_not_supported_yet_is_named(op: Any, cu_seqlens: Any, name: str) -> None:
+    q, k = (PQ, PK) if cu_seqlens else (Q, K)
+    with pytest.raises(NotImplementedError, match=f"{op.__name__}: {name}=True is not supported"):
+        op(q, k, k, *cu_seqlens, **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def said_by_ranks(ranks: int, call: Any) -> list[str]:
         ({"k": torch.zeros(2, 7, 2, 16)}, "dim 1 of k is 'l' = 8"),
         ({"v": torch.zeros(2, 9, 2, 16)}, "dim 1 of v is 'l' = 8"),
         ({"k": K.double()}, "k is torch.float64 but q is torch.float32"),
-        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported yet"),
+        ({"return_attn_probs": True}, "return_attn_probs=True is not supported yet"),
         ({"layout": Layout.contiguous(9, 3)}, "holds 8 tokens, but layout contiguous:9:3 gives it"),
         ({"layout": Layout.contiguous(16, 2)}, "is for 2 ranks, but the group has 3"),
     ],
@@ -184,11 +183,11 @@ def test_ranks_that_disagree_all_get_the_same_table() -> None:
 
 def test_an_unsupported_argument_on_one_rank_stops_all() -> None:
     def call(comm: Any) -> None:
-        wrap_zigzag_attn_func(Q, K, K, process_group=comm, dropout_p=0.5 * comm.rank)
+        wrap_zigzag_attn_func(Q, K, K, process_group=comm, return_attn_probs=comm.rank == 1)
 
     first, second = said_by_ranks(2, call)
-    assert second.startswith("NotImplementedError: wrap_zigzag_attn_func: dropout_p=0.5")
-    assert "rank 1: wrap_zigzag_attn_func: dropout_p=0.5 is not supported yet" in first
+    assert second.startswith("NotImplementedError: wrap_zigzag_attn_func: return_attn_probs=True")
+    assert "rank 1: wrap_zigzag_attn_func: return_attn_probs=True is not supported yet" in first
 
 
 def test_different_cu_seqlens_stop_all() -> None:
@@ -234,6 +233,102 @@ def test_anything_wrong_on_one_rank_stops_all(changed: dict[str, Any], message: 
 
 
 def test_a_layout_is_refused_where_q_and_k_differ_in_total() -> None:
-    layout = Layout.contiguous(8, 1)
-    with pytest.raises(ValueError, match="is for q and k alike, but cu_seqlens_q end at 8"):
-        wrap_ring_attn_varlen_func(PQ, PK[:6], PK[:6], [0, 8], [0, 6], layout=layout)
+    layout, cu, cu_k = Layout.contiguous(8, 1), [0, 8], [0, 6]
+    with pytest.raises(ValueError, match=r"is for q, but cu_seqlens_q end at 8 and .* at 6"):
+        wrap_ring_attn_varlen_func(PQ, PK[:6], PK[:6], cu, cu_k, layout=layout)
+    both = {"layout": layout, "k_layout": Layout.contiguous(6, 1)}
+    wrap_ring_attn_varlen_func(PQ, PK[:6], PK[:6], cu, cu_k, **both)
+
+
+def masked(q: torch.Tensor, k: torch.Tensor, mask: Any, **options: Any) -> None:
+    wrap_masked_attn_func(q, k, k, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        ("causal", {}, "mask must be an AttnMask, such as AttnMask.causal(l), got 'causal'"),
+        (AttnMask.causal(8).to_dense(), {}, "mask must be an AttnMask"),
+        (AttnMask.causal(9), {}, "gives it 9"),
+        (AttnMask.causal(8, 9), {}, "holds 8 tokens, but k_layout contiguous:9:1 gives it 9"),
+        (AttnMask.causal(8), {"layout": Layout.contiguous(9, 1)}, "but the sequence has 8"),
+        (AttnMask.causal(8), {"k_layout": Layout.contiguous(8, 2)}, "k_layout contiguous:8:2 is"),
+        (AttnMask.causal(8), {"k_layout": "zigzag"}, "k_layout must be a Layout or None"),
+    ],
+)
+def test_masked_op_refuses(mask: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        masked(Q, K, mask, **options)
+    assert str(caught.value).startswith("wrap_masked_attn_func: ")
+
+
+@pytest.mark.parametrize(
+    ("window", "sink_tokens", "message"),
+    [
+        (-2, 0, "window must be a number of tokens, 0 or more, got -2"),
+        (1.5, 0, "window must be a number of tokens, 0 or more, got 1.5"),
+        (True, 0, "window must be a number of tokens, 0 or more, got True"),
+        (1, -1, "sink_tokens must be a number of tokens, 0 or more, got -1"),
+        (1, "2", "sink_tokens must be a number of tokens, 0 or more, got '2'"),
+    ],
+)
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 8]])
+def test_streaming_refuses(window: Any, sink_tokens: Any, message: str, cu_seqlens: Any) -> None:
+    q, k = (Q, K) if cu_seqlens is None else (PQ, PK)
+    with pytest.raises(ValueError, match=re.escape(f"wrap_streaming_attn_func: {message}")):
+        wrap_streaming_attn_func(q, k, k, window, sink_tokens, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cu_seqlens_q": [0, 8]}, "cu_seqlens_k is missing; give both"),
+        ({"cu_seqlens_k": [0, 8]}, "cu_seqlens_q is missing; give both"),
+        ({"window_size": 3}, "window_size must be (left, right)"),
+    ],
+)
+def test_sliding_window_refuses(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"wrap_sliding_window_attn_func: {message}")):
+        wrap_sliding_window_attn_func(Q, K, K, **given)
+
+
+@pytest.mark.parametrize(
+    ("column", "others"),
+    [
+        ("softcap", lambda rank: {"softcap": float(rank)}),
+        ("softmax_scale", lambda rank: {"softmax_scale": 1.0 + rank}),
+        ("dropout_seed", lambda rank: {"dropout_p": 0.5, "dropout_seed": rank}),
+        ("dropout_p", lambda rank: {"dropout_p": 0.2 + 0.1 * rank, "dropout_seed": 1}),
+        ("sink", lambda rank: {"sink": torch.zeros(4) if rank else None}),
+        ("alibi_slopes", lambda rank: {"alibi_slopes": torch.ones(*[2] * rank, 4)}),
+        ("return_lse", lambda rank: {"return_lse": rank == 1}),
+        ("kernel", lambda rank: {"kernel": "reference" if rank else "torch"}),
+        ("mask", lambda rank: {"mask": AttnMask.prefix_lm(16, 3 + rank)}),
+        ("layout", lambda rank: {"layout": [Layout.zigzag, Layout.contiguous][rank](16, 2)}),
+        ("k", lambda rank: {"k": K[:, :, : rank + 1]}),
+        ("dtype", lambda rank: {"q": [Q, Q.double()][rank], "k": [K, K.double()][rank]}),
+    ],
+)
+def test_whatever_ranks_disagree_on_is_in_the_table(column: str, others: Any) -> None:
+    def call(comm: Any) -> None:
+        comm.start = None  # nothing may be sent
+        given = {"q": Q, "k": K, "mask": AttnMask.prefix_lm(16, 3), **others(comm.rank)}
+        masked(**given, process_group=comm)
+
+    first, second = said_by_ranks(2, call)
+    assert first == second
+    lines = first.splitlines()
+    problem = "DisagreementError: wrap_masked_attn_func: the ranks of the group do not agree"
+    assert lines[0] == problem
+    assert lines[1].split()[0] == "rank" and column in lines[1].split()
+    assert [line.split()[0] for line in lines[2:4]] == ["0", "1"]
+    assert lines[2].split()[1:] != lines[3].split()[1:]
+
+
+def test_a_sink_of_another_shape_on_one_rank_stops_all() -> None:
+    def call(comm: Any) -> None:
+        wrap_ring_attn_func(Q, K, K, process_group=comm, sink=torch.zeros(4 + comm.rank))
+
+    first, second = said_by_ranks(2, call)
+    assert second.startswith("ArgumentError: wrap_ring_attn_func: sink must hold a logit for each")
+    assert "refused on another rank of the group\nrank 1: wrap_ring_attn_func: sink must" in first

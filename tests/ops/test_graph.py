@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from op_cases import DENSE_OPS
 from torch import Tensor, nn
 
-from customized_ops.ring_attention import wrap_ring_attn_varlen_func
+from annotations.registry import registered_ops
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    wrap_masked_attn_func,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_roll_func,
+    wrap_shard_func,
+    wrap_shuffle_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
+    wrap_unshard_func,
+    wrap_unshuffle_func,
+)
 
 
 class Model(nn.Module):
@@ -48,6 +67,58 @@ def test_compiles_whole(op: str) -> None:
         torch.testing.assert_close(eager, graph, rtol=1e-12, atol=1e-12)
 
 
+MASK, SINK, SLOPES = AttnMask.prefix_lm(12, 3), torch.linspace(-1, 1, 4), torch.rand(4)
+LAYOUTS = [Layout.zigzag(12, 1), Layout.from_ranges([[(0, 12)]])]
+SCORES = {
+    "softcap": 2.0,
+    "sink": SINK.double(),
+    "alibi_slopes": SLOPES,
+    "dropout_p": 0.2,
+    "dropout_seed": 3,
+}
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "masked": lambda x, cu: wrap_masked_attn_func(x, x, x, MASK, **SCORES),
+    "ring": lambda x, cu: wrap_ring_attn_func(x, x, x, layout=LAYOUTS[1], **SCORES),
+    "varlen": lambda x, cu: wrap_ring_attn_varlen_func(*[x[0]] * 3, cu, cu, **SCORES),
+    "window": lambda x, cu: wrap_sliding_window_attn_func(x, x, x, window_size=(3, 0), **SCORES),
+    "packed window": lambda x, cu: wrap_sliding_window_attn_func(*[x[0]] * 3, cu, cu, **SCORES),
+    "streaming": lambda x, cu: wrap_streaming_attn_func(x, x, x, 3, 1, **SCORES),
+    "packed streaming": lambda x, cu: wrap_streaming_attn_func(
+        *[x[0]] * 3, 3, 1, cu_seqlens=cu, **SCORES
+    ),
+    "shuffle": lambda x, cu: wrap_unshuffle_func(wrap_shuffle_func(x, LAYOUTS[0]), LAYOUTS[1]),
+    "shard": lambda x, cu: wrap_unshard_func(wrap_shard_func(x, LAYOUTS[0]), LAYOUTS[1]),
+    "roll": lambda x, cu: wrap_roll_func(x, -2, LAYOUTS[0]),
+    "by name": lambda x, cu: wrap_roll_func(wrap_shuffle_func(x, "zigzag"), 1, "zigzag"),
+    "documents": lambda x, cu: wrap_maybe_unshuffle(wrap_maybe_shuffle(x[0], cu), cu),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_public_op_compiles(name: str) -> None:
+    compiled = torch.compile(CALLS[name], fullgraph=True, backend="aot_eager")
+    x, cu = inputs()
+    results = []
+    for function in (CALLS[name], compiled):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf, cu)
+        results.append((out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0]))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(eager, graph, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_without_a_seed_draws_anew_in_a_graph_too() -> None:
+    compiled = torch.compile(
+        lambda x: wrap_ring_attn_func(x, x, x, dropout_p=0.5), fullgraph=True, backend="aot_eager"
+    )
+    x, _ = inputs()
+    torch.manual_seed(2)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(2)
+    assert torch.equal(compiled(x), first)
+    assert not torch.equal(second, first)
+
+
 @pytest.mark.parametrize("op", ["ring", "zigzag", "varlen"])
 def test_exports_as_one_node(op: str) -> None:
     graph = torch.export.export(Model(op), inputs(), strict=False).graph
@@ -56,17 +127,82 @@ def test_exports_as_one_node(op: str) -> None:
     assert [n.target._opname for n in nodes] == [name]
 
 
-@pytest.mark.parametrize("name", ["ring_attn", "zigzag_attn", "ring_attn_varlen"])
-def test_opcheck(name: str) -> None:
-    """Schema, fake and autograd registration as torch's own checker sees them."""
-    packed = name.endswith("varlen")
-    shape = (10, 4, 8) if packed else (2, 10, 4, 8)
+OPS = {n: r for n, r in registered_ops().items() if n.startswith("seqshard::")}
+NOT_ATTENTION = {
+    "seqshard::move_tokens": [
+        ("zigzag:10:1", "sizes:10", 3, 0, ""),
+        ("striped", "striped", -1, 1, ""),
+        ("whole", "zigzag:10:1:0,4,10", 0, 1, ""),
+        ("striped:10:1:1", "whole", 0, 0, ""),
+    ],
+    "seqshard::shuffle_documents": [(torch.tensor([0, 4, 10]), False, "")],
+}
+DATA = {
+    "cu_seqlens_q": torch.tensor([0, 4, 10]),
+    "cu_seqlens_k": torch.tensor([0, 4, 10]),
+    "mask_slices": torch.from_numpy(AttnMask.prefix_lm(10, 3).slices.copy()),
+    "causal": True,
+    "window_left": 4,
+    "window_right": -1,
+    "sink_tokens": 1,
+    "max_seqlen_q": -1,
+    "max_seqlen_k": 6,
+    "q_len": 10,
+    "k_len": 10,
+    "softmax_scale": 0.3,
+    "return_lse": True,
+    "kernel": "auto",
+    "layout": "",
+    "k_layout": "",
+    "group": "",
+}
+PLAIN = {"alibi_slopes": None, "sink": None, "dropout_seed": None, "softcap": 0.0, "dropout_p": 0.0}
+
+
+def scored() -> dict[str, Any]:
+    """Everything that can be done to scores."""
+    return {
+        "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        "sink": torch.tensor([0.5, -0.5, 1.0, 0.0], dtype=torch.float64, requires_grad=True),
+        "dropout_seed": torch.tensor([7]),
+        "softcap": 2.0,
+        "dropout_p": 0.25,
+    }
+
+
+def samples(name: str) -> list[tuple[Any, ...]]:
+    """Arguments of calls of a registered op; KeyError for one with an argument not known here."""
+    torch.manual_seed(0)
+    if name in NOT_ATTENTION:
+        x = torch.randn(10, 10, 3, dtype=torch.float64, requires_grad=True)
+        return [(x, *rest) for rest in NOT_ATTENTION[name]]
+    known = list(OPS[name].signature.parameters)
+    shape = (10, 4, 8) if "cu_seqlens_q" in known else (2, 10, 4, 8)
     q = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     k, v = (q.detach()[..., :2, :].clone().requires_grad_() for _ in range(2))
-    cu = [torch.tensor([0, 4, 10])] * 2 if packed else []
-    packed_only = (-1, 6, True) if packed else ()
-    args = (q, k, v, *cu, 0.3, True, -1, -1, *packed_only, "auto", "", "")
-    torch.library.opcheck(getattr(torch.ops.seqshard, name).default, args)
+    given = {"q": q, "k": k, "v": v, **DATA}
+    return [tuple({**given, **how}[n] for n in known) for how in (PLAIN, scored())]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str) -> None:
+    """Schema, fake and autograd registration as torch's own checker sees them."""
+    for args in samples(name):
+        torch.library.opcheck(OPS[name].forward, args)
+
+
+def test_every_public_op_is_registered() -> None:
+    attention = {
+        "masked_attn",
+        "ring_attn",
+        "ring_attn_varlen",
+        "sliding_window_attn",
+        "sliding_window_attn_varlen",
+        "streaming_attn",
+        "streaming_attn_varlen",
+        "zigzag_attn",
+    }
+    assert {n.split("::")[1] for n in OPS} == attention | {"move_tokens", "shuffle_documents"}
 
 
 def test_max_seqlen_is_checked_in_a_graph_too() -> None:

@@ -9,10 +9,16 @@ import pytest
 
 from annotations import parallelize
 from customized_ops.ring_attention import (
+    wrap_masked_attn_func,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
+from customized_ops.ring_attention.varlen_utils import shuffle_varlen, unshuffle_varlen
 
 REQUIRED = inspect.Parameter.empty
 
@@ -51,21 +57,56 @@ VARLEN = {
     "max_seqlen_k": None,
 }
 
+# There cu_seqlens and alibi_slopes have no defaults; here a call without documents is one sequence.
+SLIDING_WINDOW = VARLEN | {"cu_seqlens_q": None, "cu_seqlens_k": None, "causal": True}
+
+SHUFFLE = {
+    "hidden_states": REQUIRED,
+    "cu_seqlens": REQUIRED,
+    "enable_ring": True,
+    "process_group": None,
+}
+
+SHUFFLE_VARLEN = dict.fromkeys(["t", "cu_seqlens_padded", "cp_ranks", "cp_group"], REQUIRED)
+
+# Of every attention op, keyword only.
+OURS = {"softcap": 0.0, "sink": None, "dropout_seed": None, "layout": None, "kernel": "auto"}
+
+
+def parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Names and defaults of those that may be positional, and of those that are keyword only."""
+    both: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for p in inspect.signature(function).parameters.values():
+        both[p.kind is p.KEYWORD_ONLY][p.name] = p.default
+    return both
+
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "theirs", "ours"),
     [
-        (wrap_ring_attn_func, DENSE),
-        (wrap_zigzag_attn_func, DENSE),
-        (wrap_ring_attn_varlen_func, VARLEN),
+        (wrap_ring_attn_func, DENSE, OURS | {"return_lse": False}),
+        (wrap_zigzag_attn_func, DENSE, OURS | {"return_lse": False}),
+        (wrap_ring_attn_varlen_func, VARLEN, OURS | {"k_layout": None}),
+        (wrap_sliding_window_attn_func, SLIDING_WINDOW, OURS),
+        (wrap_maybe_shuffle, SHUFFLE, {}),
+        (wrap_maybe_unshuffle, SHUFFLE, {}),
+        (shuffle_varlen, SHUFFLE_VARLEN, {}),
+        (unshuffle_varlen, SHUFFLE_VARLEN, {}),
     ],
 )
-def test_attention(function: Any, expected: dict[str, Any]) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    ours = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    theirs = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
-    assert list(theirs.items()) == list(expected.items())
-    assert ours == {"layout": None, "kernel": "auto"}
+def test_calls_mean_the_same(function: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    positional, keyword = parameters(function)
+    assert list(positional.items()) == list(theirs.items())
+    assert keyword == ours
+
+
+@pytest.mark.parametrize("function", [wrap_masked_attn_func, wrap_streaming_attn_func])
+def test_attention_ops_of_our_own_have_the_same_options(function: Any) -> None:
+    positional, keyword = parameters(function)
+    shared = ["process_group", "softmax_scale", "dropout_p", "alibi_slopes", "deterministic"]
+    assert {name: positional[name] for name in shared} == {name: DENSE[name] for name in shared}
+    assert OURS.items() <= keyword.items()
+    assert keyword["return_lse"] is False
 
 
 def test_parallelize() -> None:

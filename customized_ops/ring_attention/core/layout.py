@@ -67,6 +67,8 @@ class Layout:
         table.setflags(write=False)
         object.__setattr__(self, "table", table)
         tables.check_tiling(self.pieces)
+        for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
+            getattr(self, name)
 
     @cached_property
     def _hash(self) -> int:

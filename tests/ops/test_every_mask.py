@@ -1,0 +1,339 @@
+"""Every kind of mask in every kind of layout, against dense attention on one device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from dense import assert_same
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from op_cases import Case, expected, gather, run_rank
+
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    Plan,
+    attention_op,
+    make_plan,
+    run_ranks,
+)
+from customized_ops.ring_attention.core.cost import H200, CostModel
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+tokens = st.integers(1, 20)
+some = st.integers(0, 8)
+positive = st.integers(1, 6)
+reach = st.integers(-1, 9)
+windows = st.tuples(reach, reach)
+
+
+def check(case: Case, ranks: int) -> None:
+    """out, lse and all gradients equal dense attention's to 1e-10."""
+    got = gather(case, run_ranks(ranks, lambda comm: run_rank(case, comm.rank, ranks, comm)))
+    for name, a, b in zip(NAMES, got, expected(case), strict=False):
+        assert_same(name, a, b)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+def cumulative(lengths: list[int]) -> list[int]:
+    return np.cumsum([0, *lengths]).tolist()
+
+
+@st.composite
+def varlen(draw: Draw) -> AttnMask:
+    lengths = draw(st.lists(some, min_size=1, max_size=5))
+    others = st.lists(some, min_size=len(lengths), max_size=len(lengths))
+    keys = draw(st.none() | others)
+    return AttnMask.varlen(
+        cumulative(lengths),
+        None if keys is None else cumulative(keys),
+        causal=draw(st.booleans()),
+        window=draw(windows),
+        global_tokens=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def spans(draw: Draw, length: int) -> list[tuple[int, int]]:
+    """The sequence cut anywhere into ranges, empty ones among them."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+    return list(zip([0, *cuts], [*cuts, length], strict=True))
+
+
+def span(length: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, length), st.integers(0, length)).map(
+        lambda pair: (min(pair), max(pair))
+    )
+
+
+@st.composite
+def from_ranges(draw: Draw) -> AttnMask:
+    """Disjoint query ranges with any keys; or disjoint key ranges with any queries, overlapping."""
+    q_len, k_len = draw(tokens), draw(tokens)
+    if draw(st.booleans()):
+        q_ranges = draw(spans(q_len))
+        k_ranges = [draw(span(k_len)) for _ in q_ranges]
+    else:
+        k_ranges = draw(spans(k_len))
+        q_ranges = [draw(span(q_len)) for _ in k_ranges]
+    types = [draw(st.integers(0, 3)) for _ in q_ranges]
+    return AttnMask.from_ranges(q_ranges, k_ranges, types, q_len, k_len)
+
+
+@st.composite
+def from_slices(draw: Draw) -> AttnMask:
+    q_len, k_len = draw(tokens), draw(tokens)
+    offset = st.integers(-20, 20)
+    rows = [(*q, *draw(span(k_len)), draw(offset), draw(offset)) for q in draw(spans(q_len))]
+    return AttnMask.from_slices(rows, q_len, k_len)
+
+
+@st.composite
+def from_block_mask(draw: Draw) -> AttnMask:
+    rows, columns = draw(positive), draw(positive)
+    bits = draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
+    block = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return AttnMask.from_block_mask(np.reshape(bits, (rows, columns)), block)
+
+
+@st.composite
+def union(draw: Draw) -> AttnMask:
+    """One mask on some keys and another on the others."""
+    n, cut = draw(tokens), draw(some)
+    left = AttnMask.sliding_window(n, draw(reach), draw(reach))
+    right = AttnMask.block_causal(n, draw(positive))
+    cut = min(cut, n)
+    return left.restrict(k_range=(0, cut)).union(right.restrict(k_range=(cut, n)))
+
+
+@st.composite
+def shift(draw: Draw) -> AttnMask:
+    mask = AttnMask.causal(draw(positive), draw(positive))
+    q_by, k_by = draw(some), draw(some)
+    q_len, k_len = mask.q_len + q_by + draw(some), mask.k_len + k_by + draw(some)
+    return mask.shift(q_by, k_by, q_len, k_len)
+
+
+@st.composite
+def restrict(draw: Draw) -> AttnMask:
+    mask = AttnMask.streaming(draw(tokens), draw(reach), draw(some))
+    return mask.restrict(draw(span(mask.q_len)), draw(span(mask.k_len)))
+
+
+block = st.integers(1, 3)
+MASKS: dict[str, st.SearchStrategy[AttnMask]] = {
+    "full": st.builds(AttnMask.full, tokens, st.none() | tokens),
+    "causal": st.builds(AttnMask.causal, tokens, st.none() | tokens),
+    "sliding_window": st.builds(AttnMask.sliding_window, tokens, reach, reach),
+    "dense": st.builds(AttnMask.dense, tokens, tokens, causal=st.booleans(), window=windows),
+    "varlen": varlen(),
+    "prefix_lm": st.builds(AttnMask.prefix_lm, tokens, some),
+    "block_causal": st.builds(AttnMask.block_causal, tokens, positive),
+    "shared_prefix": st.builds(AttnMask.shared_prefix, some, st.lists(positive, max_size=4)),
+    "streaming": st.builds(AttnMask.streaming, tokens, reach, some, block=block),
+    "strided": st.builds(AttnMask.strided, tokens, positive, reach, block=block),
+    "global_local": st.builds(AttnMask.global_local, tokens, reach, some, block=block),
+    "star": st.builds(AttnMask.star, tokens, positive, some),
+    "from_slices": from_slices(),
+    "from_ranges": from_ranges(),
+    "from_block_mask": from_block_mask(),
+    "union": union(),
+    "shift": shift(),
+    "restrict": restrict(),
+}
+
+
+def test_every_constructor_is_drawn() -> None:
+    makers = {
+        name
+        for name, member in inspect.getmembers(AttnMask, callable)
+        if not name.startswith("_")
+        and inspect.signature(member).return_annotation in ("AttnMask", "Self")
+    }
+    assert makers == set(MASKS)
+
+
+# ----------------------------------------------------------------------------------------- layouts
+
+
+@st.composite
+def documents(draw: Draw, total: int, ranks: int) -> Layout:
+    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
+    return Layout.zigzag(total, ranks, [0, *cuts, total])
+
+
+@st.composite
+def uneven(draw: Draw, total: int, ranks: int) -> Layout:
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(ranks - 1))
+    return Layout.from_sizes(np.diff([0, *cuts, total]).tolist())
+
+
+@st.composite
+def shuffled(draw: Draw, total: int, ranks: int) -> Layout:
+    """Ranges on any rank, in any local order; some ranks may hold nothing."""
+    own: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for piece in draw(st.permutations(draw(spans(total)))):
+        own[draw(st.integers(0, ranks - 1))].append(piece)
+    return Layout.from_ranges(own)
+
+
+@st.composite
+def balanced(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
+    square = mask if mask.q_len == mask.k_len else AttnMask.causal(total)
+    return Layout.balanced(square, ranks, draw(st.none() | positive))
+
+
+@st.composite
+def layouts(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
+    kinds: dict[str, st.SearchStrategy[Layout]] = {
+        "contiguous": st.just(Layout.contiguous(total, ranks)),
+        "zigzag": st.just(Layout.zigzag(total, ranks)),
+        "zigzag of documents": documents(total, ranks),
+        "striped 1": st.just(Layout.striped(total, ranks)),
+        "striped 3": st.just(Layout.striped(total, ranks, 3)),
+        "balanced": balanced(mask, total, ranks),
+        "uneven": uneven(total, ranks),
+        "shuffled": shuffled(total, ranks),
+    }
+    kind = draw(st.sampled_from(list(kinds)))
+    event(f"layout {kind}")
+    return draw(kinds[kind])
+
+
+# ---------------------------------------------------------------------------------- the comparison
+
+
+@st.composite
+def cases(draw: Draw, mask: AttnMask) -> tuple[Case, int]:
+    ranks = draw(st.integers(1, 8))
+    q_layout = draw(layouts(mask, mask.q_len, ranks))
+    same = mask.q_len == mask.k_len and draw(st.booleans())
+    k_layout = q_layout if same else draw(layouts(mask, mask.k_len, ranks))
+    few = [(1, 1), (2, 2), (4, 2), (6, 1), (8, 4)]
+    heads = draw(st.sampled_from([*few, (ranks, ranks), (2 * ranks, ranks)]))
+    rarely = st.integers(0, 3).map(lambda n: n == 0)
+    case = Case(
+        "masked",
+        mask.q_len,
+        given=mask,
+        heads=heads,
+        batch=draw(st.integers(1, 2)),
+        dims=(4, 3),
+        layout=q_layout.spec,
+        k_layout=k_layout.spec,
+        softcap=1.5 * draw(rarely),
+        alibi=draw(rarely),
+        dropout=0.3 * draw(rarely),
+        sink=draw(rarely),
+    )
+    return case, ranks
+
+
+# What a step costs decides which plan the op takes; sequences this short take the simplest one.
+COSTS = {
+    "as they are": H200,
+    "links are slow": CostModel(link_bytes=1.0, step_seconds=0.0),
+    "kernels are slow": CostModel(forward_flops=1.0, backward_flops=1.0),
+}
+
+
+@contextmanager
+def planned_for(costs: CostModel) -> Iterator[Callable[..., Plan]]:
+    """The ops plan by ``costs``; gives the function that they plan with."""
+    plan = partial(make_plan, costs=costs)
+    with patch.object(attention_op, "make_plan", plan):
+        yield plan
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@settings(deadline=None, derandomize=True, max_examples=36)
+@given(data=st.data())
+def test_equals_dense(kind: str, data: st.DataObject) -> None:
+    mask = data.draw(MASKS[kind])
+    case, ranks = data.draw(cases(mask))
+    dear = data.draw(st.sampled_from(list(COSTS)))
+    with planned_for(COSTS[dear]) as make:
+        plan = make(mask, *case.layouts(ranks), heads=case.heads, team_size=None)
+        event(f"mask {kind}")
+        event(f"{ranks} ranks")
+        event(f"teams of {plan.team_size}")
+        event("rows move" if plan.q_tokens().any() else "rows stay")
+        check(case, ranks)
+
+
+# ---------------------------------------------------------------------------------------- extremes
+
+COLUMNS = [(q, q + 5, k, k + 1, -40, 40) for q in range(0, 40, 5) for k in range(q % 3, 40, 7)]
+SHORT = [(n, n + 1 + n % 2) for n in range(0, 62, 2)]
+MANY = [1 + n % 3 for n in range(1500)]
+HALF = AttnMask.causal(12).restrict(q_range=(0, 12), k_range=(0, 12)).restrict((6, 12))
+
+
+def masked(mask: AttnMask, **options: Any) -> Case:
+    return Case("masked", mask.q_len, given=mask, dims=(4, 3), **{"heads": (4, 2), **options})
+
+
+EXTREMES = {
+    "slices one key wide": (4, masked(AttnMask.from_slices(COLUMNS, 40, 40))),
+    "ranges shorter than a rank": (
+        2,
+        masked(AttnMask.from_ranges(SHORT, SHORT[::-1], ["full"] * len(SHORT), 64, 64), sink=True),
+    ),
+    "1500 documents of 1 to 3 tokens": (
+        8,
+        masked(AttnMask.varlen(cumulative(MANY), causal=True), heads=(1, 1)),
+    ),
+    "query ranges that overlap": (
+        3,
+        masked(
+            AttnMask.from_ranges(
+                [(0, 20), (5, 30), (5, 30), (18, 30)],
+                [(0, 7), (7, 15), (20, 30), (15, 20)],
+                ["causal", "inv_causal", "full", "bi_causal"],
+                30,
+                30,
+            )
+        ),
+    ),
+    "all rows of a rank empty": (2, masked(HALF)),
+    "all rows of a rank empty, with a sink": (2, masked(HALF, sink=True)),
+    "nothing attended": (4, masked(AttnMask.from_slices([], 9, 13), sink=True)),
+    "everything on one rank": (4, masked(AttnMask.causal(15), sizes=(0, 0, 15, 0))),
+    "keys on one rank, rows on another": (
+        3,
+        masked(AttnMask.full(9, 15), sizes=(9, 0, 0), k_sizes=(0, 0, 15)),
+    ),
+    "one token": (8, masked(AttnMask.causal(1), heads=(8, 8), sink=True)),
+    "no tokens": (3, masked(AttnMask.causal(0))),
+    "no keys": (3, masked(AttnMask.full(7, 0), sink=True)),
+    "no rows": (3, masked(AttnMask.full(0, 7), sink=True)),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name: str) -> None:
+    ranks, case = EXTREMES[name]
+    check(case, ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(2, (2, 2)), (3, (3, 3)), (4, (16, 8)), (8, (8, 8)), (8, (24, 8))]
+)
+def test_plans_that_split_heads(heads: tuple[int, int], ranks: int) -> None:
+    layout = f"striped:16:{ranks}:1"
+    case = masked(AttnMask.full(16), heads=heads, layout=layout, dropout=0.2, alibi=True, sink=True)
+    with planned_for(COSTS["links are slow"]) as make:
+        plan = make(case.given, *case.layouts(ranks), heads=heads, team_size=None)
+        assert plan.team_size > 1
+        check(case, ranks)
