@@ -7,7 +7,7 @@ would fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -279,22 +279,32 @@ def check_heads(op: str, q: Tensor, k: Tensor) -> None:
         )
 
 
-def checked(op: str, process_group: GroupLike, check: Callable[[], T]) -> T:
+def checked(
+    op: str,
+    process_group: GroupLike,
+    check: Callable[[], T],
+    facts: Callable[[T], Mapping[str, str]] = lambda result: {},
+) -> T:
     """``check()``; with ``SEQSHARD_CHECK=1`` a rank whose check fails makes every rank raise.
 
+    Args:
+        facts: from the result to what must be the same on every rank, as text by name.
     Raises:
-        Whatever ``check`` raises, or on its peers :class:`~.agreement.DisagreementError`.
+        Whatever ``check`` raises, or on its peers :class:`~.agreement.DisagreementError`; that on
+        all ranks where they differ in ``facts``.
     """
     if torch.compiler.is_compiling() or not agreement.enabled():
         return check()
     try:
         result = check()
     except Exception as problem:  # whatever it is, the peers must not wait for this rank
-        _tell_peers(op, process_group, problem)
+        _tell_peers(op, process_group, {}, problem)
         raise
-    _tell_peers(op, process_group, None)
+    _tell_peers(op, process_group, facts(result), None)
     return result
 
 
-def _tell_peers(op: str, process_group: GroupLike, problem: Exception | None) -> None:
-    agreement.agree(op, comm_by_name(group_name(process_group)), {}, problem)
+def _tell_peers(
+    op: str, process_group: GroupLike, facts: Mapping[str, str], problem: Exception | None
+) -> None:
+    agreement.agree(op, comm_by_name(group_name(process_group)), facts, problem)

@@ -71,7 +71,7 @@ def resolve(
     try:
         check_tensors(op, q, k, v)
         scoring = scoring_of(given)
-        kernel = choose(given["kernel"], q, scoring)
+        kernel = choose(op, given["kernel"], q, scoring)
         plan, positions = make(comm)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error

@@ -246,7 +246,10 @@ def _moved(
             _check(title, x, specs[0], specs[1], dim, comm_by_name(group_name(process_group)))
         return specs[0], specs[1]
 
-    specs = checked(title, process_group, check)
+    def facts(specs: tuple[str, str]) -> dict[str, str]:
+        return {"from": specs[0], "to": specs[1], "shifts": str(shift), "dim": str(dim)}
+
+    specs = checked(title, process_group, check, facts)
     return move_tokens(x, *specs, shift, dim, group_name(process_group))
 
 

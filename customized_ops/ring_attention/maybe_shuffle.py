@@ -139,5 +139,5 @@ def _shuffled(
             _exchange(x, cu, back, comm_by_name(group_name(group)))
         return cu
 
-    cu = checked(title, group, check)
+    cu = checked(title, group, check, lambda cu: {"cu_seqlens": str(on_host(cu).tolist())})
     return shuffle_documents(x, cu, back, group_name(group))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .arguments import ArgumentError
+from .arguments import ArgumentError, checked
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.mask import AttnMask
@@ -163,13 +163,19 @@ def unshuffle_varlen(
 def _zigzag(
     title: str, cu_seqlens: CuSeqlens, ranks: Sequence[int], group: GroupLike
 ) -> tuple[Layout, GroupLike]:
-    values = on_host(as_tensor(title, "cu_seqlens_padded", cu_seqlens))
-    check_cu_seqlens(title, "cu_seqlens_padded", values)
     group = list(ranks) if group is None else group
     size = comm_by_name(group_name(group)).size
-    if len(ranks) != size:
-        raise ArgumentError(f"{title}: cp_ranks are {list(ranks)}, but cp_group has {size} ranks")
-    return Layout.zigzag(int(values[-1]), size, values), group
+
+    def check() -> Layout:
+        values = on_host(as_tensor(title, "cu_seqlens_padded", cu_seqlens))
+        check_cu_seqlens(title, "cu_seqlens_padded", values)
+        if len(ranks) != size:
+            raise ArgumentError(
+                f"{title}: cp_ranks are {list(ranks)}, but cp_group has {size} ranks"
+            )
+        return Layout.zigzag(int(values[-1]), size, values)
+
+    return checked(title, group, check), group
 
 
 def _shown(values: npt.NDArray[np.int64]) -> str:

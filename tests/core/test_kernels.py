@@ -1,5 +1,6 @@
 """Every kernel of the registry against the dense specification."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -419,6 +420,7 @@ def like(device: str, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
 
 @pytest.mark.usefixtures("two_kernels")
 def test_choose():
+    choose = functools.partial(kernels.choose, "an_op")
     for dtype in DTYPES:
         assert choose("auto", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
         assert choose("torch", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
@@ -476,8 +478,8 @@ def test_choose():
 )
 def test_choose_errors(name, q, scoring, message):
     with pytest.raises(KernelError) as info:
-        choose(name, q, SCORINGS[scoring])
-    assert str(info.value) == message
+        choose("an_op", name, q, SCORINGS[scoring])
+    assert str(info.value) == f"an_op: {message}"
     assert isinstance(info.value, ValueError)
 
 

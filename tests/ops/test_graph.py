@@ -127,7 +127,12 @@ def test_exports_as_one_node(op: str) -> None:
     assert [n.target._opname for n in nodes] == [name]
 
 
-OPS = {n: r for n, r in registered_ops().items() if n.startswith("seqshard::")}
+# The engine registers its losses when it is imported, which other tests may have done.
+OPS = {
+    n: r
+    for n, r in registered_ops().items()
+    if n.startswith("seqshard::") and not n.startswith("seqshard::cross_entropy")
+}
 NOT_ATTENTION = {
     "seqshard::move_tokens": [
         ("zigzag:10:1", "sizes:10", 3, 0, ""),

@@ -16,6 +16,7 @@ from customized_ops.ring_attention import (
     AttnMask,
     Layout,
     run_ranks,
+    wrap_maybe_shuffle,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
     wrap_roll_func,
@@ -24,6 +25,7 @@ from customized_ops.ring_attention import (
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
+from customized_ops.ring_attention.agreement import DisagreementError
 from customized_ops.ring_attention.core.comm import Comm
 
 LAYOUTS = {
@@ -371,3 +373,22 @@ def test_a_wrong_call_on_one_rank_stops_all() -> None:
     first, second = run_ranks(2, of_rank)
     assert "should be the 4 tokens that rank 1 of 2 holds" in second
     assert f"refused on another rank of the group\nrank 1: {second}" in first
+
+
+@pytest.mark.parametrize(
+    ("call", "column"),
+    [
+        (lambda x, c: wrap_roll_func(x, c.rank, Layout.contiguous(8, 2), c, 0), "shifts"),
+        (lambda x, c: wrap_shuffle_func(x, ["zigzag", "striped"][c.rank], c, 0), "to"),
+        (
+            lambda x, c: wrap_maybe_shuffle(x, [[0, 8], [0, 4, 8]][c.rank], process_group=c),
+            "cu_seqlens",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_told(call: Any, column: str) -> None:
+    def body(comm: Comm) -> None:
+        with pytest.raises(DisagreementError, match=f"do not agree\n  rank  {column}"):
+            call(torch.zeros(4), comm)
+
+    run_ranks(2, body)

@@ -20,9 +20,11 @@ class KernelError(ValueError):
     """No kernel can do what is asked, or the one named cannot."""
 
 
-def choose(name: str, q: Tensor, scoring: Scoring) -> Kernel:
+def choose(op: str, name: str, q: Tensor, scoring: Scoring) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest that can do the request.
 
+    Args:
+        op: who asks, for errors.
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why and which can.
     """
@@ -33,10 +35,10 @@ def choose(name: str, q: Tensor, scoring: Scoring) -> Kernel:
     if name in able:
         return KERNELS[name]
     if name != "auto" and name not in KERNELS:
-        raise KernelError(f"kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
+        raise KernelError(f"{op}: kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
     reasons = "; ".join(f"{n}: {reason}" for n, reason in refusals.items() if reason)
     raise KernelError(
-        f"kernel {name!r} cannot do this ({reasons}); able: {', '.join(able) or 'none'}"
+        f"{op}: kernel {name!r} cannot do this ({reasons}); able: {', '.join(able) or 'none'}"
     )
 
 
