@@ -110,11 +110,14 @@ def _cost(
     return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
 
 
+MOVES_TOKENS = PartitionRule({"l": Communicates(_arguments, _cost)})
+
+
 @register_op(
     _annotation,
     name="seqshard::move_tokens",
     title="move_tokens",
-    rule=PartitionRule({"l": Communicates(_arguments, _cost)}),
+    rule=MOVES_TOKENS,
     fake=_fake,
     backward=_backward,
 )

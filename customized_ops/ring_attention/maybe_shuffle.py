@@ -6,15 +6,10 @@ itself, so that causal attention over packed documents is the same work on every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from annotations import register_op
-from annotations.binding import BoundAnnotation
-from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 from .arguments import ArgumentError, checked
 from .core.comm import Comm, Dims, add
@@ -22,6 +17,7 @@ from .core.exchange import Exchange
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.relayout import relayout
+from .layout_ops import MOVES_TOKENS
 from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 
 TOKENS = Dims(0, 0)
@@ -60,25 +56,11 @@ def _backward(
     return into
 
 
-def _arguments(site: SplitSite) -> dict[str, Any]:
-    return {"group": site.group}
-
-
-def _cost(
-    bound: BoundAnnotation, site: SplitSite, given: Mapping[str, Any], itemsize: int
-) -> InnerCost:
-    """All of a rank's tokens, at worst."""
-    shape = bound.input_shapes[0]
-    assert shape is not None
-    each = -(-torch.Size(shape).numel() // site.parts) * itemsize
-    return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
-
-
 @register_op(
     "l *, e^ -> l *",
     name="seqshard::shuffle_documents",
     title="wrap_maybe_shuffle",
-    rule=PartitionRule({"l": Communicates(_arguments, _cost)}),
+    rule=MOVES_TOKENS,
     differentiable=("x",),
     fake=lambda x, **_: x.new_empty(x.shape),
     backward=_backward,

@@ -72,13 +72,21 @@ over_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+# What each kernel declares that it can do; that it refuses the rest is a test of its own.
+ABLE = {
+    f"{kernel_name}-{name}": (kernel, scoring)
+    for kernel_name, kernel in KERNELS.items()
+    for name, scoring in SCORINGS.items()
+    if set(scoring.features) <= set(kernel.CAPABILITIES.features)
+}
+over_able = pytest.mark.parametrize(("kernel", "scoring"), ABLE.values(), ids=ABLE)
 WIDTHS = [(8, 8), (8, 5), (6, 16)]
 # Every shape with plain scores, one shape with each other way to score.
 over_shapes = pytest.mark.parametrize(
-    ("scoring", "kv_heads", "widths"),
+    ("kernel", "scoring", "kv_heads", "widths"),
     [
-        pytest.param(scoring, kv_heads, widths, id=f"{name}-{kv_heads}-{widths}")
-        for name, scoring in SCORINGS.items()
+        pytest.param(kernel, scoring, kv_heads, widths, id=f"{name}-{kv_heads}-{widths}")
+        for name, (kernel, scoring) in ABLE.items()
         for kv_heads in (4, 2, 1)
         for widths in WIDTHS
         if scoring is PLAIN or (kv_heads, widths) == (2, (8, 5))
@@ -135,7 +143,6 @@ def assert_close(name, got, want, plain, dtype):
     assert_same(name, got, want, 2 * error + rounding)
 
 
-@over_kernels
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -155,7 +162,6 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
         assert_close(name, *values, dtype)
 
 
-@over_kernels
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -210,10 +216,9 @@ def strided(t):
     yield t.repeat_interleave(2, dim=1)[:, ::2]
 
 
-@over_kernels
+@over_able
 @pytest.mark.parametrize("kind", ["causal, more keys", "window", "several slices share rows"])
 @pytest.mark.parametrize("way", range(3))
-@over_scorings
 def test_strides_are_free(kernel, kind, way, scoring):
     rows, keys, slices = KINDS[kind]
     mask = AttnMask.from_slices(slices, rows, keys)
@@ -252,9 +257,8 @@ LONG = {
 }
 
 
-@over_kernels
+@over_able
 @pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
-@over_scorings
 def test_more_rows_than_a_tile(kernel, mask, scoring):
     assert mask.q_len > 2 * BAND_ROWS
     q, k, v, dout = (t[:1] for t in draw(torch.float64, mask.q_len, mask.k_len, 2, 4, 4))
@@ -282,8 +286,7 @@ def test_alibi_is_not_rounded_to_the_inputs_dtype(kernel, dtype):
     assert_same("lse", lse, want.expand(2, -1, -1), tolerance=1e-3)
 
 
-@over_kernels
-@over_scorings
+@over_able
 def test_tokens_in_any_order(kernel, scoring):
     """As a rank holds them under a layout that is not contiguous."""
     q, k, v, _ = draw(torch.float64, 12, 15, 2, 8, 8)
@@ -298,8 +301,7 @@ def test_tokens_in_any_order(kernel, scoring):
     assert_same("lse", got[1], lse[..., rows])
 
 
-@over_kernels
-@over_scorings
+@over_able
 def test_some_heads_of_one_batch_entry(kernel, scoring):
     """The last two heads, which read the last kv head, of the last entry."""
     q, k, v, dout = draw(torch.float64, 12, 15, 2, 8, 8)

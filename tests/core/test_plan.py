@@ -21,7 +21,6 @@ from customized_ops.ring_attention.core.rank_plan import (
     TOKEN0,
     TOKEN1,
 )
-from customized_ops.ring_attention.core.report import format_bytes
 from customized_ops.ring_attention.core.slices import to_dense
 from customized_ops.ring_attention.core.work import ASSIGNMENTS, TEAM
 
@@ -463,22 +462,6 @@ def test_report_of_teams():
     plan = make_plan(AttnMask.dense(20, causal=True), layout, team_size=2)
     assert plan.report() == plan.report(2, 2)
     assert plan.report().splitlines()[-1].startswith("imbalance (largest / mean): ")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (3 << 20, "3.0 MiB"),
-        (5 << 30, "5.0 GiB"),
-        (5 << 40, "5120.0 GiB"),
-    ],
-)
-def test_format_bytes(count, text):
-    assert format_bytes(count) == text
 
 
 CAUSAL8 = AttnMask.dense(8, causal=True)

@@ -165,6 +165,7 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
 
 
 def area_per_team(work: Work, teams: int) -> npt.NDArray[np.float64]:
+    """float64[teams]: pairs that each team computes."""
     area = np.bincount(work[:, TEAM], areas(work[:, :TEAM]), minlength=teams)
     return area.astype(np.float64)
 
