@@ -145,20 +145,5 @@ class CostModel:
         exchange("results", len(mine.stages) - 1, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
         return spans
 
-    def step_total(
-        self,
-        plan: Plan,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int = 128,
-        v_dim: int | None = None,
-        itemsize: int = 2,
-    ) -> float:
-        """Seconds of one forward and backward, batch 1: each pass takes as long as the slowest rank
-        in computing and the busiest link; they overlap where the plan works in stages."""
-        v_dim = head_dim if v_dim is None else v_dim
-        both = self.passes(plan, q_heads, kv_heads, head_dim, v_dim, itemsize)
-        return sum(each.seconds for each in both)
-
 
 H200 = CostModel()

@@ -24,7 +24,7 @@ from .layout import Layout, LayoutError
 from .mask import AttnMask
 from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
-from .work import ASSIGNMENTS, TEAM, Work
+from .work import ASSIGNMENTS, TEAM, WORTH, Work
 
 # Up to here one gather and one merge-free kernel call beat overlapping (see make_plan).
 GATHER_TOKENS = 16_384
@@ -269,7 +269,7 @@ def _make_plan(
     team_size: int | None,
     costs: CostModel,
 ) -> Plan:
-    """The fastest candidate; a simpler one unless a later one is faster by a twentieth."""
+    """The best of all candidates, the simplest first."""
     most = gcd(q_layout.group_size, *heads)
     sizes = [team_size] if team_size else [n for n in range(1, most + 1) if most % n == 0]
     row_cost = heads[0] / heads[1]
@@ -278,14 +278,18 @@ def _make_plan(
         for size in sizes
         for work in ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
     ]
-    best = plans[0]
-    if len(plans) > 1:
-        least = costs.step_total(best, *heads)
-        for plan in plans[1:]:
-            seconds = costs.step_total(plan, *heads)
-            if seconds < 0.95 * least:
-                best, least = plan, seconds
-    return best
+    return plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+
+
+def _best(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> Plan:
+    """Of the plans that are the fastest within a twentieth, those with the least on the busiest
+    link within a fifth, for links take memory bandwidth from kernels; of those the first."""
+    passes = [costs.passes(plan, *heads, 128, 128, 2) for plan in plans]
+    seconds = [sum(each.seconds for each in both) for both in passes]
+    link = [sum(float(each.link.max()) for each in both) for both in passes]
+    fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
+    least = min(link[n] for n in fast)
+    return plans[next(n for n in fast if WORTH * link[n] <= least)]
 
 
 def _with_moves(
