@@ -10,17 +10,11 @@ import pytest
 
 from customized_ops.ring_attention.core import plan as plan_module
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.moves import located, ring_stage
 from customized_ops.ring_attention.core.plan import GATHER_TOKENS, Plan, make_plan
-from customized_ops.ring_attention.core.rank_plan import (
-    RECV,
-    SEND,
-    SEND_OFFSET,
-    STAGE,
-    TOKEN0,
-    TOKEN1,
-)
 from customized_ops.ring_attention.core.slices import to_dense
 from customized_ops.ring_attention.core.work import ASSIGNMENTS, TEAM
 
@@ -46,6 +40,14 @@ MASKS = {
         [(n, n + 9, 8 * k, 8 * k + 3, -99, 99) for n in range(0, 32, 9) for k in range(5)], 41, 41
     ),
 }
+
+
+def moves_of(plan: Plan, side: str = "kv") -> np.ndarray:
+    """Who sends what to whom, a rank's own included."""
+    needed, layout = (
+        (plan.q_needed, plan.q_layout) if side == "q" else (plan.kv_needed, plan.k_layout)
+    )
+    return located(needed, layout.pieces)
 
 
 def layout_pairs(q_len: int, k_len: int) -> list[tuple[Layout, Layout]]:
@@ -183,8 +185,10 @@ def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignme
             team, mine = rank // plan.team_size, plan.rank(rank)
             pairs = dealt(plan, team)
             rows, keys = (np.flatnonzero(pairs.any(axis=axis)).tolist() for axis in (1, 0))
-            assert sorted(moved(plan.q_moves, plan.q_layout, team)) == rows, plan.report(4, 4)
-            assert sorted(moved(plan.kv_moves, plan.k_layout, team)) == keys, plan.report(4, 4)
+            assert sorted(moved(moves_of(plan, "q"), plan.q_layout, team)) == rows, plan.report(
+                4, 4
+            )
+            assert sorted(moved(moves_of(plan), plan.k_layout, team)) == keys, plan.report(4, 4)
             own_rows = set(plan.q_layout.positions(rank).tolist())
             own_keys = set(plan.k_layout.positions(rank).tolist())
             got_rows = mine.q.indices.tolist()
@@ -258,8 +262,8 @@ def test_moves_do_not_depend_on_how_the_mask_is_cut():
                 make_plan(m, Layout.zigzag(40, 4), stages=stages, assignment=assignment)
                 for m in (whole, cut)
             )
-            assert a.kv_moves.tolist() == b.kv_moves.tolist()
-            assert a.q_moves.tolist() == b.q_moves.tolist()
+            assert a.kv_needed.tolist() == b.kv_needed.tolist()
+            assert a.q_needed.tolist() == b.q_needed.tolist()
 
 
 def imbalance(plan) -> float:
@@ -422,8 +426,10 @@ def test_default_stages():
 
 def test_stages_go_by_ring_distance():
     plan = make_plan(AttnMask.dense(64), Layout.contiguous(64, 8), stages=3)
-    distance = (plan.kv_moves[:, SEND] - plan.kv_moves[:, RECV]) % 8
-    stage_at = dict(zip(distance.tolist(), plan.kv_moves[:, STAGE].tolist(), strict=True))
+    moves = moves_of(plan)
+    distance = (moves[:, SEND] - moves[:, RECV]) % 8
+    stages = ring_stage(moves, 8, 3, 1)
+    stage_at = dict(zip(distance.tolist(), stages.tolist(), strict=True))
     assert stage_at == {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
     assert plan.n_stages == 4
 
@@ -431,8 +437,10 @@ def test_stages_go_by_ring_distance():
 def test_stages_of_teams_go_by_distance_of_teams():
     """The other ranks of one's own team are in the first remote stage; stage 0 is a rank's own."""
     plan = make_plan(AttnMask.dense(64), Layout.contiguous(64, 8), stages=3, team_size=2)
-    distance = (plan.kv_moves[:, SEND] // 2 - plan.kv_moves[:, RECV]) % 4
-    stage_at = dict(zip(distance.tolist(), plan.kv_moves[:, STAGE].tolist(), strict=True))
+    moves = moves_of(plan)
+    distance = (moves[:, SEND] // 2 - moves[:, RECV]) % 4
+    stages = ring_stage(moves, 8, 3, 2)
+    stage_at = dict(zip(distance.tolist(), stages.tolist(), strict=True))
     assert stage_at == {0: 1, 1: 1, 2: 2, 3: 3}
     assert plan.n_stages == 4
     assert plan.rank(3).stages[0].kv is None and plan.rank(3).stages[0].area > 0
@@ -458,7 +466,7 @@ def test_plans_are_deterministic():
         mask = AttnMask.dense(1000, causal=True, window=(300, 0))
         plan = make_plan(mask, Layout.contiguous(1000, 7), stages=2)
         ranks = [plan.rank(r) for r in range(7)]
-        parts = [plan.work, plan.q_moves, plan.kv_moves]
+        parts = [plan.work, plan.q_needed, plan.kv_needed]
         for mine in ranks:
             parts += [mine.q.send, mine.q.recv]
             for stage in mine.stages:

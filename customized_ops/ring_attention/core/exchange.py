@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
-# at the sender, stage. Every rank of a team receives its share of the heads of these tokens.
-RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET, STAGE = range(6)
+# at the sender. Every rank of a team receives its share of the heads of these tokens.
+RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
+Moves = Table  # int64[n, 5]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ def _by_peer(ranges: Table) -> dict[int, Where]:
     return where
 
 
-def exchange(moves: Table, rank: int, team_size: int, *, local: bool) -> Exchange:
+def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchange:
     """``rank``'s side of ``moves``, received in global order.
 
     Args:

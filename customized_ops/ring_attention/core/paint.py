@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from . import moves
+from .exchange import RECV, SEND, TOKEN0, TOKEN1
 from .intervals import Table, spread, touched
 from .plan import Plan
-from .rank_plan import RECV, SEND, STAGE, TOKEN0, TOKEN1
 from .slices import K0, K1, Q0, Q1, Slices
 from .work import MAX_PARTS, TEAM, cut_keys
 
@@ -32,13 +33,16 @@ def parts_by_step(plan: Plan) -> Parts:
     if (last - first).sum() > MAX_PARTS:
         return work[:, :TEAM], work[:, TEAM], np.zeros_like(work[:, TEAM])
     found: list[Parts] = []
+    all_moves = moves.located(plan.kv_needed, pieces)
+    stages, size = max(plan.steps, 1), plan.team_size
+    stage_of = moves.ring_stage(all_moves, plan.group_size, stages, size)
     for team in range(plan.group_size // plan.team_size):
         slices = plan.work[plan.work[:, TEAM] == team, :TEAM]
-        moves = plan.kv_moves[plan.kv_moves[:, RECV] == team]
-        moves = moves[np.argsort(moves[:, TOKEN0])]
-        _, move, parts = cut_keys(slices, moves[:, [TOKEN0, TOKEN1]])
-        away = moves[move, SEND] // plan.team_size != team
-        step = np.where(away, np.maximum(moves[move, STAGE], 1), 0)
+        mine = np.flatnonzero(all_moves[:, RECV] == team)
+        mine = mine[np.argsort(all_moves[mine, TOKEN0])]
+        _, move, parts = cut_keys(slices, all_moves[mine][:, [TOKEN0, TOKEN1]])
+        away = all_moves[mine][move, SEND] // size != team
+        step = np.where(away, np.maximum(stage_of[mine][move], 1), 0)
         found.append((parts, np.full(len(parts), team), step))
     parts, teams, steps = (np.concatenate(columns) for columns in zip(*found, strict=True))
     return parts, teams, steps

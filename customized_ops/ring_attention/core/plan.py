@@ -17,9 +17,9 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
+from . import moves
 from .cost import H200, CostModel
-from .exchange import RECV, SEND, STAGE, TOKEN0, TOKEN1
-from .intervals import Table, spread, touched, union
+from .intervals import Table, union
 from .layout import Layout, LayoutError
 from .mask import AttnMask
 from .rank_plan import RankPlan, rank_plan
@@ -36,20 +36,18 @@ class Plan:
 
     Attributes:
         work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
-        q_moves, kv_moves: int64[n, 6]: rows and keys that teams need (columns in ``rank_plan``).
         team_size: ranks that share out the heads of the same work; 1 where heads are not split.
             Team t is ranks t * team_size and following; the n-th of a team has the n-th share.
-        gathered: the keys that a rank needs, its own included, are gathered and attended at once.
+        steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
+            once; else in how many steps they arrive.
     """
 
     mask: AttnMask
     q_layout: Layout
     k_layout: Layout
     work: Work
-    q_moves: Table
-    kv_moves: Table
     team_size: int
-    gathered: bool
+    steps: int
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @property
@@ -58,16 +56,32 @@ class Plan:
         return self.q_layout.group_size
 
     @cached_property
+    def q_needed(self) -> Table:
+        """int64[n, 3]: rows that each team computes some of: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, Q0], self.work[:, Q1])
+
+    @cached_property
+    def kv_needed(self) -> Table:
+        """int64[n, 3]: keys that each team attends: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
+
+    @cached_property
+    def gathered(self) -> bool:
+        """Whether keys are gathered first; where none move they are read in place."""
+        return self.steps == 0 and bool(self.kv_tokens().any())
+
+    @cached_property
     def n_stages(self) -> int:
         """Stages that each rank runs; all ranks run the same number, empty ones included."""
-        return 1 if self.gathered else int(self.kv_moves[:, STAGE].max(initial=0)) + 1
+        moving = not self.gathered and bool(self.kv_tokens().any())
+        return 1 + self.steps if moving else 1
 
     @cached_property
     def shared_rows(self) -> bool:
         """Whether some row is computed by more than one team, so that results are merged."""
-        rows = self.q_moves[np.argsort(self.q_moves[:, TOKEN0], kind="stable")]
-        reach = np.maximum.accumulate(rows[:, TOKEN1])
-        return bool((rows[1:, TOKEN0] < reach[:-1]).any())
+        rows = self.q_needed[np.argsort(self.q_needed[:, 1], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, 2])
+        return bool((rows[1:, 1] < reach[:-1]).any())
 
     @cached_property
     def area(self) -> npt.NDArray[np.int64]:
@@ -80,15 +94,23 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""
         if rank not in self._ranks:
+            size = self.team_size
+            kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
+            stage_of = (
+                np.zeros(len(kv_moves), dtype=np.int64)
+                if self.gathered
+                else moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
+            )
             pieces = self.k_layout.pieces
             self._ranks[rank] = rank_plan(
                 rank,
-                self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM],
-                self.q_moves,
-                self.kv_moves,
+                self.work[self.work[:, TEAM] == rank // size, :TEAM],
+                moves.of_rank(self.q_needed, self.q_layout, rank, size),
+                kv_moves,
+                stage_of,
                 pieces[pieces[:, 0] == rank, 1:],
                 self.n_stages,
-                team_size=self.team_size,
+                team_size=size,
                 gathered=self.gathered,
                 shared_rows=self.shared_rows,
             )
@@ -97,23 +119,25 @@ class Plan:
     def kv_tokens(self) -> Table:
         """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
         one share of the heads each."""
-        return self._tokens[0]
+        return self._kv_tokens
 
     def q_tokens(self) -> Table:
         """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
-        return self._tokens[1]
+        return self._q_tokens
 
     @cached_property
-    def _tokens(self) -> tuple[Table, Table]:
-        sizes = self.group_size, self.team_size
-        return _moved(self.kv_moves, *sizes), _moved(self.q_moves, *sizes)
+    def _kv_tokens(self) -> Table:
+        return moves.counts(self.kv_needed, self.k_layout, self.team_size)
+
+    @cached_property
+    def _q_tokens(self) -> Table:
+        return moves.counts(self.q_needed, self.q_layout, self.team_size)
 
     def traffic(self) -> tuple[Table, Table]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
-        size = self.group_size
-        return tuple(  # type: ignore[return-value]
-            np.bincount(s * size + r, n, minlength=size * size).astype(np.int64).reshape(size, size)
-            for s, r, n in (_links(m, self.team_size) for m in (self.kv_moves, self.q_moves))
+        return (
+            moves.traffic(self.kv_needed, self.k_layout, self.team_size),
+            moves.traffic(self.q_needed, self.q_layout, self.team_size),
         )
 
     def report(
@@ -186,21 +210,6 @@ class Plan:
         return [*shares, head_dim if v_dim is None else v_dim]
 
 
-def _links(moves: Table, team_size: int) -> tuple[Table, Table, Table]:
-    """Sender, receiver and tokens of each message range between two ranks."""
-    receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-    sender = np.repeat(moves[:, SEND], team_size)
-    count = np.repeat(moves[:, TOKEN1] - moves[:, TOKEN0], team_size)
-    away = sender != receiver
-    return sender[away], receiver[away], count[away]
-
-
-def _moved(moves: Table, ranks: int, team_size: int) -> Table:
-    sender, receiver, count = _links(moves, team_size)
-    ends = (np.bincount(end, count, minlength=ranks) for end in (sender, receiver))
-    return np.stack(list(ends), axis=1).astype(np.int64)
-
-
 def make_plan(
     mask: AttnMask,
     q_layout: Layout,
@@ -258,7 +267,8 @@ def make_plan(
     return _make_plan(mask, q_layout, k_layout, assignment, stages, heads, team_size, costs)
 
 
-@lru_cache(maxsize=256)
+# A batch has a plan or two for all its layers; a plan of many pieces may take megabytes.
+@lru_cache(maxsize=32)
 def _make_plan(
     mask: AttnMask,
     q_layout: Layout,
@@ -270,11 +280,14 @@ def _make_plan(
     costs: CostModel,
 ) -> Plan:
     """The best of all candidates, the simplest first."""
-    most = gcd(q_layout.group_size, *heads)
+    ranks = q_layout.group_size
+    most = gcd(ranks, *heads)
     sizes = [team_size] if team_size else [n for n in range(1, most + 1) if most % n == 0]
     row_cost = heads[0] / heads[1]
+    if stages is None:
+        stages = 0 if mask.k_len <= GATHER_TOKENS else 1
     plans = [
-        _with_moves(mask, q_layout, k_layout, work, stages, size)
+        Plan(mask, q_layout, k_layout, work, size, min(stages, max(ranks // size - 1, 1)))
         for size in sizes
         for work in ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
     ]
@@ -290,42 +303,3 @@ def _best(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> Plan:
     fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
     least = min(link[n] for n in fast)
     return plans[next(n for n in fast if WORTH * link[n] <= least)]
-
-
-def _with_moves(
-    mask: AttnMask,
-    q_layout: Layout,
-    k_layout: Layout,
-    work: Work,
-    stages: int | None,
-    team_size: int,
-) -> Plan:
-    """The plan that follows from who computes what."""
-    if stages is None:
-        stages = 0 if mask.k_len <= GATHER_TOKENS else 1
-    q_moves = _located(union(work[:, TEAM], work[:, Q0], work[:, Q1]), q_layout)
-    kv_moves = _located(union(work[:, TEAM], work[:, K0], work[:, K1]), k_layout)
-    gathered = stages == 0 and len(_links(kv_moves, team_size)[0]) > 0
-    if not gathered:
-        kv_moves[:, STAGE] = _ring_stage(kv_moves, q_layout.group_size, max(stages, 1), team_size)
-    return Plan(mask, q_layout, k_layout, work, q_moves, kv_moves, team_size, gathered)
-
-
-def _located(needed: Table, layout: Layout) -> Table:
-    """Cut token ranges that teams need (team, start, stop) by who holds them: rows of moves."""
-    pieces = layout.pieces
-    n, p = spread(*touched(needed[:, 1], needed[:, 2], pieces[:, 1:3]))
-    token0 = np.maximum(needed[n, 1], pieces[p, 1])
-    token1 = np.minimum(needed[n, 2], pieces[p, 2])
-    offset = pieces[p, 3] + token0 - pieces[p, 1]
-    columns = [needed[n, 0], pieces[p, 0], token0, token1, offset, np.zeros_like(n)]
-    return np.stack(columns, axis=1)
-
-
-def _ring_stage(moves: Table, ranks: int, stages: int, team_size: int) -> Table:
-    """Stage 1..stages by ring distance from the receiving to the sending team; stage 0 attends
-    what a rank holds itself."""
-    teams = ranks // team_size
-    distance = (moves[:, SEND] // team_size - moves[:, RECV]) % teams
-    stage = 1 + np.maximum(distance - 1, 0) * stages // max(teams - 1, 1)
-    return np.where((distance == 0) & (team_size == 1), 0, stage)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .buffers import over_buffers
-from .exchange import RECV, SEND, SEND_OFFSET, STAGE, TOKEN0, TOKEN1, Exchange, exchange
+from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Exchange, Moves, exchange
 from .intervals import Table, joined
 from .slices import Slices, areas
 
@@ -63,8 +63,9 @@ class RankPlan:
 def rank_plan(
     rank: int,
     slices: Slices,
-    q_moves: Table,
-    kv_moves: Table,
+    q_moves: Moves,
+    kv_moves: Moves,
+    stage_of: Table,
     held: Table,
     n_stages: int,
     *,
@@ -76,8 +77,9 @@ def rank_plan(
 
     Args:
         slices: the work of the rank's team.
-        q_moves, kv_moves: rows and keys that teams need, from every rank that holds some, its own
-            included.
+        q_moves, kv_moves: rows and keys that move to the rank's team or from the rank, and what it
+            holds itself of those.
+        stage_of: of each move of keys.
         held: places of the rank's own keys.
         n_stages: of the whole plan; a rank with nothing to do in a stage still has it.
         gathered: the local keys are copied beside the received ones, and there is one stage.
@@ -92,7 +94,7 @@ def rank_plan(
         if n == 0 and not gathered:
             kv, key_places = None, held
         else:
-            kv = exchange(kv_moves[kv_moves[:, STAGE] == n], rank, team_size, local=gathered)
+            kv = exchange(kv_moves[stage_of == n], rank, team_size, local=gathered)
             key_places = kv.places
         own_slices = over_buffers(slices, own_places, key_places)
         guest_slices = over_buffers(slices, q.places, key_places)
