@@ -479,12 +479,13 @@ def test_plans_are_deterministic():
     assert first_tables == second_tables
 
 
-def test_report_of_teams():
-    """Bytes are of a rank's share of the heads; with no heads given, of one head a share."""
-    layout = Layout.contiguous(20, 4)
-    plan = make_plan(AttnMask.dense(20, causal=True), layout, team_size=2)
-    assert plan.report() == plan.report(2, 2)
-    assert plan.report().splitlines()[-1].startswith("imbalance (largest / mean): ")
+def test_a_plan_prints_as_its_report():
+    layout = Layout.contiguous(24, 3)
+    plan = make_plan(AttnMask.causal(24), layout, team_size=3, heads=(6, 3))
+    assert str(plan) == plan.report(96, 24)
+    assert str(plan).splitlines()[-1].startswith("imbalance (largest / mean): ")
+    alone = make_plan(AttnMask.causal(24), layout)
+    assert str(alone) == alone.report() == alone.report(32, 8, 128)
 
 
 CAUSAL8 = AttnMask.dense(8, causal=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import gcd
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,7 @@ class Plan:
             Team t is ranks t * team_size and following; the n-th of a team has the n-th share.
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
             once; else in how many steps they arrive.
+        on_device: what the executor has copied to devices for this plan; goes with it.
     """
 
     mask: AttnMask
@@ -48,6 +50,7 @@ class Plan:
     work: Work
     team_size: int
     steps: int
+    on_device: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @property
@@ -142,17 +145,20 @@ class Plan:
 
     def report(
         self,
-        q_heads: int | None = None,
-        kv_heads: int | None = None,
-        head_dim: int = 1,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
         v_dim: int | None = None,
         itemsize: int = 2,
     ) -> str:
-        """The plan as a table; see :func:`.report.report`. Heads are one a share if None."""
+        """The plan as a table; see :func:`.report.report`."""
         from .report import report
 
-        h, g = (self.team_size if n is None else n for n in (q_heads, kv_heads))
-        return report(self, h, g, head_dim, v_dim, itemsize)
+        return report(self, q_heads, kv_heads, head_dim, v_dim, itemsize)
+
+    def __str__(self) -> str:
+        """The plan as a table, for bf16 with the heads of many a model."""
+        return self.report(32 * self.team_size, 8 * self.team_size)
 
     def draw(
         self,
@@ -286,12 +292,22 @@ def _make_plan(
     row_cost = heads[0] / heads[1]
     if stages is None:
         stages = 0 if mask.k_len <= GATHER_TOKENS else 1
-    plans = [
-        Plan(mask, q_layout, k_layout, work, size, min(stages, max(ranks // size - 1, 1)))
-        for size in sizes
-        for work in ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
-    ]
+    plans: list[Plan] = []
+    for size in sizes:
+        if plans and not _may_be_faster(plans, costs, heads):
+            break
+        works = ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
+        steps = min(stages, max(ranks // size - 1, 1))
+        plans += [Plan(mask, q_layout, k_layout, work, size, steps) for work in works]
     return plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+
+
+def _may_be_faster(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> bool:
+    """Whether splitting heads could be worth it: not where one of ``plans`` is within a twentieth
+    of kernels alone, evenly loaded."""
+    passes = [costs.passes(plan, *heads, 128, 128, 2) for plan in plans]
+    least = sum(float(each.compute.mean()) for each in passes[0])
+    return least < 0.95 * min(sum(each.seconds for each in both) for both in passes)
 
 
 def _best(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> Plan:

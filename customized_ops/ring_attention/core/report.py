@@ -237,7 +237,7 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"{costs.step_seconds * 1e6:.0f} us to start",
         f"received  {format_bytes(received.sum())} by all ranks; "
         + _at_least(format_bytes(bounds.total), figures.bytes_gap)
-        + " in any layout",
+        + " for these pairs a rank",
         f"          {format_bytes(received.max())} by the busiest; "
         + _at_least(format_bytes(bounds.busiest), figures.busiest_gap),
         f"pairs     {figures.pairs.max()} on the largest rank; "

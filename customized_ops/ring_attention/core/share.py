@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class Share:
         """
         if not self.scoring.needs_tokens:
             return None
-        rows, keys = _indices(self._plan, self._rank, stage, guests, self._device)
+        rows, keys = self._indices(stage, guests)
         mask = self._plan.mask
         positions = (
             keys - (mask.k_len - mask.q_len)
@@ -66,14 +65,14 @@ class Share:
         )
         return Tokens(rows, keys, positions, self._first_head)
 
-
-@lru_cache(maxsize=512)
-def _indices(
-    plan: Plan, rank: int, stage: int, guests: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Global indices of the rows and the keys at hand, on the device once for all layers."""
-    mine = plan.rank(rank)
-    kv = mine.stages[stage].kv
-    rows = mine.q.indices if guests else plan.q_layout.positions(rank)
-    keys = plan.k_layout.positions(rank) if kv is None else kv.indices
-    return torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)
+    def _indices(self, stage: int, guests: bool) -> tuple[Tensor, Tensor]:
+        """Global indices of the rows and the keys at hand, on the device once for all layers."""
+        plan, key = self._plan, (self._rank, stage, guests, self._device)
+        if key not in plan.on_device:
+            mine = plan.rank(self._rank)
+            kv = mine.stages[stage].kv
+            rows = mine.q.indices if guests else plan.q_layout.positions(self._rank)
+            keys = plan.k_layout.positions(self._rank) if kv is None else kv.indices
+            pair = (torch.from_numpy(x).to(self._device) for x in (rows, keys))
+            plan.on_device[key] = tuple(pair)
+        return plan.on_device[key]
