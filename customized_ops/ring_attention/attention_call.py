@@ -137,6 +137,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             another length than it has.
     """
     if not spec:
+        if total is None:
+            _compare_lengths(op, comm, local)
         spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
     layout = Layout.parse(spec)  # the same object for the same text, so plans are found at once
     if layout.group_size != comm.size:
@@ -154,6 +156,26 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             f"cut otherwise, say so with {name}=Layout.from_sizes([...])"
         )
     return layout
+
+
+def _compare_lengths(op: str, comm: Comm, local: int) -> None:
+    """Without a layout a rank takes the others to hold as many tokens as itself; if they do not,
+    messages are of other lengths than expected, and results wrong. So the first time that a
+    length is met, the ranks tell each other theirs. In a correct program all ranks meet the same
+    lengths in the same order, so none is left waiting.
+
+    Raises:
+        ArgumentError: the ranks hold different numbers of tokens.
+    """
+    if comm.size == 1 or local in comm.common_lengths or agreement.enabled():
+        return  # where the ranks compare every call, they compare this too
+    lengths = comm.all_gather_object(local)
+    if len(set(lengths)) > 1:
+        raise ArgumentError(
+            f"{op}: the ranks of the group hold {lengths} tokens; say so with "
+            f"layout=Layout.from_sizes({lengths}), or with the layout that they are cut by"
+        )
+    comm.common_lengths.add(local)
 
 
 def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from .arguments import (
 from .attention_call import backward, forward, lse_like, resolve
 from .core.comm import Comm
 from .core.groups import GroupLike, group_name
+from .core.inprocess import InProcessComm
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan, make_plan
@@ -192,6 +193,11 @@ def call_op(
             **dict.fromkeys(OPTIONS),
             "dropout_p": dropout_of(title, options.dropout_p),
         }
+        if options.dropout_p and options.dropout_seed is None and _threads(process_group):
+            raise ArgumentError(
+                f"{title}: ranks that are threads share one generator, so each would draw another "
+                "seed; give dropout_seed"
+            )
         watched = not torch.compiler.is_compiling()
         if watched:  # the shapes of q, k, v first: the rest is checked against them
             record.bind(named)
@@ -203,6 +209,10 @@ def call_op(
     rest = checked(title, process_group, check)
     out, lse = op(q, k, v, *rest, group_name(process_group))
     return (out, lse) if options.return_lse else out
+
+
+def _threads(process_group: GroupLike) -> bool:
+    return isinstance(process_group, InProcessComm) and process_group.size > 1
 
 
 def annotation(title: str, family: Family, given: Given) -> str:

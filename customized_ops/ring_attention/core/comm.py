@@ -73,11 +73,13 @@ class Comm(ABC):
     Attributes:
         rank, size: this rank in the group, and how many there are.
         name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
+        common_lengths: numbers of tokens that all ranks are known to have held alike.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
+        self.common_lengths: set[int] = set()
 
     @abstractmethod
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:

@@ -1,0 +1,84 @@
+"""Ranks that hold different numbers of tokens and give no layout."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from customized_ops.ring_attention import (
+    Layout,
+    run_ranks,
+    wrap_ring_attn_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
+    wrap_zigzag_attn_func,
+)
+from customized_ops.ring_attention.arguments import ArgumentError
+from customized_ops.ring_attention.core.comm import Comm
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users run it: the ranks do not compare every call."""
+    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        wrap_ring_attn_func,
+        wrap_zigzag_attn_func,
+        lambda *t, **group: wrap_sliding_window_attn_func(*t, window_size=(2, 0), **group),
+        lambda *t, **group: wrap_streaming_attn_func(*t, 2, 1, **group),
+    ],
+)
+def test_all_ranks_are_told(op: Any) -> None:
+    layout = Layout.from_sizes([4, 6, 5])
+    q = torch.randn(1, 15, 2, 4)
+
+    def body(comm: Comm) -> None:
+        mine = layout.shard(q, comm.rank)
+        with pytest.raises(ArgumentError, match=re.escape("Layout.from_sizes([4, 6, 5])")):
+            op(mine, mine, mine, process_group=comm)
+        assert comm.counters.sent_bytes == 0
+        op(mine[:, :4], mine[:, :4], mine[:, :4], process_group=comm)  # the next call works
+
+    run_ranks(3, body)
+
+
+def test_the_ranks_ask_once_a_length() -> None:
+    q = torch.randn(1, 12, 2, 4)
+
+    def body(comm: Comm) -> int:
+        asked = 0
+        gather = comm.all_gather_object
+
+        def count(value: Any) -> list[Any]:
+            nonlocal asked
+            asked += 1
+            return gather(value)
+
+        comm.all_gather_object = count  # type: ignore[method-assign]
+        for length in (4, 4, 6, 4, 6):
+            mine = q[:, :length].clone().requires_grad_()
+            wrap_ring_attn_func(mine, mine, mine, process_group=comm).sum().backward()
+        wrap_ring_attn_func(
+            q[:, :5], q[:, :5], q[:, :5], process_group=comm, layout=Layout.contiguous(10, 2)
+        )
+        return asked
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_threads_need_a_seed() -> None:
+    q = torch.randn(1, 8, 2, 4)
+
+    def body(comm: Comm) -> None:
+        with pytest.raises(ArgumentError, match="give dropout_seed"):
+            wrap_ring_attn_func(q, q, q, process_group=comm, dropout_p=0.5)
+
+    run_ranks(2, body)
+    wrap_ring_attn_func(q, q, q, dropout_p=0.5)
