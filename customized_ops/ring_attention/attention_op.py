@@ -23,6 +23,7 @@ from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 from .arguments import (
+    ArgumentError,
     Options,
     check_heads,
     check_tensors,
