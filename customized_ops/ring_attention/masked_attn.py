@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,7 +46,7 @@ def _mask(given: Given) -> AttnMask:
 @lru_cache(maxsize=256)
 def _from_bytes(slices: bytes, q_len: int, k_len: int) -> AttnMask:
     # Sound, and disjoint: they come from an AttnMask.
-    return AttnMask(np.frombuffer(slices, dtype=np.int64).reshape(-1, 6), q_len, k_len)
+    return AttnMask._from_bytes(slices, q_len, k_len)
 
 
 _tensors: WeakKeyDictionary[AttnMask, Tensor] = WeakKeyDictionary()

@@ -18,9 +18,9 @@ from customized_ops.ring_attention.core.balance import (
     least_maximum,
 )
 from customized_ops.ring_attention.core.balance_swaps import Search
+from customized_ops.ring_attention.core.bounds import row_sums
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.slices import area_before
 
 
 def cuts_of(total: int, chunk: int) -> np.ndarray:
@@ -35,6 +35,11 @@ def log_normal_documents(total: int, median: int, sigma: float, seed: int = 0) -
         length = max(1, int(draw.lognormal(np.log(median), sigma)))
         cu_seqlens.append(min(total, cu_seqlens[-1] + length))
     return cu_seqlens
+
+
+def pairs_before(mask, rows):
+    """Attended pairs whose query index is below each of ``rows``."""
+    return np.concatenate([[0], np.cumsum(row_sums(mask.slices, mask.q_len))])[rows]
 
 
 def largest(areas, rank_of, group_size):
@@ -102,7 +107,7 @@ def test_chunk_work_of_many_documents():
     areas, need = chunk_work(mask.slices, total, chunk)
     assert time.perf_counter() - start < 5  # seconds; 0.03 where measured
     some = np.arange(0, len(areas), 100)
-    want = area_before(mask.slices, (some + 1) * chunk) - area_before(mask.slices, some * chunk)
+    want = pairs_before(mask, (some + 1) * chunk) - pairs_before(mask, some * chunk)
     assert areas[some].tolist() == want.tolist()
     assert np.array_equal(need, np.eye(len(areas), dtype=bool))
 
@@ -215,7 +220,7 @@ def test_balanced_is_even(name, group_size):
     goal = max(1 + TOLERANCE, least_maximum(areas, group_size) * group_size / areas.sum())
     assert imbalance(areas, rank_of, group_size) <= goal + 1e-12
     # The same, counted in tokens.
-    before = area_before(mask.slices, layout.pieces[:, 1:3].reshape(-1)).reshape(-1, 2)
+    before = pairs_before(mask, layout.pieces[:, 1:3])
     pairs = np.bincount(layout.pieces[:, 0], weights=before[:, 1] - before[:, 0])
     assert pairs.max() * group_size / mask.area <= goal + 1e-12
     tokens = np.diff(cuts_of(mask.q_len, chunk))

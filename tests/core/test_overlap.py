@@ -99,10 +99,21 @@ def test_thousands_of_slices_have_few_candidates(mask, candidates, monkeypatch):
 
 def test_the_error_names_both_slices():
     rows = as_slices([(0, 2, 0, 2, -1, 1), (5, 6, 5, 6, 0, 0), (1, 3, 1, 3, -1, 1)])
-    require_disjoint(rows[:2])
+    require_disjoint(rows[:2], str)
     with pytest.raises(MaskError) as info:
-        require_disjoint(rows)
+        require_disjoint(rows, lambda n: f"the slice {n}")
     assert str(info.value) == (
-        "slices (0, 2, 0, 2, -1, 1) and (1, 3, 1, 3, -1, 1) cover the same pairs; "
-        "a mask is a disjoint list"
+        "the slice 0 and the slice 2 cover the same pairs; a mask is a disjoint list"
     )
+
+
+@given(any_slices())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_slices_are_named_as_given(slices):
+    """Empty ones count, and bounds need not be tight."""
+    twice = counted(slices)
+    if twice is None:
+        require_disjoint(slices, str)
+    else:
+        with pytest.raises(MaskError, match=f"^{twice[0]} and {twice[1]} cover"):
+            require_disjoint(slices, str)

@@ -38,7 +38,7 @@ def check(mask, want):
 def test_check_can_fail():
     with pytest.raises(AssertionError):
         check(AttnMask.causal(3), AttnMask.full(3).to_dense())
-    twice = AttnMask(np.concatenate([AttnMask.full(2).slices] * 2), 2, 2)
+    twice = AttnMask._disjoint(np.concatenate([AttnMask.full(2).slices] * 2), 2, 2)
     with pytest.raises(AssertionError):
         check(twice, AttnMask.full(2).to_dense())
 
@@ -342,18 +342,25 @@ BAD = [
     ("dense(4, window=(0.5, 0))", "window[0] must be an integer, got 0.5"),
     ("dense(4, causal='no')", "causal must be True or False, got 'no'"),
     ("dense(4, causal=2)", "causal must be True or False, got 2"),
-    ("varlen([])", "cu_seqlens_q must be cumulative lengths [0, ...] that never fall, got []"),
-    ("varlen([1, 2])", "cu_seqlens_q must be cumulative lengths [0, ...] that never fall, got [1"),
-    ("varlen([0, 3, 2])", "never fall, got [0, 3, 2]"),
-    ("varlen([0, 2], [0, 2, 1])", "cu_seqlens_k must be cumulative lengths"),
-    ("varlen([0.0, 2.0])", "cu_seqlens_q must be a sequence of integers, got [0.0, 2.0]"),
-    ("varlen([[0, 2]])", "cu_seqlens_q must be a sequence of integers, got [[0, 2]]"),
-    ("varlen([0, [2]])", "cu_seqlens_q must be a sequence of integers, got [0, [2]]"),
+    ("varlen([])", "cu_seqlens_q must be cumulative lengths, the first of them 0, got none"),
+    ("varlen([1, 2])", "cu_seqlens_q must start at 0, got cu_seqlens_q[0] = 1"),
+    ("varlen([0, 3, 2])", "cu_seqlens_q[2] = 2 is below cu_seqlens_q[1] = 3; cumulative lengths"),
+    (
+        "varlen([*range(201), 7, *range(201, 370)])",
+        "cu_seqlens_q[201] = 7 is below cu_seqlens_q[200] = 200; cumulative lengths never fall",
+    ),
+    ("varlen(np.array([0, 2**62, -(2**62) - 1]))", "cu_seqlens_q[2] = -46116860184273879"),
+    ("varlen([0, 2], [0, 2, 1])", "cu_seqlens_k[2] = 1 is below cu_seqlens_k[1] = 2"),
+    ("varlen([0, 4, 1 << 40])", "cu_seqlens_q[2] must be below 2**40, got 1099511627776"),
+    ("varlen([0, 2.0])", "cu_seqlens_q[1] must be an integer of 64 bits, got 2.0"),
+    ("varlen([False, 2])", "cu_seqlens_q[0] must be an integer of 64 bits, got False"),
+    ("varlen([[0, 2]])", "cu_seqlens_q[0] must be an integer of 64 bits, got [0, 2]"),
+    ("varlen([0, [2]])", "cu_seqlens_q[1] must be an integer of 64 bits, got [2]"),
     ("varlen(4)", "cu_seqlens_q must be a sequence of integers, got 4"),
     ("varlen([0, 2], [0, 1, 2])", "cu_seqlens_q has 1 documents and cu_seqlens_k 2"),
     ("varlen([0, 2], global_tokens=-1)", "global_tokens must be at least 0, got -1"),
     ("varlen([0, 2], causal=None)", "causal must be True or False, got None"),
-    ("varlen(np.arange(99) / 2)", "cu_seqlens_q must be a sequence of integers, got array("),
+    ("varlen(np.arange(99) / 2)", "a sequence of integers, got float64 of shape (99,)"),
     ("streaming(-1, 1, 1)", "n must be at least 0, got -1"),
     ("streaming(4, -2, 1)", "window must be at least -1, got -2"),
     ("streaming(4, 1, -1)", "sink must be at least 0, got -1"),
@@ -365,7 +372,7 @@ BAD = [
     ("block_causal(4, 0)", "block must be at least 1, got 0"),
     ("shared_prefix(-1, [1])", "prefix must be at least 0, got -1"),
     ("shared_prefix(1, [1, -2])", "branches[1] must be at least 0, got -2"),
-    ("shared_prefix(1, [1.5])", "branches must be a sequence of integers, got [1.5]"),
+    ("shared_prefix(1, [1.5])", "branches[0] must be an integer of 64 bits, got 1.5"),
     ("shared_prefix(1, 3)", "branches must be a sequence of integers, got 3"),
     ("strided(-1, 1, 1)", "n must be at least 0, got -1"),
     ("strided(4, 0, 1)", "stride must be at least 1, got 0"),
@@ -378,8 +385,8 @@ BAD = [
     ("star(-1, 1)", "n must be at least 0, got -1"),
     ("star(4, 0)", "block must be at least 1, got 0"),
     ("star(4, 1, -1)", "query must be at least 0, got -1"),
-    ("from_slices([(0, 1, 0, 1)], 2, 2)", "slices must be rows of 6 integers, got [(0, 1, 0, 1)]"),
-    ("from_slices([(0, 1, 0, 1, 0, .5)], 2, 2)", "slices must be rows of 6 integers, got [(0, 1"),
+    ("from_slices([(0, 1, 0, 1)], 2, 2)", "slices[0] must be 6 integers of 64 bits, got (0, 1,"),
+    ("from_slices([(0, 1, 0, 1, 0, .5)], 2, 2)", "slices[0] must be 6 integers of 64 bits"),
     ("from_slices([], -1, 2)", "q_len must be at least 0, got -1"),
     ("from_slices([], 2, None)", "k_len must be an integer, got None"),
     (
@@ -395,15 +402,20 @@ BAD = [
     ("from_ranges([(0, 2)], [(0, 2)], [])", "must be equally many, got 1, 1 and 0"),
     ("from_ranges([(0, 2)], [(0, 2), (3, 1)], [0])", "k_ranges[1] must be (start, stop) with 0 <="),
     ("from_ranges([(-1, 2)], [(0, 2)], [0])", "q_ranges[0] must be (start, stop) with 0 <= start"),
-    ("from_ranges([0, 2], [(0, 2)], [0])", "q_ranges must be rows of 2 integers, got [0, 2]"),
+    ("from_ranges([0, 2], [(0, 2)], [0])", "q_ranges[0] must be 2 integers of 64 bits, got 0"),
     (
         "from_ranges([(0, 2)], [(0, 2)], [0], 1)",
         "with 0 <= start <= stop <= 1, got (0, 2)",
     ),
     (
         "from_ranges([(0, 2)] * 2, [(0, 2)] * 2, [0, 1])",
-        "slices (0, 2, 0, 2, -1, 1) and (0, 2, 0, ",
+        "range 0 (full, q (0, 2) x k (0, 2)) and range 1 (causal, q (0, 2) x k (0, 2)) cover",
     ),
+    (  # what remains of a causal range with fewer keys than queries is less than was given
+        "from_ranges([(6, 9), (2, 6), (3, 4)], [(0, 3), (0, 3), (0, 1)], [0, 'causal', 'full'])",
+        "range 1 (causal, q (2, 6) x k (0, 3)) and range 2 (full, q (3, 4) x k (0, 1)) cover the",
+    ),
+    ("from_ranges([(0, 1 << 40)], [(0, 2)], [0])", "q_len must be below 2**40, got 1099511627776"),
     (
         "from_block_mask([[1, 0]], 2)",
         "block_mask must be bool[block rows, block columns], got int64",

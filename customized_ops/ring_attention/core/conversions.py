@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .mask_arguments import Integers, MaskError, count, integers, ranges, shown
-from .mask_value import MaskValue, require_inside
+from .mask_arguments import Integers, MaskError, count, ranges, shown
+from .mask_value import MaskValue
 from .overlap import require_disjoint
-from .slices import HI, K1, LO, Q1, UNBOUNDED, Slices, normalise
+from .slices import K1, Q1, UNBOUNDED, Slices
 
 if TYPE_CHECKING:
     from typing import Self
@@ -38,15 +38,9 @@ class Conversions(MaskValue):
             q_len, k_len: tokens.
         Raises:
             MaskError: not integers, a slice leaves the sequences, or two slices share a pair;
-                names them.
+                names them as given.
         """
-        q_len, k_len = count("q_len", q_len), count("k_len", k_len)
-        slices = integers("slices", rows, width=6)
-        require_inside(slices, q_len, k_len)
-        slices[:, [LO, HI]] = np.clip(slices[:, [LO, HI]], -UNBOUNDED, UNBOUNDED)
-        slices = normalise(slices)
-        require_disjoint(slices)
-        return cls(slices, q_len, k_len)
+        return cls(rows, q_len, k_len)
 
     @classmethod
     def from_ranges(
@@ -90,11 +84,18 @@ class Conversions(MaskValue):
                 f"q_ranges, k_ranges and types must be equally many, got {len(q)}, {len(k)} and "
                 f"{len(kinds)}"
             )
-        q_len = int(q[:, 1].max(initial=0)) if q_len is None else q_len
-        k_len = int(k[:, 1].max(initial=0)) if k_len is None else k_len
+        q_len = count("q_len", q[:, 1].max(initial=0)) if q_len is None else q_len
+        k_len = count("k_len", k[:, 1].max(initial=0)) if k_len is None else k_len
         lo = np.where(kinds & 2, k[:, 0] - q[:, 0], -UNBOUNDED)
         hi = np.where(kinds & 1, k[:, 1] - q[:, 1], UNBOUNDED)
-        return cls.from_slices(np.column_stack([q, k, lo, hi]), q_len, k_len)
+        slices = np.column_stack([q, k, lo, hi])
+
+        def name(n: int) -> str:
+            q_range, k_range = tuple(q[n].tolist()), tuple(k[n].tolist())
+            return f"range {n} ({RANGE_TYPES[kinds[n]]}, q {q_range} x k {k_range})"
+
+        require_disjoint(slices, name)
+        return cls._disjoint(slices, q_len, k_len)
 
     @classmethod
     def from_block_mask(

@@ -27,7 +27,8 @@ class AttnMask(Patterns, Conversions):
         slices: normalised, disjoint int64[n, 6]; read-only.
         q_len, k_len: tokens in the query and the key sequence.
 
-    Two masks are equal when their lengths and slices are. ``print(mask.picture())`` shows one.
+    ``AttnMask(slices, q_len, k_len)`` is :meth:`from_slices`: checked, and a copy. Two masks are
+    equal when their lengths and slices are. ``print(mask.picture())`` shows one.
     """
 
     @staticmethod

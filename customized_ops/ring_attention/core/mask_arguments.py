@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,8 @@ import numpy.typing as npt
 from .slices import UNBOUNDED
 
 Integers = npt.NDArray[np.int64]
+
+MOST = 2**63 - 1  # the largest int64
 
 
 class MaskError(ValueError):
@@ -29,14 +33,18 @@ def integer(name: str, value: object, least: int) -> int:
         MaskError: something else.
     """
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = _index(value)
     except TypeError:
         raise MaskError(f"{name} must be an integer, got {shown(value)}") from None
     if number < least:
         raise MaskError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def _index(value: object) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    return operator.index(value)  # type: ignore[arg-type]
 
 
 def count(name: str, value: object, least: int = 0) -> int:
@@ -87,32 +95,64 @@ def integers(name: str, values: object, width: int | None = None) -> Integers:
     """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0.
 
     Raises:
-        MaskError: not integers (floats included), or of another shape.
+        MaskError: not integers (floats and bools included), or of another shape; names the first
+            entry of a list that does not fit.
     """
+    if isinstance(values, Sequence):
+        _require_entries(name, values, width)
     wanted = "a sequence of integers" if width is None else f"rows of {width} integers"
     try:
         array = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError):  # ragged, or a tensor on a device
+    except (ValueError, TypeError, RuntimeError):  # a tensor on a device or with a gradient
         raise MaskError(f"{name} must be {wanted}, got {shown(values)}") from None
     if array.size == 0 and array.ndim in (1, 2):
         array = np.zeros(0 if width is None else (0, width), dtype=np.int64)
     fits = array.ndim == 1 if width is None else array.ndim == 2 and array.shape[1] == width
     if array.dtype.kind not in "iu" or not fits:
-        raise MaskError(f"{name} must be {wanted}, got {shown(values)}")
+        typed = f"{array.dtype} of shape {array.shape}"
+        got = typed if hasattr(values, "dtype") else shown(values)
+        raise MaskError(f"{name} must be {wanted}, got {got}")
+    if array.dtype == np.uint64:  # what int64 cannot hold is out of every range, or no bound
+        array = np.minimum(array, np.uint64(MOST))
     return array.astype(np.int64)
+
+
+def _require_entries(name: str, values: Sequence[Any], width: int | None) -> None:
+    """One by one, for numpy takes a bool among integers for an integer.
+
+    Raises:
+        MaskError: an entry is not an integer of 64 bits, or not ``width`` of them; names it.
+    """
+    for n, entry in enumerate(values):
+        try:
+            numbers = [_index(one) for one in ([entry] if width is None else entry)]
+        except TypeError:
+            numbers = []
+        if len(numbers) != (width or 1) or not -MOST - 1 <= min(numbers) <= max(numbers) <= MOST:
+            wanted = "an integer" if width is None else f"{width} integers"
+            raise MaskError(f"{name}[{n}] must be {wanted} of 64 bits, got {shown(entry)}")
 
 
 def cumulative(name: str, values: object) -> Integers:
     """Cumulative lengths int64[documents + 1].
 
     Raises:
-        MaskError: not integers, not starting at 0, or falling.
+        MaskError: not integers, not starting at 0, falling, or ending beyond what :func:`count`
+            takes; names the entry.
     """
     lengths = integers(name, values)
-    if len(lengths) == 0 or lengths[0] != 0 or (np.diff(lengths) < 0).any():
+    if len(lengths) == 0:
+        raise MaskError(f"{name} must be cumulative lengths, the first of them 0, got none")
+    if lengths[0] != 0:
+        raise MaskError(f"{name} must start at 0, got {name}[0] = {lengths[0]}")
+    falls = lengths[1:] < lengths[:-1]
+    if falls.any():
+        n = int(falls.argmax())
         raise MaskError(
-            f"{name} must be cumulative lengths [0, ...] that never fall, got {shown(values)}"
+            f"{name}[{n + 1}] = {lengths[n + 1]} is below {name}[{n}] = {lengths[n]}; cumulative "
+            "lengths never fall"
         )
+    count(f"{name}[{len(lengths) - 1}]", lengths[-1])
     return lengths
 
 

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from . import slices as arithmetic
-from .mask_arguments import MaskError, count, one_range, shown
+from .mask_arguments import MaskError, count, integers, one_range, shown
 from .overlap import require_disjoint
-from .slices import K0, K1, Q0, Q1, Slices, areas, clip, normalise, to_dense
+from .slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, areas, clip, normalise, to_dense
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class MaskValue:
-    """Slices and lengths; see :class:`.mask.AttnMask`, the one class that is used."""
+    """Slices and lengths; see :class:`.mask.AttnMask`, the one class that is used.
+
+    Attributes:
+        key: value identity, for caches; bytes remember their hash.
+    """
 
     slices: Slices
     q_len: int
     k_len: int
+    key: tuple[int, int, bytes]
 
-    def __post_init__(self) -> None:
-        self.slices.setflags(write=False)
+    def __init__(self, slices: Sequence[Sequence[int]] | Slices, q_len: int, k_len: int) -> None:
+        """As :meth:`.mask.AttnMask.from_slices`: checks and copies what it is given."""
+        q_len, k_len = count("q_len", q_len), count("k_len", k_len)
+        given = integers("slices", slices, width=6)
+        require_inside(given, q_len, k_len)
+        bounded = given.copy()
+        bounded[:, [LO, HI]] = np.clip(given[:, [LO, HI]], -UNBOUNDED, UNBOUNDED)
+        require_disjoint(bounded, lambda n: f"slices[{n}] = {tuple(given[n].tolist())}")
+        self._hold(normalise(bounded).tobytes(), q_len, k_len)
 
-    @cached_property
-    def key(self) -> tuple[int, int, bytes]:
-        """Value identity, for caches. Kept, because bytes remember their hash."""
-        return self.q_len, self.k_len, self.slices.tobytes()
+    def _hold(self, data: bytes, q_len: int, k_len: int) -> None:
+        # Bytes never change, so no array over them can be made writable.
+        slices = np.frombuffer(data, dtype=np.int64).reshape(-1, 6)
+        vars(self).update(slices=slices, q_len=q_len, k_len=k_len, key=(q_len, k_len, data))
+
+    @classmethod
+    def _from_bytes(cls, data: bytes, q_len: int, k_len: int) -> Self:
+        """A mask of the bytes of another mask's slices, or of others as sound: none is checked."""
+        mask = object.__new__(cls)
+        mask._hold(data, q_len, k_len)
+        return mask
+
+    @classmethod
+    def _disjoint(cls, slices: Slices, q_len: int, k_len: int) -> Self:
+        """A mask of slices that are disjoint by construction: nothing is checked."""
+        return cls._from_bytes(normalise(slices).tobytes(), q_len, k_len)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskValue) and self.key == other.key
@@ -40,9 +64,9 @@ class MaskValue:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def __reduce__(self) -> tuple[type[MaskValue], tuple[Slices, int, int]]:
-        # Pickled and copied without the key; the copy's slices are read-only again.
-        return type(self), (self.slices, self.q_len, self.k_len)
+    def __reduce__(self) -> tuple[Callable[..., MaskValue], tuple[bytes, int, int]]:
+        # An array that is pickled or copied comes back writable; bytes do not.
+        return type(self)._from_bytes, (self.key[2], self.q_len, self.k_len)
 
     def __repr__(self) -> str:
         pairs = self.q_len * self.k_len
@@ -104,7 +128,7 @@ class MaskValue:
         Args:
             others: masks of the same lengths.
         Raises:
-            MaskError: lengths differ, or two masks share a pair; names both slices.
+            MaskError: lengths differ, or two masks share a pair; names both slices and masks.
         """
         for n, other in enumerate(others):
             if not isinstance(other, MaskValue):
@@ -114,9 +138,11 @@ class MaskValue:
                     f"others[{n}] has {other.q_len} queries x {other.k_len} keys and this mask "
                     f"{self.q_len} x {self.k_len}; shift() can give it other lengths"
                 )
-        slices = np.concatenate([self.slices, *(other.slices for other in others)])
-        require_disjoint(slices)
-        return type(self)(slices, self.q_len, self.k_len)
+        masks = {"this mask": self} | {f"others[{n}]": other for n, other in enumerate(others)}
+        slices = np.concatenate([mask.slices for mask in masks.values()])
+        owner = np.repeat(list(masks), [len(mask.slices) for mask in masks.values()])
+        require_disjoint(slices, lambda n: f"slice {tuple(slices[n].tolist())} of {owner[n]}")
+        return self._disjoint(slices, self.q_len, self.k_len)
 
     def shift(
         self, q_by: int, k_by: int, q_len: int | None = None, k_len: int | None = None
@@ -140,7 +166,7 @@ class MaskValue:
         k_len = self.k_len if k_len is None else count("k_len", k_len)
         moved = arithmetic.shift(self.slices, *moves)
         require_inside(moved, q_len, k_len)
-        return type(self)(moved, q_len, k_len)
+        return self._disjoint(moved, q_len, k_len)
 
     def restrict(
         self, q_range: tuple[int, int] | None = None, k_range: tuple[int, int] | None = None
@@ -160,12 +186,7 @@ class MaskValue:
         """
         q0, q1 = one_range("q_range", q_range, self.q_len)
         k0, k1 = one_range("k_range", k_range, self.k_len)
-        return type(self)(clip(self.slices, q0, q1, k0, k1), self.q_len, self.k_len)
-
-    @classmethod
-    def _disjoint(cls, slices: Slices, q_len: int, k_len: int) -> Self:
-        """A mask of slices that are disjoint by construction: nothing is checked."""
-        return cls(normalise(slices), q_len, k_len)
+        return self._disjoint(clip(self.slices, q0, q1, k0, k1), self.q_len, self.k_len)
 
 
 def require_inside(slices: Slices, q_len: int, k_len: int) -> None:
@@ -177,5 +198,6 @@ def require_inside(slices: Slices, q_len: int, k_len: int) -> None:
     q0, q1, k0, k1 = slices[:, Q0], slices[:, Q1], slices[:, K0], slices[:, K1]
     inside = (q0 >= 0) & (q0 <= q1) & (q1 <= q_len) & (k0 >= 0) & (k0 <= k1) & (k1 <= k_len)
     if not inside.all():
-        row = tuple(slices[int(inside.argmin())].tolist())
-        raise MaskError(f"slice {row} leaves the mask of {q_len} queries x {k_len} keys")
+        n = int(inside.argmin())
+        row = tuple(slices[n].tolist())
+        raise MaskError(f"slices[{n}] = {row} leaves the mask of {q_len} queries x {k_len} keys")

@@ -8,12 +8,12 @@ with the fewest meetings is searched, and each candidate in it is tested exactly
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from .mask_arguments import Integers, MaskError
-from .slices import HI, K0, K1, LO, Q0, Q1, Slices
+from .slices import HI, K0, K1, LO, Q0, Q1, Slices, tighten
 
 # Candidates tested at a time: bounds the memory to some 10 MB.
 CHUNK = 1 << 16
@@ -37,16 +37,19 @@ def first_overlap(slices: Slices) -> tuple[int, int] | None:
     return divmod(found, len(slices)) if found < len(slices) ** 2 else None
 
 
-def require_disjoint(slices: Slices) -> None:
+def require_disjoint(slices: Slices, name: Callable[[int], str]) -> None:
     """Refuse a list that covers a pair twice.
 
+    Args:
+        slices: int64[n, 6], any bounds up to UNBOUNDED.
+        name: what the user calls slice n.
     Raises:
         MaskError: two slices share a pair; names both.
     """
-    twice = first_overlap(slices)
+    twice = first_overlap(tighten(slices))
     if twice is not None:
-        a, b = (tuple(slices[n].tolist()) for n in twice)
-        raise MaskError(f"slices {a} and {b} cover the same pairs; a mask is a disjoint list")
+        a, b = (name(n) for n in twice)
+        raise MaskError(f"{a} and {b} cover the same pairs; a mask is a disjoint list")
 
 
 def _meetings(start: Integers, stop: Integers) -> tuple[Integers, Integers]:

@@ -35,6 +35,19 @@ def as_slices(rows: Sequence[Sequence[int]] | Slices) -> Slices:
 def normalise(slices: Slices) -> Slices:
     """The same pairs with every bound tight, empty slices dropped.
 
+    Args:
+        slices: int64[n, 6], any bounds.
+    Returns:
+        int64[m, 6], m <= n, in the order given.
+    """
+    tight = tighten(slices)
+    q0, q1, k0, k1, lo, hi = tight.T
+    return tight[(q0 < q1) & (k0 < k1) & (lo <= hi)]
+
+
+def tighten(slices: Slices) -> Slices:
+    """The same slices with every bound tight; empty ones stay, empty.
+
     Afterwards each row has at least one key and each key at least one row:
     k1 <= q1 + hi, k0 >= q0 + lo, q1 <= k1 - lo, q0 >= k0 - hi. This is what lets FlashAttention's
     bottom-right-aligned window describe a slice: left = (k1 - q1) - lo, right = hi - (k1 - q1).
@@ -45,18 +58,17 @@ def normalise(slices: Slices) -> Slices:
     Args:
         slices: int64[n, 6], any bounds.
     Returns:
-        int64[m, 6], m <= n, in the order given.
+        int64[n, 6].
     """
     q0, q1, k0, k1, lo, hi = slices.T
     k1 = np.minimum(k1, q1 + hi)
     k0 = np.maximum(k0, q0 + lo)
     q1 = np.minimum(q1, k1 - lo)
     q0 = np.maximum(q0, k0 - hi)
-    keep = (q0 < q1) & (k0 < k1) & (lo <= hi)
     # A band wider than the rectangle says nothing more: clamp it to the corners.
     lo = np.maximum(lo, k0 - q1 + 1)
     hi = np.minimum(hi, k1 - 1 - q0)
-    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)[keep]
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
 
 
 def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
@@ -92,21 +104,6 @@ def _sum_max(start: Slices, stop: Slices, slope_from: Slices, floor: Slices) -> 
     turn = np.clip(floor - slope_from, start, stop)
     rising = (turn + stop - 1) * (stop - turn) // 2 + slope_from * (stop - turn)
     return rising + floor * (turn - start)
-
-
-def area_before(slices: Slices, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number of pairs whose query index is below each of ``rows``.
-
-    Args:
-        slices: normalised int64[n, 6].
-        rows: int64[t] query indices.
-    Returns:
-        int64[t].
-    """
-    q0, q1, k0, k1, lo, hi = (column[None, :] for column in slices.T)
-    stop = np.clip(rows[:, None], q0, q1)
-    pairs = _sum_min(q0, stop, hi, k1 - 1) - _sum_max(q0, stop, lo, k0) + (stop - q0)
-    return pairs.sum(axis=1)
 
 
 def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:
