@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers tell apart; its black as a grey, since black
 # is for text. Beyond eight ranks no palette is, and colours run from dark to light by rank.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#666666")
+GOLDEN = 0.6180339887
 # Up to so many ranks are named and striped; of more, little would be seen.
 FEW = len(PALETTE)
 
@@ -162,7 +163,9 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     """Who holds each token, as a bar of ranks' colours with their numbers."""
     pieces, total = layout.pieces, max(layout.total, 1)
     if len(pieces):
-        token = ((np.arange(PIXELS) + 0.5) * total / PIXELS).astype(np.int64)
+        # Not all at one place in their pixel: stripes finer than a pixel would look like one rank.
+        within = (0.5 + np.arange(PIXELS) * GOLDEN) % 1 if len(pieces) > PIXELS / 4 else 0.5
+        token = ((np.arange(PIXELS) + within) * total / PIXELS).astype(np.int64)
         image = colors[pieces[np.searchsorted(pieces[:, 1], token, side="right") - 1, 0]]
         image, extent = (
             (image[None], (0, total, 0, 1)) if along == "x" else (image[:, None], (0, 1, total, 0))

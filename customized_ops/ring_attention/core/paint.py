@@ -74,7 +74,9 @@ def paint(plan: Plan, parts: Parts, colors: Image, *, striped: bool) -> Image:
     pale = (x + y) % PERIOD < width_of_stripe if striped else step[n] > 0
     color = np.where(pale[:, None], color + (1 - color) * PALE, color)
     image = np.ones((height, width, 3))
-    image[y, x] = color
+    # Of several ranks' parts in a pixel any one is seen, so that finer ones look mixed.
+    order = np.random.default_rng(0).permutation(len(y))
+    image[y[order], x[order]] = color[order]
     return image
 
 
