@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,8 @@ def refuse_unsupported(op: str, **given: object) -> None:
         NotImplementedError: one of ``given`` is set (neither None, False nor 0); names it.
     """
     for name, value in given.items():
-        tensor = isinstance(value, Tensor)
-        if tensor or (value is not None and value != 0):
-            shown = "a tensor" if tensor else repr(value)
+        if value is not None and not _is_off(value):
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(
                 f"{op}: {name}={shown} is not supported yet; leave it at its default"
             )
@@ -47,39 +47,65 @@ def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
         ArgumentError: not two integers of -1 or more.
     """
     bounds = tuple(window_size) if isinstance(window_size, Sequence) else ()
-    if len(bounds) != 2 or not all(isinstance(n, int) and n >= -1 for n in bounds):
+    if len(bounds) != 2 or not all(is_integer(n, -1) for n in bounds):
         raise ArgumentError(
             f"{op}: window_size must be (left, right), each a number of tokens or -1 for no bound, "
             f"got {window_size!r}"
         )
-    return bounds[0], bounds[1]
+    return int(bounds[0]), int(bounds[1])
 
 
 def scale_of(op: str, softmax_scale: float | None, q: Tensor) -> float:
     """The softmax scale; 1 / sqrt(head dim) if None.
 
     Raises:
-        ArgumentError: not a number.
+        ArgumentError: not a finite number, or None where the head dim is 0.
     """
     if softmax_scale is None:
+        if q.shape[-1] == 0:
+            raise ArgumentError(
+                f"{op}: softmax_scale must be given where the head dim of q is 0, got None for "
+                f"q of shape {tuple(q.shape)}"
+            )
         return float(q.shape[-1] ** -0.5)
-    try:
-        return float(softmax_scale)
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"{op}: softmax_scale must be a number or None, got {softmax_scale!r}"
-        ) from None
+    value = _number(op, "softmax_scale", softmax_scale, "a number or None")
+    if not -math.inf < value < math.inf:
+        raise ArgumentError(f"{op}: softmax_scale must be finite, got {softmax_scale!r}")
+    return value
 
 
-def causal_of(op: str, causal: bool) -> bool:
-    """``causal`` as a bool; 0 and 1 will do.
+def flag_of(op: str, name: str, value: bool) -> bool:
+    """A switch as a bool; 0, 1 and numpy's bools will do.
 
     Raises:
         ArgumentError: something else, which might mean anything.
     """
-    if causal not in (True, False):
-        raise ArgumentError(f"{op}: causal must be True or False, got {causal!r}")
-    return bool(causal)
+    if not _is_flag(value):
+        raise ArgumentError(f"{op}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def ring_group(enable_ring: bool, process_group: GroupLike) -> GroupLike:
+    """``process_group``, or None where ``enable_ring`` is off.
+
+    Anything but a switch keeps the group, whose ranks are to hear that it is refused.
+    """
+    return None if _is_off(enable_ring) else process_group
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool | np.bool_) or (is_integer(value) and value in (0, 1))
+
+
+def _is_off(value: object) -> bool:
+    return _is_flag(value) and not bool(value)
+
+
+def is_integer(value: object, least: int = 0) -> bool:
+    """Whether an int or numpy integer, no bool, of at least ``least``, that int64 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return bool(least <= value < 2**63)
 
 
 def spec_of(op: str, name: str, layout: Layout | None) -> str:
@@ -105,6 +131,7 @@ class Options:
             one from torch's generator.
         alibi_slopes: fp32 [h] or [b, h], or None.
         sink: [h] logits, or None.
+        deterministic: only checked; every op always is.
     """
 
     softmax_scale: float | None = None
@@ -117,19 +144,19 @@ class Options:
     kernel: str = "auto"
     layout: Layout | None = None
     k_layout: Layout | None = None
+    deterministic: bool = False
 
     def tensors(self, op: str, q: Tensor) -> dict[str, Tensor | None]:
-        """The optional tensors of the op.
+        """The optional tensors of the op; ``dropout_p`` must be sound.
 
         Raises:
             ArgumentError: one that does not fit q.
         """
         heads = q.shape[-2]
-        dropout_of(op, self.dropout_p)
         return {
             "alibi_slopes": slopes_of(op, self.alibi_slopes, heads),
             "sink": sink_of(op, self.sink, heads),
-            "dropout_seed": seed_of(op, self.dropout_seed, q) if self.dropout_p else None,
+            "dropout_seed": seed_of(op, self.dropout_seed, self.dropout_p, q),
         }
 
     def numbers(self, op: str, q: Tensor) -> dict[str, Any]:
@@ -138,20 +165,26 @@ class Options:
         Raises:
             ArgumentError: one that is out of range.
         """
+        flag_of(op, "deterministic", self.deterministic)
+        if not isinstance(self.kernel, str):
+            raise ArgumentError(
+                f"{op}: kernel must be the name of one, or 'auto', got {self.kernel!r}"
+            )
         return {
             "softmax_scale": scale_of(op, self.softmax_scale, q),
             "softcap": softcap_of(op, self.softcap),
             "dropout_p": dropout_of(op, self.dropout_p),
-            "return_lse": bool(self.return_lse),
+            "return_lse": flag_of(op, "return_lse", self.return_lse),
             "kernel": self.kernel,
             "layout": spec_of(op, "layout", self.layout),
             "k_layout": spec_of(op, "k_layout", self.k_layout),
         }
 
 
-def _number(op: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentError(f"{op}: {name} must be a number, got {value!r}")
+def _number(op: str, name: str, value: Any, fits: str = "a number") -> float:
+    numeric = isinstance(value, int | float | np.integer | np.floating)
+    if isinstance(value, bool) or not numeric:
+        raise ArgumentError(f"{op}: {name} must be {fits}, got {value!r}")
     return float(value)
 
 
@@ -161,9 +194,9 @@ def tokens_of(op: str, name: str, count: int) -> int:
     Raises:
         ArgumentError: something else.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if not is_integer(count):
         raise ArgumentError(f"{op}: {name} must be a number of tokens, 0 or more, got {count!r}")
-    return count
+    return int(count)
 
 
 def softcap_of(op: str, softcap: float) -> float:
@@ -190,21 +223,30 @@ def dropout_of(op: str, dropout_p: float) -> float:
     return value
 
 
-def seed_of(op: str, seed: int | Tensor | None, q: Tensor) -> Tensor:
+def seed_of(op: str, seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor | None:
     """The seed of dropout as an int64 tensor of one element; drawn on q's device if None.
 
+    Returns:
+        None without dropout, which needs no seed.
     Raises:
-        ArgumentError: neither an integer nor such a tensor.
+        ArgumentError: neither an integer nor such a tensor, with dropout or without.
     """
+    if isinstance(seed, Tensor):
+        fits = seed.dtype == torch.int64 and seed.numel() == 1
+    else:
+        fits = seed is None or is_integer(seed, -(2**63))
+    if not fits:
+        raise ArgumentError(
+            f"{op}: dropout_seed must be an int, an int64 tensor of one element or None, "
+            f"got {seed!r}"
+        )
+    if not dropout_p:
+        return None
     if seed is None:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63:
-        return torch.tensor([seed], dtype=torch.int64)
-    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.numel() == 1:
+    if isinstance(seed, Tensor):
         return seed.reshape(1)
-    raise ArgumentError(
-        f"{op}: dropout_seed must be an int, an int64 tensor of one element or None, got {seed!r}"
-    )
+    return torch.tensor([int(seed)], dtype=torch.int64)
 
 
 def slopes_of(op: str, slopes: Tensor | None, heads: int) -> Tensor | None:

@@ -106,17 +106,24 @@ def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
     facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
     for name in ("softmax_scale", "softcap", "dropout_p", "return_lse", "kernel"):
         facts[name] = repr(given[name])
-    for name in ("alibi_slopes", "sink"):
-        tensor = given[name]
-        facts[name] = "None" if tensor is None else str(tuple(tensor.shape))
+    slopes, sink = given["alibi_slopes"], given["sink"]
+    facts["sink"] = "None" if sink is None else f"{tuple(sink.shape)} {sink.dtype}"
+    facts["alibi_slopes"] = "None"
+    if slopes is not None:
+        digest = _digest(slopes.detach().double().cpu().numpy())
+        facts["alibi_slopes"] = f"{tuple(slopes.shape)} {slopes.dtype} {digest}"
     if given["dropout_seed"] is not None:
         facts["dropout_seed"] = str(given["dropout_seed"].tolist())
     if plan is not None:
         mask = plan.mask
-        digest = hashlib.sha256(mask.slices.tobytes()).hexdigest()[:8]
-        facts["mask"] = f"{mask.q_len}x{mask.k_len} {mask.area} pairs #{digest}"
+        size = f"{mask.q_len}x{mask.k_len} {mask.area} pairs"
+        facts["mask"] = f"{size} {_digest(mask.slices)}"
         facts["layout"] = f"{plan.q_layout} {plan.k_layout}"
     return facts
+
+
+def _digest(values: np.ndarray) -> str:
+    return f"#{hashlib.sha256(values.tobytes()).hexdigest()[:8]}"
 
 
 def _without_tokens(t: Tensor) -> str:

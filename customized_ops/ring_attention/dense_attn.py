@@ -14,7 +14,14 @@ from torch import Tensor
 
 from annotations import AnnotatedOp
 
-from .arguments import Options, causal_of, tokens_of, window_bounds
+from .arguments import (
+    ArgumentError,
+    Options,
+    flag_of,
+    ring_group,
+    tokens_of,
+    window_bounds,
+)
 from .attention_call import layout_of
 from .attention_op import Family, Given, Problem, call_op
 from .core.comm import Comm
@@ -61,18 +68,28 @@ def dense_attention(
     window_size: Sequence[int],
     process_group: GroupLike,
     sink_tokens: int = 0,
+    enable_ring: bool = True,
+    max_seqlens: tuple[int | None, int | None] = (None, None),
     **unsupported: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Check a user's call of a dense attention op and make it; out, and lse if asked for."""
     title = op.record.title
 
     def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        flag_of(title, "enable_ring", enable_ring)
+        for side, longest in zip("qk", max_seqlens, strict=True):
+            if longest is not None:
+                raise ArgumentError(
+                    f"{title}: max_seqlen_{side} goes with cu_seqlens_q and cu_seqlens_k, which "
+                    f"are not given; leave it None, got {longest!r}"
+                )
         left, right = window_bounds(title, window_size)
         return {}, {
-            "causal": causal_of(title, causal),
+            "causal": flag_of(title, "causal", causal),
             "window_left": left,
             "window_right": right,
             "sink_tokens": tokens_of(title, "sink_tokens", sink_tokens),
         }
 
-    return call_op(op, q, k, v, pattern, options, process_group, **unsupported)
+    group = ring_group(enable_ring, process_group)
+    return call_op(op, q, k, v, pattern, options, group, **unsupported)

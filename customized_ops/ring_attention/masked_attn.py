@@ -161,5 +161,6 @@ def wrap_masked_attn_func(
         kernel=kernel,
         layout=layout,
         k_layout=k_layout,
+        deterministic=deterministic,
     )
     return call_op(MASKED_ATTN, q, k, v, pattern, options, process_group)

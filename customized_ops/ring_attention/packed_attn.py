@@ -10,7 +10,14 @@ from torch import Tensor
 
 from annotations import AnnotatedOp
 
-from .arguments import ArgumentError, Options, causal_of, tokens_of, window_bounds
+from .arguments import (
+    ArgumentError,
+    Options,
+    flag_of,
+    ring_group,
+    tokens_of,
+    window_bounds,
+)
 from .attention_call import layout_of
 from .attention_op import Family, Given, Problem, call_op
 from .core.comm import Comm
@@ -86,8 +93,8 @@ def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: CuSeqlens,
-    cu_seqlens_k: CuSeqlens,
+    cu_seqlens_q: CuSeqlens | None,
+    cu_seqlens_k: CuSeqlens | None,
     options: Options,
     *,
     causal: bool,
@@ -102,25 +109,28 @@ def packed_attention(
     title = op.record.title
 
     def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if not enable_ring and torch.compiler.is_compiling():
+        if not flag_of(title, "enable_ring", enable_ring) and torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{title}: enable_ring=False is not supported in a captured graph, where an engine "
                 "gives the op its group"
             )
         left, right = window_bounds(title, window_size)
-        longest_q, longest_k = (-1 if n is None else int(n) for n in max_seqlens)
-        tensors = {
-            "cu_seqlens_q": as_tensor(title, "cu_seqlens_q", cu_seqlens_q),
-            "cu_seqlens_k": as_tensor(title, "cu_seqlens_k", cu_seqlens_k),
-        }
+        longest: dict[str, int] = {}
+        tensors: dict[str, Tensor] = {}
+        for side, cu, most in zip("qk", (cu_seqlens_q, cu_seqlens_k), max_seqlens, strict=True):
+            name = f"cu_seqlens_{side}"
+            if cu is None:
+                raise ArgumentError(f"{title}: {name} is missing; give both, for q and for k")
+            tensors[name] = as_tensor(title, name, cu)
+            name = f"max_seqlen_{side}"
+            longest[name] = -1 if most is None else tokens_of(title, name, most)
         return tensors, {
-            "causal": causal_of(title, causal),
+            "causal": flag_of(title, "causal", causal),
             "window_left": left,
             "window_right": right,
             "sink_tokens": tokens_of(title, "sink_tokens", sink_tokens),
-            "max_seqlen_q": longest_q,
-            "max_seqlen_k": longest_k,
+            **longest,
         }
 
-    group = process_group if enable_ring else None
+    group = ring_group(enable_ring, process_group)
     return call_op(op, q, k, v, pattern, options, group, **unsupported)

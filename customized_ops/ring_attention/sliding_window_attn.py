@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .arguments import ArgumentError, Options
+from .arguments import Options
 from .attention_op import declare
 from .core.groups import GroupLike
 from .core.layout import Layout
@@ -55,7 +55,9 @@ def wrap_sliding_window_attn_func(
 
     Sliding-window attention over tokens that are cut contiguously across the ranks of a group; with
     no group, over the tokens given. A rank receives the keys that its window reaches beyond its own
-    tokens, from as many ranks as hold some: at most left + right tokens, and nothing else moves.
+    tokens, from as many ranks as hold some, and nothing else moves. With contiguous shards, even or
+    uneven, that is at most left + right tokens; in another layout each piece of a rank's tokens has
+    a window of its own.
 
         window_size (2, 0)    rank 0: tokens 0 1 2 3     rank 1: tokens 4 5 6 7
                               receives nothing           receives keys 2 3
@@ -79,7 +81,7 @@ def wrap_sliding_window_attn_func(
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
         return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
-        max_seqlen_q, max_seqlen_k: not needed; checked if given.
+        max_seqlen_q, max_seqlen_k: go with ``cu_seqlens``; not needed, checked if given.
         softcap: scores are kept in (-softcap, softcap) by a tanh; 0 is none.
         sink: [h] logits that join the softmax with no value; learnable. On each rank their
             gradient is that of its rows: add up over the group.
@@ -92,8 +94,9 @@ def wrap_sliding_window_attn_func(
         As q, with vd, in q's dtype; with ``return_lse`` also [b, h, l] or [h, l], natural log, fp32
         (fp64 for fp64).
 
-    Communication: the forward receives at most left + right tokens of k and v from the neighbours;
-    the backward the same, and sends as many of dk and dv home in fp32.
+    Communication: with contiguous shards the forward receives at most left + right tokens of k and
+    v; in another layout, what the windows of its pieces reach. The backward receives the same, and
+    sends as many of dk and dv home in fp32.
 
     Raises:
         NotImplementedError: an argument that is not supported yet is set; names it.
@@ -111,11 +114,9 @@ def wrap_sliding_window_attn_func(
         return_lse=return_lse,
         kernel=kernel,
         layout=layout,
+        deterministic=deterministic,
     )
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise ArgumentError(f"{TITLE}: {missing} is missing; give both, or neither if not packed")
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
         return dense_attention(
             SLIDING_WINDOW_ATTN,
             q,
@@ -124,11 +125,11 @@ def wrap_sliding_window_attn_func(
             options,
             causal=causal,
             window_size=window_size,
-            process_group=process_group if enable_ring else None,
+            enable_ring=enable_ring,
+            process_group=process_group,
+            max_seqlens=(max_seqlen_q, max_seqlen_k),
             return_attn_probs=return_attn_probs,
             use_cute=use_cute,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
         )
     return packed_attention(
         SLIDING_WINDOW_ATTN_VARLEN,

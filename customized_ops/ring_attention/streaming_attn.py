@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arguments import Options, tokens_of
+from .arguments import Options, checked, is_integer, tokens_of
 from .attention_op import declare
 from .core.groups import GroupLike
 from .core.layout import Layout
@@ -79,9 +79,10 @@ def wrap_streaming_attn_func(
         As q, with vd, in q's dtype; with ``return_lse`` also [b, h, l] or [h, l], natural log, fp32
         (fp64 for fp64).
 
-    Communication: the forward receives at most window + sink_tokens tokens of k and v (with
-    documents, the sinks of those whose tokens the rank holds); the backward the same, and sends as
-    many of dk and dv home in fp32.
+    Communication: with contiguous shards, even or uneven, the forward receives at most window +
+    sink_tokens tokens of k and v (with documents, the sinks of those whose tokens the rank holds);
+    in another layout, what the windows of its pieces reach, and the sinks. The backward receives
+    the same, and sends as many of dk and dv home in fp32.
 
     Raises:
         ValueError: shapes, dtypes, heads, cu_seqlens, layout or group do not fit; says what would.
@@ -99,8 +100,9 @@ def wrap_streaming_attn_func(
         return_lse=return_lse,
         kernel=kernel,
         layout=layout,
+        deterministic=deterministic,
     )
-    window_size = (-1 if window == -1 else tokens_of(TITLE, "window", window), 0)
+    window_size = checked(TITLE, process_group, lambda: _window_size(window))
     if cu_seqlens is None:
         return dense_attention(
             STREAMING_ATTN,
@@ -128,3 +130,8 @@ def wrap_streaming_attn_func(
         process_group=process_group,
         max_seqlens=(None, None),
     )
+
+
+def _window_size(window: int) -> tuple[int, int]:
+    unbounded = is_integer(window, -1) and window == -1
+    return (-1 if unbounded else tokens_of(TITLE, "window", window)), 0

@@ -1,8 +1,8 @@
 """Packed sequences: reading ``cu_seqlens`` on the host, and shuffling documents.
 
-Plans are made on the host, so ``cu_seqlens`` must be there. Lists and CPU tensors cost nothing; a
-tensor on a device is copied once a batch, for all layers and the backward, and copied again if it
-is changed in place.
+Plans are made on the host, so ``cu_seqlens`` must be there. Lists, arrays and CPU tensors are
+copied at each call, which costs next to nothing; a tensor on a device is copied once a batch, for
+all layers and the backward, and copied again if it is changed in place.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ _host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
-    """``cu_seqlens`` as an int32 or int64 tensor; lists and arrays become CPU tensors.
+    """``cu_seqlens`` as an int32 or int64 tensor: on the host a copy, on a device the tensor given.
 
     Raises:
         ArgumentError: not one-dimensional, or not integers.
     """
-    # Copied: the backward reads it again, and a list or array may have changed by then.
-    tensor = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
+    # Copied on the host: the backward reads it again, and the caller's may have changed by then.
+    # Where an array shares a tensor's memory, autograd would not notice.
+    if not isinstance(cu_seqlens, Tensor):
+        tensor = _copied(op, name, cu_seqlens)
+    else:
+        tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
     if tensor.ndim != 1 or tensor.shape[0] == 0:
         raise ArgumentError(
             f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
@@ -43,6 +47,15 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
     return tensor
+
+
+def _copied(op: str, name: str, values: Sequence[int] | npt.NDArray[np.integer]) -> Tensor:
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # as torch has it: None, words, ragged lists
+        raise ArgumentError(
+            f"{op}: {name} must be integers, as a tensor, array or list, got {values!r}"
+        ) from None
 
 
 def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:

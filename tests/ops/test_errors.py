@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from customized_ops.ring_attention.core.inprocess import run_ranks
 
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
 PQ, PK = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
+SLOPES, BF16 = torch.ones(4), torch.bfloat16
 
 
 @pytest.mark.parametrize("op", [wrap_ring_attn_func, wrap_zigzag_attn_func])
@@ -41,6 +43,11 @@ PQ, PK = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
         ({"window_size": (3,)}, "window_size must be (left, right)"),
         ({"window_size": (-2, 0)}, "window_size must be (left, right)"),
         ({"causal": "yes"}, "causal must be True or False, got 'yes'"),
+        ({"causal": np.array([1, 0])}, "causal must be True or False, got array([1, 0])"),
+        ({"window_size": (True, 0)}, "window_size must be (left, right)"),
+        ({"window_size": (np.bool_(True), 0)}, "window_size must be (left, right)"),
+        ({"window_size": (2**63, 0)}, "window_size must be (left, right)"),
+        ({"q": Q[..., :0], "k": K[..., :0]}, "softmax_scale must be given where the head dim of q"),
         ({"kernel": "fastest"}, "kernel 'fastest' is unknown; known: auto, torch, reference"),
         ({"process_group": "world"}, "process_group must be"),
         ({"process_group": [1, 0]}, "increasing order"),
@@ -54,6 +61,28 @@ def test_dense_ops_refuse(op: Any, changed: dict[str, Any], message: str) -> Non
         op(**{"q": Q, "k": K, "v": K, **changed})
     if "group" not in message and "kernel" not in message and "initialised" not in message:
         assert "increasing" in message or op.__name__ in str(caught.value)
+
+
+def test_numpy_numbers_will_do() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn_like(Q), torch.randn_like(K)
+    cu = [0, 5, 8]
+
+    def results(integer: Any, real: Any, switch: Any) -> list[torch.Tensor]:
+        drop = {"dropout_p": real(0.5), "dropout_seed": integer(7), "softmax_scale": real(0.25)}
+        most = {"max_seqlen_q": integer(5), "max_seqlen_k": integer(6)}
+        return [
+            wrap_ring_attn_func(q, k, k, window_size=(integer(3), integer(-1)), **drop),
+            wrap_ring_attn_func(q, k, k, causal=switch(True), deterministic=switch(False)),
+            wrap_streaming_attn_func(q, k, k, integer(2), integer(1)),
+            wrap_streaming_attn_func(q, k, k, integer(-1), 0),
+            wrap_ring_attn_varlen_func(q[0], k[0], k[0], cu, cu, enable_ring=switch(0), **most),
+        ]
+
+    plain = results(int, float, bool)
+    for integer, real, switch in ((np.int32, np.float32, np.bool_), (np.int64, np.float64, int)):
+        for a, b in zip(plain, results(integer, real, switch), strict=True):
+            assert torch.equal(a, b)
 
 
 UNSUPPORTED = [
@@ -90,6 +119,36 @@ def test_what_is_not_supported_yet_is_named(op: Any, cu_seqlens: Any, name: str)
 def test_varlen_refuses_wrong_cu_seqlens(cu_seqlens: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         wrap_ring_attn_varlen_func(PQ, PK, PK, cu_seqlens, cu_seqlens)
+
+
+@pytest.mark.parametrize("given", ["0, 8", [0, "8"], [[0], [0, 8]], [0, 2**70]], ids=str)
+def test_what_is_no_cu_seqlens_at_all_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="wrap_ring_attn_varlen_func: cu_seqlens_k must be inte"):
+        wrap_ring_attn_varlen_func(PQ, PK, PK, [0, 8], given)
+
+
+PACKED_OPS = [wrap_ring_attn_varlen_func, wrap_sliding_window_attn_func]
+
+
+@pytest.mark.parametrize("op", PACKED_OPS)
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("given", [-1, "x", 8.0, True, 2**63])
+def test_a_max_seqlen_is_a_number_of_tokens(op: Any, name: str, given: Any) -> None:
+    message = f"{op.__name__}: {name} must be a number of tokens, 0 or more, got {given!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        op(PQ, PK, PK, [0, 8], [0, 8], **{name: given})
+
+
+@pytest.mark.parametrize("op", PACKED_OPS)
+@pytest.mark.parametrize("given", ["no", "", None, 2, np.array([1, 0])], ids=str)
+def test_enable_ring_is_a_switch(op: Any, given: Any) -> None:
+    message = f"{op.__name__}: enable_ring must be True or False, got {given!r}"
+    calls = [lambda: op(PQ, PK, PK, [0, 8], [0, 8], enable_ring=given)]
+    if op is wrap_sliding_window_attn_func:
+        calls.append(lambda: op(Q, K, K, enable_ring=given))
+    for call in calls:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_varlen_refuses_documents_that_do_not_pair_up() -> None:
@@ -200,13 +259,87 @@ def test_different_cu_seqlens_stop_all() -> None:
     assert "do not agree" in first
 
 
+WRONG_ON_ONE_RANK: dict[str, tuple[Any, str]] = {
+    "a cu_seqlens is missing": (
+        lambda wrong: (
+            lambda comm: wrap_sliding_window_attn_func(
+                PQ, PK, PK, [0, 16], None if wrong else [0, 16], process_group=comm
+            )
+        ),
+        "wrap_sliding_window_attn_func: cu_seqlens_k is missing",
+    ),
+    "both cu_seqlens are missing from a packed op": (
+        lambda wrong: (
+            lambda comm: wrap_ring_attn_varlen_func(
+                PQ, PK, PK, *[None if wrong else [0, 16]] * 2, process_group=comm
+            )
+        ),
+        "wrap_ring_attn_varlen_func: cu_seqlens_q is missing",
+    ),
+    "max_seqlen without cu_seqlens": (
+        lambda wrong: (
+            lambda comm: wrap_sliding_window_attn_func(
+                Q, K, K, max_seqlen_q=8 if wrong else None, process_group=comm
+            )
+        ),
+        "wrap_sliding_window_attn_func: max_seqlen_q goes with cu_seqlens_q and cu_seqlens_k",
+    ),
+    "enable_ring of a dense op": (
+        lambda wrong: (
+            lambda comm: wrap_sliding_window_attn_func(
+                Q, K, K, enable_ring=[] if wrong else True, process_group=comm
+            )
+        ),
+        "wrap_sliding_window_attn_func: enable_ring must be True or False, got []",
+    ),
+    "enable_ring of a packed op": (
+        lambda wrong: (
+            lambda comm: wrap_ring_attn_varlen_func(
+                PQ,
+                PK,
+                PK,
+                [0, 16],
+                [0, 16],
+                enable_ring=None if wrong else True,
+                process_group=comm,
+            )
+        ),
+        "wrap_ring_attn_varlen_func: enable_ring must be True or False, got None",
+    ),
+    "window": (
+        lambda wrong: (
+            lambda comm: wrap_streaming_attn_func(
+                Q, K, K, -2 if wrong else 2, 1, process_group=comm
+            )
+        ),
+        "wrap_streaming_attn_func: window must be a number of tokens",
+    ),
+    "kernel": (
+        lambda wrong: (
+            lambda comm: wrap_ring_attn_func(
+                Q, K, K, kernel=None if wrong else "auto", process_group=comm
+            )
+        ),
+        "wrap_ring_attn_func: kernel must be the name of one, or 'auto', got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ON_ONE_RANK)
+def test_an_argument_wrong_on_one_rank_stops_all_in_check_mode(name: str) -> None:
+    calling, message = WRONG_ON_ONE_RANK[name]
+    first, second = said_by_ranks(2, lambda comm: calling(comm.rank == 1)(comm))
+    assert second.startswith(f"ArgumentError: {message}")
+    assert first.startswith("DisagreementError") and f"rank 1: {message}" in first
+
+
 def test_checks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEQSHARD_CHECK")
     gathered = []
 
     def call(comm: Any) -> None:
         comm.all_gather_object = gathered.append
-        wrap_ring_attn_func(Q, K, K, process_group=comm)
+        wrap_ring_attn_func(Q, K, K, process_group=comm, layout=Layout.contiguous(16, 2))
 
     assert said_by_ranks(2, call) == ["no error", "no error"]
     assert gathered == []
@@ -268,6 +401,8 @@ def test_masked_op_refuses(mask: Any, options: dict[str, Any], message: str) -> 
         (-2, 0, "window must be a number of tokens, 0 or more, got -2"),
         (1.5, 0, "window must be a number of tokens, 0 or more, got 1.5"),
         (True, 0, "window must be a number of tokens, 0 or more, got True"),
+        (-1.0, 0, "window must be a number of tokens, 0 or more, got -1.0"),
+        (1, False, "sink_tokens must be a number of tokens, 0 or more, got False"),
         (1, -1, "sink_tokens must be a number of tokens, 0 or more, got -1"),
         (1, "2", "sink_tokens must be a number of tokens, 0 or more, got '2'"),
     ],
@@ -285,6 +420,8 @@ def test_streaming_refuses(window: Any, sink_tokens: Any, message: str, cu_seqle
         ({"cu_seqlens_q": [0, 8]}, "cu_seqlens_k is missing; give both"),
         ({"cu_seqlens_k": [0, 8]}, "cu_seqlens_q is missing; give both"),
         ({"window_size": 3}, "window_size must be (left, right)"),
+        ({"max_seqlen_q": 8}, "max_seqlen_q goes with cu_seqlens_q and cu_seqlens_k"),
+        ({"max_seqlen_k": 0}, "max_seqlen_k goes with cu_seqlens_q and cu_seqlens_k"),
     ],
 )
 def test_sliding_window_refuses(given: dict[str, Any], message: str) -> None:
@@ -300,7 +437,10 @@ def test_sliding_window_refuses(given: dict[str, Any], message: str) -> None:
         ("dropout_seed", lambda rank: {"dropout_p": 0.5, "dropout_seed": rank}),
         ("dropout_p", lambda rank: {"dropout_p": 0.2 + 0.1 * rank, "dropout_seed": 1}),
         ("sink", lambda rank: {"sink": torch.zeros(4) if rank else None}),
+        ("sink", lambda rank: {"sink": torch.zeros(4, dtype=[torch.float, torch.double][rank])}),
         ("alibi_slopes", lambda rank: {"alibi_slopes": torch.ones(*[2] * rank, 4)}),
+        ("alibi_slopes", lambda rank: {"alibi_slopes": torch.ones(4) * (1 + rank)}),
+        ("alibi_slopes", lambda rank: {"alibi_slopes": SLOPES.to([torch.float, BF16][rank])}),
         ("return_lse", lambda rank: {"return_lse": rank == 1}),
         ("kernel", lambda rank: {"kernel": "reference" if rank else "torch"}),
         ("mask", lambda rank: {"mask": AttnMask.prefix_lm(16, 3 + rank)}),

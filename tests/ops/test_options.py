@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense import assert_same, dense_attention
@@ -360,6 +361,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 0.1, "dropout_seed": torch.tensor([1], dtype=torch.int32)}, "dropout_seed must"),
     ({"dropout_p": 0.1, "dropout_seed": torch.tensor([1, 2])}, "dropout_seed must be an int"),
     ({"dropout_p": 0.1, "dropout_seed": 2**70}, "dropout_seed must"),
+    ({"dropout_seed": "x"}, "dropout_seed must be an int, an int64 tensor"),
+    ({"dropout_seed": True}, "dropout_seed must be an int, an int64 tensor"),
+    ({"dropout_seed": torch.tensor([1, 2])}, "dropout_seed must be an int, an int64 tensor"),
     ({"sink": torch.zeros(3)}, "shape (4,), got (3,)"),
     ({"sink": torch.zeros(1, 4)}, "sink must hold a logit for each of the 4 heads of q"),
     ({"sink": torch.zeros(4, dtype=torch.int64)}, "sink must be a floating tensor [h] or None"),
@@ -371,8 +375,17 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"alibi_slopes": [0.1] * 4}, "alibi_slopes must be a floating tensor"),
     ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "pass slopes.detach()"),
     ({"softmax_scale": "x"}, "softmax_scale must be a number or None, got 'x'"),
+    ({"softmax_scale": "1"}, "softmax_scale must be a number or None, got '1'"),
+    ({"softmax_scale": True}, "softmax_scale must be a number or None, got True"),
+    ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    ({"softmax_scale": float("inf")}, "softmax_scale must be finite, got inf"),
+    ({"return_lse": "no"}, "return_lse must be True or False, got 'no'"),
+    ({"return_lse": None}, "return_lse must be True or False, got None"),
+    ({"return_lse": np.array([1, 0])}, "return_lse must be True or False, got array([1, 0])"),
     ({"layout": "zigzag"}, "layout must be a Layout or None, got 'zigzag'"),
     ({"kernel": "fastest"}, "kernel 'fastest' is unknown"),
+    ({"kernel": None}, "kernel must be the name of one, or 'auto', got None"),
+    ({"kernel": 3}, "kernel must be the name of one, or 'auto', got 3"),
 ]
 
 
@@ -390,4 +403,24 @@ def test_invalid_options_are_refused_before_anything_is_sent(
     for ranks in (1, 2):
         for said in run_ranks(ranks, of_rank):
             assert message in said
-            assert said.startswith(op) or "kernel" in message
+            assert said.startswith(op)
+
+
+@pytest.mark.parametrize("given", ["yes", None, 2, np.array([1, 0])], ids=str)
+@pytest.mark.parametrize(
+    "op", ["wrap_sliding_window_attn_func", "wrap_streaming_attn_func", "wrap_masked_attn_func"]
+)
+def test_deterministic_is_a_switch(op: str, given: Any) -> None:
+    message = f"{op}: deterministic must be True or False, got {given!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_ranks(1, lambda comm: OPS[op](process_group=comm, deterministic=given))
+
+
+def test_a_seed_without_dropout_is_not_used() -> None:
+    """So ranks may differ in it, and nothing of it stands in the graph."""
+
+    def of_rank(comm: Comm) -> Tensor:
+        return wrap_ring_attn_func(Q, Q, Q, process_group=comm, dropout_seed=comm.rank)
+
+    first, second = run_ranks(2, of_rank)
+    assert torch.equal(first, second)

@@ -1,6 +1,9 @@
-"""cu_seqlens on the host: what was changed in place is read again."""
+"""cu_seqlens on the host: what was changed in place is read again, by the next call."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.varlen_utils import on_host
+from customized_ops.ring_attention.varlen_utils import as_tensor, on_host
 
 LAYOUT = Layout.contiguous(16, 4)
 
@@ -70,3 +73,25 @@ def test_the_op_sees_a_change_in_place() -> None:
     fresh = torch.tensor(np.array([0, 9, 16]))
     assert torch.equal(seen[1], wrap_ring_attn_varlen_func(q, q, q, fresh, fresh, causal=True))
     assert torch.equal(seen[0], seen[2]) and not torch.allclose(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray, torch.tensor, np.ndarray.tolist])
+def test_the_values_of_the_forward_count_in_the_backward(kind: Callable[..., Any]) -> None:
+    q = torch.randn(16, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q.requires_grad_()
+    grads = []
+    for change in (False, True):
+        values = np.array([0, 4, 16])
+        cu_seqlens = kind(values)
+        out = wrap_ring_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, causal=True)
+        if change:
+            values[1] = cu_seqlens[1] = 9
+        grads.append(torch.autograd.grad(out.square().sum(), q)[0])
+    assert torch.equal(*grads)
+
+
+def test_what_lies_on_the_host_is_copied_and_what_lies_on_a_device_is_not() -> None:
+    here, there = torch.tensor([0, 16]), torch.tensor([0, 16]).as_subclass(Elsewhere)
+    copy = as_tensor("op", "cu_seqlens", here)
+    assert torch.equal(copy, here) and copy.data_ptr() != here.data_ptr()
+    assert as_tensor("op", "cu_seqlens", there) is there
