@@ -262,20 +262,22 @@ def policy_with_a_private_error() -> str:
 class EveryOp(nn.Module):
     """One of the newer ops with a learnable sink, and in what the ops differ."""
 
-    def __init__(self, op: str, dropout: float = 0.0) -> None:
+    def __init__(self, op: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.op, self.dropout = op, dropout
+        self.op = op
         self.project = nn.Linear(16, 48).double()
         self.sink = nn.Parameter(torch.randn(4, dtype=torch.float64))
         self.mask = AttnMask.streaming(24, 5, 2)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         q, k, v = self.project(x).view(*x.shape[:-1], 12, 4).split(4, -2)
-        given: dict[str, Any] = {"softcap": 3.0, "sink": self.sink, "dropout_p": self.dropout}
+        given: dict[str, Any] = {"softcap": 3.0, "sink": self.sink}
         match self.op:
             case "masked":
                 out = wrap_masked_attn_func(q, k, v, self.mask, **given)
+            case "dropout":
+                out = wrap_ring_attn_func(q, k, v, dropout_p=0.4, dropout_seed=5, **given)
             case "window":
                 out = wrap_sliding_window_attn_func(q, k, v, window_size=(6, 0), **given)
             case "packed window":

@@ -91,6 +91,7 @@ def wrap_ring_attn_func(
         return_lse=return_lse,
         kernel=kernel,
         layout=layout,
+        deterministic=deterministic,
     )
     return dense_attention(
         RING_ATTN,

@@ -107,6 +107,7 @@ def wrap_ring_attn_varlen_func(
         kernel=kernel,
         layout=layout,
         k_layout=k_layout,
+        deterministic=deterministic,
     )
     return packed_attention(
         RING_ATTN_VARLEN,

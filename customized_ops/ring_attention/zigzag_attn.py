@@ -96,6 +96,7 @@ def wrap_zigzag_attn_func(
         return_lse=return_lse,
         kernel=kernel,
         layout=layout,
+        deterministic=deterministic,
     )
     return dense_attention(
         ZIGZAG_ATTN,

@@ -155,7 +155,7 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["masked", "window", "packed window", "streaming", "shuffled", "rolled"]
+    "op", ["masked", "dropout", "window", "packed window", "streaming", "shuffled", "rolled"]
 )
 def test_the_other_ops(two_ranks: Pool, op: str) -> None:
     model = engine_jobs.EveryOp(op)

@@ -407,9 +407,7 @@ def test_invalid_options_are_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("given", ["yes", None, 2, np.array([1, 0])], ids=str)
-@pytest.mark.parametrize(
-    "op", ["wrap_sliding_window_attn_func", "wrap_streaming_attn_func", "wrap_masked_attn_func"]
-)
+@pytest.mark.parametrize("op", OPS)
 def test_deterministic_is_a_switch(op: str, given: Any) -> None:
     message = f"{op}: deterministic must be True or False, got {given!r}"
     with pytest.raises(ValueError, match=re.escape(message)):
