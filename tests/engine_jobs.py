@@ -19,8 +19,11 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
     wrap_roll_func,
+    wrap_shard_func,
+    wrap_shuffle_func,
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
+    wrap_unshard_func,
 )
 from customized_ops.ring_attention.core import groups
 
@@ -292,12 +295,23 @@ class EveryOp(nn.Module):
                 out = wrap_ring_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **given)
             case "rolled":
                 out = wrap_ring_attn_func(q, k, wrap_roll_func(v, -1), **given)
+            case "rolled uneven":
+                out = wrap_ring_attn_func(q, wrap_roll_func(k, 3), wrap_roll_func(v, -4), **given)
+            case "sharded":
+                q, k, v = (wrap_shard_func(t, "zigzag") for t in (q, k, v))
+                v = wrap_roll_func(v, 5, "zigzag")
+                q, k, v = (wrap_unshard_func(t, "zigzag") for t in (q, k, v))
+                out = wrap_ring_attn_func(q, k, v, **given)
+            case "named uneven":
+                out = wrap_ring_attn_func(q, k, wrap_shuffle_func(v, "zigzag"), **given)
         return out.square().sum()
 
 
 def every_op_inputs(op: str) -> dict[str, Tensor]:
     torch.manual_seed(1)
     shape = (24, 16) if op in ("packed window", "shuffled") else (2, 24, 16)
+    if op in ("rolled uneven", "named uneven"):
+        shape = (2, 7, 16)
     cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
     return {"x": torch.randn(shape, dtype=torch.float64), "cu_seqlens": cu_seqlens}
 
@@ -312,3 +326,31 @@ def every_op(op: str) -> tuple[float, dict[str, Tensor]]:
     loss.backward()
     parallel.sync_grad()
     return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}
+
+
+def named_layout_of_uneven_shards() -> str:
+    """What this rank is told; then both ranks must still be able to talk."""
+    try:
+        every_op("named uneven")
+    except ValueError as error:
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+class ShardedAndRolled(nn.Module):
+    """Layout ops alone: each can be cut, and what they do shows in the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = wrap_shard_func(x * 1.0, "zigzag")
+        return wrap_unshard_func(wrap_roll_func(x, -3, "zigzag"), "zigzag")
+
+
+def layout_ops_alone() -> tuple[str, Tensor, Tensor]:
+    """The plan, the result and the gradient of the model's input."""
+    x = torch.arange(2 * 24 * 3, dtype=torch.float64).view(2, 24, 3)
+    parallel = parallelize(ShardedAndRolled(), {"x": x}, "cp", ComputeConfig(2, 2))
+    leaf = x.clone().requires_grad_()
+    result = parallel(x=leaf)
+    (result * torch.cos(x)).sum().backward()
+    return str(parallel.plan), result.detach(), leaf.grad

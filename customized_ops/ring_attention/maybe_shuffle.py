@@ -17,17 +17,21 @@ from .core.exchange import Exchange
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.relayout import relayout
-from .layout_ops import MOVES_TOKENS
+from .token_moves import MOVES_TOKENS, UNKNOWN
 from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 
 TOKENS = Dims(0, 0)
 
 
-def _exchange(x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm) -> Exchange:
+def _exchange(
+    x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm, whole: int = UNKNOWN
+) -> Exchange:
     title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
     cu = on_host(cu_seqlens)
     check_cu_seqlens(title, "cu_seqlens", cu)
     total = int(cu[-1])
+    if whole != UNKNOWN:  # an engine cut so many tokens: refused on every rank or on none
+        check_total(title, "cu_seqlens", cu, whole)
     plain = Layout.contiguous(total, comm.size)
     zigzag = Layout.zigzag(total, comm.size, cu)
     if plain.sizes != zigzag.sizes:
@@ -47,11 +51,17 @@ def _exchange(x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm) -> Exchange
 
 
 def _backward(
-    grad: Tensor | None, x: Tensor, cu_seqlens: Tensor, back: bool, group: str, moved: Tensor
+    grad: Tensor | None,
+    x: Tensor,
+    cu_seqlens: Tensor,
+    back: bool,
+    group: str,
+    total: int,
+    moved: Tensor,
 ) -> Tensor:
     comm, into = comm_by_name(group), x.new_zeros(x.shape)
     if grad is not None:
-        exchange = _exchange(x, cu_seqlens, back, comm)
+        exchange = _exchange(x, cu_seqlens, back, comm, total)
         comm.send_home(exchange, [grad], [into], [TOKENS], add).wait()
     return into
 
@@ -65,10 +75,16 @@ def _backward(
     fake=lambda x, **_: x.new_empty(x.shape),
     backward=_backward,
 )
-def shuffle_documents(x: Tensor, cu_seqlens: Tensor, back: bool, group: str) -> Tensor:
-    """The op in a graph: to the zigzag layout of each document, or back."""
+def shuffle_documents(
+    x: Tensor, cu_seqlens: Tensor, back: bool, group: str, total: int = UNKNOWN
+) -> Tensor:
+    """The op in a graph: to the zigzag layout of each document, or back.
+
+    Args:
+        total: tokens over all ranks where an engine has cut the sequence.
+    """
     comm = comm_by_name(group)
-    (moved,) = comm.fetch(_exchange(x, cu_seqlens, back, comm), [x], [TOKENS]).wait()
+    (moved,) = comm.fetch(_exchange(x, cu_seqlens, back, comm, total), [x], [TOKENS]).wait()
     return moved
 
 
@@ -121,5 +137,12 @@ def _shuffled(
             _exchange(x, cu, back, comm_by_name(group_name(group)))
         return cu
 
-    cu = checked(title, group, check, lambda cu: {"cu_seqlens": str(on_host(cu).tolist())})
+    def facts(cu: Tensor) -> dict[str, str]:
+        return {
+            "cu_seqlens": str(on_host(cu).tolist()),
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "other dims": " ".join(["*", *map(str, x.shape[1:])]),
+        }
+
+    cu = checked(title, group, check, facts)
     return shuffle_documents(x, cu, back, group_name(group))

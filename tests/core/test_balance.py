@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -11,12 +12,16 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.balance import (
     TOLERANCE,
+    Certificate,
+    certify,
     chunk_work,
     crossing,
     deal,
     imbalance,
     least_maximum,
 )
+from customized_ops.ring_attention.core.balance_exact import solve
+from customized_ops.ring_attention.core.balance_splits import even_out
 from customized_ops.ring_attention.core.balance_swaps import Search
 from customized_ops.ring_attention.core.bounds import row_sums
 from customized_ops.ring_attention.core.layout import Layout
@@ -161,8 +166,92 @@ def test_where_swaps_get_stuck_the_best_deal_is_found(n, group_size, seed, monke
     areas = np.random.default_rng(seed).integers(1, 1000, n)
     best = best_maximum(areas, group_size)
     assert largest(areas, deal_alike(areas, group_size), group_size) == best
-    monkeypatch.setattr("customized_ops.ring_attention.core.balance.EXACT_VARIABLES", 0)
+    monkeypatch.setattr("customized_ops.ring_attention.core.balance._evened", lambda *a: a[1])
     assert largest(areas, deal_alike(areas, group_size), group_size) > best
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_splits_of_two_ranks_reach_what_the_solver_proves(seed):
+    """Without the solver: never above 1% and the proven bound."""
+    draw = np.random.default_rng(seed)
+    for n, group_size in ((14, 6), (20, 5), (18, 3)):
+        work = draw.integers(1, 1000, n)
+        even = even_out(work, np.arange(n) % group_size, group_size, 0)
+        assert_even_counts(even, group_size)
+        exact, bound = solve(work, group_size, least_maximum(work, group_size))
+        mean = work.sum() / group_size
+        assert largest(work, even, group_size) <= max(bound, 1.01 * mean)
+        assert bound <= largest(work, exact, group_size)
+
+
+HARD = [100, 95, 89, 88, 79, 70, 65, 60, 57, 39, 37, 34, 32, 22, 22, 22, 15, 14, 12, 8]
+
+
+def test_a_deal_that_swaps_and_few_nodes_miss():
+    areas = np.array(HARD)
+    rank_of = deal_alike(areas, 5)
+    certificate = certify(areas, rank_of, 5)
+    assert certificate == Certificate(193, 192, 192, True, False)
+    assert certificate.good
+
+
+@pytest.mark.parametrize(("n", "high", "per_rank"), [(32, 80, 4), (128, 80, 16)])
+def test_eight_ranks_are_within_one_percent(n, high, per_rank):
+    """More than ALL_SPLITS_CHUNKS on two ranks are exchanged two by two."""
+    for seed in range(10):
+        areas = np.random.default_rng(seed).integers(1, high, n)
+        even = even_out(areas, np.arange(n) % 8, 8, 1.01 * areas.sum() / 8)
+        assert np.bincount(even, minlength=8).tolist() == [per_rank] * 8
+        assert imbalance(areas, even, 8) <= 1.01
+
+
+@pytest.mark.parametrize("group_size", range(2, 9))
+def test_few_chunks_a_rank_are_even_or_proven_best(group_size):
+    draw = np.random.default_rng(group_size)
+    for per_rank in range(2, 7):
+        n = per_rank * group_size + int(draw.integers(0, 2))
+        areas = draw.integers(1, [100, 1000][per_rank % 2], n)
+        rank_of = deal_alike(areas, group_size)
+        assert_even_counts(rank_of, group_size)
+        assert certify(areas, rank_of, group_size).good, (areas, rank_of)
+
+
+@pytest.mark.parametrize("scale", [1, 0.37])
+def test_certificates(scale):
+    areas = scale * np.array([6, 5, 5, 4, 4, 4])
+    rank_of = np.array([0, 0, 0, 1, 1, 1])
+    uneven = certify(areas, rank_of, 2)
+    assert not uneven.within_one_percent and not uneven.proven_best and not uneven.good
+    assert (uneven.largest, uneven.mean, uneven.least) == pytest.approx(
+        (16 * scale, 14 * scale, 14 * scale), rel=1e-6
+    )
+    assert certify(areas, np.array([0, 1, 1, 0, 0, 1]), 2).within_one_percent
+    # 9 and 5 are far apart, but 7 each cannot be.
+    best = certify(scale * np.array([7, 4, 1, 1]), np.array([0, 1, 1, 0]), 2)
+    assert best.proven_best and not best.within_one_percent and best.good
+    nothing = certify(np.zeros(3), np.array([0, 1, 2]), 3)
+    assert nothing == Certificate(0, 0, 0, True, True)
+
+
+def test_the_solver_proves_what_the_bound_does_not():
+    areas = np.array([9, 7, 5, 5, 3, 3, 1])
+    rank_of = deal_alike(areas, 3)
+    assert largest(areas, rank_of, 3) == best_maximum(areas, 3)
+    certificate = certify(areas, rank_of, 3)
+    assert certificate.least == best_maximum(areas, 3)
+
+
+def test_a_deal_that_is_neither_even_nor_proven_warns(monkeypatch):
+    """Documents of unlike lengths, chunks as long as some; the solver is not asked."""
+    cu_seqlens = [0, 160, 260, 350, 430, 440, 470]
+    mask = AttnMask.varlen(cu_seqlens, causal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Layout.balanced(mask, 3, 60)
+    monkeypatch.setattr("customized_ops.ring_attention.core.balance.EXACT_VARIABLES", 0)
+    with pytest.warns(UserWarning, match=r"above the mean of .* need at least") as told:
+        Layout.balanced(mask, 3, 60)
+    assert len(told) == 1 and told[0].filename == __file__
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_errors_in_lengths(kind):
     assert message_of(lambda: make(8, 0)) == f"{name}: group_size {least1}, got 0"
 
 
-CU_SEQLENS = "Layout.zigzag: cu_seqlens must go from 0 to total, 8, without falling, got"
+CU_SEQLENS = "Layout.zigzag: cu_seqlens must be integers from 0 to total, 8, got"
 SIZES = "Layout.from_sizes: sizes must be 0 or more, one a rank, got"
 RANK_OF = "Layout.from_chunks: rank_of must be 4 ranks below 2, got"
 MASK = "Layout.balanced: mask must be an AttnMask or pairs (AttnMask, weight), got"
@@ -361,7 +361,16 @@ SELF = "Layout.balanced: mask must be of self-attention, masks of one length, go
     ("make", "message"),
     [
         (lambda: Layout.zigzag(8, 2, [0, 9]), f"{CU_SEQLENS} [0, 9]"),
-        (lambda: Layout.zigzag(8, 2, [0, 5, 4, 8]), f"{CU_SEQLENS} [0, 5, 4, 8]"),
+        (
+            lambda: Layout.zigzag(8, 2, [0, 5, 4, 8]),
+            "Layout.zigzag: cu_seqlens[2] = 4 is below cu_seqlens[1] = 5; "
+            "cumulative lengths never fall",
+        ),
+        (
+            lambda: Layout.zigzag(300, 2, [*range(201), 150, 300]),
+            "Layout.zigzag: cu_seqlens[201] = 150 is below cu_seqlens[200] = 200; "
+            "cumulative lengths never fall",
+        ),
         (lambda: Layout.zigzag(8, 2, []), f"{CU_SEQLENS} []"),
         (lambda: Layout.zigzag(8, 2, [0, 2.5, 8]), f"{CU_SEQLENS} [0, 2.5, 8]"),
         (

@@ -155,7 +155,18 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["masked", "dropout", "window", "packed window", "streaming", "shuffled", "rolled"]
+    "op",
+    [
+        "masked",
+        "dropout",
+        "window",
+        "packed window",
+        "streaming",
+        "shuffled",
+        "rolled",
+        "rolled uneven",
+        "sharded",
+    ],
 )
 def test_the_other_ops(two_ranks: Pool, op: str) -> None:
     model = engine_jobs.EveryOp(op)
@@ -166,3 +177,20 @@ def test_the_other_ops(two_ranks: Pool, op: str) -> None:
         for name, parameter in model.named_parameters():
             assert parameter.grad.abs().max() > 1e-6
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+
+
+def test_a_named_layout_that_uneven_shards_cannot_have(two_ranks: Pool) -> None:
+    """Every rank is told alike, and nothing has been sent."""
+    first, second = two_ranks.run(engine_jobs.named_layout_of_uneven_shards)
+    assert first == second
+    assert "layout zigzag:7:2 gives the ranks [3, 4] tokens, but 7 tokens are cut into [4, 3]" in (
+        first
+    )
+
+
+def test_layout_ops_alone_are_cut(two_ranks: Pool) -> None:
+    x = torch.arange(2 * 24 * 3, dtype=torch.float64).view(2, 24, 3)
+    for plan, result, grad in two_ranks.run(engine_jobs.layout_ops_alone):
+        assert ["move_tokens", "3", "l", "/", "2"] in [row.split()[:5] for row in plan.splitlines()]
+        assert torch.equal(result, torch.roll(x, -3, 1))
+        assert torch.equal(grad, torch.roll(torch.cos(x), 3, 1))

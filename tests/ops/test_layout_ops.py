@@ -26,7 +26,10 @@ from customized_ops.ring_attention import (
     wrap_unshuffle_func,
 )
 from customized_ops.ring_attention.agreement import DisagreementError
+from customized_ops.ring_attention.arguments import ArgumentError
 from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.maybe_shuffle import shuffle_documents
+from customized_ops.ring_attention.token_moves import move_tokens
 
 LAYOUTS = {
     "contiguous": Layout.contiguous(16, 4),
@@ -384,6 +387,30 @@ def test_a_wrong_call_on_one_rank_stops_all() -> None:
             lambda x, c: wrap_maybe_shuffle(x, [[0, 8], [0, 4, 8]][c.rank], process_group=c),
             "cu_seqlens",
         ),
+        (lambda x, c: wrap_roll_func(x[: 4 - c.rank], 1, "contiguous", c, 0), "tokens"),
+        (lambda x, c: wrap_shuffle_func(x[: 4 - 4 * c.rank], "zigzag", c, 0), "tokens"),
+        (lambda x, c: wrap_unshard_func(x[: 4 - c.rank], "contiguous", c, 0), "tokens"),
+        (lambda x, c: wrap_shard_func(x[: 4 - 2 * c.rank], "contiguous", c, 0), "tokens"),
+        (
+            lambda x, c: wrap_shuffle_func(x.to([x.dtype, torch.int32][c.rank]), "zigzag", c, 0),
+            "dtype",
+        ),
+        (
+            lambda x, c: wrap_shuffle_func(x[:, None].expand(4, 2 + c.rank), "zigzag", c, 0),
+            "other dims",
+        ),
+        (
+            lambda x, c: wrap_maybe_shuffle(
+                x.to([x.dtype, torch.int32][c.rank]), [0, 8], process_group=c
+            ),
+            "dtype",
+        ),
+        (
+            lambda x, c: wrap_maybe_shuffle(
+                x[:, None].expand(4, 2 + c.rank), [0, 8], process_group=c
+            ),
+            "other dims",
+        ),
     ],
 )
 def test_ranks_that_disagree_are_told(call: Any, column: str) -> None:
@@ -392,3 +419,50 @@ def test_ranks_that_disagree_are_told(call: Any, column: str) -> None:
             call(torch.zeros(4), comm)
 
     run_ranks(2, body)
+
+
+def test_uneven_shards_that_an_engine_cut() -> None:
+    """A kind by name stands for it over the whole length, and "whole" for the contiguous shards."""
+    cut, x = Layout.contiguous(7, 2), whole(Layout.contiguous(7, 2), 1)
+
+    def of_rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        mine = cut.shard(x, comm.rank).clone().requires_grad_()
+        rolled = move_tokens(mine, "contiguous", "contiguous", -4, 1, comm.name, 7)
+        (gradient,) = torch.autograd.grad(rolled, mine, cut.shard(torch.cos(x), comm.rank))
+        sharded = move_tokens(mine.detach(), "whole", "contiguous", 0, 1, comm.name, 7)
+        return rolled.detach(), gradient, sharded
+
+    rolled, gradients, sharded = zip(*on_ranks(cut, of_rank), strict=True)
+    assert torch.equal(cut.unshard(rolled), torch.roll(x, -4, 1))
+    assert torch.equal(cut.unshard(gradients), torch.roll(torch.cos(x), 4, 1))
+    assert torch.equal(cut.unshard(sharded), x)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("contiguous", "zigzag"), ("zigzag", "zigzag"), ("whole", "zigzag")]
+)
+def test_shards_that_a_kind_by_name_would_change(source: str, target: str) -> None:
+    cut, x = Layout.contiguous(7, 2), whole(Layout.contiguous(7, 2), 1)
+
+    def of_rank(comm: Comm) -> str:
+        comm.start = None  # type: ignore[assignment]  # nothing may be sent
+        with pytest.raises(ArgumentError) as caught:
+            move_tokens(cut.shard(x, comm.rank), source, target, 0, 1, comm.name, 7)
+        return str(caught.value)
+
+    first, second = run_ranks(2, of_rank)
+    assert first == second
+    assert "zigzag:7:2 gives the ranks [3, 4] tokens, but 7 tokens are cut into [4, 3]" in first
+
+
+def test_documents_that_do_not_end_where_an_engine_cut() -> None:
+    def of_rank(comm: Comm) -> str:
+        comm.start = None  # type: ignore[assignment]  # nothing may be sent
+        x = torch.zeros(4 - comm.rank, 2)
+        with pytest.raises(ArgumentError) as caught:
+            shuffle_documents(x, torch.tensor([0, 8]), False, comm.name, 7)
+        return str(caught.value)
+
+    first, second = run_ranks(2, of_rank)
+    assert first == second
+    assert "wrap_maybe_shuffle: cu_seqlens ends at 8 but there are 7 tokens" in first

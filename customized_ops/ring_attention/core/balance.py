@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from .balance_exact import EXACT_VARIABLES, PRECISION, solve
+from .balance_splits import even_out
 from .balance_swaps import Search
 from .slices import K0, K1, Q0, Q1, Slices, normalise
 from .slices import areas as areas_of
@@ -29,10 +32,6 @@ NEED_UNITS = 64
 TOLERANCE = 0.01
 # The search begins with loads let loose by so much and ends within TOLERANCE.
 SLACKS = (0.5, 0.2, 0.1, 0.05, TOLERANCE)
-# Up to this many variables (chunks * ranks) a deal that is not yet even is solved exactly, ...
-EXACT_VARIABLES = 400
-# ... in at most so many branch-and-bound nodes.
-EXACT_NODES = 300
 # Pairs of slice and chunk worked on at a time.
 BATCH_ROWS = 1 << 20
 
@@ -122,14 +121,63 @@ def least_maximum(areas: Numbers, group_size: int) -> float:
     return bound
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """How even a deal is, and how even one can be.
+
+    Attributes:
+        largest: area of the rank that has most.
+        mean: over the ranks.
+        least: no deal with equal counts of chunks has a smaller ``largest``; proven.
+        within_one_percent: whether ``largest`` is at most 1.01 * ``mean``.
+        proven_best: whether ``largest`` is ``least``. If not, the deal may be the best all the
+            same, without proof.
+    """
+
+    largest: float
+    mean: float
+    least: float
+    within_one_percent: bool
+    proven_best: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether it is no use to look for a more even deal."""
+        return self.within_one_percent or self.proven_best
+
+
+def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
+    """What is known of a deal of chunks with such areas.
+
+    Args:
+        areas: number[n], 0 or more. rank_of: int64[n], as :func:`deal` returns it.
+    """
+    work = _whole(areas)
+    unit = float(np.sum(areas)) / int(work.sum()) if work.any() else 1.0
+    largest, mean = int(_loads(work, rank_of, group_size).max()), int(work.sum()) / group_size
+    least = least_maximum(work, group_size)
+    even = largest <= (1 + TOLERANCE) * mean
+    if not even and largest > least and len(work) * group_size <= EXACT_VARIABLES:
+        _, least = solve(work, group_size, least)
+    return Certificate(
+        largest=largest * unit,
+        mean=mean * unit,
+        least=least * unit,
+        within_one_percent=even,
+        proven_best=largest <= least * (1 + 2 * PRECISION),
+    )
+
+
 def deal_masks(
     weighted: Sequence[tuple[Slices, float]], total: int, chunk: int, group_size: int
-) -> Ints:
-    """:func:`deal` for the weighted sum of masks' work; int64[n] ranks of chunks of the sequence.
+) -> tuple[Ints, Certificate]:
+    """:func:`deal` for the weighted sum of masks' work.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
         chunk: tokens per chunk; the last chunk may be shorter.
+    Returns:
+        int64[n], ranks of chunks of the sequence; and how even that is.
     """
     heaviest = max(weight for _, weight in weighted)
     n = -(-total // chunk)
@@ -138,7 +186,9 @@ def deal_masks(
         own_areas, own_need = chunk_work(slices, total, chunk)
         areas += weight / heaviest * own_areas
         need += max(1, round(NEED_UNITS * weight / heaviest)) * own_need
-    return deal(areas, need, np.minimum(chunk, total - chunk * np.arange(n)), group_size)
+    tokens = np.minimum(chunk, total - chunk * np.arange(n))
+    rank_of = deal(areas, need, tokens, group_size)
+    return rank_of, certify(areas, rank_of, group_size)
 
 
 def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
@@ -146,7 +196,8 @@ def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
 
     - Every rank holds the same number of chunks, up to one.
     - The largest rank's area is within TOLERANCE of the mean if swapping chunks gets there. If not,
-      small deals (EXACT_VARIABLES) are solved to the optimum, within EXACT_NODES.
+      ranks' chunks are split anew two by two, and small deals (EXACT_VARIABLES) are solved to the
+      optimum, as far as EXACT_EFFORT goes. :func:`certify` says how good a deal is.
     - Among such deals one is sought that moves few keys.
 
     Two deals are begun, in sequence order (keeps neighbours together, so it suits windows and
@@ -178,13 +229,30 @@ def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
             search.gather(max(enough, (1 + slack) * mean))
         searches.append(search)
     best = min(searches, key=score)
-    if best.loads.max() > enough and n * group_size <= EXACT_VARIABLES:
-        exact = Search(work, need, _exact(work, best.rank_of[:n], group_size), group_size)
-        exact.gather(max(enough, float(exact.loads.max())))
-        best = min(best, exact, key=score)
+    if best.loads.max() > enough:
+        even = Search(work, need, _evened(work, best.rank_of[:n], group_size, enough), group_size)
+        even.gather(max(enough, float(even.loads.max())))
+        best = min(best, even, key=score)
     # Ranks are alike: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
+
+
+def _evened(work: Ints, rank_of: Ints, group_size: int, enough: float) -> Ints:
+    """``rank_of`` or a more even deal; the best there is if the solver gets that far."""
+    even = even_out(work, rank_of, group_size, enough)
+    largest = _loads(work, even, group_size).max()
+    if largest > enough and len(work) * group_size <= EXACT_VARIABLES:
+        exact, _ = solve(work, group_size, least_maximum(work, group_size))
+        if exact is not None and _loads(work, exact, group_size).max() < largest:
+            return exact
+    return even
+
+
+def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:
+    loads = np.zeros(group_size, dtype=np.int64)
+    np.add.at(loads, rank_of, work)
+    return loads
 
 
 def _whole(areas: Numbers) -> Ints:
@@ -208,41 +276,3 @@ def _largest_first(work: Ints, group_size: int) -> Ints:
         if room[rank]:
             heapq.heappush(ranks, (load + int(work[chunk]), rank))
     return rank_of
-
-
-def _exact(work: Ints, rank_of: Ints, group_size: int) -> Ints:
-    """The deal with the least largest load, or the best one found in EXACT_NODES; else ``rank_of``.
-
-    A mixed-integer program: x[i, r] says that rank r holds the i-th largest chunk, and the largest
-    load m is minimised. Ranks are alike, so the i-th largest chunk goes to one of the first i.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array, eye_array, hstack, kron
-
-    n = len(work)
-    order = np.argsort(-work, kind="stable")
-    size = work[order] / work.max()
-    # Columns are x[0, 0], x[0, 1], ..., x[n - 1, P - 1], m.
-    no_m = csr_array((n, 1)), csr_array((group_size, 1))
-    per_chunk = hstack([kron(eye_array(n), np.ones((1, group_size))), no_m[0]])
-    per_rank = hstack([kron(np.ones((1, n)), eye_array(group_size)), no_m[1]])
-    over_m = hstack([kron(size[None], eye_array(group_size)), -np.ones((group_size, 1))])
-    allowed = np.arange(group_size)[None, :] <= np.arange(n)[:, None]
-    least = least_maximum(work, group_size) / work.max()
-    objective = np.append(np.zeros(n * group_size), 1)
-    solved = milp(
-        objective,
-        integrality=1 - objective,
-        bounds=Bounds(objective * least, np.append(allowed.reshape(-1), np.inf)),
-        constraints=[
-            LinearConstraint(per_chunk, 1, 1),
-            LinearConstraint(per_rank, n // group_size, -(-n // group_size)),
-            LinearConstraint(over_m, -np.inf, 0),
-        ],
-        options={"node_limit": EXACT_NODES, "mip_rel_gap": 0},
-    )
-    if solved.x is None:
-        return rank_of
-    found = np.zeros(n, dtype=np.int64)
-    found[order] = solved.x[:-1].reshape(n, group_size).argmax(axis=1)
-    return found

@@ -10,6 +10,7 @@ every token is without asking anybody.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -26,6 +27,7 @@ from .layout_arguments import (
     integers,
     lengths,
     shorten,
+    uneven,
     weighted_masks,
     whole,
 )
@@ -157,10 +159,12 @@ class Layout:
     ) -> Layout:
         """Chunks dealt to ranks so that each rank's tokens attend the same number of pairs.
 
-        Every rank holds the same number of chunks, up to one; the largest rank's work is within 1%
-        of the mean where :func:`.balance.deal` finds such a deal; and among those it seeks one
-        where few keys cross ranks, which keeps documents together. A rank holds its chunks in the
-        order of the sequence.
+        Every rank holds the same number of chunks, up to one: attention's work follows the pairs,
+        but the rest of the model (its linear layers, its memory) follows the tokens. Within that
+        rule the largest rank's work is within 1% of the mean, or the least that can be, where
+        :func:`.balance.deal` finds such a deal; where it does not, or cannot prove it, a warning
+        gives the figures. Among those deals it seeks one where few keys cross ranks, which keeps
+        documents together. A rank holds its chunks in the order of the sequence.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
@@ -179,7 +183,9 @@ class Layout:
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)
         slices = [(each.slices, weight) for each, weight in weighted]
-        rank_of = balance.deal_masks(slices, total, chunk, group_size)
+        rank_of, certificate = balance.deal_masks(slices, total, chunk, group_size)
+        if not certificate.good:
+            warnings.warn(uneven(certificate, chunk), stacklevel=2)
         return Layout.from_chunks(total, group_size, chunk, rank_of)
 
     @staticmethod
@@ -231,7 +237,7 @@ class Layout:
             raise LayoutError("Layout.from_ranges: ranges must be one sequence a rank, got none")
         parts = []
         for rank, own in enumerate(ranges):
-            pairs = integers(own) if len(own) else np.zeros((0, 2), dtype=np.int64)
+            pairs = integers(own, width=2) if len(own) else np.zeros((0, 2), dtype=np.int64)
             if pairs is None or pairs.shape != (len(own), 2):
                 raise LayoutError(
                     f"Layout.from_ranges: ranges[{rank}] must be (start, stop) pairs of ints, "
@@ -241,7 +247,7 @@ class Layout:
         return Layout(np.concatenate(parts), len(ranges))
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=64)  # a layout may take megabytes
     def parse(spec: str) -> Layout:
         """The layout whose :attr:`spec` this is; the same object each time.
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import mask_arguments
+from .balance import Certificate
 from .mask import AttnMask
 
 Ints = npt.NDArray[np.int64]
@@ -37,30 +39,39 @@ def whole(what: str, value: int, least: int) -> int:
     return operator.index(value)
 
 
-def integers(values: object) -> Ints | None:
-    """``values`` as an int64 array, or None if they are not integers."""
+def integers(values: object, width: int | None = None) -> Ints | None:
+    """``values`` as int64[n] or int64[n, width], or None if they are something else."""
     try:
-        array = np.asarray(values)
-    except ValueError:  # rows of different lengths
+        return mask_arguments.integers("", values, width)
+    except mask_arguments.MaskError:
         return None
-    return array.astype(np.int64) if array.dtype.kind in "iu" or array.size == 0 else None
 
 
 def cumulative(cu_seqlens: object, total: int) -> Ints:
     """``cu_seqlens`` of :meth:`Layout.zigzag` as an array, checked."""
+    name = "cu_seqlens"
     starts = integers(cu_seqlens)
-    if (
-        starts is None
-        or starts.ndim != 1
-        or len(starts) == 0
-        or (starts[0], starts[-1]) != (0, total)
-        or (np.diff(starts) < 0).any()
-    ):
+    if starts is None or len(starts) == 0 or (starts[0], starts[-1]) != (0, total):
         raise LayoutError(
-            f"Layout.zigzag: cu_seqlens must go from 0 to total, {total}, without falling, "
+            f"Layout.zigzag: {name} must be integers from 0 to total, {total}, "
             f"got {shorten(str(cu_seqlens))}"
         )
+    for before in np.flatnonzero(np.diff(starts) < 0).tolist():
+        raise LayoutError(
+            f"Layout.zigzag: {name}[{before + 1}] = {starts[before + 1]} is below "
+            f"{name}[{before}] = {starts[before]}; cumulative lengths never fall"
+        )
     return starts
+
+
+def uneven(certificate: Certificate, chunk: int) -> str:
+    """What :meth:`Layout.balanced` says of a deal that may not be the best."""
+    excess = certificate.largest / certificate.mean - 1
+    return (
+        f"Layout.balanced: the rank with the most work computes {certificate.largest:.6g} pairs, "
+        f"{excess:.1%} above the mean of {certificate.mean:.6g}; equal numbers of chunks of "
+        f"{chunk} tokens need at least {certificate.least:.6g}. A smaller chunk= evens out better"
+    )
 
 
 def weighted_masks(mask: object) -> list[tuple[AttnMask, float]]:

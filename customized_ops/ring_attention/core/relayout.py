@@ -14,7 +14,7 @@ from .intervals import Table, spread, touched
 from .layout import Layout
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def relayout(source: Layout, target: Layout, shift: int, rank: int) -> Exchange:
     """``rank``'s side of moving tokens from ``source`` to ``target``.
 
@@ -24,7 +24,7 @@ def relayout(source: Layout, target: Layout, shift: int, rank: int) -> Exchange:
     return wanted_exchange(_rolled(target.pieces, shift, target.total), source, rank)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def gather(source: Layout, rank: int) -> Exchange:
     """``rank``'s side of every rank getting all tokens, in order."""
     ranks = np.arange(source.group_size)
