@@ -175,7 +175,8 @@ def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Table, npt.NDAr
     kernels' tiles, and finer where a cell would hold an area above ``most``; with areas."""
     pieces = layout.pieces
     grid = np.arange(0, layout.total, 128)
-    bounds = np.unique(np.concatenate([grid, pieces[:, 1], pieces[:, 2]]))
+    bounds = np.sort(np.concatenate([grid, pieces[:, 1], [layout.total]]), kind="stable")
+    bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
     area = _area_per_cell(slices, bounds)
     parts = np.minimum(np.ceil(area / most), np.diff(bounds)).astype(np.int64).clip(1)
     if (parts > 1).any():
