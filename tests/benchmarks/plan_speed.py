@@ -70,11 +70,32 @@ def best_of(runs: int, function: Callable[[], object]) -> float:
     return min(times)
 
 
-def measure(ranks: int, documents: int, runs: int = 5) -> tuple[float, float, float]:
-    """(make_plan, plan.rank, make_plan again) in seconds, each the best of ``runs``."""
-    layout = Layout.contiguous(TOKENS, ranks)
+def contiguous(mask: AttnMask, ranks: int) -> Layout:
+    """The layout of the first table."""
+    return Layout.contiguous(TOKENS, ranks)
 
+
+# Of the second table: those whose many pieces cost time.
+LAYOUTS: dict[str, Callable[[AttnMask, int], Layout]] = {
+    "contiguous": contiguous,
+    "zigzag": lambda mask, ranks: Layout.zigzag(TOKENS, ranks),
+    "zigzag by documents": lambda mask, ranks: Layout.zigzag(
+        TOKENS, ranks, [*mask.slices[:, 0].tolist(), TOKENS]
+    ),
+    "striped by 128": lambda mask, ranks: Layout.striped(TOKENS, ranks, 128),
+    "balanced": lambda mask, ranks: Layout.balanced(mask, ranks),
+}
+
+
+def measure(
+    ranks: int,
+    documents: int,
+    runs: int = 5,
+    lay: Callable[[AttnMask, int], Layout] = contiguous,
+) -> tuple[float, float, float]:
+    """(make_plan, plan.rank, make_plan again) in seconds, each the best of ``runs``."""
     mask = packed_documents(documents)
+    layout = lay(mask, ranks)
 
     def fresh() -> Plan:
         plan_module._make_plan.cache_clear()
@@ -113,6 +134,11 @@ def main() -> None:
     for name, seconds in (("plan", plans), ("rank", parts)):
         by_ranks, by_documents = (exponent(seconds, axis) for axis in (0, 1))
         print(f"{name} grows as ranks ** {by_ranks:.2f} and documents ** {by_documents:.2f}")
+    print(f"\n{'64 ranks, 256 documents':<24} {'pieces':>9} {'plan ms':>9} {'rank ms':>9}")
+    for name, lay in LAYOUTS.items():
+        made, part, _ = measure(64, 256, lay=lay)
+        pieces = len(lay(packed_documents(256), 64).pieces)
+        print(f"{name:<24} {pieces:>9} {1e3 * made:>9.3f} {1e3 * part:>9.3f}")
 
 
 if __name__ == "__main__":
