@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,17 +49,21 @@ def _from_bytes(slices: bytes, q_len: int, k_len: int) -> AttnMask:
     return AttnMask._from_bytes(slices, q_len, k_len)
 
 
-_tensors: WeakKeyDictionary[AttnMask, Tensor] = WeakKeyDictionary()
+_tensors: dict[bytes, Tensor] = {}
 
 
 @torch.compiler.assume_constant_result
-def _as_tensor(mask: AttnMask) -> Tensor:
-    # Kept for the next call, but for one that stands in a graph being traced.
-    known = _tensors.get(mask)
+def _as_tensor(slices: bytes) -> Tensor:
+    """The slices of a mask, int64[n, 6]: from bytes, which torch.compile takes for a constant."""
+    known = _tensors.get(slices)
     if known is None:
-        known = torch.from_numpy(mask.slices.copy())
+        table = np.frombuffer(slices, dtype=np.int64).reshape(-1, 6)
+        known = torch.from_numpy(table.copy())
+        # Kept for the next call, but for one that stands in a graph being traced.
         if not isinstance(known, FakeTensor):
-            _tensors[mask] = known
+            if len(_tensors) == 64:
+                del _tensors[next(iter(_tensors))]
+            _tensors[slices] = known
     return known
 
 
@@ -148,7 +152,7 @@ def wrap_masked_attn_func(
                 f"{TITLE}: mask must be an AttnMask, such as AttnMask.causal(l), got {mask!r}"
             )
         numbers = {"q_len": mask.q_len, "k_len": mask.k_len}
-        return {"mask_slices": _as_tensor(mask)}, numbers
+        return {"mask_slices": _as_tensor(mask.key[2])}, numbers
 
     options = Options(
         softmax_scale=softmax_scale,

@@ -129,7 +129,10 @@ def test_draws(capsys, tmp_path):
         ("--mask varlen --documents 2 --cu-seqlens 0,1K", "needs one of --documents"),
         ("--mask varlen --documents 0", "--documents must be from 1 to 1024, got 0"),
         ("--mask varlen --cu-seqlens 0,5", "--cu-seqlens ends at 5, --tokens is 1024"),
-        ("--mask varlen --cu-seqlens 0,2K,1K", "cu_seqlens_q must be cumulative"),
+        (
+            "--mask varlen --cu-seqlens 0,2K,1K",
+            "cu_seqlens_q[2] = 1024 is below cu_seqlens_q[1] = 2048",
+        ),
         ("--mask varlen --documents-file nowhere.csv", "nowhere.csv"),
         ("--documents 3", "--documents is for --mask varlen, not --mask causal"),
         ("--layout nonsense", "--layout is contiguous, zigzag"),
