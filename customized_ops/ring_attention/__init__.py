@@ -3,9 +3,13 @@
 Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 """
 
+from .agreement import DisagreementError
+from .arguments import ArgumentError
+from .core.groups import GroupError
 from .core.inprocess import run_ranks
-from .core.layout import Layout
-from .core.mask import AttnMask
+from .core.kernels import KernelError
+from .core.layout import Layout, LayoutError
+from .core.mask import AttnMask, MaskError
 from .core.plan import Plan, make_plan
 from .layout_ops import (
     wrap_roll_func,
@@ -23,8 +27,14 @@ from .streaming_attn import wrap_streaming_attn_func
 from .zigzag_attn import wrap_zigzag_attn_func
 
 __all__ = [
+    "ArgumentError",
     "AttnMask",
+    "DisagreementError",
+    "GroupError",
+    "KernelError",
     "Layout",
+    "LayoutError",
+    "MaskError",
     "Plan",
     "make_plan",
     "run_ranks",
