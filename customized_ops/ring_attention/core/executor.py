@@ -10,7 +10,7 @@ Forward                                      Backward, the same plan reversed
 
 A rank computes its share of the heads only, where the plan splits them.
 Kept between the two: q, k, v, out and lse of the rank's own tokens, nothing that was received.
-Sums over stages and ranks are fp32 (fp64 for fp64 inputs).
+Sums over stages and ranks are fp32 (fp64 for fp64 inputs); a guest row's out travels in q's dtype.
 """
 
 from __future__ import annotations
