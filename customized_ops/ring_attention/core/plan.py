@@ -235,8 +235,8 @@ def make_plan(
         assignment: who computes what. ``"owner"``: the holder of a row computes it, and keys move;
             ``"balanced"``: as owner, but ranks with too much work give rows away; ``"nearest"``: as
             balanced, but rows move to the keys where that moves fewer bytes; ``"zigzag"``: as if q
-            were laid out zigzag. ``"auto"`` takes the first three and keeps what ``costs``
-            says is fastest.
+            were laid out zigzag. ``"auto"`` tries the first three: of those that ``costs`` says
+            are the fastest, within a twentieth, the one that moves least, and of those the first.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, the next step's keys
             arriving meanwhile. None chooses: 0 up to 16,384 keys and 1 beyond, which is what two
