@@ -4,19 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 from .engines.config import ComputeConfig
 from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
+from .parallel import parallelize
 from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
 from .rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 if TYPE_CHECKING:
-    from .engines.torch import ParallelModule, parallelize
+    from .engines.torch import ParallelModule
 
 
 def __getattr__(name: str) -> Any:
     """The embedded engine is imported on first use: it needs DTensor and scipy, ops do not."""
-    if name in ("parallelize", "ParallelModule"):
-        from .engines import torch as engine
+    if name == "ParallelModule":
+        from .engines.torch import ParallelModule
 
-        return getattr(engine, name)
+        return ParallelModule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

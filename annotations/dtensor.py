@@ -60,11 +60,9 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     grads, saved = (args[:n], args[n + len(names) :]) if backward else ((), ())
     inputs = args[n : n + len(names)] if backward else args
     arguments = record.arguments(inputs, {})
-    bound = record.bind(arguments)
     mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
-    splits = splits_of(record, bound, arguments, mesh)
-    sites = _sites(record, bound, mesh, splits)
-    for site in sites:
+    bound, splits = _allowed(record, arguments, mesh)
+    for site in _sites(bound, mesh, splits):
         arguments.update(record.rule.arguments(record.title, site))
 
     n_annotated = len(bound.annotation.inputs)
@@ -93,6 +91,28 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
         value = arguments[name]
         wholes.append(tuple(value.shape) if isinstance(value, Tensor) else None)
     return _wrap(outputs, mesh, places, wholes)
+
+
+def _allowed(
+    record: OpRecord, arguments: dict[str, Any], mesh: DeviceMesh
+) -> tuple[BoundAnnotation, list[Split | None]]:
+    """The first alternative that allows how the inputs lie, and the split of each mesh axis.
+
+    Raises:
+        PartitionError: none does; says why the first does not.
+    """
+    refused: list[PartitionError] = []
+    for bound in record.bindings(arguments):
+        try:
+            splits = splits_of(record, bound, arguments, mesh)
+            for axis, split in enumerate(splits):
+                if split is not None:
+                    check_parts(bound, split, mesh.size(axis))
+        except PartitionError as error:
+            refused.append(error)
+        else:
+            return bound, splits
+    raise refused[0]
 
 
 def splits_of(
@@ -126,18 +146,18 @@ def splits_of(
     return splits
 
 
-def _sites(
-    record: OpRecord, bound: BoundAnnotation, mesh: DeviceMesh, splits: list[Split | None]
-) -> list[SplitSite]:
-    sites = []
-    for axis, split in enumerate(splits):
-        if split is None:
-            continue
-        parts = mesh.size(axis)
-        check_parts(bound, split, parts)
-        group = mesh.get_group(axis).group_name
-        sites.append(SplitSite(split.identifier, bound.sizes[split.identifier], parts, group))
-    return sites
+def _sites(bound: BoundAnnotation, mesh: DeviceMesh, splits: list[Split | None]) -> list[SplitSite]:
+    return [
+        SplitSite(
+            split.identifier,
+            bound.sizes[split.identifier],
+            mesh.size(axis),
+            mesh.get_group(axis).group_name,
+            index=mesh.get_local_rank(axis),
+        )
+        for axis, split in enumerate(splits)
+        if split is not None
+    ]
 
 
 def _placements(splits: list[Split | None], index: int, side: str) -> list[Placement]:

@@ -71,10 +71,11 @@ def define(
         differentiable=differentiable,
         n_outputs=n_outputs,
         saves_results=backward is not None,
+        fake=fake,
         forward=getattr(ops, op_name).default,
         backward=getattr(ops, f"{op_name}_backward").default,
     )
-    _implement(lib, record, function, fake, backward or _derived_backward(function, record))
+    _implement(lib, record, function, backward or _derived_backward(function, record))
     _differentiate(record)
     return record
 
@@ -89,7 +90,6 @@ def _implement(
     lib: torch.library.Library,
     record: OpRecord,
     function: Callable[..., Any],
-    fake: Callable[..., Any] | None,
     backward: Callable[..., Any],
 ) -> None:
     op_name = record.name.split("::")[1]
@@ -97,20 +97,12 @@ def _implement(
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = record.arguments(args, kwargs)
         bound = record.bind(arguments)
-        results = _own(_as_tuple(function(**arguments)), arguments.values(), fake is None)
+        results = _own(_as_tuple(function(**arguments)), arguments.values(), record.fake is None)
         _check_results(record, bound, results)
         return results if record.n_outputs > 1 else results[0]
 
     def fake_forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = record.arguments(args, kwargs)
-        shapes = record.bind(arguments).output_shapes()
-        if fake is not None:
-            return fake(**arguments)
-        if None in shapes:
-            problem = f"the shape of output {shapes.index(None)} is '?': register_op needs fake="
-            raise AnnotationError(problem, op=record.title)
-        like = next(value for value in arguments.values() if isinstance(value, Tensor))
-        results = tuple(like.new_empty(shape) for shape in shapes if shape is not None)
+        results = record.empty_results(record.arguments(args, kwargs))
         return results if record.n_outputs > 1 else results[0]
 
     def fake_backward(*args: Any) -> Any:

@@ -22,11 +22,16 @@ import torch
 from torch import Tensor
 
 from .binding import BoundAnnotation, bind
+from .errors import AnnotationError
 from .rules import PartitionRule
 
-AnnotationLike = str | Callable[..., str]
+# Several strings are alternatives: the first is preferred, the others stand for splits that it
+# cannot be cut into.
+Texts = str | tuple[str, ...]
+AnnotationLike = Texts | Callable[..., Texts]
 
 _OPS: dict[Any, OpRecord] = {}
+_CALLABLE: list[AnnotatedOp] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +41,13 @@ class OpRecord:
     Attributes:
         name: ``namespace::op``, as torch.ops knows it.
         title: what errors and plans call it; the public function's name where there is one.
-        annotation: the string, or what makes it from the op's arguments.
+        annotation: the string or the alternatives, or what makes them from the op's arguments.
         rule: partition behaviour.
         signature: of the forward function.
         differentiable: names of the arguments that get gradients.
         n_outputs: number of tensors that the forward returns.
         saves_results: whether the backward op is given the forward's results.
+        fake: results without data from the arguments; None where the annotation tells them.
         forward, backward: the two ``torch.library`` ops.
     """
 
@@ -53,6 +59,7 @@ class OpRecord:
     differentiable: tuple[str, ...]
     n_outputs: int
     saves_results: bool
+    fake: Callable[..., Any] | None
     forward: Any
     backward: Any
 
@@ -63,14 +70,43 @@ class OpRecord:
         return dict(bound.arguments)
 
     def bind(self, arguments: Mapping[str, Any]) -> BoundAnnotation:
-        """The annotation over a call's shapes.
+        """The annotation over a call's shapes: the first, of alternatives.
 
         Raises:
             BindingError: the shapes do not fit the annotation.
         """
-        text = self.annotation
-        if not isinstance(text, str):
-            text = text(**arguments)
+        return self._bind(self._texts(arguments)[0], arguments)
+
+    def bindings(self, arguments: Mapping[str, Any]) -> tuple[BoundAnnotation, ...]:
+        """All alternatives over a call's shapes, the preferred first.
+
+        Raises:
+            BindingError: the shapes do not fit one of them.
+        """
+        return tuple(self._bind(text, arguments) for text in self._texts(arguments))
+
+    def empty_results(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Tensors as the forward returns, with no values, on the device of the first argument.
+
+        Raises:
+            BindingError: the shapes do not fit the annotation.
+            AnnotationError: the annotation leaves a shape open and there is no ``fake``.
+        """
+        shapes = self.bind(arguments).output_shapes()
+        if self.fake is not None:
+            results = self.fake(**arguments)
+            return (results,) if isinstance(results, Tensor) else tuple(results)
+        if None in shapes:
+            problem = f"the shape of output {shapes.index(None)} is '?': register_op needs fake="
+            raise AnnotationError(problem, op=self.title)
+        like = next(value for value in arguments.values() if isinstance(value, Tensor))
+        return tuple(like.new_empty(shape) for shape in shapes if shape is not None)
+
+    def _texts(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        given = self.annotation
+        return as_texts(given(**arguments) if callable(given) else given)
+
+    def _bind(self, text: str, arguments: Mapping[str, Any]) -> BoundAnnotation:
         names = tuple(self.signature.parameters)
         shapes = tuple(
             tuple(value.shape) if isinstance(value := arguments[name], Tensor) else None
@@ -79,6 +115,11 @@ class OpRecord:
         # Symbolic sizes, under torch.compile(dynamic=True), have no hash.
         once = bind if _symbolic(shapes) else _bind
         return once(text, self.title, names[: len(shapes)], shapes)
+
+
+def as_texts(annotation: Texts) -> tuple[str, ...]:
+    """The alternatives of an annotation, the preferred first."""
+    return (annotation,) if isinstance(annotation, str) else annotation
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,6 +165,11 @@ def registered_ops() -> dict[str, OpRecord]:
     return {record.name: record for record in _OPS.values()}
 
 
+def annotated_ops() -> tuple[AnnotatedOp, ...]:
+    """All registered ops as they are called, in order of registration."""
+    return tuple(_CALLABLE)
+
+
 def register_op(
     annotation: AnnotationLike,
     *,
@@ -138,7 +184,9 @@ def register_op(
 
     Args:
         annotation: e.g. ``"m k+, k+ n -> m n"``, one entry per leading argument; or a function from
-            the op's arguments to the string.
+            the op's arguments to the string. A tuple of strings are alternatives: later ones allow
+            splits that the first cannot be cut into. The first must fit every call, also on parts:
+            where an op is told that it has a part, its arguments choose the string.
         name: ``namespace::op``; by default ``seqshard::<function's name>``.
         title: what errors call the op; by default the function's name.
         rule: partition behaviour beyond the annotation; by default no split communicates inside.
@@ -154,7 +202,7 @@ def register_op(
     Raises:
         ValueError: the op's name is taken or not ``namespace::op``, an argument is keyword-only, or
             ``differentiable`` names what is no argument.
-        AnnotationSyntaxError: ``annotation`` is a string that does not parse.
+        AnnotationSyntaxError: ``annotation`` does not parse.
 
     Example:
         >>> import torch
@@ -166,8 +214,9 @@ def register_op(
         tensor([[0., 1., 2.],
                 [0., 1., 2.]])
     """
-    if isinstance(annotation, str):
-        _n_inputs(annotation)
+    if not callable(annotation):
+        for text in as_texts(annotation):
+            _n_inputs(text)
 
     def decorate(function: Callable[..., Any]) -> AnnotatedOp:
         from . import dtensor
@@ -193,7 +242,9 @@ def register_op(
         _OPS[record.forward] = record
         dtensor.install(record)
 
-        return AnnotatedOp(record, function)
+        op = AnnotatedOp(record, function)
+        _CALLABLE.append(op)
+        return op
 
     return decorate
 

@@ -26,12 +26,16 @@ class SplitSite:
         parts: number of ranks it is cut over; rank r gets ceil(size / parts) of it, as DTensor's
             ``Shard`` cuts, so the last ranks may get less.
         group: name of the process group of these ranks, ``""`` if there is none.
+        index: which of the parts this rank holds; 0 where costs are asked for.
+        ranks: global ranks of the parts in order, where an engine knows them.
     """
 
     identifier: str
     size: int
     parts: int
     group: str
+    index: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,15 @@ class PartitionRule:
 
     Attributes:
         communicates: identifiers whose split communicates inside the op.
+        told: identifiers whose split does not, but of which the op must know what part a rank
+            holds: from the site to those op arguments, by name.
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments, or None where moving its bytes is what takes the time.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
     flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
+    told: Mapping[str, Callable[[SplitSite], Mapping[str, Any]]] = field(default_factory=dict)
 
     def arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
         """Op arguments to replace when ``site`` is how the op is split.
@@ -84,7 +91,11 @@ class PartitionRule:
         Raises:
             PartitionError: the split communicates and the site has no group.
         """
-        if site.identifier not in self.communicates or site.parts == 1:
+        if site.parts == 1:
+            return {}
+        if site.identifier in self.told:
+            return self.told[site.identifier](site)
+        if site.identifier not in self.communicates:
             return {}
         if not site.group:
             raise PartitionError(

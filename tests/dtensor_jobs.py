@@ -19,6 +19,7 @@ from torch.distributed.tensor import (
 )
 
 from annotations import register_op
+from annotations.rules import PartitionRule, SplitSite
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 
 # Where each tensor lies, one letter or digit a mesh axis: "0", "R", "1R"; "-" is a plain tensor.
@@ -44,7 +45,30 @@ def column_max(x: Tensor, scale: Tensor) -> Tensor:
     return x.amax(0) * scale
 
 
-OPS: dict[str, Callable[..., Any]] = {"matmul": matmul, "two": two, "column_max": column_max}
+def _part(site: SplitSite) -> dict[str, int]:
+    return {"part": site.index, "parts": site.parts, "columns": site.size}
+
+
+@register_op(
+    lambda x, w, part, parts, columns: (
+        "l h, g^ -> l h" if columns else ("l (g 3), g -> l (g 3)", "l h, g^ -> l h")
+    ),
+    name="dtensortest::scale_groups",
+    rule=PartitionRule(told={"h": _part}),
+)
+def scale_groups(x: Tensor, w: Tensor, part: int = 0, parts: int = 1, columns: int = 0) -> Tensor:
+    """Three columns of x to each entry of w; or any columns, if the op is told which."""
+    columns = columns or x.shape[1]
+    first = part * -(-columns // parts)
+    return x * w.repeat_interleave(columns // len(w))[first : first + x.shape[1]]
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "matmul": matmul,
+    "two": two,
+    "column_max": column_max,
+    "scale_groups": scale_groups,
+}
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 

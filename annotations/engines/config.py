@@ -6,8 +6,9 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-# Fields that the embedded engine acts on; of nnscaler's others only the defaults are accepted.
-_SUPPORTED = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb")
+# Fields that the embedded engine acts on, and one that says how nnscaler runs functions while
+# tracing, where the embedded engine runs none. Of the others only the defaults are accepted.
+_EMBEDDED = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,14 @@ class ComputeConfig:
         runtime_ngpus: all ranks, a multiple of ``plan_ngpus``; None reads ``WORLD_SIZE``. The model
             is copied ``runtime_ngpus / plan_ngpus`` times, each copy with its own batch
             (data parallelism outside the plan).
-        reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25.
+        reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25 (with nnscaler:
+            25 for its asynchronous reducer, else no limit).
+
+    The other fields are nnscaler's, and act only there: the embedded engine refuses a value that is
+    not the default (``trace_strategy`` apart, which is about tracing with nnscaler).
 
     Raises:
         ValueError: counts that are not positive or do not divide.
-        NotImplementedError: another field is not at its default; names it.
     """
 
     plan_ngpus: int
@@ -59,13 +63,6 @@ class ComputeConfig:
             raise ValueError(
                 f"ComputeConfig: reducer_bucket_cap_mb must not be negative, got {cap}"
             )
-        for item in fields(self):
-            value = getattr(self, item.name)
-            default = {} if item.default is MISSING else item.default
-            if item.name not in _SUPPORTED and value != default:
-                raise NotImplementedError(
-                    f"ComputeConfig: {item.name}={value!r} is not supported yet"
-                )
 
     @property
     def ranks(self) -> int:
@@ -77,3 +74,41 @@ class ComputeConfig:
     def num_scale_units(self) -> int:
         """Copies of the model, each over ``plan_ngpus`` ranks."""
         return self.ranks // self.plan_ngpus
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The fields of a config, of either kind, that are not at their defaults."""
+    found = {}
+    for item in fields(config):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if getattr(config, item.name) != default:
+            found[item.name] = getattr(config, item.name)
+    return found
+
+
+def as_own(config: Any) -> ComputeConfig:
+    """This package's form of a config of either kind.
+
+    Raises:
+        NotImplementedError: nnscaler's has a field that this package does not know, and it is set.
+    """
+    if isinstance(config, ComputeConfig):
+        return config
+    known = {item.name for item in fields(ComputeConfig)}
+    for name, value in changed(config).items():
+        if name not in known:
+            raise NotImplementedError(f"ComputeConfig: {name}={value!r} is not known here")
+    return ComputeConfig(**{name: getattr(config, name) for name in known})
+
+
+def check_embedded(config: ComputeConfig) -> None:
+    """Refuse what the embedded engine would leave undone.
+
+    Raises:
+        NotImplementedError: a field that only nnscaler acts on is set; names it.
+    """
+    for name, value in changed(config).items():
+        if name not in _EMBEDDED:
+            raise NotImplementedError(
+                f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
+            )

@@ -3,9 +3,11 @@
 Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 """
 
+from annotations.groups import GroupError
+
+from . import public_calls as public_calls  # declares the functions below to engines
 from .agreement import DisagreementError
 from .arguments import ArgumentError
-from .core.groups import GroupError
 from .core.inprocess import run_ranks
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError

@@ -71,12 +71,12 @@ def _backward(
     name="seqshard::shuffle_documents",
     title="wrap_maybe_shuffle",
     rule=MOVES_TOKENS,
-    differentiable=("x",),
-    fake=lambda x, **_: x.new_empty(x.shape),
+    differentiable=("hidden_states",),
+    fake=lambda hidden_states, **_: hidden_states.new_empty(hidden_states.shape),
     backward=_backward,
 )
 def shuffle_documents(
-    x: Tensor, cu_seqlens: Tensor, back: bool, group: str, total: int = UNKNOWN
+    hidden_states: Tensor, cu_seqlens: Tensor, back: bool, group: str, total: int = UNKNOWN
 ) -> Tensor:
     """The op in a graph: to the zigzag layout of each document, or back.
 
@@ -84,7 +84,8 @@ def shuffle_documents(
         total: tokens over all ranks where an engine has cut the sequence.
     """
     comm = comm_by_name(group)
-    (moved,) = comm.fetch(_exchange(x, cu_seqlens, back, comm, total), [x], [TOKENS]).wait()
+    exchange = _exchange(hidden_states, cu_seqlens, back, comm, total)
+    (moved,) = comm.fetch(exchange, [hidden_states], [TOKENS]).wait()
     return moved
 
 

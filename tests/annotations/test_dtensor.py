@@ -33,6 +33,8 @@ def wanted(name: str, shapes: Any) -> list[torch.Tensor]:
             results = [leaves[0] * 2 + sum(leaves[2:]), leaves[0].sum(1)[:, None] * leaves[1]]
         case "column_max":
             results = [leaves[0].amax(0) * leaves[1]]
+        case "scale_groups":
+            results = [leaves[0] * leaves[1].repeat_interleave(3)]
     return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, douts)]
 
 
@@ -94,6 +96,29 @@ def test_a_result_that_the_annotation_leaves_open(two_ranks: Pool) -> None:
     shapes = ((4, 6), (1,))
     replies = two_ranks.run(dtensor_jobs.user_op, "column_max", shapes, ["R", "R"])
     check(replies, "R R R", wanted("column_max", shapes))
+
+
+@pytest.mark.parametrize(
+    ("groups", "places", "lie"),
+    [
+        (4, ["1", "R"], "1 1 0"),  # the first alternative: w is brought
+        (4, ["1", "0"], "1 1 0"),
+        (4, ["0", "R"], "0 0 P"),
+        (3, ["1", "R"], "1 1 P"),  # the second: whole groups cannot be dealt out
+        (1, ["1", "R"], "1 1 P"),
+    ],
+)
+def test_alternatives(two_ranks: Pool, groups: int, places: list[str], lie: str) -> None:
+    shapes = ((4, 3 * groups), (groups,))
+    replies = two_ranks.run(dtensor_jobs.user_op, "scale_groups", shapes, places)
+    check(replies, lie, wanted("scale_groups", shapes))
+
+
+def test_alternatives_on_two_axes(four_ranks: Pool) -> None:
+    shapes = ((4, 9), (3,))
+    for places, lie in ((["01", "RR"], "01 01 PP"), (["10", "RR"], "10 10 PP")):
+        replies = four_ranks.run(dtensor_jobs.user_op, "scale_groups", shapes, places, (2, 2))
+        check(replies, lie, wanted("scale_groups", shapes))
 
 
 def test_user_op_on_two_axes(four_ranks: Pool) -> None:
@@ -205,6 +230,12 @@ PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
             "w is cut on dim 0 ('k'), x is cut on dim 0 ('m')",
         ),
         (("attention", Case("ring", 8, heads=(6, 3)), ["2", "2", "2"]), TORN),
+        (
+            ("user_op", "scale_groups", ((4, 9), (3,)), ["1", "0"]),
+            "PartitionError: scale_groups: 'g' = 3 cannot be cut over 2 ranks\n"
+            "  l (g 3), g -> l (g 3)\n"
+            "  it is part of an inner dim, so the number of ranks must divide it",
+        ),
     ],
 )
 def test_errors(two_ranks: Pool, job: Any, said: str) -> None:

@@ -479,6 +479,26 @@ def test_record_binds_a_call() -> None:
         assert turned.bind(arguments).output_shapes() == (shape,)
 
 
+def test_alternatives_are_bound_in_order() -> None:
+    @register_op(
+        lambda x, wide: ("(a 2) -> (a 2)", "b -> b") if wide else "c -> c",
+        name="registrytest::alternatives",
+    )
+    def alternatives(x: Tensor, wide: bool) -> Tensor:
+        return x * 2
+
+    record = alternatives.record
+    for wide, sizes in ((True, [{"a": 3}, {"b": 6}]), (False, [{"c": 6}])):
+        arguments = record.arguments((torch.ones(6), wide), {})
+        assert [bound.sizes for bound in record.bindings(arguments)] == sizes
+        assert record.bind(arguments) is record.bindings(arguments)[0]
+
+
+def test_an_alternative_that_does_not_parse() -> None:
+    with pytest.raises(AnnotationSyntaxError, match="the annotation has no '->'"):
+        register_op(("a -> a", "b, b"))
+
+
 RULE = PartitionRule(
     {
         "l": Communicates(
@@ -497,6 +517,15 @@ def test_rule_passes_the_group_on() -> None:
 def test_rule_leaves_an_op_alone_where_nothing_communicates() -> None:
     assert RULE.arguments("op", SplitSite("b", 10, 4, "")) == {}
     assert RULE.arguments("op", SplitSite("l", 10, 1, "")) == {}
+
+
+def test_rule_tells_which_part() -> None:
+    rule = PartitionRule(told={"h": lambda site: {"part": site.index, "ranks": site.ranks}})
+    assert rule.arguments("op", SplitSite("h", 10, 4, "", 3, (1, 3))) == {
+        "part": 3,
+        "ranks": (1, 3),
+    }
+    assert rule.arguments("op", SplitSite("h", 10, 1, "")) == {}
 
 
 def test_rule_without_a_group() -> None:

@@ -26,8 +26,11 @@ def test_wrong_counts(plan: int, runtime: int) -> None:
 
 @pytest.mark.parametrize("name", ["use_zero", "use_end2end", "inference_only", "pas_config"])
 def test_fields_for_later_are_named(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"ComputeConfig: {name}="):
-        ComputeConfig(1, 1, **{name: True})
+    module, config = torch.nn.Linear(3, 3), ComputeConfig(1, 1, **{name: True})
+    with pytest.raises(
+        NotImplementedError, match=f"ComputeConfig: {name}=True is not supported by"
+    ):
+        parallelize(module, {"input": torch.zeros(2, 3)}, "cp", config, engine="torch")
 
 
 def test_keywords_of_nnscaler_are_refused_by_name_unless_default() -> None:

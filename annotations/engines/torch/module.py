@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from ..config import ComputeConfig
+from ..config import ComputeConfig, check_embedded
 from . import policies
 from .capture import Captured, capture
 from .cost import Rates
@@ -249,7 +249,7 @@ def parallelize(
     module_dtype: torch.dtype | None = None,
     **nnscaler_only: Any,
 ) -> ParallelModule:
-    """Cut a single-device module over ranks. Same call as nnscaler's.
+    """Cut a single-device module over ranks, by the embedded engine.
 
     Every rank calls this alike, after ``torch.distributed.init_process_group``. The module is
     copied; all copies start from rank 0's weights.
@@ -270,8 +270,8 @@ def parallelize(
     Raises:
         PolicyError: the policy asks for a split that an op does not allow; says which it does.
         CaptureError: the module does something that cannot be captured or run in parallel yet.
-        NotImplementedError: a module class, or a keyword argument of nnscaler's that is not at its
-            default; names it.
+        NotImplementedError: a module class, or a keyword argument or field of the config that only
+            nnscaler acts on is not at its default; names it.
         ValueError: ``runtime_ngpus`` is not the number of ranks.
         TypeError: ``dummy_forward_args`` is not a mapping.
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -281,6 +281,7 @@ def parallelize(
             raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
         if value != NNSCALER_ONLY[name]:
             raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+    check_embedded(compute_config)
     module = module_or_module_class
     if not isinstance(module, torch.nn.Module):
         raise NotImplementedError(

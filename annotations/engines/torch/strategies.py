@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from annotations.binding import bind
+from annotations.binding import BoundAnnotation, Split, bind
 from annotations.dtensor import placement
 from annotations.errors import PartitionError
 from annotations.registry import OpRecord, record_of
@@ -92,39 +92,46 @@ def strategies_of(node: Node, mesh: DeviceMesh, known: dict[Any, Any]) -> list[S
 
 
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strategy]:
-    """The splits that the annotation allows over ``parts`` ranks."""
+    """The splits that the annotation allows over ``parts`` ranks.
+
+    Those of an alternative that cut the results as one found before does are left out.
+    """
     arguments = record.arguments(
         *pytree.tree_map(_value_of, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
     )
-    bound = record.bind(arguments)
     names = list(record.signature.parameters)
     tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
-    itemsize = next(arguments[names[n]].dtype.itemsize for n in tensors)
     found = [Strategy((Replicate(),) * len(tensors), (Replicate(),) * record.n_outputs)]
-    for split in bound.splits():
-        size = bound.sizes[split.identifier]
-        if size < parts:
-            continue
-        try:
-            check_parts(bound, split, parts)
-        except PartitionError:
-            continue
-        inner = NOTHING
-        if split.identifier in record.rule.communicates:
-            site = SplitSite(split.identifier, size, parts, COST_ONLY)
-            inner = record.rule.communicates[split.identifier].cost(
-                bound, site, arguments, itemsize
-            )
-        cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
-        found.append(
-            Strategy(
-                tuple(Replicate() if cut is None else placement(cut) for cut in cuts),
-                tuple(placement(cut) for cut in split.outputs),
-                split.identifier,
-                inner,
-            )
-        )
+    for bound in record.bindings(arguments):
+        known = {strategy.outputs for strategy in found[1:]}
+        for split in bound.splits():
+            outputs = tuple(placement(cut) for cut in split.outputs)
+            if outputs in known or not _can_be_cut(bound, split, parts):
+                continue
+            cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
+            inputs = tuple(Replicate() if cut is None else placement(cut) for cut in cuts)
+            inner = _inner_cost(record, bound, split, parts, arguments)
+            found.append(Strategy(inputs, outputs, split.identifier, inner))
     return found
+
+
+def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
+    """Whether every rank gets some of it, and no inner dim is torn."""
+    try:
+        check_parts(bound, split, parts)
+    except PartitionError:
+        return False
+    return bound.sizes[split.identifier] >= parts
+
+
+def _inner_cost(
+    record: OpRecord, bound: BoundAnnotation, split: Split, parts: int, arguments: dict[str, Any]
+) -> InnerCost:
+    if split.identifier not in record.rule.communicates:
+        return NOTHING
+    site = SplitSite(split.identifier, bound.sizes[split.identifier], parts, COST_ONLY)
+    itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
+    return record.rule.communicates[split.identifier].cost(bound, site, arguments, itemsize)
 
 
 def local_strategies(node: Node, inputs: Sequence[Node], parts: int) -> list[Strategy]:

@@ -1,28 +1,18 @@
-"""From what a user passes as ``process_group`` to a :class:`~.comm.Comm`, and from its name back.
-
-In a graph a group is its name, because ops take only tensors, numbers and strings.
-"""
+"""From what users pass as ``process_group`` to a :class:`~.comm.Comm`, and from its name back."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from . import inprocess
+from annotations.groups import name_of_ranks
+
+from . import inprocess, rehearsal
 from .comm import Comm, DistComm, Messages
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
-
-
-class GroupError(ValueError):
-    """A ``process_group`` that cannot be used by this rank."""
 
 
 class AloneComm(Comm):
@@ -44,8 +34,6 @@ class AloneComm(Comm):
 ALONE = AloneComm()
 
 _by_name: dict[str, tuple[dist.ProcessGroup, DistComm]] = {}
-_by_ranks: dict[tuple[int, ...], Any] = {}
-_times_made: dict[tuple[int, ...], int] = {}
 
 
 def group_name(process_group: GroupLike) -> str:
@@ -63,12 +51,7 @@ def group_name(process_group: GroupLike) -> str:
         return process_group.name if process_group.size > 1 else ""
     if isinstance(process_group, dist.ProcessGroup):
         return process_group.group_name if process_group.size() > 1 else ""
-    ranks = _as_ranks(process_group)
-    if dist.is_initialized() and dist.get_rank() not in ranks:
-        raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
-    if dist.is_initialized() and ranks[-1] >= dist.get_world_size():
-        raise GroupError(f"process_group={ranks}, but the world has {dist.get_world_size()} ranks")
-    return _group_of(ranks).group_name if len(ranks) > 1 else ""
+    return name_of_ranks(process_group)
 
 
 def comm_by_name(name: str) -> Comm:
@@ -77,61 +60,10 @@ def comm_by_name(name: str) -> Comm:
         return ALONE
     if name.startswith("inprocess:"):
         return inprocess.this_thread(name)
+    if name.startswith("rehearsal:"):
+        return rehearsal.by_name(name)
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     # A destroyed world may leave its names to the next one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, DistComm(group))
     return _by_name[name][1]
-
-
-def _as_ranks(process_group: object) -> tuple[int, ...]:
-    try:
-        ranks = tuple(int(rank) for rank in process_group)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise GroupError(
-            "process_group must be a torch.distributed.ProcessGroup, a sequence of global ranks, "
-            f"or None, got {process_group!r}"
-        ) from None
-    if not ranks or any(a >= b for a, b in itertools.pairwise(ranks)):
-        raise GroupError(f"process_group must list global ranks in increasing order, got {ranks}")
-    return ranks
-
-
-def _group_of(ranks: tuple[int, ...]) -> Any:
-    if not dist.is_initialized():
-        raise GroupError(f"process_group={ranks}, but torch.distributed is not initialised")
-    known = _by_ranks.get(ranks)
-    if known is None or not _is_alive(known):
-        if ranks == tuple(range(dist.get_world_size())):
-            known = dist.group.WORLD
-        else:
-            with _name_from(ranks):
-                known = dist.new_group(list(ranks), use_local_synchronization=True)
-        _by_ranks[ranks] = known
-    return known
-
-
-@contextmanager
-def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Make torch name the next group after ``ranks`` alone.
-
-    The members of a group find each other by its name, and torch puts into it how many groups the
-    rank has made before. Ranks that differ in that, say 0 and 2 after 1 and 2 have made a group,
-    would wait for each other for ever.
-    """
-    number = _times_made[ranks] = _times_made.get(ranks, -1) + 1
-    text = f"seqshard {ranks} {number}"
-    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    try:
-        return _resolve_process_group(group.group_name) is group
-    except (RuntimeError, ValueError):
-        return False

@@ -1,0 +1,104 @@
+"""Which ops of an nnscaler graph go along with a cut of some of them.
+
+Attention's sequence is cut; the linears before it and the norms after it should be cut the same
+way, so that nothing moves between them. Works on nnscaler's nodes, but imports none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Cut = tuple[int, int]  # input, dim
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to cut an op: by ``cut``, and what that does to its tensors.
+
+    Attributes:
+        inputs, outputs: by the whole tensor, the dim that is cut; None for whole on every rank.
+        partial: whether some result is then a partial sum.
+    """
+
+    cut: Cut
+    inputs: Mapping[Any, int | None]
+    outputs: Mapping[Any, int | None]
+    partial: bool
+
+
+def ways_of(node: Any, ranks: int) -> list[Way]:
+    """Every way to cut ``node`` evenly over ``ranks``."""
+    algorithm = node.algorithm("dim")
+    found = []
+    for index, dim in node.transform_space():
+        tensor = node.input(index)
+        if not tensor.dim_tracks[dim].is_constant or not algorithm.satisfy(index, dim, ranks):
+            continue
+        rule = algorithm.infer(index, dim, ranks)
+        found.append(
+            Way(
+                (index, dim),
+                _dims(node.inputs(), rule.inputs()),
+                _dims(node.outputs(), rule.outputs()),
+                any(split.isV() for split in rule.outputs()),
+            )
+        )
+    return found
+
+
+def _dims(tensors: Sequence[Any], splits: Sequence[Any]) -> dict[Any, int | None]:
+    return {
+        tensor.parent: split.dims[0] if split.isD() else None
+        for tensor, split in zip(tensors, splits, strict=True)
+        if hasattr(tensor, "parent")
+    }
+
+
+def follow(nodes: Sequence[Any], fixed: Mapping[Any, Cut], ranks: int) -> dict[Any, Cut | None]:
+    """A cut for each op, None for whole on every rank.
+
+    First backwards: what an op wants cut, its producer makes cut. Then forwards: what arrives cut
+    is taken on cut, if all that arrives can be.
+
+    Args:
+        nodes: in order of execution. fixed: the ops whose cut is given.
+    """
+    ways = {
+        node: ways_of(node, ranks) if hasattr(node, "transform_space") else [] for node in nodes
+    }
+    chosen: dict[Any, Way | None] = {}
+    for node, cut in fixed.items():
+        chosen[node] = next(way for way in ways[node] if way.cut == cut)
+    wanted: dict[Any, int] = {}  # by tensor
+    for node in reversed(nodes):
+        if node not in chosen:
+            fits = [way for way in ways[node] if not way.partial and _makes(way, wanted)]
+            if fits:
+                chosen[node] = fits[0]
+        _note(wanted, chosen[node].inputs if chosen.get(node) else {})  # type: ignore[union-attr]
+    cut_now: dict[Any, int] = {}
+    for node in nodes:
+        if node not in chosen:
+            fits = [way for way in ways[node] if _takes(way, cut_now)]
+            chosen[node] = fits[0] if fits else None
+        way = chosen[node]
+        _note(cut_now, way.outputs if way else {})
+    return {node: way.cut if (way := chosen[node]) else None for node in nodes}
+
+
+def _makes(way: Way, wanted: Mapping[Any, int]) -> bool:
+    asked = [tensor for tensor in way.outputs if tensor in wanted]
+    return bool(asked) and all(way.outputs[tensor] == wanted[tensor] for tensor in asked)
+
+
+def _takes(way: Way, cut_now: Mapping[Any, int]) -> bool:
+    arriving = [tensor for tensor in way.inputs if tensor in cut_now]
+    return bool(arriving) and all(way.inputs[tensor] == cut_now[tensor] for tensor in arriving)
+
+
+def _note(known: dict[Any, int], dims: Mapping[Any, int | None]) -> None:
+    for tensor, dim in dims.items():
+        if dim is not None and not tensor.is_param():
+            known.setdefault(tensor, dim)

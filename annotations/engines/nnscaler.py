@@ -1,0 +1,532 @@
+"""The nnscaler engine: declared functions become nnscaler ops, cut and emitted by our rules.
+
+Importing this module registers every declared function (:mod:`annotations.calls`) with nnscaler;
+functions declared later are registered as they are declared. Written for nnscaler 0.9.
+
+trace     wrap_ring_attn_func(q, k, v)          fake: shapes only, nothing is computed
+graph     OpNode: annotated from our annotation, whatever arguments the call was made with
+cut       parts of the node, told which part they are (``q_heads=(1, 2)``)
+profile   a part is timed on what it will really do: with keys that other ranks hold
+emit      wrap_ring_attn_func(q=..., process_group=[2, 3])
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import logging
+import math
+import pickle
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import nnscaler
+import nnscaler.policies
+import torch
+import yaml
+from nnscaler.graph.function.dimops import IRDimops
+from nnscaler.graph.parser.register import CustomizedOps
+from nnscaler.ir.cten import IRObject, IRTensor
+from nnscaler.ir.tensor import IRSubTensor
+from torch import Tensor
+
+from annotations import calls
+from annotations.calls import PublicCall, qualified, without_data
+from annotations.engines import graph_report
+from annotations.engines.following import follow, ways_of
+from annotations.errors import PartitionError
+from annotations.registry import AnnotatedOp
+from annotations.rules import SplitSite
+
+_logger = logging.getLogger(__name__)
+
+_registered: dict[str, PublicCall] = {}
+_placed: weakref.WeakSet[OpNode] = weakref.WeakSet()  # parts that have a device
+_ranks = 1  # how many ranks nodes made now may be cut over
+
+GROUP = "process_group"
+_MADE_AT_RUN_TIME = "the group's name"  # stands for it in arguments until the code is written
+_CONSTANT = "seqshard constant: "
+
+
+def register() -> None:
+    """Register every declared function that nnscaler does not know yet."""
+    for name, call in calls.declared_calls().items():
+        if name not in _registered:
+            _register(name, name, call)
+
+
+def _register(signature: str, name: str, call: PublicCall) -> None:
+    _registered[signature] = call
+    module = name.rpartition(".")[0]
+    lines = [f"import {module}"] if module != "__main__" else []
+    CustomizedOps.register(
+        signature,
+        make_node,
+        "\n".join(["import annotations.engines.nnscaler", "import annotations.groups", *lines]),
+        call.function,
+        emit_fn=emit,
+        input_gen_fn=example_inputs,
+        fake_fn=_fake_of(call),
+    )
+
+
+@contextmanager
+def planned_for(ranks: int) -> Iterator[None]:
+    """Within, calls are traced to be cut over ``ranks``.
+
+    That decides between the annotations of an op that has several: query heads are cut with their
+    key heads where ``ranks`` divides these, and alone where not. Without it, always the former.
+    """
+    global _ranks
+    before, _ranks = _ranks, ranks
+    try:
+        yield
+    finally:
+        _ranks = before
+
+
+class OpNode(IRDimops):
+    """A call in nnscaler's graph.
+
+    nnscaler's own nodes are annotated anew for each part, from the part's shapes. These keep their
+    annotation, because a part may not show what it was cut from: one query head of two, say.
+
+    Attributes:
+        names: of the arguments among ``inputs()``; the others are ``kwargs``.
+        outputs_given: how many results the call returns.
+    """
+
+    names: tuple[str, ...]
+    base: str
+
+    def new(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        *,
+        no_grad_reduce_inputs: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> OpNode:
+        """A part of this, with other tensors; called by nnscaler."""
+        call = _registered[self.base]
+        sites = list(_sites(self, inputs))
+        told: dict[str, Any] = {}
+        for site in sites:
+            told |= call.arguments(site)
+        kwargs.update({name: told[name] for name in kwargs.keys() & told.keys()})
+        cut = "".join(f".{site.identifier}_in_{site.parts}" for site in sites)
+        signature = self.base + cut
+        if signature not in _registered:  # timings are filed by signature and shapes alone
+            _register(signature, self.base, call)
+        part = _node(signature, self.base, self.names, repr(self.anno), inputs, kwargs)
+        if no_grad_reduce_inputs is not None:
+            part._no_grad_reduce_inputs = no_grad_reduce_inputs
+        for n, output in enumerate(outputs):
+            part.set_output(n, output)
+        return part
+
+    @property
+    def device(self) -> tuple[int, ...]:
+        """Where the part runs."""
+        return super().device
+
+    @device.setter
+    def device(self, devices: int | Sequence[int]) -> None:
+        IRDimops.device.fset(self, devices)
+        _placed.add(self)
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the call, by name."""
+        return {**dict(zip(self.names, self.inputs(), strict=True)), **self.kwargs}
+
+
+def _node(
+    signature: str,
+    base: str,
+    names: tuple[str, ...],
+    annotation: str,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> OpNode:
+    name = base.rpartition(".")[2]
+    node = OpNode(_never, name, signature, [annotation], list(inputs), **kwargs)
+    node.names, node.base = names, base
+    return node
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("OpNode.new makes parts itself")
+
+
+def make_node(*args: Any, signature: str, **kwargs: Any) -> OpNode:
+    """The graph's node of a call; nnscaler calls this with the arguments of the traced call.
+
+    Raises:
+        BindingError: shapes do not fit the annotation.
+    """
+    call = _registered[signature]
+    bound_call = call.signature.bind(*args, **kwargs)
+    bound_call.apply_defaults()
+    arguments = dict(bound_call.arguments)
+    if arguments.get(GROUP) is not None:
+        _logger.warning("%s: process_group is the engine's to fill in; dropped", signature)
+        arguments[GROUP] = None
+    bound, shapes = call.shapes(_meta(arguments), _ranks)
+    keyword_only = {p.name for p in call.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    names = [name for name in arguments if name not in keyword_only]
+    names += [name for name in arguments if name in keyword_only and name in shapes]
+    inputs = ", ".join(str(shapes.get(name, "?")) for name in names)
+    outputs = bound.annotation.outputs[: call.outputs(_values(arguments))]
+    return _node(
+        signature,
+        signature,
+        tuple(names),
+        f"{inputs} -> {', '.join(map(str, outputs))}",
+        [_plain(arguments[name]) for name in names],
+        {name: _plain(value) for name, value in arguments.items() if name not in names},
+    )
+
+
+def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with what nnscaler computes at run time replaced by its value while tracing."""
+
+    def value(x: Any) -> Any:
+        return x.value if isinstance(x, IRObject) and not isinstance(x, IRTensor) else x
+
+    return {name: value(x) for name, x in arguments.items()}
+
+
+def _meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: without_data(tuple(x.shape), x.dtype) if isinstance(x, IRTensor) else x
+        for name, x in _values(arguments).items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As generated code can hold it: masks and layouts as text."""
+    if isinstance(value, IRObject | int | float | str | bytes | torch.dtype | None):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each) for each in value)
+    data = base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+    return _CONSTANT + data
+
+
+@lru_cache(maxsize=256)
+def constant(data: str) -> Any:
+    """A constant of generated code, from its text."""
+    return pickle.loads(zlib.decompress(base64.b64decode(data)))
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_CONSTANT):
+        return constant(value.removeprefix(_CONSTANT))
+    return value
+
+
+def _sites(node: OpNode, inputs: Sequence[Any]) -> Iterator[SplitSite]:
+    """How a part with ``inputs`` is cut, as far as the op must know of it; without the ranks."""
+    call = _registered[node.base]
+    known = {name: _restored(value) for name, value in node.arguments().items()}
+    record, _ = call.op(_meta(known))
+    matters = {**record.rule.communicates, **record.rule.told}
+    seen = set()
+    for shape, tensor in zip(node.anno.inputs(), inputs, strict=True):
+        if not isinstance(tensor, IRSubTensor) or shape.ignore:
+            continue
+        for n, dim in enumerate(shape.dims):
+            part, whole = tensor.shape[n], tensor.parent.shape[n]
+            name = _leading(dim)
+            if part == whole or name in seen or name not in matters:
+                continue
+            seen.add(name)
+            inner = math.prod(map(node.anno.getlen, dim.identifiers)) // node.anno.getlen(name)
+            group = f"{_MADE_AT_RUN_TIME} {name}" if name in record.rule.communicates else ""
+            yield SplitSite(name, whole // inner, whole // part, group, tensor.indmap[n][0] // part)
+
+
+def _leading(dim: Any) -> str:
+    """The identifier that a cut of a dim cuts."""
+    return next((name for name in dim.identifiers if name != "1"), "1")
+
+
+def emit(
+    node: OpNode,
+    args: Sequence[str],
+    kwargs: Mapping[str, str],
+    runtime_devid: int,
+    plan_ndevs: int,
+    runtime_ndevs: int,
+) -> str:
+    """The code of a part's call; nnscaler calls this.
+
+    Args:
+        args, kwargs: code of the arguments.
+        runtime_devid: global rank of the device that runs it; plan_ndevs: ranks of a scale unit.
+    Raises:
+        PartitionError: the parts of an op that communicates inside do not lie in rank order.
+    """
+    call = _registered[node.base]
+    offset = runtime_devid // plan_ndevs * plan_ndevs
+    code = dict(zip(node.names, args, strict=True)) | dict(kwargs)
+    function, groups = call.function, {}
+    for site in _sites(node, node.inputs()):
+        ranks: tuple[int, ...] = ()
+        if site.group:
+            ranks = tuple(device + offset for device in _devices(node, site))
+            groups[repr(site.group)] = f"annotations.groups.name_of_ranks({ranks})"
+            function = call.when_cut or function
+        told = call.arguments(replace(site, ranks=ranks))
+        code |= {name: repr(value) for name, value in told.items()}
+    parameters = call.signature.parameters
+    written = [
+        f"{name}={_code(groups.get(text, text))}"
+        for name, text in code.items()
+        if text != repr(parameters[name].default)
+    ]
+    return f"{_target(function)}({', '.join(written)})"
+
+
+def _target(function: Any) -> str:
+    """How generated code calls a function; an op by its name in ``torch.ops``."""
+    if isinstance(function, AnnotatedOp):
+        return f"torch.ops.{function.record.name.replace('::', '.')}"
+    return qualified(function)
+
+
+def _code(text: str) -> str:
+    if text.startswith(("'" + _CONSTANT, '"' + _CONSTANT)):
+        data = ast.literal_eval(text).removeprefix(_CONSTANT)
+        return f"annotations.engines.nnscaler.constant({data!r})"
+    return text
+
+
+def _devices(node: OpNode, site: SplitSite) -> tuple[int, ...]:
+    """The devices of the parts that differ from ``node`` in their share of the split alone.
+
+    Where a part is copied, the n-th copies of all parts belong together.
+    """
+    whole = node.input(0).parent
+    others = _place(node, site.identifier)[1]
+    lying: dict[int, list[int]] = {index: [] for index in range(site.parts)}
+    for other in _placed:
+        if other.base == node.base and other.input(0).parent is whole and _twin(node, other):
+            index, rest = _place(other, site.identifier)
+            if rest == others:
+                lying[index].extend(other.device)
+    copies = [sorted(set(devices)) for devices in lying.values()]
+    mine = copies[site.index].index(node.device[0])
+    if {len(devices) for devices in copies} != {len(copies[0])}:
+        raise PartitionError(_lies_wrongly(node, site, copies))
+    ranks = tuple(devices[mine] for devices in copies)
+    if list(ranks) != sorted(set(ranks)):
+        raise PartitionError(_lies_wrongly(node, site, copies))
+    return ranks
+
+
+def _lies_wrongly(node: OpNode, site: SplitSite, copies: Sequence[Sequence[int]]) -> str:
+    return (
+        f"{node.base}: the {site.parts} parts of {site.identifier!r} lie on devices {copies}; an "
+        "op that communicates inside needs each part on as many devices, in increasing order"
+    )
+
+
+def _twin(node: OpNode, other: OpNode) -> bool:
+    """Whether two nodes are parts of one."""
+    return all(
+        a.parent is b.parent
+        for a, b in zip(node.outputs(), other.outputs(), strict=True)
+        if isinstance(a, IRSubTensor)
+    )
+
+
+def _place(node: OpNode, identifier: str) -> tuple[int, tuple[Any, ...]]:
+    """Which part of ``identifier`` a node has, and which of everything else."""
+    index, others = 0, []
+    for shape, tensor in zip(node.anno.inputs(), node.inputs(), strict=True):
+        if not isinstance(tensor, IRSubTensor) or shape.ignore:
+            continue
+        for n, dim in enumerate(shape.dims):
+            start = tensor.indmap[n][0]
+            if _leading(dim) == identifier:
+                index = start // tensor.shape[n]
+            else:
+                others.append(start)
+    return index, tuple(others)
+
+
+def _fake_of(call: PublicCall) -> Any:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        """Results of the right shapes, with nothing computed; they ask for gradients as real ones
+        do, or nnscaler would leave the backward out."""
+        bound = call.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        record, given = call.op(bound.arguments)
+        results = record.empty_results({**dict.fromkeys(record.signature.parameters), **given})
+        learns = any(
+            isinstance(given.get(name), Tensor) and given[name].requires_grad
+            for name in record.differentiable
+        )
+        for result in results:
+            result.requires_grad_(learns and result.is_floating_point())
+        results = results[: call.outputs(bound.arguments)]
+        return results if len(results) > 1 else results[0]
+
+    return fake
+
+
+def example_inputs(node: OpNode) -> tuple[Any, ...]:
+    """Arguments to time a part with; nnscaler passes them by position, the rest by name."""
+    call = _registered[node.base]
+    device = torch.cuda.current_device()
+
+    def example(value: Any) -> Any:
+        if not isinstance(value, IRTensor):
+            return _restored(value.value if isinstance(value, IRObject) else value)
+        shape, dtype = tuple(value.shape), value.dtype
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=value.requires_grad)
+
+    arguments = {name: example(value) for name, value in node.arguments().items()}
+    if call.rehearse is not None:
+        arguments |= call.rehearse(arguments, list(_sites(node, node.inputs())))
+    return tuple(
+        arguments[name]
+        for name in node.names
+        if call.signature.parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
+    )
+
+
+def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
+    """For every op of ``graph`` that communicates inside when cut, the input and dim of that cut.
+
+    For attention that is the sequence. Where k and v are to be gathered before the op (``q_rows``)
+    it is the rows of q.
+
+    Raises:
+        PartitionError: it cannot be cut so over ``ranks``; says why.
+    """
+    found = {}
+    for node in graph.select(ntype=OpNode):
+        wanted = _inside(node)
+        if not wanted:
+            continue
+        way = next((w for w in ways_of(node, ranks) if _identifier(node, w.cut) in wanted), None)
+        if way is None:
+            raise PartitionError(
+                f"{node.base} in {node.fqn or 'the module'} cannot be cut on {' or '.join(wanted)} "
+                f"over {ranks} ranks: {node.anno} of shapes "
+                f"{[tuple(t.shape) for t in node.inputs() if isinstance(t, IRTensor)]}"
+            )
+        found[node] = way.cut
+    return found
+
+
+def _inside(node: OpNode) -> list[str]:
+    call = _registered[node.base]
+    record, _ = call.op(_meta({name: _restored(x) for name, x in node.arguments().items()}))
+    present = set(node.anno.identifiers)
+    rows = [name for name in record.rule.told if name == "lq" and name in present]
+    return rows or sorted(present.intersection(record.rule.communicates))
+
+
+def _identifier(node: OpNode, cut: tuple[int, int]) -> str:
+    return _leading(node.anno.input(cut[0]).dims[cut[1]])
+
+
+def follow_policy(graph: Any, cfg: Any) -> Iterator[Any]:
+    """Attention is cut on its sequence; all other ops follow their neighbours. Searches nothing."""
+    nodes = nnscaler.policies.get_pas_ops(graph)
+    cuts = follow(nodes, cuts_inside(graph, cfg.plan_ngpus), cfg.plan_ngpus)
+    for node, cut in cuts.items():
+        partition = nnscaler.policies.OpPartition(*cut) if cut else None
+        yield nnscaler.policies.OpPlan(node, partition=partition)
+
+
+def constraints(graph: Any, ranks: int) -> list[dict[str, Any]]:
+    """nnscaler's partition constraints that pin attention to its sequence, as its yaml has them."""
+    dims: dict[str, set[str]] = {}
+    for node, (index, dim) in cuts_inside(graph, ranks).items():
+        dims.setdefault(node.signature, set()).add(f"{index},{dim}")
+    return [
+        {
+            "name": name,
+            "parent_module": "",
+            "allowed_partition_dims": sorted(allowed),
+            "replica_allowed": False,
+        }
+        for name, allowed in sorted(dims.items())
+    ]
+
+
+def cp_policy(graph: Any, cfg: Any) -> Any:
+    """Attention is cut on its sequence; all other ops are left to autodist.
+
+    Constraints of the user's own (``pas_config["partition_constraints_path"]``) stay in force.
+    """
+    given = cfg.pas_config.get("partition_constraints_path", "")
+    own = yaml.safe_load(Path(given).read_text()) if given else []
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "constraints.yaml"
+        path.write_text(yaml.safe_dump(own + constraints(graph, cfg.plan_ngpus)))
+        pas_config = {**cfg.pas_config, "partition_constraints_path": str(path)}
+        return nnscaler.policies.pas_autodist(graph, replace(cfg, pas_config=pas_config))
+
+
+POLICIES = {"cp": cp_policy, "cp_follow": follow_policy}
+
+
+def as_config(config: Any) -> Any:
+    """nnscaler's form of a ComputeConfig of either kind."""
+    if isinstance(config, nnscaler.ComputeConfig):
+        return config
+    return nnscaler.ComputeConfig(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+
+def parallelize(
+    module_or_module_class: Any,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | Callable[..., Any],
+    compute_config: Any,
+    **options: Any,
+) -> Any:
+    """nnscaler's ``parallelize``, with this module's policies too and ``plan`` on what it returns.
+
+    ``plan`` is a table of what every op was cut on; None on ranks other than 0 and where earlier
+    code was used again. See :func:`annotations.parallelize`.
+    """
+    if isinstance(pas_policy, str):
+        named = POLICIES.get(pas_policy) or getattr(nnscaler.policies, f"pas_{pas_policy}", None)
+        if named is None:
+            raise ValueError(f"pas_policy {pas_policy!r} is unknown to nnscaler and to this module")
+        pas_policy = named
+    plans: list[str] = []
+
+    def planned(graph: Any, cfg: Any) -> Any:
+        cut = nnscaler.policies.fn(graph, cfg, pas_policy)
+        plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
+        _logger.info("%s", plans[-1])
+        return cut
+
+    with planned_for(compute_config.plan_ngpus):
+        made = nnscaler.parallelize(
+            module_or_module_class, dict(dummy_forward_args), planned, compute_config, **options
+        )
+    if made is not None:
+        made.plan = plans[-1] if plans else None
+    return made
+
+
+register()
+calls.on_declare(register)

@@ -1,0 +1,95 @@
+"""Process groups from the global ranks in them, made on first use, and known in graphs by name.
+
+In a graph a group is its name, because ops take only tensors, numbers and strings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+class GroupError(ValueError):
+    """A ``process_group`` that cannot be used by this rank."""
+
+
+_by_ranks: dict[tuple[int, ...], Any] = {}
+_times_made: dict[tuple[int, ...], int] = {}
+
+
+def name_of_ranks(ranks: Sequence[int]) -> str:
+    """The name of the group of these global ranks; ``""`` for a single one.
+
+    The group is made on first use, and only its members need to ask, in any order.
+
+    Args:
+        ranks: in increasing order.
+    Raises:
+        GroupError: not global ranks in increasing order, or this rank is not one of them.
+    """
+    ranks = _checked(ranks)
+    if dist.is_initialized() and dist.get_rank() not in ranks:
+        raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
+    if dist.is_initialized() and ranks[-1] >= dist.get_world_size():
+        raise GroupError(f"process_group={ranks}, but the world has {dist.get_world_size()} ranks")
+    return _group_of(ranks).group_name if len(ranks) > 1 else ""
+
+
+def _checked(ranks: object) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(rank) for rank in ranks)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise GroupError(
+            "process_group must be a torch.distributed.ProcessGroup, a sequence of global ranks, "
+            f"or None, got {ranks!r}"
+        ) from None
+    if not ranks or any(a >= b for a, b in itertools.pairwise(ranks)):
+        raise GroupError(f"process_group must list global ranks in increasing order, got {ranks}")
+    return ranks
+
+
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    if not dist.is_initialized():
+        raise GroupError(f"process_group={ranks}, but torch.distributed is not initialised")
+    known = _by_ranks.get(ranks)
+    if known is None or not _is_alive(known):
+        if ranks == tuple(range(dist.get_world_size())):
+            known = dist.group.WORLD
+        else:
+            with _name_from(ranks):
+                known = dist.new_group(list(ranks), use_local_synchronization=True)
+        _by_ranks[ranks] = known
+    return known
+
+
+@contextmanager
+def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Make torch name the next group after ``ranks`` alone.
+
+    The members of a group find each other by its name, and torch puts into it how many groups the
+    rank has made before. Ranks that differ in that, say 0 and 2 after 1 and 2 have made a group,
+    would wait for each other for ever.
+    """
+    number = _times_made[ranks] = _times_made.get(ranks, -1) + 1
+    text = f"seqshard {ranks} {number}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        return _resolve_process_group(group.group_name) is group
+    except (RuntimeError, ValueError):
+        return False

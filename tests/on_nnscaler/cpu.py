@@ -1,0 +1,92 @@
+"""nnscaler without CUDA: stand-ins for the few things of ``torch.cuda`` that it calls.
+
+nnscaler 0.9 runs its parallel modules on "the current CUDA device", moves them there with
+``.cuda()``, orders work with streams and events, and profiles ops with CUDA's memory statistics.
+On the CPU, work is done in program order, so ordering it is nothing to do; the current device is
+the CPU; and no memory is ever counted. Tracing must be told so too: ``trace_strategy="cpu"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from nnscaler.autodist import cost_database
+
+MEMORY_BYTES = 16 * 2**30
+
+_profile_graph = cost_database._profile_graph
+
+
+class _InOrder:
+    """A stream or an event where everything runs in program order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    synchronize = record = wait = wait_event = wait_stream = _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _itself(self: Any, *_: Any, **__: Any) -> Any:
+    return self
+
+
+def _profile_in_a_process(*args: Any) -> None:
+    """What autodist's profiler runs in a process of its own, which starts without stand-ins."""
+    with on_cpu():
+        _profile_graph(*args)
+
+
+_STAND_INS = {
+    # One device, the CPU. `current_device` is only ever given to `device=` and `.to`.
+    "set_device": _nothing,
+    "device_count": lambda: 1,
+    "current_device": lambda: torch.device("cpu"),
+    "device": lambda _: nullcontext(),
+    # Order of work.
+    "Stream": _InOrder,
+    "Event": _InOrder,
+    "default_stream": _InOrder,
+    "current_stream": _InOrder,
+    "stream": lambda _: nullcontext(),
+    "synchronize": _nothing,
+    # Memory: a fixed amount, none of it ever in use.
+    "get_device_properties": lambda _: SimpleNamespace(total_memory=MEMORY_BYTES),
+    "mem_get_info": lambda: (MEMORY_BYTES, MEMORY_BYTES),
+    "memory_allocated": lambda: 0,
+    "max_memory_allocated": lambda: 0,
+    "reset_peak_memory_stats": _nothing,
+    "empty_cache": _nothing,
+}
+
+
+@contextmanager
+def on_cpu(needed: bool | None = None) -> Iterator[None]:
+    """Inside, nnscaler runs on the CPU. Enter it in each process that calls nnscaler.
+
+    ``needed``: by default, only where there is no CUDA; False makes it do nothing.
+    """
+    if needed is None:
+        needed = not torch.cuda.is_available()
+    with ExitStack() as stack:
+        if needed:
+            for name, stand_in in _STAND_INS.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            for kind in (torch.Tensor, torch.nn.Module):
+                stack.enter_context(mock.patch.object(kind, "cuda", _itself))
+            # By reference: the process that profiles looks it up here by its name.
+            stack.enter_context(
+                mock.patch.object(cost_database, "_profile_graph", _profile_in_a_process)
+            )
+        yield

@@ -1,0 +1,205 @@
+"""Training with nnscaler on the ranks of a ``ranks.Pool``, and the same training alone.
+
+    ranks = pool.run(jobs.train, Training(models.tiny, models.batch, policy="tp", plan=2))
+    jobs.assert_equals_alone(ranks, training)
+
+One pool serves many jobs: a job has a folder and names of its own for the code that nnscaler
+generates, and leaves behind nothing but nnscaler's process groups.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import nnscaler
+import torch
+import torch.distributed as dist
+from nnscaler.flags import RuntimeFlag
+from nnscaler.parallel import ParallelModule
+from torch import Tensor, nn
+
+from .cpu import on_cpu
+
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to train and how. All functions are of a module, so that processes can import them.
+
+    ``batch(seed)`` gives keyword arguments of the model, which returns the loss; with
+    ``end2end`` one argument. ``config`` are further fields of nnscaler's ComputeConfig.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, Any]]
+    policy: str | Callable[..., Any] = "tp"
+    plan: int = 2
+    steps: int = 3
+    micro_batches: int = 1
+    end2end: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def batches(self, step: int, unit: int) -> list[dict[str, Any]]:
+        """The micro batches of one step of one scale unit, as different as can be."""
+        first = 1 + (100 * step + unit) * self.micro_batches
+        return [self.batch(first + n) for n in range(self.micro_batches)]
+
+
+@dataclass
+class Trained:
+    """On the host: per step the loss of each micro batch, and by parameter's name what it was."""
+
+    losses: list[list[float]]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+@contextmanager
+def world() -> Iterator[torch.device]:
+    """What torchrun would have set for this rank, and the CPU where there is no CUDA."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    environment = {
+        "TORCHELASTIC_RUN_ID": "tests",  # by which nnscaler sees that it is not alone
+        **{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"},
+        **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+    }
+    cuda = dist.get_backend() == "nccl"
+    with mock.patch.dict(os.environ, environment), on_cpu(not cuda):
+        try:
+            yield torch.device("cuda" if cuda else "cpu", dist.get_rank() if cuda else None)
+        finally:
+            # build_optimizer leaves gradients' reduction off for what comes after.
+            RuntimeFlag.skip_reducer = RuntimeFlag.skip_zero_grad = False
+
+
+@contextmanager
+def generated() -> Iterator[dict[str, str]]:
+    """Where parallelize may write, as its keyword arguments: the same on all ranks, used once."""
+    with ExitStack() as stack:
+        shared = [""]
+        if dist.get_rank() == 0:
+            shared = [stack.enter_context(tempfile.TemporaryDirectory(prefix="gen_"))]
+        dist.broadcast_object_list(shared)
+        name = Path(shared[0]).name
+        try:
+            yield {"gen_savedir": shared[0], "instance_name": name, "reuse": "override"}
+        finally:
+            dist.barrier()
+            sys.path.remove(str(Path(shared[0]).resolve()))
+            for module in [m for m in sys.modules if name in m.split(".")]:
+                del sys.modules[module]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: moved(v, device) for key, v in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def train(training: Training) -> tuple[list[list[float]], list[dict], dict]:
+    """The job: this rank's losses, and its parts of gradients (per step) and of parameters."""
+    with world() as device, generated() as where:
+        config = nnscaler.ComputeConfig(
+            training.plan,
+            dist.get_world_size(),
+            use_end2end=training.end2end,
+            **{"trace_strategy": device.type, **training.config},
+        )
+        model = nnscaler.parallelize(
+            training.model(), training.batch(0), training.policy, config, **where
+        )
+        model.train()
+        optimizer = nnscaler.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE)
+        losses, gradients = [], []
+        for step in range(training.steps):
+            batches = moved(training.batches(step, dist.get_rank() // training.plan), device)
+            losses.append(_forward_backward(model, batches, training.end2end))
+            optimizer.sync_shard_grad()
+            gradients.append(_as_state(model, {n: p.grad for n, p in model.named_parameters()}))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, gradients, _as_state(model, {})
+
+
+def _forward_backward(
+    model: ParallelModule, batches: list[dict[str, Any]], end2end: bool
+) -> list[float]:
+    if end2end:
+        losses = model.train_step([next(iter(batch.values())) for batch in batches])
+        return [loss.item() for loss in losses]
+    losses = []
+    for n, batch in enumerate(batches):
+        with nnscaler.sync_grad_when(n == len(batches) - 1):
+            loss = model(**batch)
+            loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def _as_state(model: ParallelModule, instead: dict[str, Tensor]) -> dict[str, Any]:
+    """The state dict, with what nnscaler needs to merge it, of other values where given.
+
+    Gradients are cut as their parameters are, so nnscaler can merge them all the same.
+    """
+    state = {**model.state_dict(), **instead}
+    return {n: v.detach().cpu().clone() if isinstance(v, Tensor) else v for n, v in state.items()}
+
+
+def merged(ranks: list[tuple[list, list, dict]], training: Training) -> list[Trained]:
+    """All ranks' replies of `train`, merged: one result a scale unit, of which losses differ."""
+    gradients = [
+        nnscaler.merge_state_dicts([rank[1][step] for rank in ranks])[0]
+        for step in range(training.steps)
+    ]
+    parameters = nnscaler.merge_state_dicts([rank[2] for rank in ranks])[0]
+    return [Trained(rank[0], gradients, parameters) for rank in ranks[:: training.plan]]
+
+
+def train_alone(training: Training, units: int) -> list[Trained]:
+    """The oracle: plain torch. nnscaler sums gradients over micro batches and scale units."""
+    model = training.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    losses: list[list[list[float]]] = [[] for _ in range(units)]
+    gradients = []
+    for step in range(training.steps):
+        for unit in range(units):
+            losses[unit].append([])
+            for batch in training.batches(step, unit):
+                loss = model(**batch)
+                loss.backward()
+                losses[unit][-1].append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    return [Trained(losses[unit], gradients, parameters) for unit in range(units)]
+
+
+def assert_equals_alone(
+    ranks: list[tuple[list, list, dict]], training: Training, tolerance: float = 1e-10
+) -> None:
+    """Losses, gradients and parameters of all steps equal those of plain torch."""
+    alone = train_alone(training, units=len(ranks) // training.plan)
+    for got, want in zip(merged(ranks, training), alone, strict=True):
+        assert_equal(got, want, tolerance)
+
+
+def assert_equal(got: Trained, want: Trained, tolerance: float) -> None:
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    numbers = partial(torch.tensor, dtype=torch.float64)
+    close(numbers(got.losses), numbers(want.losses), msg=lambda m: f"losses: {m}")
+    for step, gradients in enumerate(want.gradients):
+        for name, gradient in gradients.items():
+            close(got.gradients[step][name], gradient, msg=lambda m, n=name: f"d {n}: {m}")
+    for name, parameter in want.parameters.items():
+        close(got.parameters[name], parameter, msg=lambda m, n=name: f"{n}: {m}")
