@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ class PublicCall:
     """A function that stands for one op.
 
     Attributes:
-        function: what users call. Tensors that the op splits are passed on under their own names.
+        function: what users call.
         op: from the call's arguments to the op that it makes, and to what the op's annotation
             depends on, by the op's argument names (tensors may be without data). Raises
             NotImplementedError for a call that cannot be cut.
@@ -40,6 +40,7 @@ class PublicCall:
         when_cut: the function to call instead once a split communicates inside.
         rehearse: from a part's arguments (with data, of any values) and how it was cut to the
             arguments to change, so that a call on one rank does what it would do among the others.
+        names: the op's names of tensor arguments that it calls otherwise.
     """
 
     function: Callable[..., Any]
@@ -48,6 +49,7 @@ class PublicCall:
     arguments: Callable[[SplitSite], Given]
     when_cut: Callable[..., Any] | None = None
     rehearse: Callable[[Given, Sequence[SplitSite]], Given] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -72,10 +74,11 @@ class PublicCall:
         complete = {**dict.fromkeys(record.signature.parameters), **given}
         bound = _fitting(record.bindings(complete), ranks)
         annotated = dict(zip(record.signature.parameters, bound.annotation.inputs, strict=False))
+        own = {name: self.names.get(name, name) for name in arguments}
         return bound, {
-            name: annotated[name]
+            name: annotated[own[name]]
             for name, value in arguments.items()
-            if isinstance(value, Tensor) and name in annotated
+            if isinstance(value, Tensor) and own[name] in annotated
         }
 
 

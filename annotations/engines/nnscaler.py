@@ -287,7 +287,7 @@ def emit(
             groups[repr(site.group)] = f"annotations.groups.name_of_ranks({ranks})"
             function = call.when_cut or function
         told = call.arguments(replace(site, ranks=ranks))
-        code |= {name: repr(value) for name, value in told.items()}
+        code |= {name: repr(value) for name, value in told.items() if name in code}
     parameters = call.signature.parameters
     written = [
         f"{name}={_code(groups.get(text, text))}"

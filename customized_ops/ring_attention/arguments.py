@@ -101,9 +101,13 @@ def _is_off(value: object) -> bool:
     return _is_flag(value) and not bool(value)
 
 
+# Read once: nnscaler's tracer puts a stand-in for `int` where this module looks it up.
+_INTEGERS = (int, np.integer)
+
+
 def is_integer(value: object, least: int = 0) -> bool:
     """Whether an int or numpy integer, no bool, of at least ``least``, that int64 can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         return False
     return bool(least <= value < 2**63)
 
@@ -132,6 +136,7 @@ class Options:
         alibi_slopes: fp32 [h] or [b, h], or None.
         sink: [h] logits, or None.
         deterministic: only checked; every op always is.
+        q_rows, q_heads: which part of its rows or heads q is; None for all. See ``parts``.
     """
 
     softmax_scale: float | None = None
@@ -145,6 +150,8 @@ class Options:
     layout: Layout | None = None
     k_layout: Layout | None = None
     deterministic: bool = False
+    q_rows: tuple[int, int] | None = None
+    q_heads: tuple[int, int] | None = None
 
     def tensors(self, op: str, q: Tensor) -> dict[str, Tensor | None]:
         """The optional tensors of the op; ``dropout_p`` must be sound.
@@ -160,7 +167,7 @@ class Options:
         }
 
     def numbers(self, op: str, q: Tensor) -> dict[str, Any]:
-        """The options of the op but its group.
+        """The options of the op but its group, and which part of q it holds.
 
         Raises:
             ArgumentError: one that is out of range.

@@ -23,28 +23,30 @@ from .arguments import (
     window_bounds,
 )
 from .attention_call import layout_of
-from .attention_op import Family, Given, Problem, call_op
+from .attention_family import Family, Given, Problem
+from .attention_op import call_op
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.mask import AttnMask
 
 
-def sequence_mask(given: Given, length: int) -> AttnMask:
+def sequence_mask(given: Given, q_len: int, k_len: int) -> AttnMask:
     """Of one sequence, from an op's arguments."""
     window = given["window_left"], given["window_right"]
-    return _sequence_mask(length, given["causal"], window, given["sink_tokens"])
+    return _sequence_mask(q_len, k_len, given["causal"], window, given["sink_tokens"])
 
 
 @lru_cache(maxsize=256)
 def _sequence_mask(
-    length: int, causal: bool, window: tuple[int, int], sink_tokens: int
+    q_len: int, k_len: int, causal: bool, window: tuple[int, int], sink_tokens: int
 ) -> AttnMask:
-    return AttnMask.varlen([0, length], causal=causal, window=window, global_tokens=sink_tokens)
+    cu = [0, q_len], [0, k_len]
+    return AttnMask.varlen(*cu, causal=causal, window=window, global_tokens=sink_tokens)
 
 
-def _problem(title: str, given: Given, comm: Comm) -> Problem:
-    layout = layout_of(title, comm, "layout", given["layout"], given["q"].shape[1], None)
-    return Problem(sequence_mask(given, layout.total), layout, layout)
+def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
+    layout = layout_of(title, comm, "layout", given["layout"], rows, None)
+    return Problem(sequence_mask(given, layout.total, layout.total), layout, layout)
 
 
 DENSE = Family(
@@ -53,6 +55,7 @@ DENSE = Family(
     numbers={"causal": bool, "window_left": int, "window_right": int, "sink_tokens": int},
     same_length=True,
     problem=_problem,
+    all_rows=lambda given: given["k"].shape[1],
     worst=sequence_mask,
 )
 

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import ArgumentError, Options
 from .attention_call import layout_of
-from .attention_op import Family, Given, Problem, call_op, declare
+from .attention_family import Family, Given, Problem
+from .attention_op import call_op, declare
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.layout import Layout
@@ -21,20 +22,20 @@ from .core.mask import AttnMask
 TITLE = "wrap_masked_attn_func"
 
 
-def _problem(title: str, given: Given, comm: Comm) -> Problem:
+def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     mask = _mask(given)
     spec = given["layout"]
     k_spec = given["k_layout"] or (spec if mask.q_len == mask.k_len else "")
-    q_layout = layout_of(title, comm, "layout", spec, given["q"].shape[1], mask.q_len)
+    q_layout = layout_of(title, comm, "layout", spec, rows, mask.q_len)
     k_layout = layout_of(title, comm, "k_layout", k_spec, given["k"].shape[1], mask.k_len)
     return Problem(mask, q_layout, k_layout)
 
 
-def _worst(given: Given, length: int) -> AttnMask:
+def _worst(given: Given, q_len: int, k_len: int) -> AttnMask:
     """The mask itself, where its slices can be read: not while a graph is being traced."""
     slices = given["mask_slices"]
-    if isinstance(slices, FakeTensor) or slices.is_meta or length != given["q_len"]:
-        return AttnMask.dense(length, length)
+    if isinstance(slices, FakeTensor) or slices.is_meta or q_len != given["q_len"]:
+        return AttnMask.dense(q_len, k_len)
     return _mask(given)
 
 
@@ -73,6 +74,7 @@ MASKED = Family(
     numbers={"q_len": int, "k_len": int},
     same_length=False,
     problem=_problem,
+    all_rows=lambda given: given["q_len"],
     worst=_worst,
 )
 
@@ -97,6 +99,8 @@ def wrap_masked_attn_func(
     layout: Layout | None = None,
     k_layout: Layout | None = None,
     kernel: str = "auto",
+    q_rows: tuple[int, int] | None = None,
+    q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
 
@@ -133,6 +137,11 @@ def wrap_masked_attn_func(
             k and v too where they are as long as q and ``k_layout`` is None.
         k_layout: which tokens of k and v each rank holds.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
+            sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
+            for that.
+        q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
+            k and v have all of theirs.
     Returns:
         [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
         fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -166,5 +175,7 @@ def wrap_masked_attn_func(
         layout=layout,
         k_layout=k_layout,
         deterministic=deterministic,
+        q_rows=q_rows,
+        q_heads=q_heads,
     )
     return call_op(MASKED_ATTN, q, k, v, pattern, options, process_group)

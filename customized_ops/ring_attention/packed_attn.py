@@ -19,7 +19,8 @@ from .arguments import (
     window_bounds,
 )
 from .attention_call import layout_of
-from .attention_op import Family, Given, Problem, call_op
+from .attention_family import Family, Given, Problem
+from .attention_op import call_op
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .dense_attn import sequence_mask
@@ -35,7 +36,7 @@ from .varlen_utils import (
 )
 
 
-def _problem(title: str, given: Given, comm: Comm) -> Problem:
+def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     """The totals come from ``cu_seqlens``, so no rank asks another."""
     cu = {}
     for side in "qk":
@@ -49,7 +50,7 @@ def _problem(title: str, given: Given, comm: Comm) -> Problem:
             f"{len(cu['k']) - 1}"
         )
     if comm.size == 1:
-        check_total(title, "cu_seqlens_q", cu["q"], given["q"].shape[0])
+        check_total(title, "cu_seqlens_q", cu["q"], rows)
         check_total(title, "cu_seqlens_k", cu["k"], given["k"].shape[0])
     q_total, k_total = int(cu["q"][-1]), int(cu["k"][-1])
     spec, k_spec = given["layout"], given["k_layout"]
@@ -61,7 +62,7 @@ def _problem(title: str, given: Given, comm: Comm) -> Problem:
                 "contiguously"
             )
         k_spec = spec
-    q_layout = layout_of(title, comm, "layout", spec, given["q"].shape[0], q_total)
+    q_layout = layout_of(title, comm, "layout", spec, rows, q_total)
     k_layout = layout_of(title, comm, "k_layout", k_spec, given["k"].shape[0], k_total)
     window = given["window_left"], given["window_right"]
     mask = document_mask(cu["q"], cu["k"], given["causal"], window, given["sink_tokens"])
@@ -83,6 +84,7 @@ PACKED = Family(
     },
     same_length=False,
     problem=_problem,
+    all_rows=lambda given: int(on_host(given["cu_seqlens_q"])[-1]),
     # The lengths of documents are data, so one document as long as all.
     worst=sequence_mask,
 )

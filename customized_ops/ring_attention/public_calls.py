@@ -23,6 +23,7 @@ from .layout_ops import (
 )
 from .masked_attn import MASKED_ATTN, wrap_masked_attn_func
 from .maybe_shuffle import shuffle_documents, wrap_maybe_shuffle, wrap_maybe_unshuffle
+from .parts import part_numbers
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
 from .sliding_window_attn import (
@@ -44,27 +45,33 @@ def _attention(
 
     def op(given: Given) -> tuple[OpRecord, Given]:
         _refuse_without_ring(function, given)
-        chosen = packed if dense is None or given.get("cu_seqlens_q") is not None else dense
+        cu = {side: given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in "qk"}
+        chosen = packed if dense is None or cu["q"] is not None else dense
         assert chosen is not None
         names = chosen.record.signature.parameters
         arguments = {name: value for name, value in given.items() if name in names}
-        for side in ("q", "k"):  # lists and arrays become tensors
-            cu = arguments.get(f"cu_seqlens_{side}")
-            if cu is not None and not isinstance(cu, Tensor):
-                arguments[f"cu_seqlens_{side}"] = without_data((len(cu),), torch.int64)
+        for side, lengths in cu.items():  # lists and arrays become tensors
+            if lengths is not None and not isinstance(lengths, Tensor):
+                lengths = without_data((len(lengths),), torch.int64)
+            if chosen is packed:
+                arguments[f"cu_seqlens_{side}"] = lengths
         if isinstance(given["dropout_seed"], int):
             arguments["dropout_seed"] = without_data((1,), torch.int64)
+        title = function.__name__
+        arguments |= part_numbers(title, "q_rows", given["q_rows"], "row")
+        arguments |= part_numbers(title, "q_heads", given["q_heads"], "head")
+        arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 
     def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
         """Documents have lengths only at run time, so all tokens are taken to be of one."""
         changed = dict(_rehearse_group(given, sites))
         parts = changed["process_group"].size if changed else 1
-        for side in ("q", "k"):
-            cu = given.get(f"cu_seqlens_{side}")
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"):
+            cu = given.get(name)
             if isinstance(cu, Tensor):
-                tokens = given[side].shape[0] * parts
-                changed[f"cu_seqlens_{side}"] = cu.new_tensor([0] * (len(cu) - 1) + [tokens])
+                tokens = given["k" if name.endswith("k") else "q"].shape[0] * parts
+                changed[name] = cu.new_tensor([0] * (len(cu) - 1) + [tokens])
         return changed
 
     return PublicCall(
@@ -73,13 +80,14 @@ def _attention(
         outputs=lambda given: 2 if given["return_lse"] else 1,
         arguments=_attention_arguments,
         rehearse=rehearse,
+        names={"cu_seqlens": "cu_seqlens_q"},
     )
 
 
 def _attention_arguments(site: SplitSite) -> Given:
-    """How a call says which part it is given."""
+    """How a call says which part it is given; on one rank any layout is the contiguous one."""
     if site.group:
-        return {"process_group": list(site.ranks)}
+        return {"process_group": list(site.ranks), "layout": None, "k_layout": None}
     return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
 
 

@@ -34,6 +34,8 @@ def wrap_ring_attn_func(
     dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
+    q_rows: tuple[int, int] | None = None,
+    q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
 
@@ -66,6 +68,11 @@ def wrap_ring_attn_func(
         layout: which tokens each rank holds; None means as many on every rank, in order.
             ``Layout.contiguous(total, group_size)`` and ``Layout.from_sizes`` allow uneven shards.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
+            sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
+            for that.
+        q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
+            k and v have all of theirs.
     Returns:
         [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
         fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -92,6 +99,8 @@ def wrap_ring_attn_func(
         kernel=kernel,
         layout=layout,
         deterministic=deterministic,
+        q_rows=q_rows,
+        q_heads=q_heads,
     )
     return dense_attention(
         RING_ATTN,

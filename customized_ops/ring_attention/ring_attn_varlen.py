@@ -42,6 +42,8 @@ def wrap_ring_attn_varlen_func(
     layout: Layout | None = None,
     k_layout: Layout | None = None,
     kernel: str = "auto",
+    q_rows: tuple[int, int] | None = None,
+    q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``l (g n) hd^, l g hd^, l g vd^, e^, e^ -> l (g n) vd^``
 
@@ -84,6 +86,11 @@ def wrap_ring_attn_varlen_func(
             same total and ``k_layout`` is None.
         k_layout: which tokens of k and v each rank holds.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
+            sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
+            for that.
+        q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
+            k and v have all of theirs.
     Returns:
         [l, h, vd] in q's dtype; with ``return_lse`` also [h, l], natural log, fp32 (fp64 for fp64).
         Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -108,6 +115,8 @@ def wrap_ring_attn_varlen_func(
         layout=layout,
         k_layout=k_layout,
         deterministic=deterministic,
+        q_rows=q_rows,
+        q_heads=q_heads,
     )
     return packed_attention(
         RING_ATTN_VARLEN,

@@ -41,6 +41,8 @@ def wrap_streaming_attn_func(
     dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
+    q_rows: tuple[int, int] | None = None,
+    q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``, or packed, with ``cu_seqlens``,
     ``l (g n) hd^, l g hd^, l g vd^, e^, e^ -> l (g n) vd^``
@@ -75,6 +77,11 @@ def wrap_streaming_attn_func(
         layout: which tokens each rank holds; None means contiguous shards, as many tokens on every
             rank where not packed.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
+            sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
+            for that.
+        q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
+            k and v have all of theirs.
     Returns:
         As q, with vd, in q's dtype; with ``return_lse`` also [b, h, l] or [h, l], natural log, fp32
         (fp64 for fp64).
@@ -101,6 +108,8 @@ def wrap_streaming_attn_func(
         kernel=kernel,
         layout=layout,
         deterministic=deterministic,
+        q_rows=q_rows,
+        q_heads=q_heads,
     )
     window_size = checked(TITLE, process_group, lambda: _window_size(window))
     if cu_seqlens is None:

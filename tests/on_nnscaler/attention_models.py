@@ -1,50 +1,159 @@
-"""Models whose attention is ours, for every function that engines can cut."""
+"""Models whose attention is ours: every function that engines cut, and every kind of argument."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from customized_ops.ring_attention import (
+    AttnMask,
+    wrap_masked_attn_func,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
     wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_roll_func,
+    wrap_shuffle_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
+    wrap_unshuffle_func,
+    wrap_zigzag_attn_func,
 )
 
-VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM = 32, 16, 4, 2, 8
+VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 32, 16, 4, 2, 8, 16
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
-        self.k = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.v = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.o = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+    """``x: [b, l, DIM]``, or ``[l, DIM]`` where documents are packed."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        b, l, _ = x.shape
-        q = self.q(x).view(b, l, HEADS, HEAD_DIM)
-        k = self.k(x).view(b, l, KV_HEADS, HEAD_DIM)
-        v = self.v(x).view(b, l, KV_HEADS, HEAD_DIM)
-        out = wrap_ring_attn_func(q, k, v)
-        return self.o(out.reshape(b, l, HEADS * HEAD_DIM))
+    def __init__(self, attend: Attend, kv_heads: int) -> None:
+        super().__init__()
+        self.attend, self.kv_heads = attend, kv_heads
+        self.q = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False)
+        self.k = nn.Linear(DIM, kv_heads * HEAD_DIM, bias=False)
+        self.v = nn.Linear(DIM, kv_heads * HEAD_DIM, bias=False)
+        self.o = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+        if attend in WITH_SINK:
+            self.sink = nn.Parameter(torch.randn(HEADS))
+        self.register_buffer("slopes", torch.rand(HEADS))
+        self.mask = AttnMask.prefix_lm(LENGTH, 5)  # nnscaler cannot trace its making
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        tokens = x.size()[:-1]
+        q = self.q(x).view(*tokens, HEADS, HEAD_DIM)
+        k = self.k(x).view(*tokens, self.kv_heads, HEAD_DIM)
+        v = self.v(x).view(*tokens, self.kv_heads, HEAD_DIM)
+        out = self.attend(self, q, k, v, cu_seqlens)
+        return self.o(out.reshape(*tokens, HEADS * HEAD_DIM))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    """``{"tokens": [b, l], "targets": [b, l], ("cu_seqlens")}`` to a mean cross entropy."""
+
+    def __init__(self, attend: Attend, kv_heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList([Attention() for _ in range(2)])
+        self.layers = nn.ModuleList([Attention(attend, kv_heads) for _ in range(2)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, sample: dict[str, Tensor]) -> Tensor:
         x = self.embedding(sample["tokens"])
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + layer(x, sample["cu_seqlens"])
         logits = self.head(x)
         return F.cross_entropy(logits.view(-1, VOCAB), sample["targets"].view(-1))
 
 
-def ring() -> nn.Module:
+def ring(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v)
+
+
+def ring_with_everything(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    out, lse = wrap_ring_attn_func(
+        q, k, v, 0.3, alibi_slopes=m.slopes, window_size=(9, 0), sink=m.sink, softcap=8.0,
+        return_lse=True,
+    )  # fmt: skip
+    return out + torch.sigmoid(lse.transpose(1, 2)).unsqueeze(-1)
+
+
+def ring_by_rows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v, alibi_slopes=m.slopes, q_rows=(0, 1))
+
+
+def zigzag(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_zigzag_attn_func(q, k, v, sink=m.sink)
+
+
+def varlen(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+
+def varlen_by_rows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True, q_rows=(0, 1))
+
+
+def window(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_sliding_window_attn_func(q, k, v, window_size=(5, 0))
+
+
+def packed_window(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_sliding_window_attn_func(q, k, v, cu, cu, m.slopes, window_size=(5, 0))
+
+
+def streaming(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_streaming_attn_func(q, k, v, 4, 2)
+
+
+def packed_streaming(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_streaming_attn_func(q, k, v, 4, 2, cu_seqlens=cu)
+
+
+def masked(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_masked_attn_func(q, k, v, m.mask, sink=m.sink)
+
+
+def shuffled(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    """Moves that undo one another, and one that does not."""
+    q = wrap_unshuffle_func(wrap_shuffle_func(q, "zigzag"), "zigzag")
+    k = wrap_roll_func(k, 3)
+    return wrap_ring_attn_func(q, k, v)
+
+
+def shuffled_documents(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    q = wrap_maybe_unshuffle(wrap_maybe_shuffle(q, cu), cu)
+    return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+
+WITH_SINK = (ring_with_everything, zigzag, masked)
+PACKED = (varlen, varlen_by_rows, packed_window, packed_streaming, shuffled_documents)
+
+
+def _model(attend: Attend, kv_heads: int) -> nn.Module:
     torch.manual_seed(0)
-    return Model().double()
+    return Model(attend, kv_heads).double()
+
+
+def model(attend: Attend, kv_heads: int = KV_HEADS) -> Callable[[], nn.Module]:
+    return partial(_model, attend, kv_heads)
+
+
+def batch(seed: int) -> dict[str, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCAB, (2, 2, LENGTH), generator=g)
+    return {"sample": {"tokens": tokens, "targets": targets, "cu_seqlens": torch.tensor([0])}}
+
+
+def packed_batch(seed: int) -> dict[str, dict[str, Tensor]]:
+    """Three documents, of other lengths in every batch, each a multiple of 8."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCAB, (2, 4 * LENGTH), generator=g)
+    first = 8 + 8 * (seed % 3)
+    cu = torch.tensor([0, first, first + 16, 4 * LENGTH], dtype=torch.int32)
+    return {"sample": {"tokens": tokens, "targets": targets, "cu_seqlens": cu}}

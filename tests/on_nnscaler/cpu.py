@@ -15,11 +15,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from nnscaler.autodist import cost_database
+from nnscaler.autodist.cost_database import CostDatabase
 
 MEMORY_BYTES = 16 * 2**30
 
-_profile_graph = cost_database._profile_graph
+_profile = CostDatabase.profile_comp
 
 
 class _InOrder:
@@ -42,10 +42,9 @@ def _itself(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
 
-def _profile_in_a_process(*args: Any) -> None:
-    """What autodist's profiler runs in a process of its own, which starts without stand-ins."""
-    with on_cpu():
-        _profile_graph(*args)
+def _profile_here(self: CostDatabase, degree: int, parallel: bool, again: bool) -> None:
+    """Not in a process for each device: there are none, and it would start without stand-ins."""
+    _profile(self, degree, False, again)
 
 
 _STAND_INS = {
@@ -85,8 +84,5 @@ def on_cpu(needed: bool | None = None) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
             for kind in (torch.Tensor, torch.nn.Module):
                 stack.enter_context(mock.patch.object(kind, "cuda", _itself))
-            # By reference: the process that profiles looks it up here by its name.
-            stack.enter_context(
-                mock.patch.object(cost_database, "_profile_graph", _profile_in_a_process)
-            )
+            stack.enter_context(mock.patch.object(CostDatabase, "profile_comp", _profile_here))
         yield

@@ -27,6 +27,8 @@ from nnscaler.flags import RuntimeFlag
 from nnscaler.parallel import ParallelModule
 from torch import Tensor, nn
 
+from annotations import parallelize
+
 from .cpu import on_cpu
 
 LEARNING_RATE = 1e-2
@@ -49,10 +51,26 @@ class Training:
     end2end: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
+    def compute_config(self, ranks: int, device: torch.device) -> nnscaler.ComputeConfig:
+        further = {"trace_strategy": device.type, **self.config}
+        return nnscaler.ComputeConfig(self.plan, ranks, use_end2end=self.end2end, **further)
+
     def batches(self, step: int, unit: int) -> list[dict[str, Any]]:
         """The micro batches of one step of one scale unit, as different as can be."""
         first = 1 + (100 * step + unit) * self.micro_batches
         return [self.batch(first + n) for n in range(self.micro_batches)]
+
+
+@dataclass
+class Rank:
+    """What `train` replies: this rank's losses, its parts of gradients and parameters, its code,
+    and on rank 0 the plan."""
+
+    losses: list[list[float]]
+    gradients: list[dict[str, Any]]
+    parameters: dict[str, Any]
+    code: str
+    plan: str | None
 
 
 @dataclass
@@ -90,12 +108,12 @@ def generated() -> Iterator[dict[str, str]]:
         if dist.get_rank() == 0:
             shared = [stack.enter_context(tempfile.TemporaryDirectory(prefix="gen_"))]
         dist.broadcast_object_list(shared)
-        name = Path(shared[0]).name
+        name, folder = Path(shared[0]).name, str(Path(shared[0]).resolve())
         try:
-            yield {"gen_savedir": shared[0], "instance_name": name, "reuse": "override"}
+            yield {"gen_savedir": folder, "instance_name": name, "reuse": "override"}
+            dist.barrier()  # before rank 0 removes the folder
         finally:
-            dist.barrier()
-            sys.path.remove(str(Path(shared[0]).resolve()))
+            sys.path[:] = [path for path in sys.path if path != folder]
             for module in [m for m in sys.modules if name in m.split(".")]:
                 del sys.modules[module]
 
@@ -106,19 +124,13 @@ def moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def train(training: Training) -> tuple[list[list[float]], list[dict], dict]:
-    """The job: this rank's losses, and its parts of gradients (per step) and of parameters."""
+def train(training: Training) -> Rank:
+    """The job: parallelize and train."""
     with world() as device, generated() as where:
-        config = nnscaler.ComputeConfig(
-            training.plan,
-            dist.get_world_size(),
-            use_end2end=training.end2end,
-            **{"trace_strategy": device.type, **training.config},
+        config = training.compute_config(dist.get_world_size(), device)
+        model = parallelize(
+            training.model(), training.batch(0), training.policy, config, engine="nnscaler", **where
         )
-        model = nnscaler.parallelize(
-            training.model(), training.batch(0), training.policy, config, **where
-        )
-        model.train()
         optimizer = nnscaler.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE)
         losses, gradients = [], []
         for step in range(training.steps):
@@ -128,7 +140,26 @@ def train(training: Training) -> tuple[list[list[float]], list[dict], dict]:
             gradients.append(_as_state(model, {n: p.grad for n, p in model.named_parameters()}))
             optimizer.step()
             optimizer.zero_grad()
-        return losses, gradients, _as_state(model, {})
+        [file] = Path(where["gen_savedir"]).rglob(f"gencode{dist.get_rank()}.py")
+        return Rank(losses, gradients, _as_state(model, {}), file.read_text(), model.plan)
+
+
+def generate(training: Training, folder: Path, ranks: int) -> list[str]:
+    """Only plan and generate, in this process, for any number of ranks; the code of each."""
+    with on_cpu():
+        config = training.compute_config(ranks, torch.device("cpu"))
+        parallelize(
+            training.model(),
+            training.batch(0),
+            training.policy,
+            config,
+            engine="nnscaler",
+            load_module=False,
+            gen_savedir=folder,
+            reuse="override",
+        )
+    sys.path.remove(str(folder.resolve()))
+    return [next(folder.rglob(f"gencode{rank}.py")).read_text() for rank in range(ranks)]
 
 
 def _forward_backward(
@@ -155,14 +186,14 @@ def _as_state(model: ParallelModule, instead: dict[str, Tensor]) -> dict[str, An
     return {n: v.detach().cpu().clone() if isinstance(v, Tensor) else v for n, v in state.items()}
 
 
-def merged(ranks: list[tuple[list, list, dict]], training: Training) -> list[Trained]:
+def merged(ranks: list[Rank], training: Training) -> list[Trained]:
     """All ranks' replies of `train`, merged: one result a scale unit, of which losses differ."""
     gradients = [
-        nnscaler.merge_state_dicts([rank[1][step] for rank in ranks])[0]
+        nnscaler.merge_state_dicts([rank.gradients[step] for rank in ranks])[0]
         for step in range(training.steps)
     ]
-    parameters = nnscaler.merge_state_dicts([rank[2] for rank in ranks])[0]
-    return [Trained(rank[0], gradients, parameters) for rank in ranks[:: training.plan]]
+    parameters = nnscaler.merge_state_dicts([rank.parameters for rank in ranks])[0]
+    return [Trained(rank.losses, gradients, parameters) for rank in ranks[:: training.plan]]
 
 
 def train_alone(training: Training, units: int) -> list[Trained]:
@@ -178,16 +209,15 @@ def train_alone(training: Training, units: int) -> list[Trained]:
                 loss = model(**batch)
                 loss.backward()
                 losses[unit][-1].append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        gradients.append({n: grad.clone() for n, grad in grads.items() if grad is not None})
         optimizer.step()
         optimizer.zero_grad()
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     return [Trained(losses[unit], gradients, parameters) for unit in range(units)]
 
 
-def assert_equals_alone(
-    ranks: list[tuple[list, list, dict]], training: Training, tolerance: float = 1e-10
-) -> None:
+def assert_equals_alone(ranks: list[Rank], training: Training, tolerance: float = 1e-10) -> None:
     """Losses, gradients and parameters of all steps equal those of plain torch."""
     alone = train_alone(training, units=len(ranks) // training.plan)
     for got, want in zip(merged(ranks, training), alone, strict=True):

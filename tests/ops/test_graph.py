@@ -159,6 +159,11 @@ DATA = {
     "kernel": "auto",
     "layout": "",
     "k_layout": "",
+    "row_part": 0,
+    "row_parts": 0,
+    "head_part": 0,
+    "head_parts": 0,
+    "head_total": 0,
     "group": "",
 }
 PLAIN = {"alibi_slopes": None, "sink": None, "dropout_seed": None, "softcap": 0.0, "dropout_p": 0.0}

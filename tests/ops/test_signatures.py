@@ -70,7 +70,15 @@ SHUFFLE = {
 SHUFFLE_VARLEN = dict.fromkeys(["t", "cu_seqlens_padded", "cp_ranks", "cp_group"], REQUIRED)
 
 # Of every attention op, keyword only.
-OURS = {"softcap": 0.0, "sink": None, "dropout_seed": None, "layout": None, "kernel": "auto"}
+OURS = {
+    "softcap": 0.0,
+    "sink": None,
+    "dropout_seed": None,
+    "layout": None,
+    "kernel": "auto",
+    "q_rows": None,
+    "q_heads": None,
+}
 
 
 def parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any]]:

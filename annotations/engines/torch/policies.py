@@ -43,10 +43,13 @@ Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, str | None]]
 
 
 def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
-    """``"cp"``: split every op on what communicates inside it: attention on its sequence."""
+    """``"cp"``: split every op on what communicates inside it: attention on its sequence.
+
+    Attention whose k and v are to be whole is split on ``lq``, the sequence of q.
+    """
     chosen: dict[str, str | None] = {}
     for op in ops:
-        inside = [split for split in op.splits if split in op.communicates]
+        inside = [split for split in op.splits if split in (*op.communicates, "lq")]
         if op.communicates:
             if not inside:
                 raise PolicyError(_cannot("cp", op, " or ".join(op.communicates), config))
