@@ -76,9 +76,11 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
         return _wrap(outputs, mesh, results, shapes)
     # A result that is a partial sum has the same gradient on every rank.
     flowing = [[Replicate() if p.is_partial() else p for p in places] for places in results]
+    # An op that communicates inside sees to its ranks' shares itself.
+    outside = [s if s and s.identifier not in record.rule.communicates else None for s in splits]
     outputs = func(
         *(
-            _share(_local(v, mesh, p), splits, mesh, i)
+            _share(_local(v, mesh, p), outside, mesh, i)
             for i, (v, p) in enumerate(zip(grads, flowing, strict=True))
         ),
         *local,

@@ -21,6 +21,9 @@ symbol     meaning                                                             e
 =========  ==================================================================  ===================
 
 A name is a Python identifier and has the same mark (none, ``+`` or ``^``) wherever it appears.
+
+The language is nnscaler's, and its strings mean the same here; the few differences, each with its
+reason, are listed in ``tests/annotations/test_same_as_nnscaler.py``.
 """
 
 from __future__ import annotations

@@ -76,13 +76,13 @@ def star_dims(annotation: Annotation, arguments: list[Argument]) -> tuple[Dim, .
         star = annotated.star
         count = len(shape) - len(annotated.dims) + (star is not None)
         if count < 0 or (count > 0 and star is None):
-            wanted = f"{len(shape) - count}{' or more' if star else ''} dims, '{annotated}'"
+            wanted = f"{_dims(len(shape) - count, ' or more' if star else '')}, '{annotated}'"
             received = f"but {name} has shape {shape}"
             raise argument.misfit(annotated.span, f"{name} is annotated as {wanted}, {received}")
         if star is None:
             continue
         if first is not None and first[2] != count:
-            before = f"'*' is {first[2]} dims in {first[0].name} of shape {first[0].shape}"
+            before = f"'*' is {_dims(first[2])} in {first[0].name} of shape {first[0].shape}"
             raise argument.misfit(star.span, f"{before}, but {count} in {name} of shape {shape}")
         first = first or (argument, star, count)
     stars = [shape.star for shape in annotation.outputs if shape.star is not None]
@@ -95,6 +95,10 @@ def star_dims(annotation: Annotation, arguments: list[Argument]) -> tuple[Dim, .
     _, star, count = first
     names = [letter for letter in string.ascii_lowercase if letter not in taken][:count]
     return tuple(Dim((name,), star.reduces) for name in names)
+
+
+def _dims(count: int, more: str = "") -> str:
+    return f"{count}{more} dim{'' if count == 1 and not more else 's'}"
 
 
 def solve(

@@ -137,20 +137,53 @@ def user_inputs(name: str, shapes: Any) -> tuple[list[Tensor], list[Tensor]]:
     return inputs, [torch.randn(r.shape, generator=g, dtype=r.dtype) for r in results]
 
 
-def attention(case: Case, places: Places, mesh: tuple[int, ...] = (2,)) -> Any:
-    """An attention op on q, k, v laid out so; a packed case's cu_seqlens are replicated."""
-    where = mesh_of(mesh)
+def attention(
+    case: Case, places: Places, mesh: tuple[int, ...] = (2,), where: dict[str, Any] | None = None
+) -> Any:
+    """An attention op on q, k, v laid out so; a packed case's cu_seqlens are replicated.
+
+    Args:
+        places: of q, k, v and, where the case has them, of the sink and the ALiBi slopes, which are
+            replicated where left out.
+        where: further arguments of the op.
+    """
+    laid_on = mesh_of(mesh)
     *inputs, dout = case.tensors()
-    laid = [placed(t, where, p) for t, p in zip(inputs, places, strict=True)]
+    slopes, sink = case.per_head()
+    inputs += [t for t in (sink, slopes) if t is not None]
+    given = [*places, *["R" * laid_on.ndim] * (len(inputs) - len(places))]
+    laid = [placed(t, laid_on, p) for t, p in zip(inputs, given, strict=True)]
+    options = {**(where or {})}
+    if slopes is not None:
+        options["alibi_slopes"] = laid.pop().detach()
     if case.op != "varlen":
-        return run(case.call, laid, [dout])
-    cu = placed(torch.tensor(case.cu_seqlens, dtype=torch.int32), where, "R" * where.ndim)
+        return run(lambda *leaves: case.call(*leaves, **options), laid, douts(case, dout))
+    cu = [
+        placed(torch.tensor(cu, dtype=torch.int32), laid_on, "R" * laid_on.ndim)
+        for cu in (case.cu_seqlens, case.cu_seqlens_k or case.cu_seqlens)
+    ]
+    options |= {"causal": case.causal, "window_size": case.window, "return_lse": True}
 
-    def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        options = {"causal": case.causal, "window_size": case.window, "return_lse": True}
-        return wrap_ring_attn_varlen_func(q, k, v, cu, cu, **options)
+    def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Any:
+        return wrap_ring_attn_varlen_func(q, k, v, *cu, sink=sink, **options)
 
-    return run(packed, laid, [dout])
+    return run(packed, laid, douts(case, dout))
+
+
+def douts(case: Case, dout: Tensor) -> list[Tensor]:
+    """Gradients of out and of lse, which must be finite."""
+    lse = (*dout.shape[:-3], dout.shape[-2], dout.shape[-3])
+    return [dout, torch.linspace(-1, 2, dout[..., 0].numel(), dtype=dout.dtype).view(lse)]
+
+
+def alone(case: Case) -> list[Tensor]:
+    """Results and gradients of an attention op on one device."""
+    *inputs, dout = case.tensors()
+    sink = case.per_head()[1]
+    leaves = [t.requires_grad_() for t in (*inputs, *([] if sink is None else [sink]))]
+    results = case.call(*leaves)
+    grads = torch.autograd.grad(results, leaves, douts(case, dout))
+    return [*(r.detach() for r in results), *grads]
 
 
 def refused(job: str, *args: Any) -> str:

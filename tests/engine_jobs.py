@@ -328,6 +328,60 @@ def every_op(op: str) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}
 
 
+class PartsOfQ(nn.Module):
+    """Six heads of q to two of k, with a learnable sink, and a loss of out and lse."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.what = what
+        self.project = nn.Linear(16, 40).double()
+        self.sink = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.slopes: Tensor
+        self.register_buffer("slopes", torch.linspace(0.1, 0.6, 6))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:-1], 10, 4).split([6, 2, 2], -2)
+        given: dict[str, Any] = {"return_lse": True, "sink": self.sink, "alibi_slopes": self.slopes}
+        match self.what:
+            case "heads":
+                out, lse = wrap_ring_attn_func(q, k, v, **given)
+            case "rows":
+                out, lse = wrap_ring_attn_func(q, k, v, q_rows=(0, 1), **given)
+            case "packed rows":
+                cu = (cu_seqlens, cu_seqlens)
+                out, lse = wrap_ring_attn_varlen_func(q, k, v, *cu, q_rows=(0, 1), **given)
+            case "rows of a cross attention":
+                mask = AttnMask.causal(9, x.shape[1])
+                out, lse = wrap_masked_attn_func(q[:, :9] * 1.0, k, v, mask, **given)
+        return out.square().sum() + lse.square().sum()
+
+
+def parts_of_q_inputs(what: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    shape = (22, 16) if what == "packed rows" else (2, 22, 16)
+    cu_seqlens = torch.tensor([0, 8, 22], dtype=torch.int32)
+    return {"x": torch.randn(shape, dtype=torch.float64), "cu_seqlens": cu_seqlens}
+
+
+def parts_of_q(what: str, policy: Any) -> tuple[float, dict[str, Tensor], str]:
+    """One step over all ranks: loss, gradients after sync, the plan's text."""
+    ranks = dist.get_world_size()
+    given = parts_of_q_inputs(what)
+    parallel = parallelize(PartsOfQ(what), given, policy, ComputeConfig(ranks, ranks))
+    loss = parallel(**given)
+    loss.backward()
+    parallel.sync_grad()
+    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)
+
+
+def heads_of_q(ops: Any, config: ComputeConfig) -> dict[str, str]:
+    """A policy: the heads of q, more than those of k."""
+    (attention,) = ops
+    assert attention.splits == ("l", "qh")
+    return {attention.name: "qh"}
+
+
 def named_layout_of_uneven_shards() -> str:
     """What this rank is told; then both ranks must still be able to talk."""
     try:

@@ -13,17 +13,13 @@ emit      wrap_ring_attn_func(q=..., process_group=[2, 3])
 from __future__ import annotations
 
 import ast
-import base64
 import inspect
 import logging
 import math
-import pickle
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +36,7 @@ from torch import Tensor
 
 from annotations import calls
 from annotations.calls import PublicCall, qualified, without_data
+from annotations.constants import from_text, is_text, to_text
 from annotations.engines import graph_report
 from annotations.engines.following import follow, ways_of
 from annotations.errors import PartitionError
@@ -54,7 +51,6 @@ _ranks = 1  # how many ranks nodes made now may be cut over
 
 GROUP = "process_group"
 _MADE_AT_RUN_TIME = "the group's name"  # stands for it in arguments until the code is written
-_CONSTANT = "seqshard constant: "
 
 
 def register() -> None:
@@ -71,7 +67,7 @@ def _register(signature: str, name: str, call: PublicCall) -> None:
     CustomizedOps.register(
         signature,
         make_node,
-        "\n".join(["import annotations.engines.nnscaler", "import annotations.groups", *lines]),
+        "\n".join(["import annotations.constants", "import annotations.groups", *lines]),
         call.function,
         emit_fn=emit,
         input_gen_fn=example_inputs,
@@ -176,7 +172,7 @@ def make_node(*args: Any, signature: str, **kwargs: Any) -> OpNode:
     call = _registered[signature]
     bound_call = call.signature.bind(*args, **kwargs)
     bound_call.apply_defaults()
-    arguments = dict(bound_call.arguments)
+    arguments = {name: _restored(value) for name, value in bound_call.arguments.items()}
     if arguments.get(GROUP) is not None:
         _logger.warning("%s: process_group is the engine's to fill in; dropped", signature)
         arguments[GROUP] = None
@@ -218,20 +214,11 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return type(value)(_plain(each) for each in value)
-    data = base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
-    return _CONSTANT + data
-
-
-@lru_cache(maxsize=256)
-def constant(data: str) -> Any:
-    """A constant of generated code, from its text."""
-    return pickle.loads(zlib.decompress(base64.b64decode(data)))
+    return to_text(value)
 
 
 def _restored(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_CONSTANT):
-        return constant(value.removeprefix(_CONSTANT))
-    return value
+    return from_text(value) if is_text(value) else value
 
 
 def _sites(node: OpNode, inputs: Sequence[Any]) -> Iterator[SplitSite]:
@@ -305,9 +292,8 @@ def _target(function: Any) -> str:
 
 
 def _code(text: str) -> str:
-    if text.startswith(("'" + _CONSTANT, '"' + _CONSTANT)):
-        data = ast.literal_eval(text).removeprefix(_CONSTANT)
-        return f"annotations.engines.nnscaler.constant({data!r})"
+    if text[:1] in "'\"" and is_text(ast.literal_eval(text)):
+        return f"annotations.constants.from_text({text})"
     return text
 
 

@@ -89,7 +89,7 @@ def scoring_of(given: Given) -> Scoring:
     """How scores become probabilities, from an op's arguments."""
     slopes = given["alibi_slopes"]
     if slopes is not None:
-        slopes = slopes.detach().reshape(-1, slopes.shape[-1])
+        slopes = slopes.detach() if slopes.ndim == 2 else slopes.detach().unsqueeze(0)
     return Scoring(
         given["softmax_scale"], given["softcap"], slopes, given["dropout_p"], given["dropout_seed"]
     )

@@ -1,7 +1,9 @@
-"""How an attention op is declared: its signature in a graph, its annotation, its partition rule.
+"""How an attention op is declared, and how a user's call of it is checked and made.
 
 wrap_*_attn_func            checks what the user passed, names the group
   -> seqshard::*_attn       the op in a graph: tensors, numbers, strings      declared here
+       attention_family     its arguments, and how they say which pairs attend
+       attention_rule       its annotation and partition rule
     -> attention_call       the op call becomes a plan, which is run
 
 All ops have the same arguments but for those that say which pairs attend: q, k, v, integer tensors

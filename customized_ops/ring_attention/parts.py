@@ -11,7 +11,7 @@ sum over the ranks is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,7 +40,7 @@ def part_numbers(op: str, name: str, part: tuple[int, int] | None, kind: str) ->
     """
     if part is None:
         return {f"{kind}_part": 0, f"{kind}_parts": 0}
-    pair = tuple(part) if isinstance(part, tuple | list) else ()
+    pair = tuple(part) if isinstance(part, Sequence) else ()
     if len(pair) != 2 or not all(map(is_integer, pair)) or not pair[0] < pair[1]:
         raise ArgumentError(
             f"{op}: {name} must be (i, n) for part i of n, 0 <= i < n, or None, got {part!r}"

@@ -13,6 +13,7 @@ from annotations.registry import AnnotatedOp, OpRecord
 from annotations.rules import SplitSite
 
 from .core.layout import Layout
+from .core.mask import AttnMask
 from .core.rehearsal import RehearsalComm
 from .layout_ops import (
     wrap_roll_func,
@@ -55,6 +56,8 @@ def _attention(
                 lengths = without_data((len(lengths),), torch.int64)
             if chosen is packed:
                 arguments[f"cu_seqlens_{side}"] = lengths
+        if isinstance(given.get("mask"), AttnMask):
+            arguments["mask_slices"] = without_data((len(given["mask"].slices), 6), torch.int64)
         if isinstance(given["dropout_seed"], int):
             arguments["dropout_seed"] = without_data((1,), torch.int64)
         title = function.__name__

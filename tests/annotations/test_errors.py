@@ -1,8 +1,16 @@
+import ast
 import copy
 import pickle
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from annotations import binding, grammar, registry, rules, solving
 from annotations.binding import bind
 from annotations.errors import (
     AnnotationError,
@@ -11,6 +19,8 @@ from annotations.errors import (
     PartitionError,
 )
 from annotations.grammar import Annotation
+from annotations.registry import register_op
+from annotations.rules import Communicates, PartitionRule, SplitSite, check_parts
 
 GQA = "b l (g 4) hd^, b l g hd^, b l g vd^ -> b l (g 4) vd^"
 Q, K, V = (2, 128, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64)
@@ -20,8 +30,7 @@ def text_of(error_type, function, *args) -> str:
     """The text of the error that ``function`` raises, after a newline, as the tests write it."""
     with pytest.raises(error_type) as info:
         function(*args)
-    assert type(info.value) is error_type
-    assert isinstance(info.value, AnnotationError) and isinstance(info.value, ValueError)
+    assert type(info.value) is error_type and isinstance(info.value, ValueError)
     return f"\n{info.value}\n"
 
 
@@ -152,11 +161,6 @@ a tensor has more than one '*'
 }
 
 
-@pytest.mark.parametrize("text", SYNTAX)
-def test_syntax_error(text):
-    assert text_of(AnnotationSyntaxError, Annotation.parse, text) == SYNTAX[text]
-
-
 BINDING = {
     "l_mismatch_with_a_fix": (
         (GQA, "wrap_ring_attn_func", ["q", "k", "v"], [Q, (2, 96, 2, 64), V]),
@@ -214,6 +218,16 @@ op: argument 'x' does not fit the annotation
     dim 0 of x is '(h 6)' = 18, where 'h' = 3 from argument h, but x has shape (12,)
 """,
     ),
+    "fixed_sizes_in_brackets": (
+        ("(2 4) -> 1", "op", ["x"], [(9,)]),
+        """
+op: argument 'x' does not fit the annotation
+    (2 4) -> 1
+    ^~~~~
+    dim 0 of x is '(2 4)' = 8, but x has shape (9,)
+    expected: x of shape (8,)
+""",
+    ),
     "fixed_size": (
         ("a 8 -> a", "op", ["x"], [(2, 7)]),
         """
@@ -258,6 +272,24 @@ op: argument 'y' does not fit the annotation
     n, * a b -> *
        ^~~~~
     y is annotated as 2 or more dims, '* a b', but y has shape (2,)
+""",
+    ),
+    "too_many_dims": (
+        ("a -> a", "op", ["x"], [(2, 3)]),
+        """
+op: argument 'x' does not fit the annotation
+    a -> a
+    ^
+    x is annotated as 1 dim, 'a', but x has shape (2, 3)
+""",
+    ),
+    "no_dim_too_many": (
+        ("n, () -> n", "op", ["x", "y"], [(2,), (2,)]),
+        """
+op: argument 'y' does not fit the annotation
+    n, () -> n
+       ^~
+    y is annotated as 0 dims, '()', but y has shape (2,)
 """,
     ),
     "stars_of_two_lengths": (
@@ -343,13 +375,6 @@ op: 'b^^' is not a dim
 }
 
 
-@pytest.mark.parametrize("case", BINDING)
-def test_binding_error(case):
-    args, text = BINDING[case]
-    error_type = AnnotationSyntaxError if case == "syntax_error" else BindingError
-    assert text_of(error_type, bind, *args) == text
-
-
 PARTITION = {
     "n": """
 op: 'n' cannot be split
@@ -409,29 +434,163 @@ op: 'nope' cannot be split
 }
 
 
-@pytest.mark.parametrize("identifier", PARTITION)
-def test_partition_error(identifier):
-    bound = bind(
-        "a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z",
-        "op",
-        ["p", "q", "r", "s", "t"],
-        [(4, 6), (12, 5), (3,), (2, 2), (4, 9)],
-        {"z": 2},
-    )
-    assert text_of(PartitionError, bound.split, identifier) == PARTITION[identifier]
-    assert text_of(PartitionError, bound.divisible, identifier, 2) == PARTITION[identifier]
+BOUND = bind(
+    "a b, (b n) c : /a, k^, x x, 4 ? -> a (n c) z",
+    "op",
+    ["p", "q", "r", "s", "t"],
+    [(4, 6), (12, 5), (3,), (2, 2), (4, 9)],
+    {"z": 2},
+)
+FROZEN = bind("*^, 4 -> *^", "op", ["x", "y"], [(2, 3), (4,)])
+GROUPED = bind("l (g 4), l g -> l (g 4)", "op", ["q", "k"], [(5, 12), (5, 3)])
+RULE = PartitionRule(communicates={"l": Communicates(lambda site: {}, None)})
 
 
-def test_partition_error_where_nothing_can_be_split():
-    bound = bind("*^, 4 -> *^", "op", ["x", "y"], [(2, 3), (4,)])
-    text = """
+def same(x: Tensor) -> Tensor:
+    return x * 1
+
+
+def by_keyword(x: Tensor, *, y: int = 0) -> Tensor:
+    return x * y
+
+
+register_op("a -> a", name="errortest::taken")(same)
+transposed = register_op("a b -> b a", name="errortest::transposed", title="transposed")(same)
+two = register_op("a b -> a b, b", name="errortest::two", title="two")(same)
+
+
+def declare(function=same, **options):
+    register_op("a -> a", **{"name": "errortest::wrong", **options})(function)
+
+
+OTHERS = {
+    "nothing_can_be_split": (
+        PartitionError,
+        partial(FROZEN.split, "b"),
+        """
 op: 'b' cannot be split
     *^, 4 -> *^
     ^~
     it is marked frozen: 'b^'
     can be split: nothing in this annotation
-"""
-    assert text_of(PartitionError, bound.split, "b") == text
+""",
+    ),
+    "no_group": (
+        PartitionError,
+        partial(RULE.arguments, "op", SplitSite("l", 10, 4, "")),
+        "\nop: a split of 'l' over 4 ranks communicates inside the op, but no process group was "
+        "given; each rank alone would compute nonsense\n",
+    ),
+    "parts_that_tear_inner_dims": (
+        PartitionError,
+        partial(check_parts, GROUPED, GROUPED.split("g"), 2),
+        """
+op: 'g' = 3 cannot be cut over 2 ranks
+  l (g 4), l g -> l (g 4)
+  it is part of an inner dim, so the number of ranks must divide it
+""",
+    ),
+    "a_name_without_a_namespace": (
+        ValueError,
+        partial(declare, name="wrong"),
+        """
+register_op: 'wrong' is not a name such as 'mylib::myop'
+""",
+    ),
+    "a_taken_name": (
+        ValueError,
+        partial(declare, name="errortest::taken"),
+        """
+register_op: errortest::taken is registered already
+""",
+    ),
+    "an_argument_by_keyword": (
+        ValueError,
+        partial(declare, by_keyword),
+        """
+register_op: argument 'y: int = 0' of errortest::wrong must be one that is passed by position
+""",
+    ),
+    "no_such_argument": (
+        ValueError,
+        partial(declare, differentiable=["y"]),
+        """
+register_op: errortest::wrong has no argument 'y' to differentiate
+""",
+    ),
+    "another_shape_than_declared": (
+        AnnotationError,
+        partial(transposed, torch.zeros(2, 3)),
+        """
+transposed: result 0 has shape (2, 3), but the annotation says (3, 2): a b -> b a
+""",
+    ),
+    "fewer_results_than_declared": (
+        AnnotationError,
+        partial(two, torch.zeros(2, 3)),
+        """
+two: the function returned 1 results, but 2 outputs in the annotation: a b -> a b, b
+""",
+    ),
+}
+
+
+def tables() -> Iterator[tuple]:
+    """Name, type, call and whole text of all of them."""
+    for text, said in SYNTAX.items():
+        yield text, AnnotationSyntaxError, partial(Annotation.parse, text), said
+    for name, (args, said) in BINDING.items():
+        error_type = AnnotationSyntaxError if name == "syntax_error" else BindingError
+        yield name, error_type, partial(bind, *args), said
+    for identifier, said in PARTITION.items():
+        yield identifier, PartitionError, partial(BOUND.split, identifier), said
+    for name, (error_type, call, said) in OTHERS.items():
+        yield name, error_type, call, said
+
+
+CASES = list(tables())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_whole_text(case):
+    _, error_type, call, said = case
+    assert text_of(error_type, call) == said
+
+
+@pytest.mark.parametrize("identifier", PARTITION)
+def test_divisible_refuses_what_split_refuses(identifier):
+    assert text_of(PartitionError, BOUND.divisible, identifier, 2) == PARTITION[identifier]
+
+
+def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
+    """File and line where ``error``, and each error it was made of, was raised."""
+    while error is not None:
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        yield frame.f_code.co_filename, line
+        error = error.__context__
+
+
+def missed_raises(module, cases) -> list[int]:
+    """The lines of ``raise`` statements of ``module`` where no case's error comes from."""
+    reached = set()
+    for _, error_type, call, _ in cases:
+        with pytest.raises(error_type) as info:
+            call()
+        reached.update(line for file, line in raised_at(info.value) if file == module.__file__)
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    assert raises
+    return [r.lineno for r in raises if not reached & {*range(r.lineno, r.end_lineno + 1)}]
+
+
+@pytest.mark.parametrize("module", [grammar, binding, solving, rules, registry])
+def test_every_raise_has_a_whole_text(module):
+    assert missed_raises(module, CASES) == []
+
+
+def test_a_raise_without_a_whole_text_is_noticed():
+    assert len(missed_raises(grammar, [case for case in CASES if case[0] != "* a * -> a"])) == 1
+    assert len(missed_raises(rules, [case for case in CASES if case[0] != "no_group"])) == 1
 
 
 def test_the_caret_fits_a_text_of_several_lines():

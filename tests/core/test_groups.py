@@ -1,12 +1,8 @@
 import pytest
 import torch.distributed as dist
 
-from customized_ops.ring_attention.core.groups import (
-    ALONE,
-    GroupError,
-    comm_by_name,
-    group_name,
-)
+from annotations.groups import GroupError
+from customized_ops.ring_attention.core.groups import ALONE, comm_by_name, group_name
 from customized_ops.ring_attention.core.inprocess import run_ranks
 
 WHAT_IT_MUST_BE = (

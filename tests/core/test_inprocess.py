@@ -59,6 +59,24 @@ def test_all_gather_object_is_in_rank_order():
     assert run_ranks(4, gather) == [want] * 4
 
 
+@pytest.mark.parametrize("how", ["sum", "max"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_reduce(ranks, how):
+    def reduce(comm):
+        time.sleep(0.01 * (comm.size - comm.rank))
+        mine = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))[:, ::2]
+        given = mine.clone()
+        assert comm.all_reduce(mine, how) is mine  # in place, whatever its strides
+        return given, mine, comm.counters.received_bytes
+
+    given, got, received = zip(*run_ranks(ranks, reduce), strict=True)
+    stacked = torch.stack(given)
+    want = stacked.sum(0) if how == "sum" else stacked.amax(0)
+    assert all(torch.equal(result, got[0]) for result in got), "the same bits on every rank"
+    torch.testing.assert_close(got[0], want)
+    assert received == (2 * 12 * 4 * (ranks - 1) // ranks,) * ranks
+
+
 @pytest.mark.parametrize("bad", [0, 2, 3])
 def test_a_failing_rank_stops_the_others(bad):
     stopped = []

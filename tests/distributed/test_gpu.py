@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import loss_jobs
 import op_jobs
 import pytest
 import torch
 from dense import assert_same
+from loss_cases import LossCase, assemble, check
 from op_cases import Case, expected, gather, run_rank
 from op_table import TABLE, UNEVEN
 from ranks import Pool
@@ -61,3 +63,10 @@ def test_bf16_error_is_the_single_gpus_own(two_gpus: Pool, op: str) -> None:
         error_many = (many.double() - truth).abs().max()
         rounding = torch.finfo(many.dtype).eps * truth.abs().max()
         assert error_many <= 2 * error_one + rounding
+
+
+@pytest.mark.parametrize("cut", ["tokens", "vocabulary"])
+def test_chunked_loss_over_two_gpus(two_gpus: Pool, cut: str) -> None:
+    case = LossCase((2, 21), vocab=13, bias=True, softcap=2.0, device="cuda")
+    replies = two_gpus.run(loss_jobs.grid_part, case, (2, 1) if cut == "tokens" else (1, 2))
+    check(cut, case, assemble(case, [[r] for r in replies] if cut == "tokens" else [replies]))

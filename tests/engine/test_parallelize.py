@@ -179,6 +179,28 @@ def test_the_other_ops(two_ranks: Pool, op: str) -> None:
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 
+@pytest.mark.parametrize(
+    ("what", "policy", "split"),
+    [
+        ("heads", engine_jobs.heads_of_q, "qh"),
+        ("rows", "cp", "lq"),
+        ("packed rows", "cp", "lq"),
+        ("rows of a cross attention", "cp", "lq"),
+    ],
+)
+def test_parts_of_q(four_ranks: Pool, what: str, policy: Any, split: str) -> None:
+    """Heads and rows come in uneven parts, of heads one rank has none."""
+    model = engine_jobs.PartsOfQ(what)
+    loss = model(**engine_jobs.parts_of_q_inputs(what))
+    loss.backward()
+    for rank, (got, grads, plan) in enumerate(four_ranks.run(engine_jobs.parts_of_q, what, policy)):
+        assert f"{split} / 4" in plan
+        assert abs(got - loss.item()) < 1e-10
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.abs().max() > 1e-6
+            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+
+
 def test_a_named_layout_that_uneven_shards_cannot_have(two_ranks: Pool) -> None:
     """Every rank is told alike, and nothing has been sent."""
     first, second = two_ranks.run(engine_jobs.named_layout_of_uneven_shards)

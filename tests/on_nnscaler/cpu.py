@@ -16,10 +16,12 @@ from unittest import mock
 
 import torch
 from nnscaler.autodist.cost_database import CostDatabase
+from nnscaler.graph.tracer.concrete_proxy import ConcreteAttrProxy
 
 MEMORY_BYTES = 16 * 2**30
 
 _profile = CostDatabase.profile_comp
+_trace_attribute = ConcreteAttrProxy.__init__
 
 
 class _InOrder:
@@ -45,6 +47,13 @@ def _itself(self: Any, *_: Any, **__: Any) -> Any:
 def _profile_here(self: CostDatabase, degree: int, parallel: bool, again: bool) -> None:
     """Not in a process for each device: there are none, and it would start without stand-ins."""
     _profile(self, degree, False, again)
+
+
+def _trace_attribute_on_cpu(self: ConcreteAttrProxy, root: Any, attr: str) -> None:
+    """A traced ``tensor.device`` is CUDA whatever it is, and then ``arange(device=it)`` fails."""
+    _trace_attribute(self, root, attr)
+    if attr == "device":
+        self.value = root.value.device
 
 
 _STAND_INS = {
@@ -82,7 +91,11 @@ def on_cpu(needed: bool | None = None) -> Iterator[None]:
         if needed:
             for name, stand_in in _STAND_INS.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            for kind in (torch.Tensor, torch.nn.Module):
-                stack.enter_context(mock.patch.object(kind, "cuda", _itself))
-            stack.enter_context(mock.patch.object(CostDatabase, "profile_comp", _profile_here))
+            for kind, name, stand_in in (
+                (torch.Tensor, "cuda", _itself),
+                (torch.nn.Module, "cuda", _itself),
+                (CostDatabase, "profile_comp", _profile_here),
+                (ConcreteAttrProxy, "__init__", _trace_attribute_on_cpu),
+            ):
+                stack.enter_context(mock.patch.object(kind, name, stand_in))
         yield

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,24 +124,39 @@ def moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def train(training: Training) -> Rank:
-    """The job: parallelize and train."""
-    with world() as device, generated() as where:
-        config = training.compute_config(dist.get_world_size(), device)
-        model = parallelize(
-            training.model(), training.batch(0), training.policy, config, engine="nnscaler", **where
-        )
-        optimizer = nnscaler.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE)
-        losses, gradients = [], []
-        for step in range(training.steps):
-            batches = moved(training.batches(step, dist.get_rank() // training.plan), device)
-            losses.append(_forward_backward(model, batches, training.end2end))
-            optimizer.sync_shard_grad()
-            gradients.append(_as_state(model, {n: p.grad for n, p in model.named_parameters()}))
-            optimizer.step()
-            optimizer.zero_grad()
-        [file] = Path(where["gen_savedir"]).rglob(f"gencode{dist.get_rank()}.py")
-        return Rank(losses, gradients, _as_state(model, {}), file.read_text(), model.plan)
+def train(training: Training, *others: Training) -> Rank:
+    """The job: parallelize and train.
+
+    ``others`` go on, each from the merged state of the one before, with another policy or config.
+    """
+    losses, gradients, states, plan = [], [], None, None
+    with world() as device:
+        for part in (training, *others):
+            with generated() as where:
+                config = part.compute_config(dist.get_world_size(), device)
+                model = parallelize(
+                    part.model(), part.batch(0), part.policy, config, engine="nnscaler", **where
+                )
+                [file] = Path(where["gen_savedir"]).rglob(f"gencode{dist.get_rank()}.py")
+                code, plan = file.read_text(), model.plan
+            optimizer = nnscaler.build_optimizer(model, torch.optim.Adam, lr=LEARNING_RATE)
+            if states is not None:
+                nnscaler.load_merged_state_dict(model, states[0], optimizer, states[1])
+            for _ in range(part.steps):
+                batches = part.batches(len(losses), dist.get_rank() // part.plan)
+                losses.append(_forward_backward(model, moved(batches, device), part.end2end))
+                optimizer.sync_shard_grad()
+                gradients.append(_as_state(model, {n: p.grad for n, p in model.named_parameters()}))
+                optimizer.step()
+                optimizer.zero_grad()
+            states = _merged_states(model, optimizer) if others else None
+    return Rank(losses, gradients, _as_state(model, {}), code, plan)
+
+
+def _merged_states(model: ParallelModule, optimizer: Any) -> tuple[dict, dict]:
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (model.state_dict(), optimizer.state_dict()))
+    return nnscaler.merge_state_dicts(*map(list, zip(*every, strict=True)))
 
 
 def generate(training: Training, folder: Path, ranks: int) -> list[str]:
@@ -188,10 +203,8 @@ def _as_state(model: ParallelModule, instead: dict[str, Tensor]) -> dict[str, An
 
 def merged(ranks: list[Rank], training: Training) -> list[Trained]:
     """All ranks' replies of `train`, merged: one result a scale unit, of which losses differ."""
-    gradients = [
-        nnscaler.merge_state_dicts([rank.gradients[step] for rank in ranks])[0]
-        for step in range(training.steps)
-    ]
+    steps = zip(*(rank.gradients for rank in ranks), strict=True)
+    gradients = [nnscaler.merge_state_dicts(list(parts))[0] for parts in steps]
     parameters = nnscaler.merge_state_dicts([rank.parameters for rank in ranks])[0]
     return [Trained(rank.losses, gradients, parameters) for rank in ranks[:: training.plan]]
 
@@ -219,6 +232,7 @@ def train_alone(training: Training, units: int) -> list[Trained]:
 
 def assert_equals_alone(ranks: list[Rank], training: Training, tolerance: float = 1e-10) -> None:
     """Losses, gradients and parameters of all steps equal those of plain torch."""
+    training = replace(training, steps=len(ranks[0].losses))
     alone = train_alone(training, units=len(ranks) // training.plan)
     for got, want in zip(merged(ranks, training), alone, strict=True):
         assert_equal(got, want, tolerance)

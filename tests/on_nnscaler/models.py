@@ -1,12 +1,18 @@
-"""Plain torch models for the harness's own tests; nothing in them is ours."""
+"""A plain torch model for the harness's own tests, with one op registered with nnscaler."""
 
 from __future__ import annotations
 
+import nnscaler
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, DIM, HEADS = 32, 16, 4
+
+
+@nnscaler.register_op("* d^ -> * d^")
+def rms_norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
 class Block(nn.Module):
@@ -35,14 +41,17 @@ class Tiny(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
+        self.place = nn.Embedding(64, DIM)
         self.blocks = nn.ModuleList([Block() for _ in range(layers)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, sample: dict[str, Tensor]) -> Tensor:
-        x = self.embedding(sample["tokens"])
+        tokens = sample["tokens"]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.place(places)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(x)
+        logits = self.head(rms_norm(x))
         return F.cross_entropy(logits.view(-1, VOCAB), sample["targets"].view(-1))
 
 

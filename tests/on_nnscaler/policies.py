@@ -69,3 +69,11 @@ def two_by_two(graph: IRGraph, config: Any) -> IRGraph:
         "matmul": [((0, 0), 2), ((1, 2), 2)],
     }
     return _with_cuts(graph, config, chosen)
+
+
+def two_stages(graph: IRGraph, config: Any) -> Iterator[OpPlan]:
+    """A pipeline: the second stage starts with the second layer."""
+    for node in get_pas_ops(graph):
+        if node.fqn.startswith("blocks.1"):
+            yield OpPlan(node, stage_id=1)
+            return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ranks import Pool
 
-from on_nnscaler import jobs, models
+from on_nnscaler import jobs, models, policies
 from on_nnscaler.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
@@ -50,6 +52,17 @@ def test_zero(four_ranks: Pool, zero: int, plan: int, groups: int) -> None:
     config = {"use_zero": zero, "zero_ngroups": groups}
     training = Training(models.tiny, models.batch, plan=plan, config=config)
     jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_going_on_with_another_policy(four_ranks: Pool, zero: int) -> None:
+    first = Training(
+        models.tiny, models.batch, "tp", plan=2, steps=2, config={"use_zero": 1 - zero}
+    )
+    then = replace(first, policy=policies.sequence_by_plans, config={"use_zero": zero})
+    ranks = four_ranks.run(jobs.train, first, then)
+    assert len(ranks[0].losses) == 4
+    jobs.assert_equals_alone(ranks, first)
 
 
 def test_the_comparison_can_fail() -> None:

@@ -43,13 +43,11 @@ Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, str | None]]
 
 
 def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
-    """``"cp"``: split every op on what communicates inside it: attention on its sequence.
-
-    Attention whose k and v are to be whole is split on ``lq``, the sequence of q.
-    """
+    """``"cp"``: split every op that communicates inside on its sequence: ``l``, or ``lq`` where
+    only that of q is to be cut; one that has neither, on the first that communicates."""
     chosen: dict[str, str | None] = {}
     for op in ops:
-        inside = [split for split in op.splits if split in (*op.communicates, "lq")]
+        inside = [split for split in op.splits if split in ("l", "lq", *op.communicates)]
         if op.communicates:
             if not inside:
                 raise PolicyError(_cannot("cp", op, " or ".join(op.communicates), config))

@@ -6,6 +6,7 @@ peers. Groups are passed in: there is no global state, and ranks are always rank
     fetch       each rank receives token ranges of its peers' tensors    (k, v; rows of q)
     send_home   the reverse: results for received tokens go home and are
                 placed, added up or merged there                         (out, lse; dk, dv; dq)
+    all_reduce  every rank gets the sum or the maximum of all ranks'     (statistics of a loss)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from .exchange import Exchange, Where
 
 Messages = dict[int, Tensor]  # peer -> flat buffer
+Reduction = Literal["sum", "max"]
 
 
 class Dims(NamedTuple):
@@ -50,7 +52,8 @@ def add(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 @dataclass
 class Counters:
-    """Bytes this rank has sent to and received from other ranks through one Comm."""
+    """Bytes this rank has sent to and received from other ranks through one Comm; of an all-reduce,
+    those of a ring."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -91,6 +94,22 @@ class Comm(ABC):
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order. For checks, not for the hot path."""
+
+    @abstractmethod
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """The part of :meth:`all_reduce` that depends on how ranks are connected."""
+
+    def all_reduce(self, tensor: Tensor, how: Reduction) -> Tensor:
+        """Combine every rank's ``tensor``, of one shape and dtype, element by element.
+
+        Returns:
+            ``tensor``, overwritten with the same values on every rank.
+        """
+        ring_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
+        self.counters.sent_bytes += ring_bytes
+        self.counters.received_bytes += ring_bytes
+        self.combine(tensor, how)
+        return tensor
 
     def fetch(self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
         """Receive tokens of each of ``tensors`` as the exchange says.
@@ -247,3 +266,11 @@ class DistComm(Comm):
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`."""
+        dense = tensor.contiguous()
+        op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(dense, op=op, group=self._group)
+        if dense is not tensor:
+            tensor.copy_(dense)

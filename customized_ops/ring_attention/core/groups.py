@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
 from . import inprocess, rehearsal
-from .comm import Comm, DistComm, Messages
+from .comm import Comm, DistComm, Messages, Reduction
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 
@@ -29,6 +30,9 @@ class AloneComm(Comm):
     def all_gather_object(self, value: object) -> list[object]:
         """See :meth:`Comm.all_gather_object`."""
         return [value]
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`: nothing to add."""
 
 
 ALONE = AloneComm()

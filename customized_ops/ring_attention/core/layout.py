@@ -83,6 +83,12 @@ class Layout:
             self.group_size == other.group_size and np.array_equal(self.table, other.table)
         )
 
+    def __fx_create_arg__(self, tracer: object) -> str:
+        """In a graph that becomes Python code: text."""
+        from annotations.constants import to_text
+
+        return to_text(self)
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -61,6 +61,12 @@ class MaskValue:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskValue) and self.key == other.key
 
+    def __fx_create_arg__(self, tracer: object) -> str:
+        """In a graph that becomes Python code: text."""
+        from annotations.constants import to_text
+
+        return to_text(self)
+
     def __hash__(self) -> int:
         return hash(self.key)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .comm import Comm, Messages
+from torch import Tensor
+
+from .comm import Comm, Messages, Reduction
 
 
 class RehearsalComm(Comm):
@@ -18,6 +20,9 @@ class RehearsalComm(Comm):
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         """See :meth:`Comm.start`."""
         return lambda: None
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`: the values stay this rank's."""
 
     def all_gather_object(self, value: object) -> list[object]:
         """See :meth:`Comm.all_gather_object`: every rank is taken to say the same."""

@@ -1,0 +1,195 @@
+"""Chunked linear cross entropy: what a user calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations.groups import GroupError
+
+from ..ring_attention.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
+from ..ring_attention.core.groups import GroupLike, comm_by_name, group_name
+from .op import TITLE, count_tokens, first_row, token_losses
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def chunk_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float = 0.0,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    vocab_group: GroupLike = None,
+    vocab_size: int | None = None,
+    token_group: GroupLike = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``* l d^, v d^, * l, v -> * l, * l`` and a reduction of the first result over tokens
+
+    ``cross_entropy(linear(hidden, weight, bias), target)`` with logits for one chunk of tokens at a
+    time. The forward keeps one number a token, the log-sum-exp of its logits; the backward makes
+    each chunk's logits again.
+
+        logits, l = 4, v = 6      l cut over two ranks      v cut over two ranks
+            x x x x x x           rank 0: x x x x x x       rank 0: x x x     rank 1: x x x
+            x x x x x x  <-chunk          x x x x x x               x x x             x x x
+            x x x x x x           rank 1: x x x x x x               x x x             x x x
+            x x x x x x                   x x x x x x               x x x             x x x
+
+    Args:
+        hidden: [*, l, d], any strides; any number of leading dims.
+        weight: [v, d], in hidden's dtype. bias: [v].
+        target: int64 [*, l], rows of weight, or ``ignore_index``. Of any other target loss and
+            gradients are NaN, on every device: raising would make the host wait for the device.
+        ignore_index: the target of tokens that are left out. Their loss and its gradient are 0.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``. The mean of no
+            tokens is 0 with gradients 0 (torch has NaN).
+        softcap: logits are kept in (-softcap, softcap) by a tanh; 0 is none.
+        chunk_size: tokens at a time; None chooses so that their logits are 512 MiB.
+        return_lse: also return the log-sum-exp of each token's logits; gradients flow through it,
+            so ``(lse ** 2).mean()`` is the z-loss. Tokens that are left out have one too.
+        vocab_group: ranks over which v is cut: a ProcessGroup, its global ranks in increasing
+            order, or None. hidden and target are the same on each of them.
+        vocab_size: with ``vocab_group`` v over all its ranks. Rank r holds the r-th
+            ceil(vocab_size / ranks) rows; the last ranks may hold less, or none.
+        token_group: ranks over which tokens are cut, in any way; only for a mean. Each rank then
+            returns its share of the mean: its tokens' sum over the number of all ranks' tokens.
+            The shares add up to the mean; without it each rank has the mean of its own tokens.
+
+        Leave the last three at None under DTensor and under auto-parallelizers, which cut tokens or
+        v as they like.
+    Returns:
+        A scalar, or [*, l] for ``"none"``, in fp32 (fp64 for fp64); with ``return_lse`` also lse
+        [*, l], natural log.
+
+    Communication: with v cut, the forward all-reduces three numbers a token, and every rank of
+    vocab_group has the same loss. The backward adds up the gradient of hidden over vocab_group
+    (under DTensor it is a partial sum), those of weight and bias stay with their rows. With tokens
+    cut the gradients of weight and bias are those of the rank's tokens: add up over token_group.
+
+    Raises:
+        ValueError: shapes, dtypes, groups or options do not fit; says what would. Before anything
+            is computed or sent.
+
+    Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
+    the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
+    """
+
+    vocab_name = _name_of("vocab_group", vocab_group)
+    token_name = _name_of("token_group", token_group)
+
+    def check() -> tuple[int, float]:
+        _check_tensors(hidden, weight, target, bias)
+        _check_options(ignore_index, reduction, chunk_size)
+        flag_of(TITLE, "return_lse", return_lse)
+        if not torch.compiler.is_compiling():
+            token_losses.record.bind(
+                {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+            )
+        rows = _check_groups(len(weight), reduction, vocab_group, vocab_size, token_group)
+        return rows, softcap_of(TITLE, softcap)
+
+    def facts(checked: tuple[int, float]) -> dict[str, str]:
+        return {
+            "hidden": f"{tuple(hidden.shape)} {hidden.dtype}",
+            "vocab_size, softcap": str(checked),
+            "ignore_index": str(ignore_index),
+        }
+
+    rows, cap = checked(TITLE, token_group, lambda: checked(TITLE, vocab_group, check, facts))
+    loss, lse = token_losses(
+        hidden,
+        weight,
+        target,
+        bias,
+        int(ignore_index),
+        cap,
+        int(chunk_size or 0),
+        rows,
+        vocab_name,
+        True,
+    )
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        if token_group is None:
+            count = (target != ignore_index).sum()
+        else:
+            count = count_tokens(target, int(ignore_index), token_name)
+        loss = loss / count.clamp(min=1)
+    return (loss, lse) if return_lse else loss
+
+
+def _name_of(argument: str, group: GroupLike) -> str:
+    try:
+        return group_name(group)
+    except GroupError as error:
+        raise GroupError(f"{TITLE}: {argument}: {error}") from None
+
+
+def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
+    given = {"hidden": hidden, "weight": weight, "target": target}
+    given |= {} if bias is None else {"bias": bias}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise ArgumentError(f"{TITLE}: {name} must be a tensor, got {kind}")
+        if tensor.device != hidden.device:
+            where = f"{name} is on {tensor.device} but hidden is on {hidden.device}"
+            raise ArgumentError(f"{TITLE}: {where}; give one device")
+        if name != "target" and tensor.dtype != hidden.dtype:
+            dtypes = f"{name} is {tensor.dtype} but hidden is {hidden.dtype}"
+            raise ArgumentError(f"{TITLE}: {dtypes}; give one dtype")
+    if not hidden.dtype.is_floating_point:
+        raise ArgumentError(f"{TITLE}: hidden must be floating point, got {hidden.dtype}")
+    if target.dtype != torch.int64:
+        raise ArgumentError(f"{TITLE}: target must be int64, got {target.dtype}")
+
+
+def _check_options(ignore_index: object, reduction: object, chunk_size: object) -> None:
+    if not is_integer(ignore_index, -(2**63)):
+        raise ArgumentError(f"{TITLE}: ignore_index must be an integer, got {ignore_index!r}")
+    if reduction not in REDUCTIONS:
+        known = ", ".join(REDUCTIONS)
+        raise ArgumentError(f"{TITLE}: reduction must be one of {known}, got {reduction!r}")
+    if chunk_size is not None and not is_integer(chunk_size, 1):
+        raise ArgumentError(
+            f"{TITLE}: chunk_size must be None or a number of tokens, 1 or more, got {chunk_size!r}"
+        )
+
+
+def _check_groups(
+    rows: int,
+    reduction: str,
+    vocab_group: GroupLike,
+    vocab_size: int | None,
+    token_group: GroupLike,
+) -> int:
+    """The rows of the whole weight."""
+    if token_group is not None and reduction != "mean":
+        raise ArgumentError(
+            f"{TITLE}: token_group goes with reduction='mean'; reduction={reduction!r} needs "
+            "nothing from other ranks, leave it None"
+        )
+    if (vocab_group is None) != (vocab_size is None):
+        raise ArgumentError(
+            f"{TITLE}: vocab_group and vocab_size go together: the ranks that hold the weight's "
+            f"rows, and how many rows they hold in all; got vocab_size={vocab_size!r} with "
+            f"{'no' if vocab_group is None else 'a'} vocab_group"
+        )
+    if vocab_size is None:
+        if not rows:
+            raise ArgumentError(f"{TITLE}: weight has no rows; give [v, d] with v of 1 or more")
+        return rows
+    if not is_integer(vocab_size, 1):
+        raise ArgumentError(f"{TITLE}: vocab_size must be 1 or more, got {vocab_size!r}")
+    if not torch.compiler.is_compiling():  # the op looks again
+        first_row(rows, int(vocab_size), comm_by_name(group_name(vocab_group)))
+    return int(vocab_size)
