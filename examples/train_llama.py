@@ -49,8 +49,8 @@ class LlamaConfig:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE (Su et al., arXiv:2104.09864): x [b, l, h, d], cos and sin [b, l, 1, d / 2]."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x.chunk(2, dim=3)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=3)
 
 
 class Attention(nn.Module):

@@ -22,7 +22,7 @@ class JobFailed(AssertionError):
     """A job raised on some rank; carries its traceback."""
 
 
-def _serve(rank: int, size: int, store: str, backend: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe: Any) -> None:
     from datetime import timedelta
 
     import torch
@@ -36,7 +36,7 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Any) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=JOB_SECONDS / 4),
+        timeout=timedelta(seconds=seconds / 4),
     )
     while True:
         job = pipe.recv()
@@ -51,10 +51,13 @@ def _serve(rank: int, size: int, store: str, backend: str, pipe: Any) -> None:
 
 
 class Pool:
-    """``size`` processes in one world; with NCCL each has a GPU of its own."""
+    """``size`` processes in one world; with NCCL each has a GPU of its own.
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
-        self.size, self.backend = size, backend
+    A job may take ``seconds``; a rank waits for another for a quarter of that.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo", seconds: float = JOB_SECONDS) -> None:
+        self.size, self.backend, self.seconds = size, backend, seconds
         self._start()
 
     def _start(self) -> None:
@@ -64,7 +67,7 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, self.size, store, self.backend, theirs)
+            args = (rank, self.size, store, self.backend, self.seconds, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -84,8 +87,8 @@ class Pool:
         return [value for _, value in replies]
 
     def _reply(self, rank: int) -> tuple[bool, Any]:
-        if not self._pipes[rank].poll(JOB_SECONDS):
-            return False, f"no answer in {JOB_SECONDS} s"
+        if not self._pipes[rank].poll(self.seconds):
+            return False, f"no answer in {self.seconds} s"
         try:
             return self._pipes[rank].recv()
         except EOFError:
