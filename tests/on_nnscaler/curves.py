@@ -8,7 +8,7 @@ import nnscaler
 import torch
 import torch.distributed as dist
 from text_corpus import PackedText, load_documents
-from torch import Tensor
+from torch import Tensor, nn
 from train_llama import Llama, LlamaConfig, inputs
 
 from annotations import ComputeConfig, parallelize
@@ -20,14 +20,34 @@ PLANNING = {"parallel_profile": False, "use_bf16": True}
 ADAM: dict[str, Any] = {"lr": LEARNING_RATE, "eps": 1e-6}
 
 
+class Norm(nn.Module):
+    """RMS norm in ops that nnscaler knows; it has no annotation for ``torch.rms_norm``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(torch.mean(x * x, dim=2, keepdim=True) + 1e-6) * self.weight
+
+
+def llama(config: LlamaConfig) -> nn.Module:
+    """The example's, the same at each call."""
+    torch.manual_seed(0)
+    model = Llama(config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.RMSNorm):
+            model.set_submodule(name, Norm(config.dim))
+    return model
+
+
 def losses(
     engine: str, config: LlamaConfig, length: int, steps: int, dtype: torch.dtype, policy: str
 ) -> list[float]:
     """The loss of each step. ``engine`` "alone" is plain torch, on every rank the whole."""
     text = PackedText(load_documents(), length)
     with world() as device:
-        torch.manual_seed(0)
-        model = Llama(config).to(device, dtype)
+        model = llama(config).to(device, dtype)
         example = moved(inputs(text.batch(0, packed=False), config.op), device)
         compute = ComputeConfig(
             dist.get_world_size(),

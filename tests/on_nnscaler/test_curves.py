@@ -14,9 +14,10 @@ from on_nnscaler import curves
 pytestmark = pytest.mark.nnscaler
 
 
-def test_on_the_cpu(two_ranks: Pool) -> None:
+@pytest.mark.parametrize("policy", ["cp_follow", "cp"])
+def test_on_the_cpu(two_ranks: Pool, policy: str) -> None:
     settings = (LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48), 64, 5, torch.float64)
-    by_nnscaler, *_ = two_ranks.run(curves.losses, "nnscaler", *settings, "cp_follow")
+    by_nnscaler, *_ = two_ranks.run(curves.losses, "nnscaler", *settings, policy)
     embedded, *_ = two_ranks.run(curves.losses, "torch", *settings, "cp")
     alone, *_ = two_ranks.run(curves.losses, "alone", *settings, "")
     for curve in (by_nnscaler, embedded):
