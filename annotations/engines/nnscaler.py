@@ -465,7 +465,7 @@ def cp_policy(graph: Any, cfg: Any) -> Any:
     own = yaml.safe_load(Path(given).read_text()) if given else []
     with TemporaryDirectory() as folder:
         path = Path(folder) / "constraints.yaml"
-        path.write_text(yaml.safe_dump(own + constraints(graph, cfg.plan_ngpus)))
+        path.write_text(yaml.safe_dump(own + constraints(graph, _ranks_of_an_op(cfg))))
         pas_config = {**cfg.pas_config, "partition_constraints_path": str(path)}
         return nnscaler.policies.pas_autodist(graph, replace(cfg, pas_config=pas_config))
 
@@ -480,6 +480,24 @@ def as_config(config: Any) -> Any:
     return nnscaler.ComputeConfig(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
+def _ranks_of_an_op(config: Any) -> int:
+    """How many ranks one op is cut over at most: less than all where these are stages, or where a
+    policy cuts each op on two dims."""
+    return int(config.pas_config.get("max_partition_degree", config.plan_ngpus))
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise what is wrong with the call or the plan itself; nnscaler raises "Code generation
+    failed." from it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, ValueError | NotImplementedError):
+            raise error.__cause__ from None
+        raise
+
+
 def parallelize(
     module_or_module_class: Any,
     dummy_forward_args: Mapping[str, Any],
@@ -491,6 +509,13 @@ def parallelize(
 
     ``plan`` is a table of what every op was cut on; None on ranks other than 0 and where earlier
     code was used again. See :func:`annotations.parallelize`.
+
+    ``pas_config["max_partition_degree"]`` is how many ranks one op is cut over, where that is not
+    all of ``plan_ngpus``. It decides whether heads of q are cut with those of k or alone.
+
+    Raises:
+        ValueError, NotImplementedError: on rank 0, what is wrong with a call or the plan; on the
+            others nnscaler's RuntimeError.
     """
     if isinstance(pas_policy, str):
         named = POLICIES.get(pas_policy) or getattr(nnscaler.policies, f"pas_{pas_policy}", None)
@@ -505,7 +530,7 @@ def parallelize(
         _logger.info("%s", plans[-1])
         return cut
 
-    with planned_for(compute_config.plan_ngpus):
+    with planned_for(_ranks_of_an_op(compute_config)), _own_errors():
         made = nnscaler.parallelize(
             module_or_module_class, dict(dummy_forward_args), planned, compute_config, **options
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from customized_ops.ring_attention import (
     wrap_unshuffle_func,
     wrap_zigzag_attn_func,
 )
+
+from .jobs import Training
 
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 32, 16, 4, 2, 8, 16
 
@@ -157,3 +160,22 @@ def packed_batch(seed: int) -> dict[str, dict[str, Tensor]]:
     first = 8 + 8 * (seed % 3)
     cu = torch.tensor([0, first, first + 16, 4 * LENGTH], dtype=torch.int32)
     return {"sample": {"tokens": tokens, "targets": targets, "cu_seqlens": cu}}
+
+
+def training(
+    attend: Attend, policy: Any = "cp_follow", kv_heads: int = 2, **further: Any
+) -> Training:
+    """A model of this function, with batches that suit it."""
+    batches = packed_batch if attend in PACKED else batch
+    return Training(model(attend, kv_heads), batches, policy, **further)
+
+
+def calls_of(code: str) -> list[str]:
+    """The attention calls in generated code."""
+    return re.findall(r"= customized_ops\S*_attn\w*\(.*\)", code)
+
+
+def groups_of(code: str) -> set[tuple[int, ...]]:
+    """The groups of these calls; () for a call without."""
+    found = [re.search(r"process_group=\[([\d, ]+)\]", call) for call in calls_of(code)]
+    return {tuple(map(int, m[1].split(","))) if m else () for m in found}

@@ -13,10 +13,15 @@ SEQUENCE = (0, 1)  # of the first input, [b, l, d]
 ON_SEQUENCE = ("linear", "gelu")  # names of ops of the plain model
 
 
-def cut_and_assign(graph: IRGraph, node: Any, cuts: list[tuple[tuple[int, int], int]]) -> None:
-    """Cut an op once for each ((input, dim), parts), each time all parts; device n gets part n.
+def cut_and_assign(
+    graph: IRGraph,
+    node: Any,
+    cuts: list[tuple[tuple[int, int], int]],
+    devices: list[int] | None = None,
+) -> None:
+    """Cut an op once for each ((input, dim), parts), each time all parts.
 
-    An (input, dim) of (-1, -1) replicates.
+    An (input, dim) of (-1, -1) replicates. Part n goes to ``devices[n]``, by default n.
     """
     nodes = [node]
     for (index, dim), parts in cuts:
@@ -30,7 +35,7 @@ def cut_and_assign(graph: IRGraph, node: Any, cuts: list[tuple[tuple[int, int], 
                     node, node.algorithm("dim"), idx=index, dim=dim, num=parts
                 )
             ]
-    for device, part in enumerate(nodes):
+    for device, part in zip(devices or range(len(nodes)), nodes, strict=True):
         graph.assign(part, device)
 
 
@@ -77,3 +82,48 @@ def two_stages(graph: IRGraph, config: Any) -> Iterator[OpPlan]:
         if node.fqn.startswith("blocks.1"):
             yield OpPlan(node, stage_id=1)
             return
+
+
+def attention(
+    graph: IRGraph,
+    config: Any,
+    cuts: list[tuple[str, int]],
+    devices: list[int] | None = None,
+    name: str = "attn",
+) -> IRGraph:
+    """Cut ops with ``name`` in their own once for each (identifier, parts), replicate the rest.
+
+    An identifier of "" replicates. ``devices`` are those of the parts, if not in their order.
+    """
+    auto_multiref(graph)
+    for node in graph.select(ntype=(IRFwOperation, IRDataOperation)):
+        if node.name == "multiref":
+            continue
+        if name in node.name:
+            chosen = [(place_of(node, identifier), parts) for identifier, parts in cuts]
+            cut_and_assign(graph, node, chosen, devices)
+        else:
+            cut_and_assign(graph, node, [((-1, -1), config.plan_ngpus)])
+    return graph
+
+
+def place_of(node: Any, identifier: str) -> tuple[int, int]:
+    """The (input, dim) by which nnscaler cuts ``identifier``; (-1, -1) for ""."""
+    if not identifier:
+        return -1, -1
+    return next(
+        (index, dim)
+        for index, dim in node.transform_space()
+        if node.anno.input(index).dims[dim].identifiers[0] == identifier
+    )
+
+
+def two_stages_on_sequence(graph: IRGraph, config: Any) -> Iterator[OpPlan]:
+    """The second stage starts with the second layer; attention is cut inside both."""
+    begun = False
+    for node in get_pas_ops(graph):
+        starts = not begun and node.fqn.startswith("layers.1")
+        begun = begun or starts
+        cut = OpPartition(*place_of(node, "l")) if "_attn" in node.name else None
+        if cut or starts:
+            yield OpPlan(node, partition=cut, stage_id=1 if starts else -1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from ranks import Pool
 
 from on_nnscaler import attention_models as models
-from on_nnscaler import jobs
-from on_nnscaler.jobs import Training
+from on_nnscaler import jobs, policies
+from on_nnscaler.attention_models import calls_of, groups_of, training
 
 pytestmark = pytest.mark.nnscaler
 
@@ -29,19 +30,65 @@ FUNCTIONS = (
     models.shuffled,
     models.shuffled_documents,
 )
-
-
-def training_of(attend: Any, policy: Any = "cp_follow", **further: Any) -> Training:
-    batch = models.packed_batch if attend in models.PACKED else models.batch
-    return Training(models.model(attend, further.pop("kv_heads", 2)), batch, policy, **further)
+MAIN = (models.ring, models.zigzag, models.varlen, models.window, models.packed_window)
 
 
 @pytest.mark.parametrize("attend", FUNCTIONS)
 def test_two_ranks(two_ranks: Pool, attend: Any) -> None:
-    training = training_of(attend, plan=2)
-    ranks = two_ranks.run(jobs.train, training)
-    jobs.assert_equals_alone(ranks, training)
+    job = training(attend, plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
     for n, rank in enumerate(ranks):
-        calls = re.findall(r"= customized_ops\S*_attn\w*\(.*\)", rank.code)
+        calls = calls_of(rank.code)
         told = f"q_rows=({n}, 2)" if "rows" in attend.__name__ else "process_group=[0, 1]"
         assert len(calls) == 2 and all(told in call for call in calls), calls
+
+
+@pytest.mark.parametrize("attend", MAIN)
+def test_four_ranks(four_ranks: Pool, attend: Any) -> None:
+    job = training(attend, plan=4)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert [groups_of(rank.code) for rank in ranks] == 4 * [{(0, 1, 2, 3)}]
+
+
+@pytest.mark.parametrize("attend", MAIN)
+def test_two_ranks_twice(four_ranks: Pool, attend: Any) -> None:
+    """Two copies of the model, each over two ranks, with batches of their own."""
+    job = training(attend, plan=2)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}] + 2 * [{(2, 3)}]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("attend", [models.ring, models.varlen])
+def test_end2end_with_micro_batches(four_ranks: Pool, attend: Any, asynchronous: bool) -> None:
+    config = {"use_async_reducer": asynchronous, "reducer_bucket_cap_mb": 0.001}
+    job = training(attend, plan=2, micro_batches=3, end2end=True, config=config)
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+
+
+def test_micro_batches(two_ranks: Pool) -> None:
+    job = training(models.zigzag, plan=2, micro_batches=2)
+    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+
+
+@pytest.mark.parametrize(("zero", "groups"), [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("attend", [models.ring, models.packed_window])
+def test_zero(four_ranks: Pool, attend: Any, zero: int, groups: int) -> None:
+    job = training(attend, plan=2, config={"use_zero": zero, "zero_ngroups": groups})
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_going_on_with_another_plan(four_ranks: Pool, zero: int) -> None:
+    """Merged parameters and optimizer state of one plan are taken up by another."""
+    pairs = {"pas_config": {"max_partition_degree": 2}}
+    first = training(models.ring, plan=4, steps=2, config={"use_zero": zero})
+    both = partial(policies.attention, cuts=[("g", 2), ("l", 2)])
+    then = replace(first, policy=both, config={"use_zero": 1 - zero, **pairs})
+    ranks = four_ranks.run(jobs.train, first, then)
+    assert len(ranks[0].losses) == 4
+    assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}] + 2 * [{(2, 3)}]
+    jobs.assert_equals_alone(ranks, first)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from ranks import Pool
 
-from on_nnscaler import jobs, models, policies
+from on_nnscaler import attention_models, jobs, models, policies
 from on_nnscaler.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
@@ -25,3 +26,19 @@ def test_two_stages(four_ranks: Pool, plan: int) -> None:
         config={"pas_config": {"pipeline_nmicros": 4, "pipeline_scheduler": "1f1b"}},
     )
     jobs.assert_equals_alone(four_ranks.run(jobs.train, training), training)
+
+
+@pytest.mark.parametrize("attend", [attention_models.ring, attention_models.varlen])
+def test_attention_cut_inside_stages(four_ranks: Pool, attend: Any) -> None:
+    training = attention_models.training(
+        attend,
+        policies.two_stages_on_sequence,
+        plan=4,
+        micro_batches=4,
+        end2end=True,
+        config={"pas_config": {"pipeline_nmicros": 4, "pipeline_scheduler": "1f1b"}},
+    )
+    ranks = four_ranks.run(jobs.train, training)
+    jobs.assert_equals_alone(ranks, training)
+    groups = [attention_models.groups_of(rank.code) for rank in ranks]
+    assert groups == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]

@@ -1,0 +1,122 @@
+"""Attention cut on heads, on the batch, and on several dims at once: who is grouped with whom."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from ranks import Pool
+
+from annotations.errors import PartitionError
+from on_nnscaler import attention_models as models
+from on_nnscaler import jobs, policies
+from on_nnscaler.attention_models import calls_of, groups_of, training
+
+pytestmark = pytest.mark.nnscaler
+
+PAIRS = [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
+ACROSS = [{(0, 2)}, {(1, 3)}, {(0, 2)}, {(1, 3)}]
+ALONE = [{()}] * 4
+
+
+def cut(attend: Any, *cuts: tuple[str, int], **further: Any) -> jobs.Training:
+    devices = further.pop("devices", None)
+    further["config"] = {"pas_config": {"max_partition_degree": cuts[0][1]}}
+    policy = partial(policies.attention, cuts=list(cuts), devices=devices)
+    return training(attend, policy, **further)
+
+
+@pytest.mark.parametrize("attend", [models.ring_with_everything, models.varlen])
+def test_key_heads(two_ranks: Pool, attend: Any) -> None:
+    job = cut(attend, ("g", 2), plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert [groups_of(rank.code) for rank in ranks] == ALONE[:2]
+
+
+@pytest.mark.parametrize("attend", [models.ring_with_everything, models.varlen, models.masked])
+def test_more_ranks_than_key_heads(four_ranks: Pool, attend: Any) -> None:
+    """Each rank has one head of q and all heads of k and v."""
+    job = cut(attend, ("qh", 4), plan=4)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for n, rank in enumerate(ranks):
+        assert groups_of(rank.code) == {()}
+        assert all(f"q_heads=({n}, 4)" in call for call in calls_of(rank.code))
+
+
+def test_as_many_key_heads_as_query_heads(four_ranks: Pool) -> None:
+    job = cut(models.zigzag, ("h", 4), plan=4, kv_heads=models.HEADS)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert [groups_of(rank.code) for rank in ranks] == ALONE
+
+
+def test_batch(two_ranks: Pool) -> None:
+    job = cut(models.ring_with_everything, ("b", 2), plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert [groups_of(rank.code) for rank in ranks] == ALONE[:2]
+
+
+TWO_CUTS = [
+    ([("g", 2), ("l", 2)], None, PAIRS),
+    ([("l", 2), ("g", 2)], None, ACROSS),
+    ([("g", 2), ("l", 2)], [0, 2, 1, 3], ACROSS),
+    ([("l", 2), ("g", 2)], [0, 2, 1, 3], PAIRS),
+    ([("g", 2), ("l", 2)], [2, 3, 0, 1], PAIRS),
+    ([("l", 2), ("l", 2)], None, [{(0, 1, 2, 3)}] * 4),
+    ([("l", 2), ("", 2)], None, ACROSS),
+    ([("", 2), ("l", 2)], None, PAIRS),
+    ([("", 2), ("l", 2)], [2, 3, 0, 1], PAIRS),
+]
+WITH_BATCH = [([("b", 2), ("l", 2)], None, PAIRS), ([("l", 2), ("b", 2)], None, ACROSS)]
+
+
+@pytest.mark.parametrize(
+    ("attend", "cuts", "devices", "groups"),
+    [
+        *((models.ring, *case) for case in TWO_CUTS + WITH_BATCH),
+        *((models.varlen, *case) for case in TWO_CUTS),
+    ],
+)
+def test_two_cuts(
+    four_ranks: Pool,
+    attend: Any,
+    cuts: list[tuple[str, int]],
+    devices: list[int] | None,
+    groups: list[set[tuple[int, ...]]],
+) -> None:
+    """The group is of the ranks that differ in their tokens alone."""
+    job = cut(attend, *cuts, plan=4, devices=devices)
+    ranks = four_ranks.run(jobs.train, job)
+    assert [groups_of(rank.code) for rank in ranks] == groups
+    jobs.assert_equals_alone(ranks, job)
+
+
+def test_rows_and_heads(four_ranks: Pool) -> None:
+    """k and v are whole in both dims, so nothing moves inside."""
+    job = cut(models.ring_by_rows, ("lq", 2), ("g", 2), plan=4)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for n, rank in enumerate(ranks):
+        assert groups_of(rank.code) == {()}
+        assert all(f"q_rows=({n // 2}, 2)" in call for call in calls_of(rank.code))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "devices", "lying"),
+    [([("l", 2)], [1, 0], "[[1], [0]]"), ([("g", 2), ("l", 2)], [3, 2, 0, 1], "[[3], [2]]")],
+)
+def test_parts_out_of_order(
+    tmp_path: Any, cuts: list[tuple[str, int]], devices: list[int], lying: str
+) -> None:
+    job = cut(models.ring, *cuts, plan=len(devices), devices=devices)
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(job, tmp_path, ranks=len(devices))
+    assert str(raised.value) == (
+        "customized_ops.ring_attention.ring_attn.wrap_ring_attn_func: the 2 parts of 'l' lie on "
+        f"devices {lying}; an op that communicates inside needs each part on as many devices, in "
+        "increasing order"
+    )
