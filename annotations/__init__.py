@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .engines.config import ComputeConfig
 from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
+from .groups import group_named
 from .parallel import parallelize
 from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
 from .rules import Communicates, InnerCost, PartitionRule, SplitSite
@@ -34,6 +35,7 @@ __all__ = [
     "PartitionError",
     "PartitionRule",
     "SplitSite",
+    "group_named",
     "parallelize",
     "record_of",
     "register_op",

@@ -42,6 +42,18 @@ def name_of_ranks(ranks: Sequence[int]) -> str:
     return _group_of(ranks).group_name if len(ranks) > 1 else ""
 
 
+def group_named(name: str) -> Any:
+    """The process group of a name that an op is told.
+
+    Raises:
+        GroupError: no group has this name.
+    """
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        raise GroupError(f"no process group is named {name!r}") from None
+
+
 def _checked(ranks: object) -> tuple[int, ...]:
     try:
         ranks = tuple(int(rank) for rank in ranks)  # type: ignore[attr-defined]

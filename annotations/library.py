@@ -143,10 +143,8 @@ def _check_results(record: OpRecord, bound: BoundAnnotation, results: Sequence[T
     """A function that returns other shapes than it declared is found at its first call."""
     expected = bound.output_shapes()
     if len(results) != len(expected):
-        problem = f"{len(results)} results, but {len(expected)} outputs in the annotation"
-        raise AnnotationError(
-            f"the function returned {problem}: {bound.annotation}", op=record.title
-        )
+        problem = f"the outputs in the annotation are {len(expected)}, the results {len(results)}"
+        raise AnnotationError(problem, bound.annotation.text, op=record.title)
     for n, (result, shape) in enumerate(zip(results, expected, strict=True)):
         scalar = result.ndim == 0 and shape == (1,)
         if shape is not None and tuple(result.shape) != shape and not scalar:
@@ -174,7 +172,10 @@ def _own(results: Sequence[Tensor], given: Iterable[Any], contiguous: bool) -> t
 def _derived_backward(
     function: Callable[..., Any], record: OpRecord
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Run the function again under autograd and differentiate it."""
+    """Run the function again under autograd and differentiate it.
+
+    The backward raises AnnotationError where the function cuts the graph, with ``detach`` say.
+    """
 
     def backward(*args: Any) -> tuple[Tensor | None, ...]:
         inputs = _named_inputs(record, args)
@@ -185,7 +186,10 @@ def _derived_backward(
         }
         with _autograd():
             results = _as_tuple(function(**{**inputs, **leaves}))
-            assert any(result.requires_grad for result in results), f"{record.name} cut the graph"
+            if not any(result.requires_grad for result in results):
+                problem = f"no result depends on {', '.join(leaves)} for autograd"
+                remedy = "expected: differentiable=() for no gradients, or a backward= of its own"
+                raise AnnotationError(problem, details=[remedy], op=record.title)
             pairs = [
                 (result, grad)
                 for result, grad in zip(results, args[: record.n_outputs], strict=True)

@@ -74,6 +74,7 @@ class OpRecord:
 
         Raises:
             BindingError: the shapes do not fit the annotation.
+            AnnotationError: what makes the annotation from the arguments made none.
         """
         return self._bind(self._texts(arguments)[0], arguments)
 
@@ -82,6 +83,7 @@ class OpRecord:
 
         Raises:
             BindingError: the shapes do not fit one of them.
+            AnnotationError: what makes the annotation from the arguments made none.
         """
         return tuple(self._bind(text, arguments) for text in self._texts(arguments))
 
@@ -104,7 +106,11 @@ class OpRecord:
 
     def _texts(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         given = self.annotation
-        return as_texts(given(**arguments) if callable(given) else given)
+        texts = given(**arguments) if callable(given) else given
+        try:
+            return as_texts(texts)
+        except AnnotationError as error:
+            raise error.in_op(self.title) from None
 
     def _bind(self, text: str, arguments: Mapping[str, Any]) -> BoundAnnotation:
         names = tuple(self.signature.parameters)
@@ -118,8 +124,20 @@ class OpRecord:
 
 
 def as_texts(annotation: Texts) -> tuple[str, ...]:
-    """The alternatives of an annotation, the preferred first."""
-    return (annotation,) if isinstance(annotation, str) else annotation
+    """The alternatives of an annotation, the preferred first.
+
+    Raises:
+        AnnotationError: it is neither a string nor a tuple of strings.
+        AnnotationSyntaxError: one of them does not parse.
+    """
+    texts = (annotation,) if isinstance(annotation, str) else annotation
+    if not (isinstance(texts, tuple) and texts and all(isinstance(t, str) for t in texts)):
+        raise AnnotationError(
+            f"an annotation must be a string or a tuple of strings, got {annotation!r}"
+        )
+    for text in texts:
+        _n_inputs(text)
+    return texts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,6 +221,7 @@ def register_op(
         ValueError: the op's name is taken or not ``namespace::op``, an argument is keyword-only, or
             ``differentiable`` names what is no argument.
         AnnotationSyntaxError: ``annotation`` does not parse.
+        AnnotationError: ``annotation`` is no string, tuple of strings or function.
 
     Example:
         >>> import torch
@@ -215,8 +234,7 @@ def register_op(
                 [0., 1., 2.]])
     """
     if not callable(annotation):
-        for text in as_texts(annotation):
-            _n_inputs(text)
+        as_texts(annotation)
 
     def decorate(function: Callable[..., Any]) -> AnnotatedOp:
         from . import dtensor

@@ -99,8 +99,9 @@ class PartitionRule:
             return {}
         if not site.group:
             raise PartitionError(
-                f"{op}: a split of {site.identifier!r} over {site.parts} ranks communicates inside "
-                "the op, but no process group was given; each rank alone would compute nonsense"
+                f"a split of {site.identifier!r} over {site.parts} ranks communicates inside the "
+                "op, but no process group was given; each rank alone would compute nonsense",
+                op=op,
             )
         return self.communicates[site.identifier].arguments(site)
 
@@ -115,14 +116,14 @@ def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
         PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
     """
     shapes = (*bound.annotation.inputs, *bound.annotation.outputs)
-    inner = any(
-        len(dim.identifiers) > 1 and split.identifier in dim.identifiers
-        for shape in shapes
-        for dim in shape.dims
-    )
-    if inner and not bound.divisible(split.identifier, parts):
+    inners = (dim for shape in shapes for dim in shape.dims if len(dim.identifiers) > 1)
+    inner = next((dim for dim in inners if split.identifier in dim.identifiers), None)
+    if inner is not None and not bound.divisible(split.identifier, parts):
         raise PartitionError(
-            f"{bound.op}: {split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut "
-            f"over {parts} ranks\n  {bound.annotation}\n  it is part of an inner dim, so the "
-            "number of ranks must divide it"
+            f"{split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over {parts} "
+            "ranks",
+            bound.annotation.text,
+            inner.span,
+            ["it is part of an inner dim, so the number of ranks must divide it"],
+            bound.op,
         )

@@ -166,6 +166,9 @@ def refused(what: str) -> str:
             policy = lambda ops, config: {ops[0].name: "hd"}  # noqa: E731
         case "unknown op":
             policy = lambda ops, config: {"attn": "l"}  # noqa: E731
+        case "too few to split":
+            policy = lambda ops, config: {ops[0].name: "b"}  # noqa: E731
+            given = {"x": torch.zeros(1, 8, 8)}
         case "batch of one":
             policy, given = "dp", {"x": torch.zeros(1, 8, 8)}
         case "packed dp":

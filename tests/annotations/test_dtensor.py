@@ -339,8 +339,9 @@ PartitionError: wrap_masked_attn_func: 'al' cannot be split
 
 TORN = """\
 PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
-  b l (g 2) hd^, b l g hd^, b l g vd^ -> b l (g 2) vd^, b (g 2) l
-  it is part of an inner dim, so the number of ranks must divide it"""
+    b l (g 2) hd^, b l g hd^, b l g vd^ -> b l (g 2) vd^, b (g 2) l
+        ^~~~~
+    it is part of an inner dim, so the number of ranks must divide it"""
 
 
 @pytest.mark.parametrize(
@@ -373,8 +374,9 @@ PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
         (
             ("user_op", "scale_groups", ((4, 9), (3,)), ["1", "0"]),
             "PartitionError: scale_groups: 'g' = 3 cannot be cut over 2 ranks\n"
-            "  l (g 3), g -> l (g 3)\n"
-            "  it is part of an inner dim, so the number of ranks must divide it",
+            "    l (g 3), g -> l (g 3)\n"
+            "      ^~~~~\n"
+            "    it is part of an inner dim, so the number of ranks must divide it",
         ),
     ],
 )

@@ -457,6 +457,18 @@ def by_keyword(x: Tensor, *, y: int = 0) -> Tensor:
 register_op("a -> a", name="errortest::taken")(same)
 transposed = register_op("a b -> b a", name="errortest::transposed", title="transposed")(same)
 two = register_op("a b -> a b, b", name="errortest::two", title="two")(same)
+made = register_op(lambda x: x.tolist()[0], name="errortest::made", title="made")(same)
+unparsed = register_op(lambda x: "a b", name="errortest::unparsed", title="unparsed")(same)
+open_result = register_op("a -> ?", name="errortest::open", title="open_result")(same)
+
+
+@register_op("a, a -> a", name="errortest::detached")
+def detached(x: Tensor, y: Tensor) -> Tensor:
+    return x.detach() * y.detach()
+
+
+def backward_of_detached() -> None:
+    detached(torch.ones(2, requires_grad=True), torch.ones(2)).sum().backward()
 
 
 def declare(function=same, **options):
@@ -486,8 +498,9 @@ op: 'b' cannot be split
         partial(check_parts, GROUPED, GROUPED.split("g"), 2),
         """
 op: 'g' = 3 cannot be cut over 2 ranks
-  l (g 4), l g -> l (g 4)
-  it is part of an inner dim, so the number of ranks must divide it
+    l (g 4), l g -> l (g 4)
+      ^~~~~
+    it is part of an inner dim, so the number of ranks must divide it
 """,
     ),
     "a_name_without_a_namespace": (
@@ -518,6 +531,55 @@ register_op: argument 'y: int = 0' of errortest::wrong must be one that is passe
 register_op: errortest::wrong has no argument 'y' to differentiate
 """,
     ),
+    "an_annotation_that_does_not_parse": (
+        AnnotationSyntaxError,
+        partial(register_op, ("a -> a", "b, b")),
+        """
+the annotation has no '->'
+    b, b
+    ^~~~
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+""",
+    ),
+    "no_annotation": (
+        AnnotationError,
+        partial(register_op, ["a -> a"]),
+        """
+an annotation must be a string or a tuple of strings, got ['a -> a']
+""",
+    ),
+    "made_no_annotation": (
+        AnnotationError,
+        partial(made, torch.zeros(2)),
+        """
+made: an annotation must be a string or a tuple of strings, got 0.0
+""",
+    ),
+    "made_one_that_does_not_parse": (
+        AnnotationSyntaxError,
+        partial(unparsed, torch.zeros(2)),
+        """
+unparsed: the annotation has no '->'
+    a b
+    ^~~
+    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'
+""",
+    ),
+    "an_open_result_without_fake": (
+        AnnotationError,
+        partial(open_result.record.empty_results, {"x": torch.zeros(2)}),
+        """
+open_result: the shape of output 0 is '?': register_op needs fake=
+""",
+    ),
+    "a_function_that_cuts_the_graph": (
+        AnnotationError,
+        backward_of_detached,
+        """
+detached: no result depends on x, y for autograd
+    expected: differentiable=() for no gradients, or a backward= of its own
+""",
+    ),
     "another_shape_than_declared": (
         AnnotationError,
         partial(transposed, torch.zeros(2, 3)),
@@ -529,7 +591,8 @@ transposed: result 0 has shape (2, 3), but the annotation says (3, 2): a b -> b 
         AnnotationError,
         partial(two, torch.zeros(2, 3)),
         """
-two: the function returned 1 results, but 2 outputs in the annotation: a b -> a b, b
+two: the outputs in the annotation are 2, the results 1
+    a b -> a b, b
 """,
     ),
 }

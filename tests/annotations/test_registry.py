@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from annotations import (
     AnnotatedOp,
     AnnotationError,
-    AnnotationSyntaxError,
     BindingError,
     Communicates,
     InnerCost,
@@ -300,7 +299,7 @@ def test_a_function_that_cuts_the_graph_is_told_apart_from_a_zero() -> None:
     def detached(x: Tensor) -> Tensor:
         return x.detach() * 2
 
-    with pytest.raises(AssertionError, match="registrytest::detached cut the graph"):
+    with pytest.raises(AnnotationError, match="detached: no result depends on x for autograd"):
         detached(normal(3)).sum().backward()
 
 
@@ -329,9 +328,8 @@ def test_an_open_output_needs_a_fake() -> None:
     torch.library.opcheck(known(pick).record.forward, (normal(*X),))
     unknown = register_op("a b -> ?", name="registrytest::pick_open")(pick)
     assert unknown(normal(*X)).shape == (2,)
-    with FakeTensorMode(), pytest.raises(AnnotationError) as raised:
+    with FakeTensorMode(), pytest.raises(AnnotationError, match="register_op needs fake="):
         unknown(torch.empty(2, 3))
-    assert str(raised.value) == "pick: the shape of output 0 is '?': register_op needs fake="
 
 
 def test_exports_as_one_node() -> None:
@@ -385,43 +383,15 @@ def test_the_title_is_what_errors_say() -> None:
     )
 
 
-def test_annotation_that_does_not_parse() -> None:
-    with pytest.raises(AnnotationSyntaxError) as raised:
-        register_op("m k, k n")
-    assert str(raised.value) == (
-        "the annotation has no '->'\n"
-        "    m k, k n\n"
-        "    ^~~~~~~~\n"
-        "    expected: inputs -> outputs, such as 'm k+, k+ n -> m n'"
-    )
-
-
-def test_a_taken_name() -> None:
-    with pytest.raises(ValueError) as raised:
+def test_a_taken_name_stays_what_it_is() -> None:
+    with pytest.raises(ValueError, match="registrytest::matmul is registered already"):
         register_op("a -> a", name="registrytest::matmul")(same)
-    assert str(raised.value) == "register_op: registrytest::matmul is registered already"
     assert registered_ops()["registrytest::matmul"] is matmul.record
 
 
-def test_what_cannot_be_an_op() -> None:
-    def f(x: Tensor, *, y: int = 0) -> Tensor:
-        return x
-
-    def g(x: Tensor) -> Tensor:
-        return x
-
-    wrong = {
-        "argument 'y: int = 0' of registrytest::bad must be one that is passed by position": (
-            f,
-            {},
-        ),
-        "registrytest::bad has no argument 'y' to differentiate": (g, {"differentiable": ["y"]}),
-        "'bad' is not a name such as 'mylib::myop'": (g, {"name": "bad"}),
-    }
-    for problem, (function, options) in wrong.items():
-        with pytest.raises(ValueError) as raised:
-            register_op("a -> a", **{"name": "registrytest::bad", **options})(function)
-        assert str(raised.value) == f"register_op: {problem}"
+def test_what_is_refused_is_not_registered() -> None:
+    with pytest.raises(ValueError, match="registrytest::bad has no argument 'y'"):
+        register_op("a -> a", name="registrytest::bad", differentiable=["y"])(same)
     assert "registrytest::bad" not in registered_ops()
 
 
@@ -494,11 +464,6 @@ def test_alternatives_are_bound_in_order() -> None:
         assert record.bind(arguments) is record.bindings(arguments)[0]
 
 
-def test_an_alternative_that_does_not_parse() -> None:
-    with pytest.raises(AnnotationSyntaxError, match="the annotation has no '->'"):
-        register_op(("a -> a", "b, b"))
-
-
 RULE = PartitionRule(
     {
         "l": Communicates(
@@ -528,39 +493,13 @@ def test_rule_tells_which_part() -> None:
     assert rule.arguments("op", SplitSite("h", 10, 1, "")) == {}
 
 
-def test_rule_without_a_group() -> None:
-    with pytest.raises(PartitionError) as raised:
-        RULE.arguments("my_attention", SplitSite("l", 10, 4, ""))
-    assert str(raised.value) == (
-        "my_attention: a split of 'l' over 4 ranks communicates inside the op, but no process "
-        "group was given; each rank alone would compute nonsense"
-    )
-
-
 def test_parts_that_tear_inner_dims() -> None:
     bound = bind("l (g 4), l g -> l (g 4)", "my_op", ("q", "k"), ((5, 12), (5, 3)))
     check_parts(bound, bound.split("g"), 3)
     check_parts(bound, bound.split("g"), 1)
     check_parts(bound, bound.split("l"), 2)  # a plain dim may be cut unevenly
-    with pytest.raises(PartitionError) as raised:
+    with pytest.raises(PartitionError, match="'g' = 3 cannot be cut over 2 ranks"):
         check_parts(bound, bound.split("g"), 2)
-    assert str(raised.value) == (
-        "my_op: 'g' = 3 cannot be cut over 2 ranks\n"
-        "  l (g 4), l g -> l (g 4)\n"
-        "  it is part of an inner dim, so the number of ranks must divide it"
-    )
-
-
-def test_a_function_that_breaks_its_annotation_is_found_at_its_first_call() -> None:
-    @register_op("a b -> b a", name="registrytest::not_transposed")
-    def not_transposed(x: Tensor) -> Tensor:
-        return x * 2
-
-    with pytest.raises(AnnotationError) as raised:
-        not_transposed(torch.zeros(2, 3))
-    assert str(raised.value).startswith(
-        "not_transposed: result 0 has shape (2, 3), but the annotation says (3, 2): a b -> b a"
-    )
 
 
 def test_a_derived_backward_saves_no_results() -> None:

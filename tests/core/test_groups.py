@@ -1,6 +1,7 @@
 import pytest
 import torch.distributed as dist
 
+from annotations import group_named
 from annotations.groups import GroupError
 from customized_ops.ring_attention.core.groups import ALONE, comm_by_name, group_name
 from customized_ops.ring_attention.core.inprocess import run_ranks
@@ -58,3 +59,9 @@ def test_in_process_groups_are_found_by_name():
 
     assert run_ranks(3, body) == [True] * 3
     assert run_ranks(1, group_name) == [""]
+
+
+def test_a_name_of_no_group():
+    with pytest.raises(GroupError) as info:
+        group_named("nobody")
+    assert str(info.value) == "no process group is named 'nobody'"

@@ -95,12 +95,22 @@ def test_forms_of_cross_entropy(two_ranks: Pool, form: str) -> None:
         assert_same("x", x_grad, given["x"].grad)
 
 
+WRONG_SPLIT = """\
+PartitionError: wrap_ring_attn_func: 'hd' cannot be split
+    b l h hd^, b l h hd^, b l h vd^ -> b l h vd^, b h l
+          ^~~
+    it is marked frozen: 'hd^'
+    can be split: 'b', 'l', 'h'
+    asked for by policy '<lambda>' for ring_attn in the module"""
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("no attention", "PolicyError: policy 'cp' has nothing to split: no op that communicates"),
         ("unknown policy", "PolicyError: pas_policy 'tp' is unknown; known: cp, dp"),
-        ("wrong split", "cannot be split on hd over 2 ranks; it can on: b, l, h"),
+        ("wrong split", WRONG_SPLIT),
+        ("too few to split", "cannot be split on b over 2 ranks; it can on: l, h"),
         ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),
         ("batch of one", "policy 'dp': ring_attn (wrap_ring_attn_func in the module) cannot"),
         ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g"),

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from annotations.binding import BoundAnnotation
+from annotations.errors import PartitionError
 from annotations.registry import record_of
 from annotations.rules import PartitionRule
 
 from ..config import ComputeConfig
-from .strategies import Strategy
+from .strategies import Strategy, arguments_of
 
 
 class PolicyError(ValueError):
@@ -28,6 +30,7 @@ class OpSite:
         module: path of the module that called it, e.g. ``layers.1.attention``.
         splits: identifiers it can be split on over this many ranks.
         communicates: those of them that communicate inside the op.
+        bindings: its annotation over the call's shapes, all alternatives.
     """
 
     name: str
@@ -35,6 +38,7 @@ class OpSite:
     module: str
     splits: tuple[str, ...]
     communicates: tuple[str, ...]
+    bindings: tuple[BoundAnnotation, ...]
 
 
 # From the annotated ops to the split of each by name; None runs it whole on every rank. Ops left
@@ -101,6 +105,7 @@ def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSit
                 module=stack[-1][0].removeprefix("L['self'].") if stack else "",
                 splits=tuple(s.identifier for s in strategies[node] if s.identifier),
                 communicates=tuple(sorted(rule.communicates)),
+                bindings=record.bindings(arguments_of(node, record)),
             )
         )
     return found
@@ -112,7 +117,8 @@ def apply(
     """The splits that ``policy`` forces, checked.
 
     Raises:
-        PolicyError: unknown policy or op, or a split that the op does not allow.
+        PolicyError: unknown policy or op, or a split that the op does not allow over so many ranks.
+        PartitionError: a split that the op's annotation does not allow over any.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
@@ -131,5 +137,17 @@ def apply(
         )
     for op, split in chosen.items():
         if split is not None and split not in by_name[op].splits:
+            _check_annotation(name, by_name[op], split)
             raise PolicyError(_cannot(name, by_name[op], split, config))
     return dict(chosen)
+
+
+def _check_annotation(policy: str, op: OpSite, split: str) -> None:
+    if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
+        return
+    try:
+        op.bindings[0].split(split)
+    except PartitionError as error:
+        asked = f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}"
+        details = [*error.details, asked]
+        raise PartitionError(error.problem, error.text, error.span, details, error.op) from None

@@ -96,9 +96,7 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strat
 
     Those of an alternative that cut the results as one found before does are left out.
     """
-    arguments = record.arguments(
-        *pytree.tree_map(_value_of, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
-    )
+    arguments = arguments_of(node, record)
     names = list(record.signature.parameters)
     tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
     found = [Strategy((Replicate(),) * len(tensors), (Replicate(),) * record.n_outputs)]
@@ -113,6 +111,13 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strat
             inner = _inner_cost(record, bound, split, parts, arguments)
             found.append(Strategy(inputs, outputs, split.identifier, inner))
     return found
+
+
+def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
+    """The op's arguments by name, tensors without data."""
+    return record.arguments(
+        *pytree.tree_map(_value_of, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
+    )
 
 
 def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:

@@ -1,0 +1,50 @@
+"""``examples/annotate_an_op.py`` with nnscaler, and an op that a script registers for itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import annotate_an_op
+import pytest
+from ranks import Pool
+
+from on_nnscaler import autodist, jobs
+from on_nnscaler.jobs import Training
+
+pytestmark = pytest.mark.nnscaler
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("policy", ["cp", "cp_follow"])
+def test_two_ranks(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
+    config: dict[str, Any] = {"pas_config": autodist.settings(tmp_path)} if policy == "cp" else {}
+    training = Training(annotate_an_op.model, annotate_an_op.batch, policy, config=config)
+    ranks = two_ranks.run(jobs.train, training)
+    jobs.assert_equals_alone(ranks, training)
+    assert ranks[0].plan is not None
+    assert re.search(r"^group_norm +1 +l / 2$", ranks[0].plan, re.MULTILINE)
+    for rank in ranks:
+        [call] = re.findall(r"= torch\.ops\.example\.group_norm\((.*)\)", rank.code)
+        assert call.endswith("group=annotations.groups.name_of_ranks((0, 1))")
+
+
+def test_an_op_of_a_script() -> None:
+    script = Path(__file__).parent / "script.py"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
+    done = subprocess.run(
+        [sys.executable, *launch, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^centred +1 +l / 2$", done.stdout, re.MULTILINE), done.stdout
