@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
-from .engines.config import as_own
+from .engines.config import EMBEDDED_FIELDS, NNSCALER_OPTIONS, as_own, changed
 
 _logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "nnscaler", "torch")
+
+# Policies by name that only nnscaler has, its own and this package's.
+NNSCALER_POLICIES = ("cp_follow", "autodist", "tp", "pp", "data", "hybrid", "fsdp")
 
 
 def parallelize(
@@ -40,8 +44,10 @@ def parallelize(
         compute_config: :class:`ComputeConfig`, this package's or nnscaler's; either serves either
             engine. Fields that an engine does not support are refused where they are set.
         engine: ``"torch"`` is the embedded one, ``"nnscaler"`` needs it installed. ``"auto"`` is
-            nnscaler where the config is nnscaler's, or where nnscaler is installed, CUDA is there
-            and the policy is a name; else the embedded one. Which it is, is logged.
+            nnscaler where the call asks for something of nnscaler's: its ComputeConfig, a field of
+            it that only it acts on, one of its keyword arguments or policies; else the embedded
+            one. So what a call does never changes because a package was installed. Which engine it
+            is and why, is logged.
         options: ``module_dtype``, and with nnscaler its other keyword arguments.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step, and with
@@ -49,19 +55,25 @@ def parallelize(
         ``load_module`` and a class ask for).
 
     Raises:
-        ValueError: unknown engine, or what the engine raises.
+        ValueError: unknown engine, or what the engine raises. TypeError: no ComputeConfig.
         ModuleNotFoundError: nnscaler was asked for and is not installed; says how to install it.
     """
     if engine not in ENGINES:
         raise ValueError(f"parallelize: engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if not is_dataclass(compute_config):
+        raise TypeError(
+            "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, "
+            f"got {compute_config!r}"
+        )
+    why = "it was asked for by name"
     if engine == "auto":
-        engine, why = _choose(pas_policy, compute_config)
+        engine, why = _choose(pas_policy, compute_config, options)
         _logger.info("parallelize: engine %s, because %s", engine, why)
     if engine == "nnscaler":
         if not _installed():
             raise ModuleNotFoundError(
-                "parallelize: engine='nnscaler' needs nnscaler 0.9, which is missing; install "
-                "it from its repository, or use engine='torch'"
+                f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
+                "installed; install it from its repository (see README), or use engine='torch'"
             )
         from .engines import nnscaler
 
@@ -73,16 +85,19 @@ def parallelize(
     return run(module_or_module_class, dummy_forward_args, pas_policy, config, **options)
 
 
-def _choose(policy: Any, config: Any) -> tuple[str, str]:
+def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, str]:
+    """The engine that can do what a call asks for, and why it."""
     if type(config).__module__.partition(".")[0] == "nnscaler":
         return "nnscaler", "compute_config is nnscaler's"
-    if not _installed():
-        return "torch", "nnscaler is not installed"
-    if not torch.cuda.is_available():
-        return "torch", "nnscaler needs CUDA"
-    if callable(policy):
-        return "torch", "the policy is a function; name the engine if it is for nnscaler"
-    return "nnscaler", "it is installed"
+    if policy in NNSCALER_POLICIES:
+        return "nnscaler", f"the policy {policy!r} is nnscaler's"
+    for name in changed(config):
+        if name not in EMBEDDED_FIELDS:
+            return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
+    for name, value in options.items():
+        if name in NNSCALER_OPTIONS and value != NNSCALER_OPTIONS[name]:
+            return "nnscaler", f"only nnscaler has the argument {name}"
+    return "torch", "the call asks for nothing that only nnscaler has"
 
 
 def _installed() -> bool:

@@ -161,7 +161,7 @@ def refused(what: str) -> str:
     config = ComputeConfig(2, 2)
     match what:
         case "unknown policy":
-            policy = "tp"
+            policy = "diagonal"
         case "wrong split":
             policy = lambda ops, config: {ops[0].name: "hd"}  # noqa: E731
         case "unknown op":

@@ -8,7 +8,21 @@ from typing import Any
 
 # Fields that the embedded engine acts on, and one that says how nnscaler runs functions while
 # tracing, where the embedded engine runs none. Of the others only the defaults are accepted.
-_EMBEDDED = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
+EMBEDDED_FIELDS = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
+
+# Keyword arguments of nnscaler's parallelize that mean something to it alone; the embedded engine
+# takes the defaults.
+NNSCALER_OPTIONS: dict[str, Any] = {
+    "gen_savedir": "./.nnscaler",
+    "reuse": "match",
+    "instance_name": None,
+    "load_module": True,
+    "module_fn": None,
+    "init_module_params": True,
+    "build_module_buckets": True,
+    "broadcast_strategy": "none",
+    "autoset_requires_grad": True,
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ def check_embedded(config: ComputeConfig) -> None:
         NotImplementedError: a field that only nnscaler acts on is set; names it.
     """
     for name, value in changed(config).items():
-        if name not in _EMBEDDED:
+        if name not in EMBEDDED_FIELDS:
             raise NotImplementedError(
                 f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
             )

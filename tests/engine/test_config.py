@@ -37,7 +37,7 @@ def test_keywords_of_nnscaler_are_refused_by_name_unless_default() -> None:
     module, given = torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}
     parallelize(module, given, "cp", ComputeConfig(1, 1), reuse="match", load_module=True)
     with pytest.raises(NotImplementedError, match="parallelize: reuse='override'"):
-        parallelize(module, given, "cp", ComputeConfig(1, 1), reuse="override")
+        parallelize(module, given, "cp", ComputeConfig(1, 1), engine="torch", reuse="override")
     with pytest.raises(TypeError, match="unexpected keyword argument 'resue'"):
         parallelize(module, given, "cp", ComputeConfig(1, 1), resue="match")
 

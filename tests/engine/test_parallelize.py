@@ -108,7 +108,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
     ("what", "message"),
     [
         ("no attention", "PolicyError: policy 'cp' has nothing to split: no op that communicates"),
-        ("unknown policy", "PolicyError: pas_policy 'tp' is unknown; known: cp, dp"),
+        ("unknown policy", "PolicyError: pas_policy 'diagonal' is unknown; known: cp, dp"),
         ("wrong split", WRONG_SPLIT),
         ("too few to split", "cannot be split on b over 2 ranks; it can on: l, h"),
         ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),

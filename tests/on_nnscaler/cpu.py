@@ -70,7 +70,7 @@ _STAND_INS = {
     "stream": lambda _: nullcontext(),
     "synchronize": _nothing,
     # Memory: a fixed amount, none of it ever in use.
-    "get_device_properties": lambda _: SimpleNamespace(total_memory=MEMORY_BYTES),
+    "get_device_properties": lambda _: SimpleNamespace(name="cpu", total_memory=MEMORY_BYTES),
     "mem_get_info": lambda: (MEMORY_BYTES, MEMORY_BYTES),
     "memory_allocated": lambda: 0,
     "max_memory_allocated": lambda: 0,

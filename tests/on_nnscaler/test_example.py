@@ -37,7 +37,8 @@ def test_two_ranks(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
 def test_an_op_of_a_script() -> None:
     script = Path(__file__).parent / "script.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
+    ours = (str(ROOT / folder) for folder in ("", "tests", "examples"))
+    path = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launch, str(script)],
         capture_output=True,

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from ..config import ComputeConfig, check_embedded
+from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from . import policies
 from .capture import Captured, capture
 from .cost import Rates
@@ -226,20 +226,6 @@ def _buckets(grads: list[Tensor], cap_bytes: float) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-# Keyword arguments of nnscaler's parallelize that only its own engine needs.
-NNSCALER_ONLY = {
-    "gen_savedir": "./.nnscaler",
-    "reuse": "match",
-    "instance_name": None,
-    "load_module": True,
-    "module_fn": None,
-    "init_module_params": True,
-    "build_module_buckets": True,
-    "broadcast_strategy": "none",
-    "autoset_requires_grad": True,
-}
-
-
 def parallelize(
     module_or_module_class: torch.nn.Module | type[torch.nn.Module],
     dummy_forward_args: Mapping[str, Any],
@@ -277,9 +263,9 @@ def parallelize(
         RuntimeError: ``torch.distributed`` is not initialised.
     """
     for name, value in nnscaler_only.items():
-        if name not in NNSCALER_ONLY:
+        if name not in NNSCALER_OPTIONS:
             raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-        if value != NNSCALER_ONLY[name]:
+        if value != NNSCALER_OPTIONS[name]:
             raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
     check_embedded(compute_config)
     module = module_or_module_class
