@@ -13,13 +13,13 @@ emit      wrap_ring_attn_func(q=..., process_group=[2, 3])
 from __future__ import annotations
 
 import ast
-import inspect
+import importlib
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,22 +57,41 @@ def register() -> None:
     """Register every declared function that nnscaler does not know yet."""
     for name, call in calls.declared_calls().items():
         if name not in _registered:
-            _register(name, name, call)
+            _register(name, call)
 
 
-def _register(signature: str, name: str, call: PublicCall) -> None:
+def _register(name: str, call: PublicCall) -> None:
+    """Under two names: what nnscaler traces must be the function itself, what it times is called
+    with the inputs by position alone."""
+    _register_parts(name, name, call)
+    code, fake = _imports(name), _fake_of(call)
+    CustomizedOps.register(f"{name}.traced", make_node, code, call.function, fake_fn=fake)
+
+
+def _register_parts(signature: str, name: str, call: PublicCall) -> None:
     _registered[signature] = call
-    module = name.rpartition(".")[0]
-    lines = [f"import {module}"] if module != "__main__" else []
     CustomizedOps.register(
         signature,
         make_node,
-        "\n".join(["import annotations.constants", "import annotations.groups", *lines]),
-        call.function,
+        _imports(name),
+        timed,
         emit_fn=emit,
         input_gen_fn=example_inputs,
-        fake_fn=_fake_of(call),
     )
+
+
+def _imports(name: str) -> str:
+    modules = ["annotations.constants", "annotations.groups", name.rpartition(".")[0]]
+    return "\n".join(f"import {module}" for module in modules if module != "__main__")
+
+
+def _call_of(base: str) -> PublicCall:
+    """The call of an op's signature. nnscaler times ops in new processes, which import nothing but
+    this module: there the function's own is imported now."""
+    if base not in _registered:
+        importlib.import_module(base.rpartition(".")[0])
+        register()
+    return _registered[base]
 
 
 @contextmanager
@@ -113,16 +132,11 @@ class OpNode(IRDimops):
         **kwargs: Any,
     ) -> OpNode:
         """A part of this, with other tensors; called by nnscaler."""
-        call = _registered[self.base]
-        sites = list(_sites(self, inputs))
-        told: dict[str, Any] = {}
-        for site in sites:
-            told |= call.arguments(site)
-        kwargs.update({name: told[name] for name in kwargs.keys() & told.keys()})
-        cut = "".join(f".{site.identifier}_in_{site.parts}" for site in sites)
+        call = _call_of(self.base)
+        cut = "".join(f".{site.identifier}_in_{site.parts}" for site in _sites(self, inputs))
         signature = self.base + cut
         if signature not in _registered:  # timings are filed by signature and shapes alone
-            _register(signature, self.base, call)
+            _register_parts(signature, self.base, call)
         part = _node(signature, self.base, self.names, repr(self.anno), inputs, kwargs)
         if no_grad_reduce_inputs is not None:
             part._no_grad_reduce_inputs = no_grad_reduce_inputs
@@ -223,7 +237,7 @@ def _restored(value: Any) -> Any:
 
 def _sites(node: OpNode, inputs: Sequence[Any]) -> Iterator[SplitSite]:
     """How a part with ``inputs`` is cut, as far as the op must know of it; without the ranks."""
-    call = _registered[node.base]
+    call = _call_of(node.base)
     known = {name: _restored(value) for name, value in node.arguments().items()}
     record, _ = call.op(_meta(known))
     matters = {**record.rule.communicates, **record.rule.told}
@@ -263,7 +277,7 @@ def emit(
     Raises:
         PartitionError: the parts of an op that communicates inside do not lie in rank order.
     """
-    call = _registered[node.base]
+    call = _call_of(node.base)
     offset = runtime_devid // plan_ndevs * plan_ndevs
     code = dict(zip(node.names, args, strict=True)) | dict(kwargs)
     function, groups = call.function, {}
@@ -371,9 +385,31 @@ def _fake_of(call: PublicCall) -> Any:
     return fake
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """What a call that is timed needs beside its node's inputs; passed on as the last of them.
+
+    Attributes:
+        names: of the inputs. arguments: that are none.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    arguments: Mapping[str, Any]
+
+
+def timed(*inputs: Any, **as_in_code: Any) -> Any:
+    """What nnscaler runs to time any op, with :func:`example_inputs`."""
+    *given, rest = inputs
+    return rest.function(**dict(zip(rest.names, given, strict=True)), **rest.arguments)
+
+
 def example_inputs(node: OpNode) -> tuple[Any, ...]:
-    """Arguments to time a part with; nnscaler passes them by position, the rest by name."""
-    call = _registered[node.base]
+    """Arguments to time a part with: its inputs in order, and the rest in one.
+
+    Time on the wire is not in it: one device has no peers, and most of it passes while kernels run.
+    """
+    call = _call_of(node.base)
     device = torch.cuda.current_device()
 
     def example(value: Any) -> Any:
@@ -385,13 +421,13 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
         return torch.randn(shape, dtype=dtype, device=device, requires_grad=value.requires_grad)
 
     arguments = {name: example(value) for name, value in node.arguments().items()}
+    sites = list(_sites(node, node.inputs()))
+    for site in sites:
+        arguments |= {n: v for n, v in call.arguments(site).items() if n in arguments}
     if call.rehearse is not None:
-        arguments |= call.rehearse(arguments, list(_sites(node, node.inputs())))
-    return tuple(
-        arguments[name]
-        for name in node.names
-        if call.signature.parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
-    )
+        arguments |= call.rehearse(arguments, sites)
+    rest = {name: value for name, value in arguments.items() if name not in node.names}
+    return *(arguments[name] for name in node.names), _Rest(call.function, node.names, rest)
 
 
 def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
@@ -420,7 +456,7 @@ def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
 
 
 def _inside(node: OpNode) -> list[str]:
-    call = _registered[node.base]
+    call = _call_of(node.base)
     record, _ = call.op(_meta({name: _restored(x) for name, x in node.arguments().items()}))
     present = set(node.anno.identifiers)
     rows = [name for name in record.rule.told if name == "lq" and name in present]
@@ -522,6 +558,7 @@ def parallelize(
         if named is None:
             raise ValueError(f"pas_policy {pas_policy!r} is unknown to nnscaler and to this module")
         pas_policy = named
+    register()  # ops that came by register_op since
     plans: list[str] = []
 
     def planned(graph: Any, cfg: Any) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from annotations.calls import PublicCall, declare_call
 from annotations.groups import GroupError
+from annotations.rules import SplitSite
 
 from ..ring_attention.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
 from ..ring_attention.core.groups import GroupLike, comm_by_name, group_name
+from ..ring_attention.core.rehearsal import RehearsalComm
 from .op import TITLE, count_tokens, first_row, token_losses
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -81,9 +85,54 @@ def chunk_linear_cross_entropy(
     Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
     the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
     """
+    loss, lse = checked_losses(
+        hidden,
+        weight,
+        target,
+        bias,
+        ignore_index,
+        reduction,
+        softcap,
+        chunk_size,
+        return_lse,
+        vocab_group,
+        vocab_size,
+        token_group,
+    )
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        if token_group is None:
+            count = (target != ignore_index).sum()
+        else:
+            count = count_tokens(target, int(ignore_index), _name_of("token_group", token_group))
+        loss = loss / count.clamp(min=1)
+    return (loss, lse) if return_lse else loss
 
+
+def checked_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    softcap: float,
+    chunk_size: int | None,
+    return_lse: bool,
+    vocab_group: GroupLike,
+    vocab_size: int | None,
+    token_group: GroupLike,
+    reduce_hidden: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse of each token, [*, l] both, before any reduction: all that engines which
+    generate code see of :func:`chunk_linear_cross_entropy`, whose arguments and errors these are.
+
+    Args:
+        reduce_hidden: whether the gradient of hidden is added up over vocab_group here.
+    """
     vocab_name = _name_of("vocab_group", vocab_group)
-    token_name = _name_of("token_group", token_group)
+    _name_of("token_group", token_group)
 
     def check() -> tuple[int, float]:
         _check_tensors(hidden, weight, target, bias)
@@ -104,7 +153,7 @@ def chunk_linear_cross_entropy(
         }
 
     rows, cap = checked(TITLE, token_group, lambda: checked(TITLE, vocab_group, check, facts))
-    loss, lse = token_losses(
+    return token_losses(
         hidden,
         weight,
         target,
@@ -114,17 +163,33 @@ def chunk_linear_cross_entropy(
         int(chunk_size or 0),
         rows,
         vocab_name,
-        True,
+        reduce_hidden,
     )
-    if reduction != "none":
-        loss = loss.sum()
-    if reduction == "mean":
-        if token_group is None:
-            count = (target != ignore_index).sum()
-        else:
-            count = count_tokens(target, int(ignore_index), token_name)
-        loss = loss / count.clamp(min=1)
-    return (loss, lse) if return_lse else loss
+
+
+def _told_of_vocab(site: SplitSite) -> dict[str, Any]:
+    # The engine adds up what hidden gets from each rank, where and when it likes.
+    ranks = list(site.ranks)
+    return {"vocab_group": ranks, "vocab_size": site.size, "reduce_hidden": False}
+
+
+def _rehearsed(given: Mapping[str, Any], sites: Sequence[SplitSite]) -> dict[str, Any]:
+    inside = next((site for site in sites if site.group), None)
+    return {} if inside is None else {"vocab_group": RehearsalComm(0, inside.parts)}
+
+
+declare_call(
+    PublicCall(
+        checked_losses,
+        op=lambda given: (
+            token_losses.record,
+            {name: given[name] for name in ("hidden", "weight", "target", "bias")},
+        ),
+        outputs=lambda given: 2,
+        arguments=_told_of_vocab,
+        rehearse=_rehearsed,
+    )
+)
 
 
 def _name_of(argument: str, group: GroupLike) -> str:

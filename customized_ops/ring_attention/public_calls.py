@@ -67,15 +67,14 @@ def _attention(
         return chosen.record, arguments
 
     def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
-        """Documents have lengths only at run time, so all tokens are taken to be of one."""
+        """As the last part, which in causal attention has most to do."""
+        parts = {site.identifier: site.parts for site in sites}
         changed = dict(_rehearse_group(given, sites))
-        parts = changed["process_group"].size if changed else 1
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"):
-            cu = given.get(name)
-            if isinstance(cu, Tensor):
-                tokens = given["k" if name.endswith("k") else "q"].shape[0] * parts
-                changed[name] = cu.new_tensor([0] * (len(cu) - 1) + [tokens])
-        return changed
+        if "lq" in parts:
+            changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
+        keys = given["k"].shape[0] * parts.get("l", 1)
+        rows = given["q"].shape[0] * parts.get("l", parts.get("lq", 1))
+        return {**changed, **_one_document(given, rows, keys)}
 
     return PublicCall(
         function,
@@ -85,6 +84,16 @@ def _attention(
         rehearse=rehearse,
         names={"cu_seqlens": "cu_seqlens_q"},
     )
+
+
+def _one_document(given: Given, rows: int, keys: int) -> dict[str, Tensor]:
+    """Documents have lengths only at run time, so all tokens are taken to be of one."""
+    tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
+    return {
+        name: cu.new_tensor([0] * (len(cu) - 1) + [tokens[name]])
+        for name in tokens
+        if isinstance(cu := given.get(name), Tensor)
+    }
 
 
 def _attention_arguments(site: SplitSite) -> Given:
@@ -123,7 +132,12 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
         _refuse_without_ring(function, given)
         return shuffle_documents.record, given
 
-    return PublicCall(function, op, _one, _group_only)
+    def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
+        parts = next((site.parts for site in sites if site.group), 1)
+        tokens = given["hidden_states"].shape[0] * parts
+        return {**_rehearse_group(given, sites), **_one_document(given, tokens, tokens)}
+
+    return PublicCall(function, op, _one, _group_only, rehearse=rehearse)
 
 
 def _one(given: Given) -> int:

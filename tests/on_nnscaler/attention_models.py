@@ -90,6 +90,10 @@ def ring_by_rows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tens
     return wrap_ring_attn_func(q, k, v, alibi_slopes=m.slopes, q_rows=(0, 1))
 
 
+def ring_with_a_group(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v, process_group=(0, 5))
+
+
 def zigzag(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     return wrap_zigzag_attn_func(q, k, v, sink=m.sink)
 
@@ -100,6 +104,10 @@ def varlen(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
 
 def varlen_by_rows(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True, q_rows=(0, 1))
+
+
+def varlen_without_ring(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, enable_ring=False)
 
 
 def window(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
@@ -135,7 +143,10 @@ def shuffled_documents(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -
 
 
 WITH_SINK = (ring_with_everything, zigzag, masked)
-PACKED = (varlen, varlen_by_rows, packed_window, packed_streaming, shuffled_documents)
+PACKED = (
+    *(varlen, varlen_by_rows, varlen_without_ring),
+    *(packed_window, packed_streaming, shuffled_documents),
+)
 
 
 def _model(attend: Attend, kv_heads: int) -> nn.Module:

@@ -12,8 +12,15 @@ from on_nnscaler.attention_models import groups_of, training
 pytestmark = pytest.mark.nnscaler
 
 
-@pytest.mark.parametrize("before", [(), ((1, 2),), ((1, 2), (0, 2, 3), (0, 3))])
-@pytest.mark.parametrize("last", [(0, 2), (1, 3), (0, 3), (0, 1)])
+@pytest.mark.parametrize(
+    ("last", "before"),
+    [
+        ((0, 2), ()),
+        ((1, 3), ()),
+        ((0, 1), ((1, 2),)),
+        ((0, 3), ((1, 2), (0, 2, 3), (0, 3))),
+    ],
+)
 def test_who_asks_last(
     four_ranks: Pool, last: tuple[int, ...], before: tuple[tuple[int, ...], ...]
 ) -> None:

@@ -1,0 +1,90 @@
+"""Which engine a call is for."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from annotations import ComputeConfig, parallel, parallelize
+
+ASKS_NOTHING = "the call asks for nothing that only nnscaler has"
+
+
+def policy(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("pas", "config", "options", "chosen", "why"),
+    [
+        ("cp", {}, {}, "torch", ASKS_NOTHING),
+        (policy, {}, {}, "torch", ASKS_NOTHING),
+        ("cp", {"reducer_bucket_cap_mb": 9.0}, {"reuse": "match"}, "torch", ASKS_NOTHING),
+        ("cp", {"trace_strategy": "cpu"}, {"module_dtype": torch.float64}, "torch", ASKS_NOTHING),
+        ("autodist", {}, {}, "nnscaler", "the policy 'autodist' is nnscaler's"),
+        ("cp", {"use_zero": 1}, {}, "nnscaler", "only nnscaler has use_zero of ComputeConfig"),
+        ("cp", {}, {"gen_savedir": "x"}, "nnscaler", "only nnscaler has the argument gen_savedir"),
+    ],
+)
+def test_auto(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    installed: bool,
+    pas: Any,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    chosen: str,
+    why: str,
+) -> None:
+    """What is installed changes nothing but whether nnscaler can be had."""
+    from annotations.engines import torch as embedded
+
+    monkeypatch.setattr(parallel, "_installed", lambda: installed)
+    monkeypatch.setattr(embedded, "parallelize", lambda *args, **kwargs: "torch")
+    if chosen == "nnscaler" and installed:
+        pytest.importorskip("nnscaler", reason="nnscaler is not installed: see CONTRIBUTING.md")
+        from annotations.engines import nnscaler
+
+        monkeypatch.setattr(nnscaler, "parallelize", lambda *args, **kwargs: "nnscaler")
+    given = torch.nn.Linear(3, 3), {}, pas, ComputeConfig(2, 2, **config)
+    with caplog.at_level(logging.INFO, logger=parallel.__name__):
+        if chosen == "nnscaler" and not installed:
+            with pytest.raises(ModuleNotFoundError) as raised:
+                parallelize(*given, **options)
+            assert str(raised.value) == (
+                f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
+                "installed; install it from its repository (see README), or use engine='torch'"
+            )
+        else:
+            assert parallelize(*given, **options) == chosen
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"parallelize: engine {chosen}, because {why}"]
+
+
+def test_nnscaler_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(2, 2), engine="nnscaler")
+    assert str(raised.value) == (
+        "parallelize: engine='nnscaler' (it was asked for by name) needs nnscaler 0.9, which is "
+        "not installed; install it from its repository (see README), or use engine='torch'"
+    )
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(ValueError) as raised:
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(2, 2), engine="jax")
+    said = "parallelize: engine must be one of auto, nnscaler, torch, got 'jax'"
+    assert str(raised.value) == said
+
+
+def test_what_is_no_config() -> None:
+    with pytest.raises(TypeError) as raised:
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", 2)
+    assert str(raised.value) == (
+        "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, got 2"
+    )

@@ -1,0 +1,39 @@
+"""The chunked loss in nnscaler: cut on tokens, on the batch and on the vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ranks import Pool
+
+from on_nnscaler import autodist, jobs, loss_models, policies
+
+pytestmark = pytest.mark.nnscaler
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("cut", ["l", "b", "v"])
+def test_two_ranks(two_ranks: Pool, reduction: str, cut: str) -> None:
+    policy = partial(policies.attention, cuts=[(cut, 2)], name="checked_losses")
+    model = loss_models.with_loss(reduction, biased=cut == "v")
+    job = jobs.Training(model, loss_models.batch, policy, plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    [call] = re.findall(r"= .*checked_losses\(.*\)", ranks[0].code)
+    assert ("vocab_group=[0, 1], vocab_size=32" in call) == (cut == "v")
+
+
+def test_all_cuts_are_timed(tmp_path: Path) -> None:
+    config = {"pas_config": autodist.settings(tmp_path)}
+    model = loss_models.with_loss("mean")
+    job = jobs.Training(model, loss_models.batch, "autodist", plan=2, config=config)
+    jobs.generate(job, tmp_path / "code", ranks=2)
+    name = "customized_ops.chunk_linear_cross_entropy.loss.checked_losses"
+    files = sorted((tmp_path / "profile" / "comp").glob(f"{name}*.json"))
+    assert [file.name for file in files] == [f"{name}.json", f"{name}.v_in_2.json"]
+    times = [t["fw_span"] for file in files for t in json.loads(file.read_text()).values()]
+    assert len(times) == 4 and max(times) < 1000  # whole, b, l; v

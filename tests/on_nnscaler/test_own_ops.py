@@ -1,0 +1,49 @@
+"""Ops of a user's own, registered with annotations.register_op alone, in nnscaler."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from ranks import Pool
+
+from on_nnscaler import autodist, jobs, models, own_ops, policies
+
+pytestmark = pytest.mark.nnscaler
+
+
+@pytest.mark.parametrize("cut", ["l", "b", "d"])
+def test_one_that_communicates(four_ranks: Pool, cut: str) -> None:
+    policy = partial(policies.attention, cuts=[(cut, 2)], name="centre")
+    job = jobs.Training(own_ops.model, models.batch, policy, plan=2)
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for n, rank in enumerate(ranks):
+        [call] = re.findall(r"= (torch\.ops\.own\.centre\(.*\))", rank.code)
+        first = n - n % 2
+        group = f"group=annotations.groups.name_of_ranks(({first}, {first + 1}))"
+        assert (f"tokens=8, {group}" in call) == (cut == "l")
+
+
+def test_one_that_does_not(two_ranks: Pool) -> None:
+    policy = partial(policies.attention, cuts=[("a", 2)], name="rms_norm")
+    job = jobs.Training(own_ops.model, models.batch, policy, plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert "torch.ops.own.rms_norm(x=" in ranks[0].code
+    assert re.search(r"^rms_norm +1 +a / 2$", ranks[0].plan, re.M)
+
+
+@pytest.mark.parametrize("policy", ["cp", "cp_follow", "autodist"])
+def test_policies(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
+    config = {"pas_config": autodist.settings(tmp_path)}
+    job = jobs.Training(own_ops.model, models.batch, policy, plan=2, config=config)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    cut = re.findall(r"^centre +1 +(.*)$", ranks[0].plan, re.M)
+    assert cut == ["l / 2"] or policy == "autodist"
+    for file in (tmp_path / "profile").rglob("*own_ops*.json"):
+        assert max(t["fw_span"] for t in json.loads(file.read_text()).values()) < 1000
