@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +30,12 @@ import yaml
 from nnscaler.graph.function.dimops import IRDimops
 from nnscaler.graph.parser.register import CustomizedOps
 from nnscaler.ir.cten import IRObject, IRTensor
-from nnscaler.ir.tensor import IRSubTensor
 from torch import Tensor
 
 from annotations import calls
 from annotations.calls import PublicCall, qualified, without_data
 from annotations.constants import from_text, is_text, to_text
-from annotations.engines import graph_report
+from annotations.engines import graph_report, placement
 from annotations.engines.following import follow, ways_of
 from annotations.errors import PartitionError
 from annotations.registry import AnnotatedOp
@@ -50,7 +48,6 @@ _placed: weakref.WeakSet[OpNode] = weakref.WeakSet()  # parts that have a device
 _ranks = 1  # how many ranks nodes made now may be cut over
 
 GROUP = "process_group"
-_MADE_AT_RUN_TIME = "the group's name"  # stands for it in arguments until the code is written
 
 
 def register() -> None:
@@ -235,30 +232,10 @@ def _restored(value: Any) -> Any:
     return from_text(value) if is_text(value) else value
 
 
-def _sites(node: OpNode, inputs: Sequence[Any]) -> Iterator[SplitSite]:
-    """How a part with ``inputs`` is cut, as far as the op must know of it; without the ranks."""
-    call = _call_of(node.base)
+def _sites(node: OpNode, inputs: Sequence[Any]) -> list[SplitSite]:
     known = {name: _restored(value) for name, value in node.arguments().items()}
-    record, _ = call.op(_meta(known))
-    matters = {**record.rule.communicates, **record.rule.told}
-    seen = set()
-    for shape, tensor in zip(node.anno.inputs(), inputs, strict=True):
-        if not isinstance(tensor, IRSubTensor) or shape.ignore:
-            continue
-        for n, dim in enumerate(shape.dims):
-            part, whole = tensor.shape[n], tensor.parent.shape[n]
-            name = _leading(dim)
-            if part == whole or name in seen or name not in matters:
-                continue
-            seen.add(name)
-            inner = math.prod(map(node.anno.getlen, dim.identifiers)) // node.anno.getlen(name)
-            group = f"{_MADE_AT_RUN_TIME} {name}" if name in record.rule.communicates else ""
-            yield SplitSite(name, whole // inner, whole // part, group, tensor.indmap[n][0] // part)
-
-
-def _leading(dim: Any) -> str:
-    """The identifier that a cut of a dim cuts."""
-    return next((name for name in dim.identifiers if name != "1"), "1")
+    record, _ = _call_of(node.base).op(_meta(known))
+    return placement.sites(node.anno, inputs, record.rule)
 
 
 def emit(
@@ -284,7 +261,7 @@ def emit(
     for site in _sites(node, node.inputs()):
         ranks: tuple[int, ...] = ()
         if site.group:
-            ranks = tuple(device + offset for device in _devices(node, site))
+            ranks = tuple(d + offset for d in placement.devices(node, site, _placed))
             groups[repr(site.group)] = f"annotations.groups.name_of_ranks({ranks})"
             function = call.when_cut or function
         told = call.arguments(replace(site, ranks=ranks))
@@ -309,60 +286,6 @@ def _code(text: str) -> str:
     if text[:1] in "'\"" and is_text(ast.literal_eval(text)):
         return f"annotations.constants.from_text({text})"
     return text
-
-
-def _devices(node: OpNode, site: SplitSite) -> tuple[int, ...]:
-    """The devices of the parts that differ from ``node`` in their share of the split alone.
-
-    Where a part is copied, the n-th copies of all parts belong together.
-    """
-    whole = node.input(0).parent
-    others = _place(node, site.identifier)[1]
-    lying: dict[int, list[int]] = {index: [] for index in range(site.parts)}
-    for other in _placed:
-        if other.base == node.base and other.input(0).parent is whole and _twin(node, other):
-            index, rest = _place(other, site.identifier)
-            if rest == others:
-                lying[index].extend(other.device)
-    copies = [sorted(set(devices)) for devices in lying.values()]
-    mine = copies[site.index].index(node.device[0])
-    if {len(devices) for devices in copies} != {len(copies[0])}:
-        raise PartitionError(_lies_wrongly(node, site, copies))
-    ranks = tuple(devices[mine] for devices in copies)
-    if list(ranks) != sorted(set(ranks)):
-        raise PartitionError(_lies_wrongly(node, site, copies))
-    return ranks
-
-
-def _lies_wrongly(node: OpNode, site: SplitSite, copies: Sequence[Sequence[int]]) -> str:
-    return (
-        f"{node.base}: the {site.parts} parts of {site.identifier!r} lie on devices {copies}; an "
-        "op that communicates inside needs each part on as many devices, in increasing order"
-    )
-
-
-def _twin(node: OpNode, other: OpNode) -> bool:
-    """Whether two nodes are parts of one."""
-    return all(
-        a.parent is b.parent
-        for a, b in zip(node.outputs(), other.outputs(), strict=True)
-        if isinstance(a, IRSubTensor)
-    )
-
-
-def _place(node: OpNode, identifier: str) -> tuple[int, tuple[Any, ...]]:
-    """Which part of ``identifier`` a node has, and which of everything else."""
-    index, others = 0, []
-    for shape, tensor in zip(node.anno.inputs(), node.inputs(), strict=True):
-        if not isinstance(tensor, IRSubTensor) or shape.ignore:
-            continue
-        for n, dim in enumerate(shape.dims):
-            start = tensor.indmap[n][0]
-            if _leading(dim) == identifier:
-                index = start // tensor.shape[n]
-            else:
-                others.append(start)
-    return index, tuple(others)
 
 
 def _fake_of(call: PublicCall) -> Any:
@@ -421,7 +344,7 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
         return torch.randn(shape, dtype=dtype, device=device, requires_grad=value.requires_grad)
 
     arguments = {name: example(value) for name, value in node.arguments().items()}
-    sites = list(_sites(node, node.inputs()))
+    sites = _sites(node, node.inputs())
     for site in sites:
         arguments |= {n: v for n, v in call.arguments(site).items() if n in arguments}
     if call.rehearse is not None:
@@ -464,7 +387,7 @@ def _inside(node: OpNode) -> list[str]:
 
 
 def _identifier(node: OpNode, cut: tuple[int, int]) -> str:
-    return _leading(node.anno.input(cut[0]).dims[cut[1]])
+    return placement.leading(node.anno.input(cut[0]).dims[cut[1]])
 
 
 def follow_policy(graph: Any, cfg: Any) -> Iterator[Any]:

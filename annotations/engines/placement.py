@@ -1,0 +1,93 @@
+"""How a part of an nnscaler op was cut, and where the parts lie that it belongs with.
+
+Works on nnscaler's nodes, but imports none of it. A part's tensors say which of the whole they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from annotations.errors import PartitionError
+from annotations.rules import PartitionRule, SplitSite
+
+_MADE_AT_RUN_TIME = "the group's name"  # stands for it in arguments until the code is written
+
+
+def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[SplitSite]:
+    """How a part with ``inputs`` is cut, as far as its op must know of it; without the ranks."""
+    found: dict[str, SplitSite] = {}
+    for dim, tensor, n in _dims(annotation, inputs):
+        part, whole = tensor.shape[n], tensor.parent.shape[n]
+        name = leading(dim)
+        if part == whole or name in found or name not in {**rule.communicates, **rule.told}:
+            continue
+        inner = math.prod(map(annotation.getlen, dim.identifiers)) // annotation.getlen(name)
+        group = f"{_MADE_AT_RUN_TIME} {name}" if name in rule.communicates else ""
+        index = tensor.indmap[n][0] // part
+        found[name] = SplitSite(name, whole // inner, whole // part, group, index)
+    return list(found.values())
+
+
+def leading(dim: Any) -> str:
+    """The identifier that a cut of a dim cuts."""
+    return next((name for name in dim.identifiers if name != "1"), "1")
+
+
+def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...]:
+    """The devices of the parts that differ from ``node`` in their share of the split alone.
+
+    Where a part is copied, the n-th copies of all parts belong together.
+
+    Args:
+        placed: all parts that have a device, of this op and others.
+    Raises:
+        PartitionError: they do not lie in increasing order, or not each on as many.
+    """
+    others = _place(node, site.identifier)[1]
+    lying: dict[int, list[int]] = {index: [] for index in range(site.parts)}
+    for other in placed:
+        if _twin(node, other):
+            index, rest = _place(other, site.identifier)
+            if rest == others:
+                lying[index].extend(other.device)
+    copies = [sorted(set(on)) for on in lying.values()]
+    mine = copies[site.index].index(node.device[0])
+    if all(len(on) == len(copies[0]) for on in copies):
+        ranks = tuple(on[mine] for on in copies)
+        if list(ranks) == sorted(set(ranks)):
+            return ranks
+    raise PartitionError(
+        f"{node.base}: the {site.parts} parts of {site.identifier!r} lie on devices {copies}; an "
+        "op that communicates inside needs each part on as many devices, in increasing order"
+    )
+
+
+def _twin(node: Any, other: Any) -> bool:
+    """Whether two nodes are parts of one: only these make the same results."""
+    return other.base == node.base and all(
+        a.parent is b.parent
+        for a, b in zip(node.outputs(), other.outputs(), strict=False)
+        if hasattr(a, "parent")
+    )
+
+
+def _place(node: Any, identifier: str) -> tuple[int, tuple[int, ...]]:
+    """Which part of ``identifier`` a node has, and which of everything else."""
+    index, others = 0, []
+    for dim, tensor, n in _dims(node.anno, node.inputs()):
+        start = tensor.indmap[n][0]
+        if leading(dim) == identifier:
+            index = start // tensor.shape[n]
+        else:
+            others.append(start)
+    return index, tuple(others)
+
+
+def _dims(annotation: Any, inputs: Sequence[Any]) -> Iterator[tuple[Any, Any, int]]:
+    """The annotated dims of tensors: each with its tensor and its number there."""
+    for shape, tensor in zip(annotation.inputs(), inputs, strict=True):
+        if hasattr(tensor, "indmap") and not shape.ignore:
+            for n, dim in enumerate(shape.dims):
+                yield dim, tensor, n
