@@ -14,6 +14,7 @@ from .engines.config import EMBEDDED_FIELDS, NNSCALER_OPTIONS, as_own, changed
 
 _logger = logging.getLogger(__name__)
 
+REPOSITORY = "https://github.com/msrasys/nnscaler"
 ENGINES = ("auto", "nnscaler", "torch")
 
 # Policies by name that only nnscaler has, its own and this package's.
@@ -73,7 +74,7 @@ def parallelize(
         if not _installed():
             raise ModuleNotFoundError(
                 f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
-                "installed; install it from its repository (see README), or use engine='torch'"
+                f"installed; install it from {REPOSITORY}, or use engine='torch'"
             )
         from .engines import nnscaler
 

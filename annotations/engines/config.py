@@ -95,8 +95,9 @@ def changed(config: Any) -> dict[str, Any]:
     found = {}
     for item in fields(config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        if getattr(config, item.name) != default:
-            found[item.name] = getattr(config, item.name)
+        value = getattr(config, item.name)
+        if value != default and not (value is None and default == {}):
+            found[item.name] = value
     return found
 
 

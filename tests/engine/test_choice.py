@@ -57,7 +57,7 @@ def test_auto(
                 parallelize(*given, **options)
             assert str(raised.value) == (
                 f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
-                "installed; install it from its repository (see README), or use engine='torch'"
+                "installed; install it from https://github.com/msrasys/nnscaler, or use engine='torch'"
             )
         else:
             assert parallelize(*given, **options) == chosen
@@ -71,7 +71,7 @@ def test_nnscaler_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
         parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(2, 2), engine="nnscaler")
     assert str(raised.value) == (
         "parallelize: engine='nnscaler' (it was asked for by name) needs nnscaler 0.9, which is "
-        "not installed; install it from its repository (see README), or use engine='torch'"
+        "not installed; install it from https://github.com/msrasys/nnscaler, or use engine='torch'"
     )
 
 

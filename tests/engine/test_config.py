@@ -33,6 +33,11 @@ def test_fields_for_later_are_named(name: str) -> None:
         parallelize(module, {"input": torch.zeros(2, 3)}, "cp", config, engine="torch")
 
 
+def test_none_for_a_dict_is_its_default() -> None:
+    config = ComputeConfig(1, 1, user_config=None)  # type: ignore[arg-type]
+    parallelize(torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}, "cp", config, engine="torch")
+
+
 def test_keywords_of_nnscaler_are_refused_by_name_unless_default() -> None:
     module, given = torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}
     parallelize(module, given, "cp", ComputeConfig(1, 1), reuse="match", load_module=True)
