@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,10 +94,16 @@ def _implement(
 ) -> None:
     op_name = record.name.split("::")[1]
 
+    first = True
+
     def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
         arguments = record.arguments(args, kwargs)
         bound = record.bind(arguments)
-        results = _own(_as_tuple(function(**arguments)), arguments.values(), record.fake is None)
+        with _watched(record, arguments) if first else nullcontext():
+            given = function(**arguments)
+        first = False
+        results = _own(_as_tuple(given), arguments.values(), record.fake is None)
         _check_results(record, bound, results)
         return results if record.n_outputs > 1 else results[0]
 
@@ -119,6 +125,37 @@ def _implement(
     lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(record.name, fake_forward, lib=lib)
     torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
+
+
+@contextmanager
+def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse what would go wrong without a word: a function that changes its arguments, which a
+    graph holds for others, and one that draws random numbers and is run again for its gradient."""
+    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    drawn = _random_states()
+    yield
+    changed = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
+    if changed:
+        raise AnnotationError(
+            f"the function changed its argument {', '.join(changed)} in place",
+            details=["expected: a new tensor as the result"],
+            op=record.title,
+        )
+    if not record.saves_results and drawn != _random_states():
+        raise AnnotationError(
+            "the function drew random numbers, and would draw others when it is run again for its "
+            "gradient",
+            details=["expected: the numbers, or a seed, as an argument; or a backward= of its own"],
+            op=record.title,
+        )
+
+
+def _random_states() -> list[bytes]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state())
+    return [state.numpy().tobytes() for state in states]
 
 
 def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:

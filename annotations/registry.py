@@ -15,14 +15,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .binding import BoundAnnotation, bind
+from .declaration import check_declaration, check_reduced
 from .errors import AnnotationError
+from .grammar import Annotation
 from .rules import PartitionRule
 
 # Several strings are alternatives: the first is preferred, the others stand for splits that it
@@ -62,6 +64,7 @@ class OpRecord:
     fake: Callable[..., Any] | None
     forward: Any
     backward: Any
+    _checked: set[str] = field(default_factory=set, repr=False)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name, defaults filled in."""
@@ -106,11 +109,17 @@ class OpRecord:
 
     def _texts(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         given = self.annotation
-        texts = given(**arguments) if callable(given) else given
+        if not callable(given):
+            return as_texts(given)
         try:
-            return as_texts(texts)
+            texts = as_texts(given(**arguments))
         except AnnotationError as error:
             raise error.in_op(self.title) from None
+        for text in texts:
+            if text not in self._checked:
+                check_reduced(self.title, Annotation.parse(text), self.rule)
+                self._checked.add(text)
+        return texts
 
     def _bind(self, text: str, arguments: Mapping[str, Any]) -> BoundAnnotation:
         names = tuple(self.signature.parameters)
@@ -153,8 +162,6 @@ def _symbolic(shapes: tuple[tuple[int, ...] | None, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _n_inputs(text: str) -> int:
-    from .grammar import Annotation
-
     return len(Annotation.parse(text).inputs)
 
 
@@ -221,7 +228,8 @@ def register_op(
         ValueError: the op's name is taken or not ``namespace::op``, an argument is keyword-only, or
             ``differentiable`` names what is no argument.
         AnnotationSyntaxError: ``annotation`` does not parse.
-        AnnotationError: ``annotation`` is no string, tuple of strings or function.
+        AnnotationError: ``annotation`` is no string, tuple of strings or function; or no call can
+            fit it; or a dim that may be split is in no result and has no '+' and no rule.
 
     Example:
         >>> import torch
@@ -246,12 +254,18 @@ def register_op(
         problem = _problem(qualified, signature, differentiable or ())
         if problem:
             raise ValueError(f"register_op: {problem}")
+        called, splits = title or function.__name__, rule or PartitionRule()
+        schema = torch.library.infer_schema(function, mutates_args=())
+        for text in () if callable(annotation) else as_texts(annotation):
+            n_outputs = schema.rpartition("->")[2].count("Tensor")
+            parsed = Annotation.parse(text)
+            check_declaration(called, parsed, signature.parameters, n_outputs, splits)
         record = define(
             function,
             name=qualified,
-            title=title or function.__name__,
+            title=called,
             annotation=annotation,
-            rule=rule or PartitionRule(),
+            rule=splits,
             signature=signature,
             differentiable=tuple(tensors if differentiable is None else differentiable),
             fake=fake,
@@ -272,7 +286,7 @@ def _problem(name: str, signature: inspect.Signature, differentiable: Sequence[s
     if not re.fullmatch(r"\w+::\w+", name):
         return f"{name!r} is not a name such as 'mylib::myop'"
     if name in registered_ops():
-        return f"{name} is registered already"
+        return f"{name} is registered already, by {_where(registered_ops()[name])}"
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             return f"argument {str(parameter)!r} of {name} must be one that is passed by position"
@@ -280,6 +294,13 @@ def _problem(name: str, signature: inspect.Signature, differentiable: Sequence[s
         if argument not in signature.parameters:
             return f"{name} has no argument {argument!r} to differentiate"
     return ""
+
+
+def _where(record: OpRecord) -> str:
+    """File and line of the function that was declared."""
+    op: Any = next(op for op in _CALLABLE if op.record is record)
+    code = getattr(op.__wrapped__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(op.__wrapped__)
 
 
 def _is_tensor(annotation: Any) -> bool:

@@ -122,7 +122,7 @@ def first(x: Tensor, y: Tensor) -> Tensor:
 
 
 @register_op(
-    "a b -> a", name="registrytest::row_sum", backward=lambda grad, x, out: _spread(grad, x)
+    "a b+ -> a", name="registrytest::row_sum", backward=lambda grad, x, out: _spread(grad, x)
 )
 def row_sum(x: Tensor) -> Tensor:
     """Custom backward that returns one tensor, not a tuple."""

@@ -11,6 +11,10 @@ import torch
 
 from annotations import ComputeConfig, parallel, parallelize
 
+MISSING = (
+    "needs nnscaler 0.9, which is not installed; install it from "
+    "https://github.com/msrasys/nnscaler, or use engine='torch'"
+)
 ASKS_NOTHING = "the call asks for nothing that only nnscaler has"
 
 
@@ -55,10 +59,8 @@ def test_auto(
         if chosen == "nnscaler" and not installed:
             with pytest.raises(ModuleNotFoundError) as raised:
                 parallelize(*given, **options)
-            assert str(raised.value) == (
-                f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
-                "installed; install it from https://github.com/msrasys/nnscaler, or use engine='torch'"
-            )
+            said = f"parallelize: engine='nnscaler' ({why}) {MISSING}"
+            assert str(raised.value) == said
         else:
             assert parallelize(*given, **options) == chosen
     said = [record.getMessage() for record in caplog.records]
@@ -69,10 +71,8 @@ def test_nnscaler_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as raised:
         parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(2, 2), engine="nnscaler")
-    assert str(raised.value) == (
-        "parallelize: engine='nnscaler' (it was asked for by name) needs nnscaler 0.9, which is "
-        "not installed; install it from https://github.com/msrasys/nnscaler, or use engine='torch'"
-    )
+    said = f"parallelize: engine='nnscaler' (it was asked for by name) {MISSING}"
+    assert str(raised.value) == said
 
 
 def test_an_unknown_engine() -> None:
