@@ -177,8 +177,20 @@ def refused(what: str) -> str:
             config = ComputeConfig(3, 3)
         case "wrong arguments":
             given = {"y": torch.zeros(1)}
+        case "examples of their own":
+            given = {"x": torch.zeros(2, 8 + 2 * dist.get_rank(), 8)}
     try:
         parallelize(module, given, policy, config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def batches_of_their_own() -> str:
+    """What ranks of one copy say to batches that differ, where calls are compared."""
+    parallel = parallelize(Plain("fine"), {"x": torch.zeros(2, 8, 8)}, "cp", ComputeConfig(2, 2))
+    try:
+        parallel(torch.full((2, 8, 8), float(dist.get_rank())))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

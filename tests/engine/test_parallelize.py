@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import engine_jobs
@@ -116,6 +117,11 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
         ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g"),
         ("wrong ranks", "ValueError: parallelize: runtime_ngpus=3, but the world has 2 ranks"),
         ("wrong arguments", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
+        (
+            "examples of their own",
+            "CaptureError: the ranks' example arguments must be the same, but differ\n"
+            "    x: rank 0 (2, 8, 8) torch.float32, rank 1 (2, 10, 8) torch.float32",
+        ),
         ("dropout", "draws random numbers, which is not supported yet"),
         ("buffer", "CaptureError: the module changes 'seen' in its forward"),
     ],
@@ -124,6 +130,16 @@ def test_refusals_reach_every_rank(two_ranks: Pool, what: str, message: str) -> 
     said = two_ranks.run(engine_jobs.refused, what)
     assert said[0] == said[1]
     assert message in said[0]
+
+
+def test_ranks_of_a_copy_must_pass_one_batch(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(engine_jobs.batches_of_their_own)
+    assert first == second
+    text = re.sub("#[0-9a-f]{8}", "#", first)
+    assert text == (
+        "CaptureError: the ranks' batches of one copy must be the same, but differ\n"
+        "    argument 0: rank 0 (2, 8, 8) torch.float32 #, rank 1 (2, 8, 8) torch.float32 #"
+    )
 
 
 def test_inputs_that_differ_from_the_example(two_ranks: Pool) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from . import policies
+from .agreement import same_batch, same_examples
 from .capture import Captured, capture
 from .cost import Rates
 from .execute import Program
@@ -72,6 +73,7 @@ class ParallelModule(torch.nn.Module):
         self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
             self._mesh = _mesh(config, next(chain(self.parameters(), self.buffers()), None))
+            same_examples(dummy_forward_args)
             _same_weights(self)
         if config.plan_ngpus > 1:
             self._program()
@@ -92,6 +94,7 @@ class ParallelModule(torch.nn.Module):
             self._original.training = self.training
             return self._original(*args, **kwargs)
         program = self._program()
+        same_batch(args, kwargs, self._mesh.get_group())
         flat = program.captured.flatten(args, kwargs)
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
