@@ -479,7 +479,9 @@ def parallelize(
     if isinstance(pas_policy, str):
         named = POLICIES.get(pas_policy) or getattr(nnscaler.policies, f"pas_{pas_policy}", None)
         if named is None:
-            raise ValueError(f"pas_policy {pas_policy!r} is unknown to nnscaler and to this module")
+            theirs = (n.removeprefix("pas_") for n in dir(nnscaler.policies) if n[:4] == "pas_")
+            known = ", ".join([*POLICIES, *theirs])
+            raise ValueError(f"pas_policy {pas_policy!r} is unknown to nnscaler; known: {known}")
         pas_policy = named
     register()  # ops that came by register_op since
     plans: list[str] = []

@@ -60,5 +60,5 @@ def test_either_config_serves_either_engine(tmp_path: Path, config: type, name: 
 
 
 def test_an_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="pas_policy 'zz' is unknown to nnscaler and to this mod"):
+    with pytest.raises(ValueError, match="'zz' is unknown to nnscaler; known: cp, cp_follow, auto"):
         parallelize(torch.nn.Linear(3, 3), {}, "zz", CONFIGS[0], engine="nnscaler")
