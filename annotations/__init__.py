@@ -7,7 +7,7 @@ from .errors import AnnotationError, AnnotationSyntaxError, BindingError, Partit
 from .groups import group_named
 from .parallel import parallelize
 from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
-from .rules import Communicates, InnerCost, PartitionRule, SplitSite
+from .rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
 
 if TYPE_CHECKING:
     from .engines.torch import ParallelModule
@@ -35,6 +35,7 @@ __all__ = [
     "PartitionError",
     "PartitionRule",
     "SplitSite",
+    "Told",
     "group_named",
     "parallelize",
     "record_of",

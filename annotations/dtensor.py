@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .binding import BoundAnnotation, Split, Spread
-from .errors import PartitionError
+from .errors import PartitionError, Span
+from .grammar import Dim
 from .registry import OpRecord
-from .rules import SplitSite, check_parts
+from .rules import PartitionRule, SplitSite, check_parts
 
 Cut = int | Spread
 
@@ -76,11 +77,9 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
         return _wrap(outputs, mesh, results, shapes)
     # A result that is a partial sum has the same gradient on every rank.
     flowing = [[Replicate() if p.is_partial() else p for p in places] for places in results]
-    # An op that communicates inside sees to its ranks' shares itself.
-    outside = [s if s and s.identifier not in record.rule.communicates else None for s in splits]
     outputs = func(
         *(
-            _share(_local(v, mesh, p), outside, mesh, i)
+            _share(_local(v, mesh, p), record.rule, splits, mesh, i)
             for i, (v, p) in enumerate(zip(grads, flowing, strict=True))
         ),
         *local,
@@ -106,7 +105,7 @@ def _allowed(
     refused: list[PartitionError] = []
     for bound in record.bindings(arguments):
         try:
-            splits = splits_of(record, bound, arguments, mesh)
+            splits = splits_of(bound, arguments, mesh)
             for axis, split in enumerate(splits):
                 if split is not None:
                     check_parts(bound, split, mesh.size(axis))
@@ -118,7 +117,7 @@ def _allowed(
 
 
 def splits_of(
-    record: OpRecord, bound: BoundAnnotation, arguments: dict[str, Any], mesh: DeviceMesh
+    bound: BoundAnnotation, arguments: dict[str, Any], mesh: DeviceMesh
 ) -> list[Split | None]:
     """What each mesh axis splits, read off the inputs' placements; None where nothing is cut.
 
@@ -127,25 +126,86 @@ def splits_of(
             or one identifier is cut along two axes.
     """
     splits: list[Split | None] = []
-    names = list(arguments)
     for axis in range(mesh.ndim):
-        found: dict[str, str] = {}
-        for i, shape in enumerate(bound.annotation.inputs):
-            value = arguments[names[i]]
-            if not isinstance(value, DTensor) or not isinstance(value.placements[axis], Shard):
-                continue
-            dim = value.placements[axis].dim  # type: ignore[attr-defined]
-            inner = [] if shape.ignored else list(shape.dims[dim].identifiers)
-            leading = next((x for x in inner if x != "1"), "1" if inner else "?")
-            found[leading] = f"{names[i]} is cut on dim {dim}"
+        found: dict[str, Span] = {}
+        for value, shape in zip(arguments.values(), bound.annotation.inputs, strict=False):
+            if isinstance(value, DTensor) and isinstance(cut := value.placements[axis], Shard):
+                dim = None if shape.ignored else shape.dims[cut.dim]
+                found.setdefault(_leading(dim), (dim or shape).span)
         if len(found) > 1:
-            what = ", ".join(f"{why} ({leading!r})" for leading, why in sorted(found.items()))
-            raise PartitionError(f"{record.title}: inputs are cut on different identifiers: {what}")
+            raise _disagreeing(bound, arguments, mesh, axis, found)
         splits.append(bound.split(next(iter(found))) if found else None)
-    cut = [s.identifier for s in splits if s is not None]
-    if len(set(cut)) < len(cut):
-        raise PartitionError(f"{record.title}: one identifier is cut along two mesh axes: {cut}")
+        before = next((n for n, s in enumerate(splits[:-1]) if s and s == splits[-1]), None)
+        if before is not None:
+            [(identifier, span)] = found.items()
+            raise _twice(bound, arguments, mesh, (before, axis), identifier, span)
     return splits
+
+
+def _leading(dim: Dim | None) -> str:
+    """The identifier that a cut of ``dim`` cuts; None is of a tensor that is not annotated."""
+    if dim is None:
+        return "?"
+    return next((name for name in dim.identifiers if name != "1"), "1")
+
+
+def _disagreeing(
+    bound: BoundAnnotation,
+    arguments: dict[str, Any],
+    mesh: DeviceMesh,
+    axis: int,
+    found: dict[str, Span],
+) -> PartitionError:
+    names = " and ".join(map(repr, found))
+    possible = [split for split in bound.splits() if split.identifier in found] or bound.splits()
+    fits = [_cut_on(split, arguments) for split in possible]
+    details = [_lying(arguments, mesh, axis)]
+    if fits:
+        details.append(f"expected: {' or '.join(fits)}; inputs that are whole fit any of them")
+    problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
+    return PartitionError(
+        problem, bound.annotation.text, list(found.values())[1], details, bound.op
+    )
+
+
+def _twice(
+    bound: BoundAnnotation,
+    arguments: dict[str, Any],
+    mesh: DeviceMesh,
+    axes: tuple[int, int],
+    identifier: str,
+    span: Span,
+) -> PartitionError:
+    others = [repr(s.identifier) for s in bound.splits() if s.identifier != identifier]
+    details = [_lying(arguments, mesh, axis) for axis in axes]
+    details.append(
+        f"expected: {identifier!r} along one of them, and along the other "
+        + ", ".join([*others, "or nothing" if others else "nothing"])
+    )
+    problem = f"{identifier!r} is cut along two mesh axes"
+    return PartitionError(problem, bound.annotation.text, span, details, bound.op)
+
+
+def _lying(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
+    """How every input lies along a mesh axis, in words."""
+
+    def place(value: Tensor) -> str:
+        where = value.placements[axis] if isinstance(value, DTensor) else Replicate()
+        if isinstance(where, Shard):
+            return f"cut on dim {where.dim}"
+        return "a partial sum" if where.is_partial() else "whole"
+
+    name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
+    tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
+    lying = ", ".join(f"{n} is {place(v)}" for n, v in tensors.items())
+    return f"along mesh axis {name!r} over {mesh.size(axis)} ranks: {lying}"
+
+
+def _cut_on(split: Split, arguments: dict[str, Any]) -> str:
+    """Which dims of which inputs a split cuts, in words."""
+    cuts = zip(arguments, split.inputs, strict=False)
+    dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
+    return f"{split.identifier!r} ({dims})"
 
 
 def _sites(bound: BoundAnnotation, mesh: DeviceMesh, splits: list[Split | None]) -> list[SplitSite]:
@@ -174,16 +234,12 @@ def _gradient_placement(split: Split | None, index: int) -> Placement:
     return gradient_placement(split.inputs[index], split.grad_reduce[index])
 
 
-def _share(grad: Any, splits: list[Split | None], mesh: DeviceMesh, index: int) -> Any:
-    """A rank's share of the gradient of a result that every rank computes whole.
-
-    The gradients that the ranks get from it are added up, with those from results that are cut.
-    """
+def _share(
+    grad: Any, rule: PartitionRule, splits: list[Split | None], mesh: DeviceMesh, index: int
+) -> Any:
+    """The gradient of a result that the rule has divided among the ranks that compute it whole."""
     for axis, split in enumerate(splits):
-        if grad is None or split is None or split.outputs[index] is not Spread.REPLICATE:
-            continue
-        inputs = zip(split.inputs, split.grad_reduce, strict=True)
-        if any(cut is Spread.REPLICATE and reduce for cut, reduce in inputs):
+        if grad is not None and split is not None and rule.divides_gradients(split)[index]:
             grad = grad / mesh.size(axis)
     return grad
 

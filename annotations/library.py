@@ -6,7 +6,9 @@ forward's arguments, then its results:
     ring_attn(q, k, v, ...) -> (out, lse)
     ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
 
-The results are left out where the backward is derived from the function.
+The results are left out where the backward is derived from the function. A forward may have a last
+argument ``wanted: Sequence[bool] | None = None``, which callers leave alone: in it the backward op
+is told which of the differentiable arguments need a gradient, and can spare itself the others.
 
 Compilers plan memory by the schema and the fake, so real results keep to both: no result is
 another tensor's memory, and what has a fake of our own is contiguous.
@@ -27,6 +29,8 @@ from .binding import BoundAnnotation
 from .errors import AnnotationError
 from .registry import AnnotationLike, OpRecord
 from .rules import PartitionRule
+
+WANTED = "wanted"
 
 # A Library unregisters its ops when it is collected, so they are kept for good.
 _libraries: dict[str, torch.library.Library] = {}
@@ -117,7 +121,9 @@ def _implement(
 
     def real_backward(*args: Any) -> Any:
         given = zip(_as_tuple(backward(*args)), _differentiated(record, args).values(), strict=True)
-        grads = [_zeros(value, args) if grad is None else grad for grad, value in given]
+        grads = [
+            _zeros(value, args) if grad is None or value is None else grad for grad, value in given
+        ]
         results = _own(grads, args, contiguous=True)
         return results if len(results) != 1 else results[0]
 
@@ -165,12 +171,17 @@ def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _differentiated(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The differentiable arguments, from the backward op's; None where no gradient is wanted."""
     inputs = _named_inputs(record, args)
-    return {name: inputs[name] for name in record.differentiable}
+    wanted = inputs.get(WANTED) or [True] * len(record.differentiable)
+    return {
+        name: inputs[name] if want else None
+        for name, want in zip(record.differentiable, wanted, strict=True)
+    }
 
 
 def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
-    """No gradient, as an op must return it; of no size for an optional tensor not given."""
+    """No gradient, as an op must return it; of no size where none is wanted."""
     if isinstance(value, Tensor):
         return value.new_zeros(value.shape)
     return next(arg for arg in args if isinstance(arg, Tensor)).new_empty(0)
@@ -280,10 +291,13 @@ def _differentiate(record: OpRecord) -> None:
             next(tensors) if tensor else value
             for value, tensor in zip(ctx.rest, ctx.is_tensor, strict=True)
         ]
+        needs = dict(zip(names, ctx.needs_input_grad, strict=False))
+        if WANTED in names:
+            inputs[names.index(WANTED)] = [needs[name] for name in record.differentiable]
         results = _as_tuple(record.backward(*grads, *inputs, *saved[n_inputs:]))
         by_name = dict(zip(record.differentiable, results, strict=True))
         return tuple(
-            by_name.get(name) if tensor else None
+            by_name.get(name) if tensor and needs[name] else None
             for name, tensor in zip(names, ctx.is_tensor, strict=True)
         )
 

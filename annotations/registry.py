@@ -215,6 +215,9 @@ def register_op(
         name: ``namespace::op``; by default ``seqshard::<function's name>``.
         title: what errors call the op; by default the function's name.
         rule: partition behaviour beyond the annotation; by default no split communicates inside.
+            Where one does, a rank's backward is given 1 / parts of the gradient of a result that
+            the split leaves whole, unless its :class:`~.rules.Communicates` says
+            ``whole_gradients``.
         differentiable: arguments that get gradients; by default every tensor argument.
         fake: shapes and dtypes of the results from the arguments; by default from the annotation,
             with the first tensor's dtype. Op calls are checked against the annotation either way.

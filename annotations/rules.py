@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .binding import BoundAnnotation, Split
+from .binding import BoundAnnotation, Split, Spread
 from .errors import PartitionError
 
 
@@ -54,19 +54,45 @@ class InnerCost:
     imbalance: float = 1.0
 
 
+Arguments = Callable[[SplitSite], Mapping[str, Any]]
+Cost = Callable[[BoundAnnotation, SplitSite, Mapping[str, Any], int], InnerCost]
+
+
 @dataclass(frozen=True)
 class Communicates:
     """A split that communicates inside the op.
+
+    A result that the split leaves whole (a mean over all tokens, say) is the same on every rank,
+    and so is its gradient. Yet an all-reduce in the backward adds up what all ranks bring, and
+    engines add up the gradients of inputs that are whole: each would count it once a rank. So each
+    rank's backward is given its share of it, 1 / parts, as one derived from the function needs.
 
     Attributes:
         arguments: from the site to the op arguments that tell the op about it (its group, its
             layout), by name.
         cost: from the bound annotation, the site, the op's arguments by name and the bytes of an
             element to what moves inside.
+        whole_gradients: the op's own backward takes the whole gradient of such a result on every
+            rank instead, and sees to it itself that the gradients that it returns are right: cut
+            as their inputs, or where the split leaves an input whole, parts that add up.
     """
 
-    arguments: Callable[[SplitSite], Mapping[str, Any]]
-    cost: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any], int], InnerCost]
+    arguments: Arguments
+    cost: Cost
+    whole_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    """A split of which the op must know what part a rank holds; nothing moves inside.
+
+    Attributes:
+        arguments: from the site to the op arguments that say so, by name.
+        cost: as of :class:`Communicates`, where the parts are not equal work; None where they are.
+    """
+
+    arguments: Arguments
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)
@@ -76,14 +102,28 @@ class PartitionRule:
     Attributes:
         communicates: identifiers whose split communicates inside the op.
         told: identifiers whose split does not, but of which the op must know what part a rank
-            holds: from the site to those op arguments, by name.
+            holds.
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments, or None where moving its bytes is what takes the time.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
     flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
-    told: Mapping[str, Callable[[SplitSite], Mapping[str, Any]]] = field(default_factory=dict)
+    told: Mapping[str, Told] = field(default_factory=dict)
+
+    def divides_gradients(self, split: Split) -> tuple[bool, ...]:
+        """Of each result, whether a rank's backward is given a share of its gradient, 1 / parts.
+
+        It is where every rank computes the result whole, unless the op takes whole gradients, or
+        has no input of which gradients are added up, inside the op or after it.
+        """
+        inside = self.communicates.get(split.identifier)
+        if inside is not None:
+            added_up = not inside.whole_gradients
+        else:
+            inputs = zip(split.inputs, split.grad_reduce, strict=True)
+            added_up = any(cut is Spread.REPLICATE and reduce for cut, reduce in inputs)
+        return tuple(added_up and cut is Spread.REPLICATE for cut in split.outputs)
 
     def arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
         """Op arguments to replace when ``site`` is how the op is split.
@@ -94,7 +134,7 @@ class PartitionRule:
         if site.parts == 1:
             return {}
         if site.identifier in self.told:
-            return self.told[site.identifier](site)
+            return self.told[site.identifier].arguments(site)
         if site.identifier not in self.communicates:
             return {}
         if not site.group:
@@ -104,6 +144,20 @@ class PartitionRule:
                 op=op,
             )
         return self.communicates[site.identifier].arguments(site)
+
+    def cost(
+        self, bound: BoundAnnotation, site: SplitSite, arguments: Mapping[str, Any], itemsize: int
+    ) -> InnerCost:
+        """What the op moves inside when ``site`` is how it is split, and how uneven its parts are.
+
+        Args:
+            arguments: the op's, by name; tensors may be without data.
+            itemsize: bytes of an element.
+        """
+        split = {**self.told, **self.communicates}.get(site.identifier)
+        if split is None or split.cost is None:
+            return InnerCost()
+        return split.cost(bound, site, arguments, itemsize)
 
 
 def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:

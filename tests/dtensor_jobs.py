@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from annotate_an_op import SumOverRanks
 from op_cases import Case
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +20,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from annotations import register_op
-from annotations.rules import PartitionRule, SplitSite
+from annotations import group_named, register_op
+from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 
 # Where each tensor lies, one letter or digit a mesh axis: "0", "R", "1R"; "-" is a plain tensor.
@@ -54,7 +56,7 @@ def _part(site: SplitSite) -> dict[str, int]:
         "l h, g^ -> l h" if columns else ("l (g 3), g -> l (g 3)", "l h, g^ -> l h")
     ),
     name="dtensortest::scale_groups",
-    rule=PartitionRule(told={"h": _part}),
+    rule=PartitionRule(told={"h": Told(_part)}),
 )
 def scale_groups(x: Tensor, w: Tensor, part: int = 0, parts: int = 1, columns: int = 0) -> Tensor:
     """Three columns of x to each entry of w; or any columns, if the op is told which."""
@@ -63,7 +65,74 @@ def scale_groups(x: Tensor, w: Tensor, part: int = 0, parts: int = 1, columns: i
     return x * w.repeat_interleave(columns // len(w))[first : first + x.shape[1]]
 
 
+def _no_cost(*_: Any) -> InnerCost:
+    return InnerCost()
+
+
+def _tokens_and_group(site: SplitSite) -> dict[str, Any]:
+    return {"tokens": site.size, "group": site.group}
+
+
+SHARES = PartitionRule({"l": Communicates(_tokens_and_group, _no_cost)})
+WHOLES = PartitionRule({"l": Communicates(_tokens_and_group, _no_cost, whole_gradients=True)})
+
+
+def _mean(x: Tensor, tokens: int, group: str) -> Tensor:
+    total = x.sum(1)
+    return (SumOverRanks.apply(total, group) if group else total) / (tokens or x.shape[1])
+
+
+@register_op("b l c^ -> b c^", name="dtensortest::mean", rule=SHARES)
+def mean(x: Tensor, tokens: int = 0, group: str = "") -> Tensor:
+    """Over the tokens of all ranks, of which there are ``tokens``: whole on each."""
+    return _mean(x, tokens, group)
+
+
+def _centred(x: Tensor, gain: Tensor, tokens: int = 0, group: str = "") -> tuple[Tensor, Tensor]:
+    """A result that is cut and one, the mean, that is whole on every rank."""
+    m = _mean(x, tokens, group)
+    return (x - m[:, None]) * gain, m * gain
+
+
+def _centred_backward(wholes: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The gradients by hand, from this rank's share of that of the mean or from the whole."""
+
+    def backward(
+        dy: Tensor | None,
+        dmean: Tensor | None,
+        x: Tensor,
+        gain: Tensor,
+        tokens: int,
+        group: str,
+        y: Tensor,
+        mean: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        dy = torch.zeros_like(y) if dy is None else dy
+        dmean = torch.zeros_like(mean) if dmean is None else dmean
+        if wholes and group:
+            dmean = dmean / dist.get_world_size(group_named(group))
+        m = _mean(x, tokens, group)
+        dm = _mean((dmean * gain - (dy * gain).sum(1))[:, None], tokens or x.shape[1], group)
+        dgain = (dy * (x - m[:, None])).sum((0, 1)) + (dmean * m).sum(0)
+        return dy * gain + dm[:, None], dgain
+
+    return backward
+
+
+def _declare_centred(name: str, rule: PartitionRule, **backward: Any) -> Callable[..., Any]:
+    annotation = "b l c^, c^ -> b l c^, b c^"
+    return register_op(annotation, name=f"dtensortest::{name}", rule=rule, **backward)(_centred)
+
+
 OPS: dict[str, Callable[..., Any]] = {
+    "mean": mean,
+    "centred": _declare_centred("centred", SHARES),
+    "centred by shares": _declare_centred(
+        "centred_by_shares", SHARES, backward=_centred_backward(False)
+    ),
+    "centred by wholes": _declare_centred(
+        "centred_by_wholes", WHOLES, backward=_centred_backward(True)
+    ),
     "matmul": matmul,
     "two": two,
     "column_max": column_max,
@@ -109,21 +178,30 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def run(function: Callable[..., Any], inputs: Sequence[Tensor], douts: Sequence[Tensor]) -> Any:
+def run(
+    function: Callable[..., Any], inputs: Sequence[Tensor], douts: Sequence[Tensor | None]
+) -> Any:
     """Results and gradients, where each lies and what it is."""
     results = function(*inputs)
     results = [results] if isinstance(results, Tensor) else list(results)
     local = [tuple(r.to_local().shape) for r in results]
-    loss = sum((r.full_tensor() * dout).sum() for r, dout in zip(results, douts, strict=False))
+    loss = sum(
+        (r.full_tensor() * dout).sum()
+        for r, dout in zip(results, douts, strict=False)
+        if dout is not None
+    )
     leaves = [t for t in inputs if isinstance(t, DTensor) and t.requires_grad]
     grads = torch.autograd.grad(loss, leaves)
     out = [*results, *grads]
     return [shown(t) for t in out], [whole(t) for t in out], local
 
 
-def user_op(name: str, shapes: Any, places: Places, mesh: tuple[int, ...] = (2,)) -> Any:
-    """A user's op on inputs laid out so."""
+def user_op(
+    name: str, shapes: Any, places: Places, mesh: tuple[int, ...] = (2,), used: Any = None
+) -> Any:
+    """A user's op on inputs laid out so, and a loss of its results, or of those ``used``."""
     inputs, douts = user_inputs(name, shapes)
+    douts = [dout if used is None or n in used else None for n, dout in enumerate(douts)]
     laid = [placed(t, mesh_of(mesh), p) for t, p in zip(inputs, places, strict=True)]
     return run(OPS[name], laid, douts)
 

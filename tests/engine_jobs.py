@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dtensor_jobs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -405,6 +406,41 @@ def named_layout_of_uneven_shards() -> str:
         dist.barrier()
         return str(error)
     return "no error"
+
+
+class Means(nn.Module):
+    """An op with a result that its communicating split leaves whole, and a loss of some."""
+
+    def __init__(self, op: str, used: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.used = op, used
+        self.project = nn.Linear(4, 3).double()
+        self.gain = nn.Parameter(torch.rand(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(x)
+        op = dtensor_jobs.OPS[self.op]
+        results = (op(y),) if self.op == "mean" else op(y, self.gain)
+        return sum((results[n] - 0.5 * self.gain).pow(2).sum() for n in self.used)
+
+
+def means_inputs() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(2, 5, 4, dtype=torch.float64)}
+
+
+def means(op: str, used: tuple[int, ...]) -> tuple[float, dict[str, Tensor], Tensor]:
+    """One step over all ranks, cut on tokens: loss, gradients after sync, and of the input."""
+    ranks = dist.get_world_size()
+    given = means_inputs()
+    parallel = parallelize(Means(op, used), given, "cp", ComputeConfig(ranks, ranks))
+    assert f"l / {ranks}" in str(parallel.plan)
+    given["x"].requires_grad_()
+    loss = parallel(**given)
+    loss.backward()
+    parallel.sync_grad()
+    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, given["x"].grad
 
 
 class ShardedAndRolled(nn.Module):

@@ -33,8 +33,14 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class LossCase:
-    """One call. ``ignored`` says which tokens are left out: none, some, all, or all but the last
-    quarter, which are then all on the last ranks."""
+    """One call.
+
+    Attributes:
+        ignored: which tokens are left out: none, some, all, or all but the last quarter, which are
+            then all on the last ranks.
+        barred: of so many last rows the bias is -inf, as of a vocabulary that is padded.
+        barred_targets: whether targets are among these rows too.
+    """
 
     tokens: tuple[int, ...]
     vocab: int = 11
@@ -47,6 +53,8 @@ class LossCase:
     ignore_index: int = -100
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
+    barred: int = 0
+    barred_targets: bool = False
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """hidden, weight, target and bias."""
@@ -57,7 +65,8 @@ class LossCase:
             return made.to(self.dtype).to(self.device)
 
         hidden, weight = normal(*self.tokens, self.width), normal(self.vocab, self.width)
-        target = torch.randint(self.vocab, self.tokens, generator=g)
+        allowed = self.vocab if self.barred_targets else self.vocab - self.barred
+        target = torch.randint(allowed, self.tokens, generator=g)
         match self.ignored:
             case "some":
                 left_out = torch.rand(self.tokens, generator=g) < 0.4
@@ -69,7 +78,10 @@ class LossCase:
             case "none":
                 left_out = torch.zeros(self.tokens, dtype=torch.bool)
         target = target.masked_fill(left_out, self.ignore_index).to(self.device)
-        return hidden, weight, target, normal(self.vocab) if self.bias else None
+        bias = normal(self.vocab) if self.bias else None
+        if bias is not None:
+            bias[self.vocab - self.barred :] = -torch.inf
+        return hidden, weight, target, bias
 
     def upstream(self) -> tuple[Tensor, Tensor]:
         """Gradients of loss and lse."""

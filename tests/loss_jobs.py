@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from dtensor_jobs import mesh_of, placed, run
 from loss_cases import WHOLE, LossCase, Place, parts_of, results, run_part
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from annotations import ComputeConfig, parallelize
-from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
+from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy, op
+from customized_ops.chunk_linear_cross_entropy.chunks import gradients
+from customized_ops.ring_attention import agreement
 from customized_ops.ring_attention.core import groups
 
 
@@ -30,6 +35,40 @@ def dtensor_loss(case: LossCase, places: Sequence[str], mesh: tuple[int, ...]) -
         placed(t, mesh_of(mesh), p) for t, p in zip(case.tensors(), places, strict=True)
     )
     return run(lambda h, w, b: case.call(h, w, target, b), [hidden, weight, bias], case.upstream())
+
+
+def frozen_dtensor(case: LossCase, places: Sequence[str]) -> Any:
+    """A call where weight and bias are frozen: what the backward was asked for, the shapes of the
+    gradients, and the whole gradient of hidden, of the sum of losses."""
+    asked = []
+
+    def recorded(*args: Any) -> Any:
+        asked.append(args[-1])
+        return gradients(*args)
+
+    hidden, weight, target, bias = (
+        placed(t, mesh_of((2,)), p) for t, p in zip(case.tensors(), places, strict=True)
+    )
+    weight.requires_grad_(False)
+    bias.requires_grad_(False)
+    with patch.object(op, "gradients", recorded):
+        loss, _ = replace(case, reduction="sum").call(hidden, weight, target, bias)
+        loss.backward()
+    shapes = [None if t.grad is None else tuple(t.grad.shape) for t in (hidden, weight, bias)]
+    return asked, shapes, hidden.grad.full_tensor()
+
+
+def refused_dtensors(plain: str, options: dict[str, Any]) -> tuple[str, bool]:
+    """What a call on DTensors says where the one named ``plain`` is none, and whether it sent."""
+    hidden, weight, target, _ = LossCase((2, 6)).tensors()
+    whole = {"hidden": hidden, "weight": weight, "target": target}
+    given = {n: t if n == plain else placed(t, mesh_of((2,)), "R") for n, t in whole.items()}
+    with patch.object(agreement, "enabled", bool), CommDebugMode() as sent:
+        try:
+            chunk_linear_cross_entropy(**given, **options)
+        except ValueError as error:
+            return str(error), sent.get_total_counts() > 0
+    return "no error", False
 
 
 class Model(nn.Module):
@@ -127,6 +166,8 @@ def disagree(change: str) -> str:
             options["ignore_index"] = -1 - rank
         case "softcap":
             options["softcap"] = 1.0 + rank
+        case "bias":
+            options["bias"] = hidden.new_zeros(2) if rank else None
     rows = weight.chunk(2)[rank]
     try:
         chunk_linear_cross_entropy(

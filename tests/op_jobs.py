@@ -69,6 +69,19 @@ def run_outside() -> None:
         run_rank(Case("ring", 8), 0, 2, [1, 2])
 
 
+def heads_by_rank() -> str:
+    """What a rank is told whose group's ranks hold different heads of one sequence."""
+    from customized_ops.ring_attention import wrap_ring_attn_func
+
+    rank = dist.get_rank()
+    q, k = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 4, 4)
+    try:
+        wrap_ring_attn_func(q, k, k, q_heads=(rank, 2), process_group=dist.group.WORLD)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def compiled(q: torch.Tensor) -> torch.Tensor:
     """A compiled function that calls an op over the whole world; this rank's rows."""
     from customized_ops.ring_attention import wrap_ring_attn_func

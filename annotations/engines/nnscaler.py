@@ -39,7 +39,7 @@ from annotations.engines import graph_report, placement
 from annotations.engines.following import follow, ways_of
 from annotations.errors import PartitionError
 from annotations.registry import AnnotatedOp
-from annotations.rules import SplitSite
+from annotations.rules import PartitionRule, SplitSite
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def _register_parts(signature: str, name: str, call: PublicCall) -> None:
 
 
 def _imports(name: str) -> str:
-    modules = ["annotations.constants", "annotations.groups", name.rpartition(".")[0]]
+    ours = [f"annotations.{module}" for module in ("constants", "groups", "shares")]
+    modules = [*ours, name.rpartition(".")[0]]
     return "\n".join(f"import {module}" for module in modules if module != "__main__")
 
 
@@ -232,10 +233,14 @@ def _restored(value: Any) -> Any:
     return from_text(value) if is_text(value) else value
 
 
-def _sites(node: OpNode, inputs: Sequence[Any]) -> list[SplitSite]:
+def _rule(node: OpNode) -> PartitionRule:
     known = {name: _restored(value) for name, value in node.arguments().items()}
     record, _ = _call_of(node.base).op(_meta(known))
-    return placement.sites(node.anno, inputs, record.rule)
+    return record.rule
+
+
+def _sites(node: OpNode, inputs: Sequence[Any]) -> list[SplitSite]:
+    return placement.sites(node.anno, inputs, _rule(node))
 
 
 def emit(
@@ -258,7 +263,8 @@ def emit(
     offset = runtime_devid // plan_ndevs * plan_ndevs
     code = dict(zip(node.names, args, strict=True)) | dict(kwargs)
     function, groups = call.function, {}
-    for site in _sites(node, node.inputs()):
+    sites = _sites(node, node.inputs())
+    for site in sites:
         ranks: tuple[int, ...] = ()
         if site.group:
             ranks = tuple(d + offset for d in placement.devices(node, site, _placed))
@@ -272,7 +278,9 @@ def emit(
         for name, text in code.items()
         if text != repr(parameters[name].default)
     ]
-    return f"{_target(function)}({', '.join(written)})"
+    made = f"{_target(function)}({', '.join(written)})"
+    parts = placement.divisors(node.anno, node.outputs(), sites, _rule(node))
+    return f"annotations.shares.divided({made}, {parts})" if max(parts) > 1 else made
 
 
 def _target(function: Any) -> str:
@@ -379,11 +387,9 @@ def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
 
 
 def _inside(node: OpNode) -> list[str]:
-    call = _call_of(node.base)
-    record, _ = call.op(_meta({name: _restored(x) for name, x in node.arguments().items()}))
-    present = set(node.anno.identifiers)
-    rows = [name for name in record.rule.told if name == "lq" and name in present]
-    return rows or sorted(present.intersection(record.rule.communicates))
+    rule, present = _rule(node), set(node.anno.identifiers)
+    rows = [name for name in rule.told if name == "lq" and name in present]
+    return rows or sorted(present.intersection(rule.communicates))
 
 
 def _identifier(node: OpNode, cut: tuple[int, int]) -> str:

@@ -30,6 +30,28 @@ def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[S
     return list(found.values())
 
 
+def divisors(
+    annotation: Any, outputs: Sequence[Any], cut: Iterable[SplitSite], rule: PartitionRule
+) -> tuple[int, ...]:
+    """By how much to divide each result's gradient before the backward of a part with ``outputs``.
+
+    It reaches each part that makes the result whole, and the backward is to be given a share of it
+    (:class:`~annotations.rules.Communicates`).
+    """
+    shared = [
+        site
+        for site in cut
+        if site.identifier in rule.communicates
+        and not rule.communicates[site.identifier].whole_gradients
+    ]
+    found = []
+    for shape, tensor in zip(annotation.outputs(), outputs, strict=True):
+        has = {name for dim in shape.dims for name in dim.identifiers}
+        whole = [site.parts for site in shared if site.identifier not in has]
+        found.append(math.prod(whole) if getattr(tensor, "requires_grad", False) else 1)
+    return tuple(found)
+
+
 def leading(dim: Any) -> str:
     """The identifier that a cut of a dim cuts."""
     return next((name for name in dim.identifiers if name != "1"), "1")

@@ -11,7 +11,7 @@ in fp32 (fp64 for fp64), whatever the inputs are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,9 @@ class Head:
 def statistics(head: Head, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """lse and the target's logit of each token, over this rank's rows: -inf and 0 of none.
 
+    Where all logits are -inf, lse is too; only of a token without any other on any rank are loss
+    and gradients NaN, as torch's are.
+
     Args:
         hidden: [l, d]. target: int64[l].
     """
@@ -76,7 +79,7 @@ def statistics(head: Head, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tens
         z = head.logits(hidden[rows])
         column, here = head.columns(target[rows])
         at[rows] = z.gather(1, column).masked_fill(~here, 0).squeeze(1)
-        top = z.amax(1, keepdim=True)
+        top = finite(z.amax(1, keepdim=True))
         lse[rows] = z.sub_(top).exp_().sum(1).log_().add_(top.squeeze(1))
     return lse, at
 
@@ -89,17 +92,24 @@ def gradients(
     g: Tensor,
     s: Tensor,
     hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    wanted: Sequence[bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden (what comes from this rank's rows), weight and bias.
 
     Args:
         lse: [l], over the rows of all ranks. g, s: [l], gradients of the loss and of lse.
         hidden_dtype: of the first result; the others are in the dtype of accumulation.
+        wanted: which of the three to compute; the others are None, as that of a bias not given.
     """
     weight = head.weight
-    dhidden = hidden.new_zeros(hidden.shape, dtype=hidden_dtype)
-    dweight = weight.new_zeros(weight.shape, dtype=lse.dtype)
-    dbias = None if head.bias is None else weight.new_zeros(len(weight), dtype=lse.dtype)
+    dtypes = (hidden_dtype, lse.dtype, lse.dtype)
+    dhidden, dweight, dbias = (
+        t.new_zeros(t.shape, dtype=dtype) if t is not None and want else None
+        for t, dtype, want in zip((hidden, weight, head.bias), dtypes, wanted, strict=True)
+    )
+    scale = _scale(g, s) if weight.dtype == torch.float16 and len(hidden) else None
+    if scale is not None:
+        g, s = g * scale, s * scale
     lse, g, s = (t.unsqueeze(1) for t in (lse, g, s))
     for rows in head.chunks(len(hidden)):
         z = head.logits(hidden[rows])
@@ -112,9 +122,21 @@ def gradients(
         if dbias is not None:
             dbias.add_(dz.sum(0))
         factor = dz.to(weight.dtype) if _mixed(weight) else dz
-        dhidden[rows] = product(factor, weight)
-        add_product(dweight, factor.t(), hidden[rows])
+        if dhidden is not None:
+            dh = product(factor, weight)
+            dhidden[rows] = dh if scale is None else dh.div_(scale)
+        if dweight is not None:
+            add_product(dweight, factor.t(), hidden[rows])
+    for total in (dweight, dbias):
+        if total is not None and scale is not None:
+            total.div_(scale)
     return dhidden, dweight, dbias
+
+
+def finite(top: Tensor) -> Tensor:
+    """The largest of some logits, or 0 where all are -inf: to subtract before exp, without the
+    NaN of -inf - -inf."""
+    return top.masked_fill(top == -torch.inf, 0)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -131,6 +153,19 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
     else:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def _scale(g: Tensor, s: Tensor) -> Tensor:
+    """The power of two that lifts gradients of logits into the range of fp16, a scalar.
+
+    They are rounded to the weight's dtype before they are multiplied, and fp16 has nothing below
+    6e-8: of a mean over many tokens most would be 0. None is above ``|g| + |s|`` of its token, so
+    with the largest of these between 2^14 and 2^15 none overflows. (bf16 reaches as far down as
+    fp32.) Tokens whose gradient is not finite do not count. The host does not wait.
+    """
+    largest = (g.abs() + s.abs()).nan_to_num(0, 0).amax()
+    exponent = torch.frexp(largest).exponent  # largest < 2 ** exponent
+    return torch.ldexp(torch.ones_like(largest), (15 - exponent).clamp(max=126))
 
 
 def _mixed(t: Tensor) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from annotations.calls import PublicCall, declare_call
 from annotations.groups import GroupError
+from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
 from ..ring_attention.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
@@ -38,8 +40,8 @@ def chunk_linear_cross_entropy(
     """``* l d^, v d^, * l, v -> * l, * l`` and a reduction of the first result over tokens
 
     ``cross_entropy(linear(hidden, weight, bias), target)`` with logits for one chunk of tokens at a
-    time. The forward keeps one number a token, the log-sum-exp of its logits; the backward makes
-    each chunk's logits again.
+    time. The forward keeps two numbers a token, its loss and the log-sum-exp of its logits; the
+    backward makes each chunk's logits again. Frozen inputs cost it nothing.
 
         logits, l = 4, v = 6      l cut over two ranks      v cut over two ranks
             x x x x x x           rank 0: x x x x x x       rank 0: x x x     rank 1: x x x
@@ -49,7 +51,8 @@ def chunk_linear_cross_entropy(
 
     Args:
         hidden: [*, l, d], any strides; any number of leading dims.
-        weight: [v, d], in hidden's dtype. bias: [v].
+        weight: [v, d]. bias: [v], which may be -inf, say where v is padded. Both in hidden's dtype:
+            under torch.autocast give ``weight.to(hidden.dtype)``.
         target: int64 [*, l], rows of weight, or ``ignore_index``. Of any other target loss and
             gradients are NaN, on every device: raising would make the host wait for the device.
         ignore_index: the target of tokens that are left out. Their loss and its gradient are 0.
@@ -68,10 +71,16 @@ def chunk_linear_cross_entropy(
             The shares add up to the mean; without it each rank has the mean of its own tokens.
 
         Leave the last three at None under DTensor and under auto-parallelizers, which cut tokens or
-        v as they like.
+        v as they like. Under DTensor all tensors are DTensors.
     Returns:
         A scalar, or [*, l] for ``"none"``, in fp32 (fp64 for fp64); with ``return_lse`` also lse
-        [*, l], natural log.
+        [*, l], natural log. As in torch the loss is inf where the target's logit is -inf, and NaN
+        where all are.
+
+    Low precision: on GPUs gradients of logits are rounded to the inputs' dtype and products summed
+    in fp32, elsewhere all is fp32. For fp16 they are first scaled by a power of two, so neither a
+    mean over many tokens underflows here nor a large loss scale overflows. The gradients returned
+    are fp16 again: what is small in them needs a loss scale, as after any op.
 
     Communication: with v cut, the forward all-reduces three numbers a token, and every rank of
     vocab_group has the same loss. The backward adds up the gradient of hidden over vocab_group
@@ -81,6 +90,7 @@ def chunk_linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, groups or options do not fit; says what would. Before anything
             is computed or sent.
+        NotImplementedError: a group is given under an auto-parallelizer that generates code.
 
     Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
     the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
@@ -135,13 +145,15 @@ def checked_losses(
     _name_of("token_group", token_group)
 
     def check() -> tuple[int, float]:
-        _check_tensors(hidden, weight, target, bias)
+        sharded = _check_tensors(hidden, weight, target, bias)
         _check_options(ignore_index, reduction, chunk_size)
         flag_of(TITLE, "return_lse", return_lse)
         if not torch.compiler.is_compiling():
             token_losses.record.bind(
                 {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
             )
+        if sharded:
+            _refuse_groups(vocab_group, token_group)
         rows = _check_groups(len(weight), reduction, vocab_group, vocab_size, token_group)
         return rows, softcap_of(TITLE, softcap)
 
@@ -150,6 +162,7 @@ def checked_losses(
             "hidden": f"{tuple(hidden.shape)} {hidden.dtype}",
             "vocab_size, softcap": str(checked),
             "ignore_index": str(ignore_index),
+            "bias": "none" if bias is None else "given",
         }
 
     rows, cap = checked(TITLE, token_group, lambda: checked(TITLE, vocab_group, check, facts))
@@ -178,13 +191,21 @@ def _rehearsed(given: Mapping[str, Any], sites: Sequence[SplitSite]) -> dict[str
     return {} if inside is None else {"vocab_group": RehearsalComm(0, inside.parts)}
 
 
+def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
+    for name in ("vocab_group", "token_group"):
+        if given[name] is not None:
+            raise NotImplementedError(
+                f"{TITLE}: {name} is for calls without an engine, which cuts tokens or v as it "
+                "likes; leave it None"
+            )
+    names = ("hidden", "weight", "target", "bias")
+    return token_losses.record, {name: given[name] for name in names}
+
+
 declare_call(
     PublicCall(
         checked_losses,
-        op=lambda given: (
-            token_losses.record,
-            {name: given[name] for name in ("hidden", "weight", "target", "bias")},
-        ),
+        op=_op,
         outputs=lambda given: 2,
         arguments=_told_of_vocab,
         rehearse=_rehearsed,
@@ -199,7 +220,8 @@ def _name_of(argument: str, group: GroupLike) -> str:
         raise GroupError(f"{TITLE}: {argument}: {error}") from None
 
 
-def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
+def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> bool:
+    """Whether they are DTensors."""
     given = {"hidden": hidden, "weight": weight, "target": target}
     given |= {} if bias is None else {"bias": bias}
     for name, tensor in given.items():
@@ -211,11 +233,19 @@ def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
             raise ArgumentError(f"{TITLE}: {where}; give one device")
         if name != "target" and tensor.dtype != hidden.dtype:
             dtypes = f"{name} is {tensor.dtype} but hidden is {hidden.dtype}"
-            raise ArgumentError(f"{TITLE}: {dtypes}; give one dtype")
+            raise ArgumentError(f"{TITLE}: {dtypes}; give one dtype, say {name}.to(hidden.dtype)")
     if not hidden.dtype.is_floating_point:
         raise ArgumentError(f"{TITLE}: hidden must be floating point, got {hidden.dtype}")
     if target.dtype != torch.int64:
         raise ArgumentError(f"{TITLE}: target must be int64, got {target.dtype}")
+    plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]
+    if plain and len(plain) < len(given):
+        other = next(name for name in given if name not in plain)
+        raise ArgumentError(
+            f"{TITLE}: {plain[0]} is a plain tensor but {other} is a DTensor; give DTensors: "
+            f"distribute_tensor({plain[0]}, {other}.device_mesh, placements)"
+        )
+    return not plain
 
 
 def _check_options(ignore_index: object, reduction: object, chunk_size: object) -> None:
@@ -228,6 +258,15 @@ def _check_options(ignore_index: object, reduction: object, chunk_size: object) 
         raise ArgumentError(
             f"{TITLE}: chunk_size must be None or a number of tokens, 1 or more, got {chunk_size!r}"
         )
+
+
+def _refuse_groups(vocab_group: GroupLike, token_group: GroupLike) -> None:
+    for name, group in (("vocab_group", vocab_group), ("token_group", token_group)):
+        if group is not None:
+            raise ArgumentError(
+                f"{TITLE}: {name} goes with plain tensors; DTensors know over which ranks they are "
+                "cut, leave it None"
+            )
 
 
 def _check_groups(

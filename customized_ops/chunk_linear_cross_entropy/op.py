@@ -10,7 +10,7 @@ any sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..ring_attention.arguments import ArgumentError
 from ..ring_attention.core.comm import Comm
 from ..ring_attention.core.groups import comm_by_name
 from ..ring_attention.core.merge import accumulation_dtype
-from .chunks import Head, gradients, statistics
+from .chunks import Head, finite, gradients, statistics
 
 TITLE = "chunk_linear_cross_entropy"
 
@@ -76,7 +76,9 @@ def _flops(bound: BoundAnnotation, given: Mapping[str, Any]) -> float:
     return 2.0 * given["hidden"].numel() * bound.sizes["v"]
 
 
-RULE = PartitionRule({"v": Communicates(_vocab_arguments, _vocab_cost)}, _flops)
+RULE = PartitionRule(
+    {"v": Communicates(_vocab_arguments, _vocab_cost, whole_gradients=True)}, _flops
+)
 
 
 def _backward(
@@ -92,6 +94,7 @@ def _backward(
     vocab_size: int,
     vocab_group: str,
     reduce_hidden: bool,
+    wanted: Sequence[bool] | None,
     loss: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
@@ -101,6 +104,7 @@ def _backward(
     flat = target.reshape(-1)
     g, s = (lse.new_zeros(flat.shape) if x is None else x.reshape(-1) for x in (dloss, dlse))
     g = _without(g, flat, ignore_index, vocab_size)
+    want_hidden, want_weight, want_bias = wanted or (True, True, True)
     dhidden, dweight, dbias = gradients(
         head,
         hidden.reshape(-1, hidden.shape[-1]),
@@ -109,12 +113,14 @@ def _backward(
         g,
         s,
         lse.dtype if add_up else hidden.dtype,
+        # What is added up is computed in any case: a rank must not leave others waiting.
+        (want_hidden or add_up, want_weight, want_bias),
     )
-    if add_up:
+    if add_up and dhidden is not None:
         comm.all_reduce(dhidden, "sum")
     return (
-        dhidden.view(hidden.shape).to(hidden.dtype),
-        dweight.to(weight.dtype),
+        None if dhidden is None else dhidden.view(hidden.shape).to(hidden.dtype),
+        None if dweight is None else dweight.to(weight.dtype),
         None if dbias is None else dbias.to(weight.dtype),
     )
 
@@ -139,6 +145,7 @@ def token_losses(
     vocab_size: int,
     vocab_group: str,
     reduce_hidden: bool,
+    wanted: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op in a graph: loss and lse of each token.
 
@@ -147,13 +154,14 @@ def token_losses(
         chunk_size: tokens at a time, 0 to choose.
         vocab_size: rows of the whole weight, of which ``weight`` are this rank's of vocab_group.
         reduce_hidden: whether the gradient of hidden is added up over vocab_group here.
+        wanted: for the backward, which of hidden, weight and bias need a gradient; never given.
     """
     comm = comm_by_name(vocab_group)
     head = Head(weight, bias, first_row(len(weight), vocab_size, comm), softcap, chunk_size)
     flat = target.reshape(-1)
     lse, at = statistics(head, hidden.reshape(-1, hidden.shape[-1]), flat)
     if comm.size > 1:
-        top = comm.all_reduce(lse.clone(), "max")
+        top = finite(comm.all_reduce(lse.clone(), "max"))
         total, at = comm.all_reduce(torch.stack([(lse - top).exp_(), at]), "sum")
         lse = total.log().add_(top)
     loss = _without(lse - at, flat, ignore_index, vocab_size)

@@ -106,6 +106,12 @@ def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
     facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
     for name in ("softmax_scale", "softcap", "dropout_p", "return_lse", "kernel"):
         facts[name] = repr(given[name])
+    # Ranks share the tokens of a sequence, so they must hold the same part of its heads.
+    for kind in ("row", "head"):
+        part, parts = given[f"{kind}_part"], given[f"{kind}_parts"]
+        facts[f"q_{kind}s"] = f"part {part} of {parts}" if parts else "None"
+    if given["head_parts"]:
+        facts["q_heads"] += f" of {given['head_total']} heads"
     slopes, sink = given["alibi_slopes"], given["sink"]
     facts["sink"] = "None" if sink is None else f"{tuple(sink.shape)} {sink.dtype}"
     facts["alibi_slopes"] = "None"

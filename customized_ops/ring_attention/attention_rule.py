@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from annotations.binding import BoundAnnotation
-from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
+from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
 
 from .arguments import check_heads
 from .attention_family import OPTIONAL_TENSORS, Family, Given
@@ -78,6 +78,12 @@ def sizes(bound: BoundAnnotation) -> tuple[int, int, int, int, int]:
     return (q[0] if len(q) == 4 else 1), q[-2], k[-2], q[-1], v[-1]
 
 
+def _cost_of_heads(
+    bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int
+) -> InnerCost:
+    return InnerCost(imbalance=-(-site.size // site.parts) * site.parts / site.size)
+
+
 def rule_of(
     plan_of: Callable[[BoundAnnotation, SplitSite, Given], Plan], family: Family
 ) -> PartitionRule:
@@ -106,5 +112,14 @@ def rule_of(
         lengths = (shape[-3] for shape in bound.input_shapes[:2] if shape is not None)
         return 2.0 * batch * h * (d + e) * family.worst(given, *lengths).area
 
-    told = {"lq": told_rows, "qh": told_heads}
+    def cost_of_rows(
+        bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int
+    ) -> InnerCost:
+        lengths = (shape[-3] for shape in bound.input_shapes[:2] if shape is not None)
+        mask, each = family.worst(given, *lengths), -(-site.size // site.parts)
+        starts = range(0, site.size, each)
+        largest = max(mask.restrict((n, min(n + each, site.size))).area for n in starts)
+        return InnerCost(imbalance=largest * site.parts / mask.area if mask.area else 1.0)
+
+    told = {"lq": Told(told_rows, cost_of_rows), "qh": Told(told_heads, _cost_of_heads)}
     return PartitionRule({"l": Communicates(site_arguments, cost)}, flops, told)

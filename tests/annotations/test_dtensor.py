@@ -135,6 +135,47 @@ def test_user_op_on_two_axes(four_ranks: Pool) -> None:
         check(replies, lie, wanted("matmul", MATMUL))
 
 
+def wanted_means(name: str, shapes: Any, used: tuple[int, ...]) -> list[torch.Tensor]:
+    """Results and gradients of the ops around a mean over tokens, in plain torch."""
+    inputs, douts = dtensor_jobs.user_inputs(name, shapes)
+    leaves = [t.requires_grad_() for t in inputs]
+    m = leaves[0].mean(1)
+    results = [m] if name == "mean" else [(leaves[0] - m[:, None]) * leaves[1], m * leaves[1]]
+    grads = torch.autograd.grad([results[n] for n in used], leaves, [douts[n] for n in used])
+    return [*(r.detach() for r in results), *grads]
+
+
+CENTRED = ("centred", "centred by shares", "centred by wholes")
+
+
+@pytest.mark.parametrize("name", CENTRED)
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_gradients_of_what_a_communicating_split_leaves_whole(
+    two_ranks: Pool, name: str, used: tuple[int, ...]
+) -> None:
+    """The gradient of the mean counts once, whoever of the ranks computes it."""
+    shapes = ((2, 5, 3), (3,))
+    want = wanted_means(name, shapes, used)
+    for places, lie in ((["1", "R"], "1 R 1 P"), (["0", "R"], "0 0 0 P"), (["R", "R"], "R R R R")):
+        replies = two_ranks.run(dtensor_jobs.user_op, name, shapes, places, (2,), used)
+        check(replies, lie, want)
+
+
+def test_gradients_of_the_only_result_that_is_whole(two_ranks: Pool) -> None:
+    """No input is whole; what the backward adds up, it adds up inside."""
+    want = wanted_means("mean", ((2, 5, 3),), (0,))
+    check(two_ranks.run(dtensor_jobs.user_op, "mean", ((2, 5, 3),), ["1"]), "R 1", want)
+
+
+def test_gradients_of_what_is_whole_along_one_of_two_axes(four_ranks: Pool) -> None:
+    for name in CENTRED:
+        shapes = ((2, 5, 3), (3,))
+        want = wanted_means(name, shapes, (0, 1))
+        for places, lie in ((["01", "RR"], "01 0R 01 PP"), (["1R", "RR"], "1R RR 1R PR")):
+            replies = four_ranks.run(dtensor_jobs.user_op, name, shapes, places, (2, 2))
+            check(replies, lie, want)
+
+
 DENSE = Case("ring", 16, batch=2)
 GROUPED = Case("ring", 16, batch=2, heads=(4, 2))
 PACKED = Case("varlen", 33, heads=(4, 2), cu_seqlens=(0, 7, 7, 8, 25, 33))
@@ -337,6 +378,31 @@ PartitionError: wrap_masked_attn_func: 'al' cannot be split
     it is marked frozen: 'al^'
     can be split: 'b', 'lq', 'g'"""
 
+DISAGREEING = """\
+PartitionError: wrap_ring_attn_func: inputs are cut on different identifiers, 'l' and 'h', along \
+one mesh axis
+    b l h hd^, b l h hd^, b l h vd^ -> b l h vd^, b h l
+                   ^
+    along mesh axis 'inner' over 2 ranks: q is cut on dim 1, k is cut on dim 2, v is whole
+    expected: 'l' (q on dim 1, k on dim 1, v on dim 1) or 'h' (q on dim 2, k on dim 2, v on dim \
+2); inputs that are whole fit any of them"""
+
+DISAGREEING_MATMUL = """\
+PartitionError: matmul: inputs are cut on different identifiers, 'm' and 'k', along one mesh axis
+    m k+, k+ n -> m n
+          ^~
+    along mesh axis 'inner' over 2 ranks: x is cut on dim 0, w is cut on dim 0
+    expected: 'm' (x on dim 0) or 'k' (x on dim 1, w on dim 0); inputs that are whole fit any of \
+them"""
+
+DISAGREEING_FROZEN = """\
+PartitionError: column_max: inputs are cut on different identifiers, 'm' and '1', along one mesh \
+axis
+    m^ k, 1 -> ?
+          ^
+    along mesh axis 'inner' over 2 ranks: x is cut on dim 0, scale is cut on dim 0
+    expected: 'k' (x on dim 1); inputs that are whole fit any of them"""
+
 TORN = """\
 PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
     b l (g 2) hd^, b l g hd^, b l g vd^ -> b l (g 2) vd^, b (g 2) l
@@ -349,16 +415,9 @@ PartitionError: wrap_ring_attn_func: 'g' = 3 cannot be cut over 2 ranks
     [
         (("attention", DENSE, ["3", "3", "R"]), FROZEN),
         (("user_op", "column_max", ((4, 6), (1,)), ["R", "0"]), FIXED),
-        (
-            ("attention", DENSE, ["1", "2", "R"]),
-            "PartitionError: wrap_ring_attn_func: inputs are cut on different identifiers: "
-            "k is cut on dim 2 ('h'), q is cut on dim 1 ('l')",
-        ),
-        (
-            ("user_op", "matmul", MATMUL, ["0", "0"]),
-            "PartitionError: matmul: inputs are cut on different identifiers: "
-            "w is cut on dim 0 ('k'), x is cut on dim 0 ('m')",
-        ),
+        (("attention", DENSE, ["1", "2", "R"]), DISAGREEING),
+        (("user_op", "matmul", MATMUL, ["0", "0"]), DISAGREEING_MATMUL),
+        (("user_op", "column_max", ((4, 6), (1,)), ["0", "0"]), DISAGREEING_FROZEN),
         (("attention", Case("ring", 8, heads=(6, 3)), ["2", "2", "2"]), TORN),
         (
             ("attention", Case("ring", 8, dropout=0.5), ["1", "R", "R"], (2,), WHOLE_KEYS),
@@ -384,12 +443,28 @@ def test_errors(two_ranks: Pool, job: Any, said: str) -> None:
     assert two_ranks.run(dtensor_jobs.refused, *job) == [said] * 2
 
 
+TWICE = """\
+PartitionError: wrap_ring_attn_func: 'l' is cut along two mesh axes
+    b l h hd^, b l h hd^, b l h vd^ -> b l h vd^, b h l
+{caret}
+    along mesh axis 'outer' over 2 ranks: {outer}
+    along mesh axis 'inner' over 2 ranks: {inner}
+    expected: 'l' along one of them, and along the other 'b', 'h', or nothing"""
+
+
 def test_one_identifier_along_two_axes(four_ranks: Pool) -> None:
-    said = (
-        "PartitionError: wrap_ring_attn_func: one identifier is cut along two mesh axes: ['l', 'l']"
-    )
-    for places in (["11", "11", "11"], ["1R", "R1", "RR"]):
+    everywhere = ", ".join(f"{name} is cut on dim 1" for name in "qkv")
+    for places, caret, outer, inner in (
+        (["11", "11", "11"], 6, everywhere, everywhere),
+        (
+            ["1R", "R1", "RR"],
+            17,
+            "q is cut on dim 1, k is whole, v is whole",
+            "q is whole, k is cut on dim 1, v is whole",
+        ),
+    ):
         replies = four_ranks.run(dtensor_jobs.refused, "attention", DENSE, places, (2, 2))
+        said = TWICE.format(caret=" " * caret + "^", outer=outer, inner=inner)
         assert replies == [said] * 4
 
 

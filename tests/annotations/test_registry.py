@@ -19,6 +19,7 @@ from annotations import (
     PartitionError,
     PartitionRule,
     SplitSite,
+    Told,
     record_of,
     register_op,
     registered_ops,
@@ -485,12 +486,27 @@ def test_rule_leaves_an_op_alone_where_nothing_communicates() -> None:
 
 
 def test_rule_tells_which_part() -> None:
-    rule = PartitionRule(told={"h": lambda site: {"part": site.index, "ranks": site.ranks}})
+    told = Told(lambda site: {"part": site.index, "ranks": site.ranks})
+    rule = PartitionRule(told={"h": told})
     assert rule.arguments("op", SplitSite("h", 10, 4, "", 3, (1, 3))) == {
         "part": 3,
         "ranks": (1, 3),
     }
     assert rule.arguments("op", SplitSite("h", 10, 1, "")) == {}
+
+
+def test_costs_of_a_split() -> None:
+    uneven = InnerCost(imbalance=1.5)
+    rule = PartitionRule(
+        {"l": Communicates(lambda site: {}, lambda *_: InnerCost("keys", 1, 2))},
+        told={
+            "h": Told(lambda site: {}, lambda bound, site, given, itemsize: uneven),
+            "g": Told(lambda site: {}),
+        },
+    )
+    bound = bind("b l h g -> b l h g", "my_op", ("x",), ((2, 4, 4, 4),))
+    costs = [rule.cost(bound, SplitSite(name, 4, 2, ""), {}, 8) for name in "lhgb"]
+    assert costs == [InnerCost("keys", 1, 2), uneven, InnerCost(), InnerCost()]
 
 
 def test_parts_that_tear_inner_dims() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from ranks import Pool
 
+from annotations.calls import declared_calls, qualified
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
+from customized_ops.chunk_linear_cross_entropy.loss import checked_losses
 from customized_ops.ring_attention.core.inprocess import run_ranks
 
 H, W, T = torch.zeros(2, 7, 5), torch.zeros(11, 5), torch.zeros(2, 7, dtype=torch.int64)
@@ -24,6 +26,7 @@ H, W, T = torch.zeros(2, 7, 5), torch.zeros(11, 5), torch.zeros(2, 7, dtype=torc
         ({"hidden": H.long(), "weight": W.long()}, "hidden must be floating point, got"),
         ({"weight": W.double()}, "weight is torch.float64 but hidden is torch.float32"),
         ({"bias": torch.zeros(11).half()}, "bias is torch.float16 but hidden is torch.float32"),
+        ({"hidden": H.bfloat16()}, "give one dtype, say weight.to(hidden.dtype)"),
         ({"weight": W.to("meta")}, "weight is on meta but hidden is on cpu; give one device"),
         ({"target": T.int()}, "target must be int64, got torch.int32"),
         ({"target": T[:, :6]}, "dim 1 of target is 'l' = 7 from dim 1 of hidden"),
@@ -79,9 +82,41 @@ def test_rows_that_are_not_this_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [("tokens", "hidden"), ("ignore_index", "ignore_index"), ("softcap", "softcap")],
+    [
+        ("tokens", "hidden"),
+        ("ignore_index", "ignore_index"),
+        ("softcap", "softcap"),
+        ("bias", "bias"),
+    ],
 )
 def test_ranks_that_disagree(two_ranks: Pool, change: str, told: str) -> None:
     for text in two_ranks.run(loss_jobs.disagree, change):
         assert "the ranks of the group do not agree" in text
         assert told in text
+
+
+@pytest.mark.parametrize(
+    ("plain", "options", "message"),
+    [
+        ("target", {}, "target is a plain tensor but hidden is a DTensor; give DTensors: distrib"),
+        ("hidden", {}, "hidden is a plain tensor but weight is a DTensor; give DTensors: distrib"),
+        ("", {"token_group": [0, 1]}, "token_group goes with plain tensors; DTensors know"),
+        ("", {"vocab_group": [0, 1], "vocab_size": 11}, "vocab_group goes with plain tensors"),
+    ],
+)
+def test_refused_of_dtensors(
+    two_ranks: Pool, plain: str, options: dict[str, Any], message: str
+) -> None:
+    for text, sent in two_ranks.run(loss_jobs.refused_dtensors, plain, options):
+        assert text.startswith(f"chunk_linear_cross_entropy: {message}")
+        assert not sent
+
+
+@pytest.mark.parametrize("name", ["vocab_group", "token_group"])
+def test_groups_in_an_engine_that_generates_code(name: str) -> None:
+    call = declared_calls()[qualified(checked_losses)]
+    given = call.signature.bind(H, W, T, None, -100, "mean", 0.0, None, False, None, None, None)
+    given.apply_defaults()
+    assert call.shapes(given.arguments, 2)
+    with pytest.raises(NotImplementedError, match=f"{name} is for calls without an engine.*None"):
+        call.shapes({**given.arguments, name: [0, 1]}, 2)

@@ -9,12 +9,14 @@ import loss_jobs
 import pytest
 import torch
 from dense import assert_same
-from loss_cases import LossCase, expected, results
+from loss_cases import WHOLE, LossCase, Place, expected, parts_of, results
 from ranks import Pool
 from torch import Tensor
 
 from annotations.registry import registered_ops
-from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
+from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy, op
+from customized_ops.chunk_linear_cross_entropy.chunks import gradients
+from customized_ops.ring_attention.core.inprocess import run_ranks
 
 CASE = LossCase((2, 7), bias=True, softcap=1.5)
 OPS = {n: r for n, r in registered_ops().items() if "chunk_linear_cross_entropy" in n}
@@ -42,6 +44,62 @@ def test_compiles_with_open_sizes() -> None:
         hidden, weight, target, _ = LossCase((2, tokens)).tensors()
         want = chunk_linear_cross_entropy(hidden, weight, target)
         assert_same("dynamic", compiled(hidden, weight, target), want)
+
+
+@pytest.mark.parametrize("learning", ["h", "w", "b", "hw", "wb", "hb", "hwb"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_gradients_that_are_needed_are_computed(
+    monkeypatch: pytest.MonkeyPatch, learning: str, compiled: bool
+) -> None:
+    asked = []
+
+    def recorded(*args: Any) -> Any:
+        asked.append(args[-1])
+        return gradients(*args)
+
+    monkeypatch.setattr(op, "gradients", recorded)
+    hidden, weight, target, bias = CASE.tensors()
+    leaves = dict(zip("hwb", (hidden, weight, bias), strict=True))
+    for name in learning:
+        leaves[name].requires_grad_()
+    torch.compiler.reset()
+    call = torch.compile(CASE.call, backend="aot_eager") if compiled else CASE.call
+    outs = call(hidden, weight, target, bias)
+    sum((o * d).sum() for o, d in zip(outs, CASE.upstream(), strict=True)).backward()
+    assert asked == [tuple(name in learning for name in "hwb")]
+    for (name, leaf), want in zip(leaves.items(), expected(CASE)[2:], strict=True):
+        if name in learning:
+            assert_same(name, leaf.grad, want)
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("places", ["1 R 1 R", "R 0 R 0"])
+def test_frozen_dtensors(two_ranks: Pool, places: str) -> None:
+    case = replace(CASE, reduction="sum")
+    hidden, weight, target, bias = case.tensors()
+    loss, _ = case.dense(hidden.requires_grad_(), weight, target, bias)
+    (want,) = torch.autograd.grad(loss, hidden)
+    for asked, shapes, grad in two_ranks.run(loss_jobs.frozen_dtensor, CASE, places.split()):
+        assert asked == [(True, False, False)]
+        assert shapes == [(2, 7, 5), None, None]
+        assert_same("hidden", grad, want)
+
+
+def test_a_rank_that_needs_no_gradient_still_adds_it_up() -> None:
+    """Of hidden: the other rank would wait for it."""
+
+    def call(comm: Any) -> Any:
+        given, douts, where = parts_of(CASE, WHOLE, Place(comm.rank, 2, comm))
+        hidden, weight, target, bias = given
+        hidden.requires_grad_(comm.rank == 0)
+        outs = CASE.call(hidden, weight.requires_grad_(), target, bias, **where)
+        sum((o * d).sum() for o, d in zip(outs, douts, strict=True)).backward()
+        return hidden.grad
+
+    first, second = run_ranks(2, call)
+    assert second is None
+    assert_same("hidden", first, expected(CASE)[2])
 
 
 @pytest.mark.parametrize("cut", ["tokens", "vocab"])

@@ -20,19 +20,28 @@ from customized_ops.chunk_linear_cross_entropy.op import _backward, token_losses
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any op made."""
+    """Remembers the number of elements of the largest tensor that any op made, views left out, and
+    how many matrices were multiplied."""
 
     elements = 0
+    products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
         for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
                 self.elements = max(self.elements, leaf.numel())
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
         return made
 
 
 def largest(case: LossCase) -> int:
+    """Elements of the largest tensor in forward and backward."""
+    return seen(case).elements
+
+
+def seen(case: LossCase, wanted: tuple[bool, bool, bool] | None = None) -> Largest:
     """Of forward and backward: the functions below the op, into which a mode does not see."""
     hidden, weight, target, bias = case.tensors()
     given = (hidden, weight, target, bias, case.ignore_index, case.softcap, case.chunk_size or 0)
@@ -40,8 +49,8 @@ def largest(case: LossCase) -> int:
     douts = [torch.ones(case.tokens, dtype=torch.float64)] * 2
     with Largest() as seen:
         outs = token_losses.__wrapped__(*given)  # type: ignore[attr-defined]
-        _backward(*douts, *given, *outs)
-    return seen.elements
+        _backward(*douts, *given, wanted, *outs)
+    return seen
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -51,6 +60,18 @@ def test_nothing_larger_than_a_chunk_or_an_input(softcap: float) -> None:
         for vocab in (100, 1000):
             case = LossCase((2, tokens), vocab, **options)
             assert largest(case) == max(16 * vocab, vocab * 8, 2 * tokens * 8)
+
+
+def test_frozen_parts_cost_nothing() -> None:
+    """Neither a [v, d] nor an [l, d] buffer, nor their product."""
+    steps, tokens = 16, 32
+    case = LossCase((tokens,), 100, 64, bias=True, chunk_size=tokens // steps)
+    everything = seen(case)
+    assert (everything.elements, everything.products) == (100 * 64, 4 * steps)
+    frozen_weight = seen(case, (True, False, True))
+    assert (frozen_weight.elements, frozen_weight.products) == (tokens * 64, 3 * steps)
+    only_bias = seen(case, (False, False, True))
+    assert (only_bias.elements, only_bias.products) == (2 * 100, 2 * steps)
 
 
 def test_the_measure_sees_logits() -> None:

@@ -11,8 +11,19 @@ import torch
 from dense import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import LossCase, assemble, check, expected, run_grid
+from loss_cases import (
+    WHOLE,
+    LossCase,
+    Place,
+    assemble,
+    check,
+    expected,
+    parts_of,
+    run_grid,
+)
 from ranks import Pool
+
+from customized_ops.ring_attention.core.inprocess import run_ranks
 
 CASE = LossCase((2, 12), vocab=13, bias=True, softcap=2.0)
 
@@ -32,6 +43,26 @@ def test_vocabulary_in_process(ranks: int, vocab: int) -> None:
     for reduction in ("mean", "none"):
         case = replace(CASE, vocab=vocab, reduction=reduction, chunk_size=5)
         check(f"{ranks} ranks, {case}", case, run_grid(case, 1, ranks))
+
+
+@pytest.mark.parametrize("barred", [1, 4, 8, 12])
+@pytest.mark.parametrize("targets", [False, True])
+def test_logits_of_minus_infinity(barred: int, targets: bool) -> None:
+    """Of 13 rows on 4 ranks: one rank has no other logits, then two, then three."""
+    case = replace(CASE, softcap=0.0, barred=barred, barred_targets=targets, reduction="none")
+    check(f"{case}", case, run_grid(case, 1, 4))
+
+
+def test_tokens_with_no_other_logit_on_any_rank() -> None:
+    case = replace(CASE, softcap=0.0, barred=13, barred_targets=True, reduction="none")
+
+    def call(comm: Any) -> Any:
+        given, _, where = parts_of(case, WHOLE, Place(comm.rank, 2, comm))
+        return case.call(*given, **where)
+
+    for loss, lse in run_ranks(2, call):
+        assert lse.isneginf().all()
+        assert torch.equal(loss.isnan(), case.tensors()[2] != case.ignore_index)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loss_cases import LossCase, check, expected, results, run_part
 from torch import Tensor
 
-from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
+from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy, chunks
 
 BASE = LossCase((2, 7))
 
@@ -49,6 +49,27 @@ def test_chunk_sizes(chunk_size: int | None) -> None:
 def test_shapes(change: dict) -> None:
     case = replace(BASE, **change)
     check(f"{change}", case, run_part(case))
+
+
+BARRED = replace(BASE, bias=True, reduction="none", barred=4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("targets", [False, True])
+def test_logits_of_minus_infinity(softcap: float, targets: bool) -> None:
+    """Their targets have an infinite loss, and gradients; with a softcap they are -softcap."""
+    case = replace(BARRED, softcap=softcap, barred_targets=targets)
+    got = run_part(case)
+    check(f"{case}", case, got)
+    assert got[0].isinf().any() == (targets and not softcap)
+
+
+def test_tokens_with_no_other_logit_are_nan() -> None:
+    """As torch's: loss, unless it is left out, and every gradient."""
+    case = replace(BARRED, barred=11, barred_targets=True)
+    for got, want in zip(run_part(case), expected(case), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.isneginf(), want.isneginf())
 
 
 def test_the_comparison_can_fail() -> None:
@@ -156,6 +177,57 @@ def assert_low_precision(case: LossCase) -> None:
         assert worst(a.cpu(), truth) <= 2 * worst(b.cpu(), truth) + rounding, name
 
 
+@pytest.fixture
+def low_precision_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU multiplies: factors in low precision, sums in fp32."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        wide = torch.promote_types(b.dtype, torch.float32)
+        return a.to(wide) @ b.to(wide)
+
+    monkeypatch.setattr(chunks, "_mixed", lambda t: t.itemsize == 2)
+    monkeypatch.setattr(chunks, "product", product)
+    monkeypatch.setattr(chunks, "add_product", lambda c, a, b: c.add_(product(a, b)))
+
+
+@pytest.mark.usefixtures("low_precision_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-5, 1.0, 1e5])
+@pytest.mark.parametrize("part", ["loss", "lse", "both"])
+def test_gradients_of_logits_of_any_size(dtype: torch.dtype, size: float, part: str) -> None:
+    """The error is one rounding of a factor, whatever upstream gradients are: a mean over a
+    million tokens, or a large loss scale."""
+    case = LossCase((40,), 300, 64, bias=True, softcap=5.0, ignored="none", dtype=dtype)
+    got, want = gradients_twice(case, size * torch.rand(40), part)
+    for name, a, b in zip("hwb", got, want, strict=True):
+        assert worst(a, b) <= 2 * torch.finfo(dtype).eps * b.abs().max(), name
+
+
+@pytest.mark.usefixtures("low_precision_products")
+def test_a_gradient_that_is_not_finite_stays_with_its_token() -> None:
+    case = LossCase((40,), 300, 64, bias=True, ignored="none", dtype=torch.float16)
+    g = torch.full((40,), 1e-6)
+    g[3], g[7] = torch.nan, torch.inf
+    (dhidden, *_), (want, *_) = gradients_twice(case, g, "loss")
+    good = g.isfinite()
+    assert not dhidden[~good].isfinite().any()
+    assert worst(dhidden[good], want[good]) <= 2e-3 * want[good].abs().max()
+
+
+def gradients_twice(case: LossCase, g: Tensor, part: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Of hidden, weight and bias, before they are rounded: in the case's dtype, and in fp64."""
+    hidden, weight, target, bias = case.tensors()
+    dloss, dlse = (g if part in (name, "both") else torch.zeros_like(g) for name in ("loss", "lse"))
+    made = []
+    for like in (torch.float32, torch.float64):
+        h, w, b = (t if like == torch.float32 else t.double() for t in (hidden, weight, bias))
+        head = chunks.Head(w, b, 0, case.softcap, 7)
+        lse, _ = chunks.statistics(head, h, target)
+        grads = chunks.gradients(head, h, target, lse, dloss.to(like), dlse.to(like), like)
+        made.append([grad for grad in grads if grad is not None])
+    return made[0], made[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
@@ -170,8 +242,18 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
-    case = LossCase((3, 50), 1000, 64, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("size", [1e-9, 1e-5, 1e5])
+def test_small_and_large_gradients_on_a_gpu(size: float) -> None:
+    case = LossCase((40,), 300, 64, bias=True, ignored="none", dtype=torch.float16, device="cuda")
+    got, want = gradients_twice(case, size * torch.rand(40, device="cuda"), "both")
+    for name, a, b in zip("hwb", got, want, strict=True):
+        assert worst(a, b) <= 2 * torch.finfo(torch.float16).eps * b.abs().max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nothing_waits_for_the_gpu(dtype: torch.dtype) -> None:
+    case = LossCase((3, 50), 1000, 64, dtype=dtype, device="cuda")
     given, douts = case.tensors(), case.upstream()
     results(case, case.call, given, douts)
     torch.cuda.set_sync_debug_mode("error")

@@ -220,10 +220,33 @@ def test_parts_of_q(four_ranks: Pool, what: str, policy: Any, split: str) -> Non
     loss = model(**engine_jobs.parts_of_q_inputs(what))
     loss.backward()
     for rank, (got, grads, plan) in enumerate(four_ranks.run(engine_jobs.parts_of_q, what, policy)):
-        assert f"{split} / 4" in plan
+        assert f"{split} / 4 " in plan and "nothing (imbalance " in plan
         assert abs(got - loss.item()) < 1e-10
         for name, parameter in model.named_parameters():
             assert parameter.grad.abs().max() > 1e-6
+            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("op", "used"),
+    [
+        (op, used)
+        for op in ("centred", "centred by shares", "centred by wholes")
+        for used in ((0,), (1,), (0, 1))
+    ]
+    + [("mean", (0,))],
+)
+def test_results_that_a_communicating_split_leaves_whole(
+    two_ranks: Pool, op: str, used: tuple[int, ...]
+) -> None:
+    model, given = engine_jobs.Means(op, used), engine_jobs.means_inputs()
+    given["x"].requires_grad_()
+    loss = model(**given)
+    loss.backward()
+    for rank, (got, grads, x_grad) in enumerate(two_ranks.run(engine_jobs.means, op, used)):
+        assert abs(got - loss.item()) < 1e-10
+        assert_same(f"rank {rank}, x", x_grad, given["x"].grad)
+        for name, parameter in model.named_parameters():
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ VOCAB, DIM = 32, 16
 class WithLoss(nn.Module):
     """``{"tokens": [b, l], "targets": [b, l]}`` to a loss; some targets are left out."""
 
-    def __init__(self, reduction: str, biased: bool) -> None:
+    def __init__(self, reduction: str, biased: bool, groups: dict[str, Any]) -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction, self.groups = reduction, groups
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.up = nn.Linear(DIM, DIM)
         self.head = nn.Parameter(torch.randn(VOCAB, DIM) / 4)
@@ -27,17 +28,24 @@ class WithLoss(nn.Module):
     def forward(self, sample: dict[str, Tensor]) -> Tensor:
         x = self.up(self.embedding(sample["tokens"]))
         return chunk_linear_cross_entropy(
-            x, self.head, sample["targets"], self.bias, reduction=self.reduction, chunk_size=3
+            x,
+            self.head,
+            sample["targets"],
+            self.bias,
+            reduction=self.reduction,
+            chunk_size=3,
+            **self.groups,
         )
 
 
-def _with_loss(reduction: str, biased: bool) -> nn.Module:
+def _with_loss(reduction: str, biased: bool, groups: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    return WithLoss(reduction, biased).double()
+    return WithLoss(reduction, biased, groups).double()
 
 
-def with_loss(reduction: str, biased: bool = False) -> Callable[[], nn.Module]:
-    return partial(_with_loss, reduction, biased)
+def with_loss(reduction: str, biased: bool = False, **groups: Any) -> Callable[[], nn.Module]:
+    """``groups``: arguments that a user gives the loss."""
+    return partial(_with_loss, reduction, biased, groups)
 
 
 def batch(seed: int) -> dict[str, dict[str, Tensor]]:

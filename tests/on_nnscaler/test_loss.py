@@ -27,6 +27,15 @@ def test_two_ranks(two_ranks: Pool, reduction: str, cut: str) -> None:
     assert ("vocab_group=[0, 1], vocab_size=32" in call) == (cut == "v")
 
 
+@pytest.mark.parametrize("name", ["vocab_group", "token_group"])
+def test_groups_of_the_users_own_are_refused(tmp_path: Path, name: str) -> None:
+    size = {"vocab_size": loss_models.VOCAB} if name == "vocab_group" else {}
+    model = loss_models.with_loss("mean", **{name: [0, 1]}, **size)
+    job = jobs.Training(model, loss_models.batch, "tp", plan=2)
+    with pytest.raises(NotImplementedError, match=f"{name} is for calls without an engine"):
+        jobs.generate(job, tmp_path / "code", ranks=2)
+
+
 def test_all_cuts_are_timed(tmp_path: Path) -> None:
     config = {"pas_config": autodist.settings(tmp_path)}
     model = loss_models.with_loss("mean")

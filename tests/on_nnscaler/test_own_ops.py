@@ -37,6 +37,31 @@ def test_one_that_does_not(two_ranks: Pool) -> None:
     assert re.search(r"^rms_norm +1 +a / 2$", ranks[0].plan, re.M)
 
 
+@pytest.mark.parametrize(
+    ("op", "used"),
+    [
+        ("centre_and_mean", (0,)),
+        ("centre_and_mean", (1,)),
+        ("centre_and_mean", (0, 1)),
+        ("centre_and_mean_whole", (1,)),
+        ("centre_and_mean_whole", (0, 1)),
+        ("average", (0,)),
+    ],
+)
+def test_results_that_a_communicating_split_leaves_whole(
+    two_ranks: Pool, op: str, used: tuple[int, ...]
+) -> None:
+    """Their gradients count once, whoever of the ranks computes them."""
+    policy = partial(policies.attention, cuts=[("l", 2)], name=op)
+    model = partial(own_ops.means, op, used)
+    job = jobs.Training(model, models.batch, policy, plan=2)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    divided = re.findall(r"= annotations\.shares\.divided\(torch.*\), (\(.*\))\)", ranks[0].code)
+    of = {"average": ["(2,)"], "centre_and_mean": ["(1, 2)"], "centre_and_mean_whole": []}
+    assert divided == of[op]
+
+
 @pytest.mark.parametrize("policy", ["cp", "cp_follow", "autodist"])
 def test_policies(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
     config = {"pas_config": autodist.settings(tmp_path)}

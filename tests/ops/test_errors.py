@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import numpy as np
+import op_jobs
 import pytest
 import torch
+from ranks import Pool
 
 from annotations import BindingError
 from customized_ops.ring_attention import (
@@ -238,6 +240,18 @@ def test_ranks_that_disagree_all_get_the_same_table() -> None:
     assert lines[1].split() == ["rank", "mask"]
     assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2"]
     assert lines[2].split("24x24")[1] == lines[4].split("24x24")[1] != lines[3].split("24x24")[1]
+
+
+DIFFERENT_HEADS = """\
+DisagreementError: wrap_ring_attn_func: the ranks of the group do not agree
+  rank  q_heads
+  0     part 0 of 2 of 4 heads
+  1     part 1 of 2 of 4 heads"""
+
+
+def test_parts_of_the_heads_that_differ(two_ranks: Pool) -> None:
+    """Without the check the ranks would exchange keys of different heads: wrong, with no error."""
+    assert two_ranks.run(op_jobs.heads_by_rank) == [DIFFERENT_HEADS] * 2
 
 
 def test_an_unsupported_argument_on_one_rank_stops_all() -> None:

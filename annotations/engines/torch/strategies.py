@@ -43,7 +43,6 @@ ATEN: dict[Any, dict[int, str]] = {
 # Group name under which costs are asked for; no group is used.
 COST_ONLY = "cost only"
 
-
 NOTHING = InnerCost()
 
 
@@ -55,7 +54,7 @@ class Strategy:
         inputs: placement of each tensor input, in argument order.
         outputs: placement of each result.
         identifier: what an annotated op is split on, None if it is not split.
-        inner: what an annotated op moves inside.
+        inner: what an annotated op moves inside, and how uneven the parts of its work are.
         local: run the op on the local tensors themselves, not through DTensor.
     """
 
@@ -132,11 +131,9 @@ def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
 def _inner_cost(
     record: OpRecord, bound: BoundAnnotation, split: Split, parts: int, arguments: dict[str, Any]
 ) -> InnerCost:
-    if split.identifier not in record.rule.communicates:
-        return NOTHING
     site = SplitSite(split.identifier, bound.sizes[split.identifier], parts, COST_ONLY)
     itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
-    return record.rule.communicates[split.identifier].cost(bound, site, arguments, itemsize)
+    return record.rule.cost(bound, site, arguments, itemsize)
 
 
 def local_strategies(node: Node, inputs: Sequence[Node], parts: int) -> list[Strategy]:
