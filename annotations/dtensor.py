@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .binding import BoundAnnotation, Split, Spread
-from .errors import PartitionError, Span
+from .errors import AnnotationError, PartitionError, Span
 from .grammar import Dim
 from .registry import OpRecord
 from .rules import PartitionRule, SplitSite, check_parts
@@ -64,7 +64,14 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
     bound, splits = _allowed(record, arguments, mesh)
     for site in _sites(bound, mesh, splits):
-        arguments.update(record.rule.arguments(record.title, site))
+        told = record.rule.arguments(record.title, site)
+        if unknown := ", ".join(map(repr, told.keys() - set(names))):
+            raise AnnotationError(
+                f"the rule for splits of {site.identifier!r} gives {unknown}, which the op has not",
+                details=[f"expected: arguments of the op: {', '.join(names)}"],
+                op=record.title,
+            )
+        arguments.update(told)
 
     n_annotated = len(bound.annotation.inputs)
     spread = [_placements(splits, i, "inputs") for i in range(n_annotated)]

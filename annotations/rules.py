@@ -154,7 +154,7 @@ class PartitionRule:
             arguments: the op's, by name; tensors may be without data.
             itemsize: bytes of an element.
         """
-        split = {**self.told, **self.communicates}.get(site.identifier)
+        split = self.communicates.get(site.identifier) or self.told.get(site.identifier)
         if split is None or split.cost is None:
             return InnerCost()
         return split.cost(bound, site, arguments, itemsize)
