@@ -25,9 +25,10 @@ from typing import Any
 
 import nnscaler
 import nnscaler.policies
+import numpy as np
 import torch
 import yaml
-from nnscaler.graph.function.dimops import IRDimops
+from nnscaler.graph.function.dimops import IRDimops, OpAnno
 from nnscaler.graph.parser.register import CustomizedOps
 from nnscaler.ir.cten import IRObject, IRTensor
 from torch import Tensor
@@ -42,6 +43,8 @@ from annotations.registry import AnnotatedOp
 from annotations.rules import PartitionRule, SplitSite
 
 _logger = logging.getLogger(__name__)
+
+_WRITTEN = (int, float, bool, str, bytes, type(None))
 
 _registered: dict[str, PublicCall] = {}
 _placed: weakref.WeakSet[OpNode] = weakref.WeakSet()  # parts that have a device
@@ -142,6 +145,16 @@ class OpNode(IRDimops):
             part.set_output(n, output)
         return part
 
+    def annotate(self) -> None:
+        """Choose anew between alternative annotations, for the ranks that are planned for. A graph
+        that nnscaler kept may have been traced for another number."""
+        arguments = {name: _restored(value) for name, value in self.arguments().items()}
+        text = _annotation(_call_of(self.base), self.names, arguments)
+        annotation = OpAnno(text)
+        assert self.align(self.signature, self.inputs(), annotation, dict(self.kwargs)), text
+        self._annos_candidates, self._anno = (text,), annotation
+        self._iannos, self._oannos = annotation.inputs(), annotation.outputs()
+
     @property
     def device(self) -> tuple[int, ...]:
         """Where the part runs."""
@@ -188,44 +201,53 @@ def make_node(*args: Any, signature: str, **kwargs: Any) -> OpNode:
     if arguments.get(GROUP) is not None:
         _logger.warning("%s: process_group is the engine's to fill in; dropped", signature)
         arguments[GROUP] = None
-    bound, shapes = call.shapes(_meta(arguments), _ranks)
     keyword_only = {p.name for p in call.signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    tensors = {name for name, x in arguments.items() if isinstance(x, IRTensor)}
     names = [name for name in arguments if name not in keyword_only]
-    names += [name for name in arguments if name in keyword_only and name in shapes]
-    inputs = ", ".join(str(shapes.get(name, "?")) for name in names)
-    outputs = bound.annotation.outputs[: call.outputs(_values(arguments))]
+    names += [name for name in arguments if name in keyword_only and name in tensors]
     return _node(
         signature,
         signature,
         tuple(names),
-        f"{inputs} -> {', '.join(map(str, outputs))}",
+        _annotation(call, names, arguments),
         [_plain(arguments[name]) for name in names],
         {name: _plain(value) for name, value in arguments.items() if name not in names},
     )
 
 
-def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with what nnscaler computes at run time replaced by its value while tracing."""
+def _annotation(call: PublicCall, names: Sequence[str], arguments: Mapping[str, Any]) -> str:
+    """Of a call whose inputs are ``names``, to be cut over as many ranks as are planned for."""
+    bound, shapes = call.shapes(_meta(arguments), _ranks)
+    inputs = ", ".join(str(shapes.get(name, "?")) for name in names)
+    outputs = bound.annotation.outputs[: call.outputs(_value(dict(arguments)))]
+    return f"{inputs} -> {', '.join(map(str, outputs))}"
 
-    def value(x: Any) -> Any:
-        return x.value if isinstance(x, IRObject) and not isinstance(x, IRTensor) else x
 
-    return {name: value(x) for name, x in arguments.items()}
+def _value(x: Any) -> Any:
+    """``x`` with what nnscaler computes at run time replaced by its value while tracing."""
+    if isinstance(x, dict):
+        return {key: _value(each) for key, each in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)([_value(each) for each in x])
+    return x.value if isinstance(x, IRObject) and not isinstance(x, IRTensor) else x
 
 
 def _meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: without_data(tuple(x.shape), x.dtype) if isinstance(x, IRTensor) else x
-        for name, x in _values(arguments).items()
+        for name, x in _value(dict(arguments)).items()
     }
 
 
 def _plain(value: Any) -> Any:
-    """As generated code can hold it: masks and layouts as text."""
-    if isinstance(value, IRObject | int | float | str | bytes | torch.dtype | None):
-        return value
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(each) for each in value)
+    """As generated code can hold it: what Python does not write as it reads it is text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, IRObject | torch.dtype) or type(value) in _WRITTEN:
+        return to_text(value) if value != value else value  # nan is a name
+    if type(value) in (list, tuple):
+        each = [_plain(x) for x in value]
+        return to_text(value) if any(map(is_text, each)) else type(value)(each)
     return to_text(value)
 
 
@@ -345,7 +367,7 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
 
     def example(value: Any) -> Any:
         if not isinstance(value, IRTensor):
-            return _restored(value.value if isinstance(value, IRObject) else value)
+            return _restored(_value(value))
         shape, dtype = tuple(value.shape), value.dtype
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -362,34 +384,31 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
 
 
 def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
-    """For every op of ``graph`` that communicates inside when cut, the input and dim of that cut.
+    """For every op of ``graph`` whose sequence takes part in a cut of it, the input and dim of that.
 
-    For attention that is the sequence. Where k and v are to be gathered before the op (``q_rows``)
-    it is the rows of q.
+    That is a split of ``l`` that communicates inside, as attention's does; or where k and v are to
+    be gathered before the op (``q_rows``), of the rows of q.
 
     Raises:
         PartitionError: it cannot be cut so over ``ranks``; says why.
     """
     found = {}
     for node in graph.select(ntype=OpNode):
-        wanted = _inside(node)
-        if not wanted:
-            continue
-        way = next((w for w in ways_of(node, ranks) if _identifier(node, w.cut) in wanted), None)
-        if way is None:
-            raise PartitionError(
-                f"{node.base} in {node.fqn or 'the module'} cannot be cut on {' or '.join(wanted)} "
-                f"over {ranks} ranks: {node.anno} of shapes "
-                f"{[tuple(t.shape) for t in node.inputs() if isinstance(t, IRTensor)]}"
-            )
-        found[node] = way.cut
+        rule, present = _rule(node), set(node.anno.identifiers)
+        sequence = {"lq"}.intersection(rule.told) | {"l"}.intersection(rule.communicates)
+        for name in sequence & present:
+            ways = ways_of(node, ranks)
+            way = next((w for w in ways if _identifier(node, w.cut) == name), None)
+            if way is None:
+                size = node.anno.getlen(name)
+                raise PartitionError(
+                    f"a call in {node.fqn or 'the module'} cannot be cut on {name!r} over {ranks} "
+                    f"ranks: {name!r} = {size}, and nnscaler cuts into equal parts",
+                    details=[f"expected: a multiple of {ranks}; pad the sequence"],
+                    op=node.name,
+                )
+            found[node] = way.cut
     return found
-
-
-def _inside(node: OpNode) -> list[str]:
-    rule, present = _rule(node), set(node.anno.identifiers)
-    rows = [name for name in rule.told if name == "lq" and name in present]
-    return rows or sorted(present.intersection(rule.communicates))
 
 
 def _identifier(node: OpNode, cut: tuple[int, int]) -> str:
@@ -406,10 +425,23 @@ def follow_policy(graph: Any, cfg: Any) -> Iterator[Any]:
 
 
 def constraints(graph: Any, ranks: int) -> list[dict[str, Any]]:
-    """nnscaler's partition constraints that pin attention to its sequence, as its yaml has them."""
+    """nnscaler's partition constraints that pin attention to its sequence, as its yaml has them.
+
+    Raises:
+        PartitionError: calls of one function have it in different places, which constraints, being
+            by function, cannot say.
+    """
     dims: dict[str, set[str]] = {}
     for node, (index, dim) in cuts_inside(graph, ranks).items():
         dims.setdefault(node.signature, set()).add(f"{index},{dim}")
+    for name, places in dims.items():
+        if len(places) > 1:
+            raise PartitionError(
+                "some calls are of packed documents and some are not, and autodist's constraints "
+                "cannot tell them apart",
+                details=["expected: one kind of call of it, or the policy 'cp_follow'"],
+                op=name.rpartition(".")[2],
+            )
     return [
         {
             "name": name,
@@ -427,7 +459,9 @@ def cp_policy(graph: Any, cfg: Any) -> Any:
     Constraints of the user's own (``pas_config["partition_constraints_path"]``) stay in force.
     """
     given = cfg.pas_config.get("partition_constraints_path", "")
-    own = yaml.safe_load(Path(given).read_text()) if given else []
+    own = (yaml.safe_load(Path(given).read_text()) if given else None) or []
+    if not isinstance(own, list):
+        raise ValueError(f"partition_constraints_path: {given} must hold a list, got {own!r}")
     with TemporaryDirectory() as folder:
         path = Path(folder) / "constraints.yaml"
         path.write_text(yaml.safe_dump(own + constraints(graph, _ranks_of_an_op(cfg))))
@@ -493,6 +527,8 @@ def parallelize(
     plans: list[str] = []
 
     def planned(graph: Any, cfg: Any) -> Any:
+        for node in graph.select(ntype=OpNode):
+            node.annotate()
         cut = nnscaler.policies.fn(graph, cfg, pas_policy)
         plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
         _logger.info("%s", plans[-1])

@@ -12,6 +12,7 @@ from annotations.calls import PublicCall, declare_call, without_data
 from annotations.registry import AnnotatedOp, OpRecord
 from annotations.rules import SplitSite
 
+from .arguments import refuse_unsupported
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.rehearsal import RehearsalComm
@@ -46,6 +47,10 @@ def _attention(
 
     def op(given: Given) -> tuple[OpRecord, Given]:
         _refuse_without_ring(function, given)
+        refuse_unsupported(
+            function.__name__,
+            **{name: given[name] for name in ("return_attn_probs", "use_cute") if name in given},
+        )
         cu = {side: given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in "qk"}
         chosen = packed if dense is None or cu["q"] is not None else dense
         assert chosen is not None
@@ -86,14 +91,17 @@ def _attention(
     )
 
 
-def _one_document(given: Given, rows: int, keys: int) -> dict[str, Tensor]:
+def _one_document(given: Given, rows: int, keys: int) -> dict[str, Any]:
     """Documents have lengths only at run time, so all tokens are taken to be of one."""
     tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
-    return {
+    changed: dict[str, Any] = {
         name: cu.new_tensor([0] * (len(cu) - 1) + [tokens[name]])
         for name in tokens
         if isinstance(cu := given.get(name), Tensor)
     }
+    if changed:  # the longest is then longer than a call said, which need not say it
+        changed |= {name: None for name in ("max_seqlen_q", "max_seqlen_k") if name in given}
+    return changed
 
 
 def _attention_arguments(site: SplitSite) -> Given:

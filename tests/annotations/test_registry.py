@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -516,6 +516,30 @@ def test_parts_that_tear_inner_dims() -> None:
     check_parts(bound, bound.split("l"), 2)  # a plain dim may be cut unevenly
     with pytest.raises(PartitionError, match="'g' = 3 cannot be cut over 2 ranks"):
         check_parts(bound, bound.split("g"), 2)
+
+
+@register_op("a b, b -> a b", name="registrytest::spared")
+def spared(x: Tensor, w: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+    """Its backward is told which gradients are needed."""
+    return x * w
+
+
+@pytest.mark.parametrize("learning", ["x", "w", "xw"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_that_is_told_what_is_wanted(learning: str, compiled: bool) -> None:
+    """The op makes nothing for what is frozen, and its fake says so."""
+    given = {"x": torch.randn(3, 4), "w": torch.randn(4)}
+    for name in learning:
+        given[name].requires_grad_()
+    wanted = [name in learning for name in "xw"]
+    op = torch.compile(spared, backend="aot_eager", fullgraph=True) if compiled else spared
+    op(given["x"], given["w"]).sum().backward()
+    grads = {"x": given["w"].expand(3, 4), "w": given["x"].sum(0)}
+    made = spared.record.backward(torch.ones(3, 4), given["x"], given["w"], wanted)
+    for (name, grad), result in zip(grads.items(), made, strict=True):
+        if name in learning:
+            torch.testing.assert_close(given[name].grad, grad)
+        assert (given[name].grad is None) == (name not in learning) == (result.shape == (0,))
 
 
 def test_a_derived_backward_saves_no_results() -> None:
