@@ -398,6 +398,13 @@ def heads_of_q(ops: Any, config: ComputeConfig) -> dict[str, str]:
     return {attention.name: "qh"}
 
 
+def to_qh(ops: Any, config: ComputeConfig) -> dict[str, str]:
+    """The same where heads of k could be cut too."""
+    (attention,) = ops
+    assert attention.splits == ("b", "l", "g", "qh")
+    return {attention.name: "qh"}
+
+
 def named_layout_of_uneven_shards() -> str:
     """What this rank is told; then both ranks must still be able to talk."""
     try:

@@ -384,10 +384,10 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
 
 
 def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
-    """For every op of ``graph`` whose sequence takes part in a cut of it, the input and dim of that.
+    """For every op of ``graph`` that is cut on its sequence, the input and dim of that cut.
 
-    That is a split of ``l`` that communicates inside, as attention's does; or where k and v are to
-    be gathered before the op (``q_rows``), of the rows of q.
+    It is a split of ``l`` that communicates inside, as attention's does; or where k and v are to be
+    gathered before the op (``q_rows``), one of the rows of q.
 
     Raises:
         PartitionError: it cannot be cut so over ``ranks``; says why.

@@ -93,21 +93,21 @@ def ring_group(enable_ring: bool, process_group: GroupLike) -> GroupLike:
     return None if _is_off(enable_ring) else process_group
 
 
+# Read once: nnscaler's tracer puts stand-ins for these where this module looks them up.
+_BOOLS, _INTEGERS = (bool, np.bool_), (int, np.integer)
+
+
 def _is_flag(value: object) -> bool:
-    return isinstance(value, bool | np.bool_) or (is_integer(value) and value in (0, 1))
+    return isinstance(value, _BOOLS) or (is_integer(value) and value in (0, 1))
 
 
 def _is_off(value: object) -> bool:
     return _is_flag(value) and not bool(value)
 
 
-# Read once: nnscaler's tracer puts a stand-in for `int` where this module looks it up.
-_INTEGERS = (int, np.integer)
-
-
 def is_integer(value: object, least: int = 0) -> bool:
     """Whether an int or numpy integer, no bool, of at least ``least``, that int64 can hold."""
-    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+    if isinstance(value, _BOOLS) or not isinstance(value, _INTEGERS):
         return False
     return bool(least <= value < 2**63)
 

@@ -63,6 +63,11 @@ def test_one_rank_needs_no_process_group() -> None:
     parallel.sync_grad()
 
 
+def test_an_unknown_policy_on_one_rank() -> None:
+    with pytest.raises(ValueError, match="pas_policy 'diagonal' is unknown; known: cp, dp"):
+        parallelize(torch.nn.Linear(2, 2), {}, "diagonal", ComputeConfig(1, 1), engine="torch")
+
+
 def test_several_ranks_do() -> None:
     module = torch.nn.Linear(3, 3)
     with pytest.raises(RuntimeError, match="is not initialised"):

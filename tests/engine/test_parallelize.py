@@ -114,7 +114,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
         ("too few to split", "cannot be split on b over 2 ranks; it can on: l, h"),
         ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),
         ("batch of one", "policy 'dp': ring_attn (wrap_ring_attn_func in the module) cannot"),
-        ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g"),
+        ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g, qh"),
         ("wrong ranks", "ValueError: parallelize: runtime_ngpus=3, but the world has 2 ranks"),
         ("wrong arguments", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
         (
@@ -248,6 +248,17 @@ def test_results_that_a_communicating_split_leaves_whole(
         assert_same(f"rank {rank}, x", x_grad, given["x"].grad)
         for name, parameter in model.named_parameters():
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+
+
+def test_heads_of_q_where_those_of_k_could_be_cut_too(two_ranks: Pool) -> None:
+    model = engine_jobs.PartsOfQ("heads")
+    loss = model(**engine_jobs.parts_of_q_inputs("heads"))
+    loss.backward()
+    for got, grads, plan in two_ranks.run(engine_jobs.parts_of_q, "heads", engine_jobs.to_qh):
+        assert "qh / 2" in plan
+        assert abs(got - loss.item()) < 1e-10
+        for name, parameter in model.named_parameters():
+            assert_same(name, grads[name], parameter.grad)
 
 
 def test_a_named_layout_that_uneven_shards_cannot_have(two_ranks: Pool) -> None:

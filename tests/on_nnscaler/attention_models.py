@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,6 +141,39 @@ def shuffled(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
 def shuffled_documents(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     q = wrap_maybe_unshuffle(wrap_maybe_shuffle(q, cu), cu)
     return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+
+# Calls as people write them: constants of every kind, values made while running, and mistakes.
+SCALE = 1 / np.sqrt(8)
+LENGTHS = [0, 8, 24, 32]  # of numpy's numbers nnscaler's tracer takes none but float64
+
+
+def numpy_scale(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v, SCALE)
+
+
+def listed_lengths(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_varlen_func(q, k, v, LENGTHS, LENGTHS, None, causal=True)
+
+
+def window_of_a_shape(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v, window_size=(q.shape[1] // 4, 0))
+
+
+def longest(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    most = int((cu[1:] - cu[:-1]).max())
+    return wrap_ring_attn_varlen_func(
+        q, k, v, cu, cu, None, causal=True, max_seqlen_q=most, max_seqlen_k=most
+    )
+
+
+def unsupported(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_ring_attn_func(q, k, v, return_attn_probs=True)
+
+
+def both_kinds(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    packed = wrap_sliding_window_attn_func(q[0], k[0], v[0], [0, 16], [0, 16], window_size=(5, 0))
+    return wrap_sliding_window_attn_func(q, k, v, window_size=(5, 0)) + packed
 
 
 WITH_SINK = (ring_with_everything, zigzag, masked)

@@ -68,7 +68,7 @@ class ParallelModule(torch.nn.Module):
         self.compute_config = config
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
-        self._policy = policy
+        self._policy = policies.named(policy)
         self._unsynced = False  # whether a forward has run since the last sync_grad
         self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
@@ -257,7 +257,8 @@ def parallelize(
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
 
     Raises:
-        PolicyError: the policy asks for a split that an op does not allow; says which it does.
+        PolicyError: no policy has this name, or it asks for a split that an op does not allow; says
+            which it does.
         CaptureError: the module does something that cannot be captured or run in parallel yet.
         NotImplementedError: a module class, or a keyword argument or field of the config that only
             nnscaler acts on is not at its default; names it.

@@ -48,10 +48,10 @@ Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, str | None]]
 
 def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
     """``"cp"``: split every op that communicates inside on its sequence: ``l``, or ``lq`` where
-    only that of q is to be cut; one that has neither, on the first that communicates."""
+    only that of q is to be cut; one that has neither, on the first that communicates, by name."""
     chosen: dict[str, str | None] = {}
     for op in ops:
-        inside = [split for split in op.splits if split in ("l", "lq", *op.communicates)]
+        inside = [split for split in ("l", "lq", *op.communicates) if split in op.splits]
         if op.communicates:
             if not inside:
                 raise PolicyError(_cannot("cp", op, " or ".join(op.communicates), config))
@@ -103,7 +103,7 @@ def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSit
                 name=node.name,
                 op=record.title,
                 module=stack[-1][0].removeprefix("L['self'].") if stack else "",
-                splits=tuple(s.identifier for s in strategies[node] if s.identifier),
+                splits=tuple(dict.fromkeys(s.identifier for s in strategies[node] if s.identifier)),
                 communicates=tuple(sorted(rule.communicates)),
                 bindings=record.bindings(arguments_of(node, record)),
             )
@@ -111,19 +111,26 @@ def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSit
     return found
 
 
-def apply(
-    policy: str | Policy, ops: Sequence[OpSite], config: ComputeConfig
-) -> dict[str, str | None]:
+def named(policy: str | Policy) -> Policy:
+    """The policy of a name; a function stays.
+
+    Raises:
+        PolicyError: no policy has this name.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def apply(policy: Policy, ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str | None]:
     """The splits that ``policy`` forces, checked.
 
     Raises:
-        PolicyError: unknown policy or op, or a split that the op does not allow over so many ranks.
+        PolicyError: unknown op, or a split that the op does not allow over so many ranks.
         PartitionError: a split that the op's annotation does not allow over any.
     """
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
-        policy = POLICIES[policy]
     name = getattr(policy, "__name__", "policy")
     chosen = policy(ops, config)
     if not isinstance(chosen, Mapping):

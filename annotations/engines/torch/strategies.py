@@ -93,20 +93,20 @@ def strategies_of(node: Node, mesh: DeviceMesh, known: dict[Any, Any]) -> list[S
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strategy]:
     """The splits that the annotation allows over ``parts`` ranks.
 
-    Those of an alternative that cut the results as one found before does are left out.
+    Those of an alternative that cut inputs and results as one found before does are left out.
     """
     arguments = arguments_of(node, record)
     names = list(record.signature.parameters)
     tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
     found = [Strategy((Replicate(),) * len(tensors), (Replicate(),) * record.n_outputs)]
     for bound in record.bindings(arguments):
-        known = {strategy.outputs for strategy in found[1:]}
+        known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
         for split in bound.splits():
-            outputs = tuple(placement(cut) for cut in split.outputs)
-            if outputs in known or not _can_be_cut(bound, split, parts):
-                continue
             cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
             inputs = tuple(Replicate() if cut is None else placement(cut) for cut in cuts)
+            outputs = tuple(placement(cut) for cut in split.outputs)
+            if (inputs, outputs) in known or not _can_be_cut(bound, split, parts):
+                continue
             inner = _inner_cost(record, bound, split, parts, arguments)
             found.append(Strategy(inputs, outputs, split.identifier, inner))
     return found

@@ -1,0 +1,44 @@
+"""Batches of packed documents for calls, and a model with two kinds of op of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
+from on_nnscaler import attention_models as models
+from on_nnscaler import jobs
+from on_nnscaler.attention_models import training
+
+
+def packed_training(attend: Any, policy: Any = "cp_follow", **further: Any) -> jobs.Training:
+    job = training(attend, policy, **further)
+    return jobs.Training(job.model, models.packed_batch, policy, **further)
+
+
+def short_batch(seed: int) -> dict[str, dict[str, Tensor]]:
+    sample = models.packed_batch(seed)["sample"]
+    return {"sample": {n: x[:32] if n != "cu_seqlens" else x for n, x in sample.items()}}
+
+
+class WithBoth(nn.Module):
+    """Attention, and the chunked loss at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCAB, models.DIM)
+        self.attention = models.Attention(models.ring, 2)
+        self.head = nn.Parameter(torch.randn(models.VOCAB, models.DIM))
+
+    def forward(self, sample: dict[str, Tensor]) -> Tensor:
+        x = self.embedding(sample["tokens"])
+        x = F.silu(x + self.attention(x, None))
+        return chunk_linear_cross_entropy(x, self.head, sample["targets"], chunk_size=5)
+
+
+def with_both() -> nn.Module:
+    torch.manual_seed(0)
+    return WithBoth().double()

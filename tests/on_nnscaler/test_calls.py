@@ -1,0 +1,138 @@
+"""What becomes of calls as people write them, and what is pinned."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+
+from annotations import parallelize
+from annotations.engines.nnscaler import OpNode, constraints
+from annotations.errors import PartitionError
+from on_nnscaler import attention_models as models
+from on_nnscaler import autodist, jobs, policies
+from on_nnscaler.attention_models import (
+    both_kinds,
+    calls_of,
+    listed_lengths,
+    longest,
+    numpy_scale,
+    training,
+    unsupported,
+    window_of_a_shape,
+)
+from on_nnscaler.call_models import packed_training, short_batch, with_both
+from on_nnscaler.cpu import on_cpu
+
+pytestmark = pytest.mark.nnscaler
+
+
+@pytest.mark.parametrize("attend", [numpy_scale, window_of_a_shape])
+def test_numbers(two_ranks: Pool, attend: Any) -> None:
+    job = training(attend, plan=2)
+    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+
+
+@pytest.mark.parametrize("attend", [listed_lengths, longest])
+def test_lengths(two_ranks: Pool, attend: Any) -> None:
+    job = packed_training(attend, plan=2)
+    if attend is listed_lengths:
+        job = jobs.Training(job.model, short_batch, "cp_follow", plan=2)
+    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+
+
+@pytest.mark.parametrize("attend", [window_of_a_shape, longest])
+def test_they_are_timed(tmp_path: Path, attend: Any) -> None:
+    """nnscaler notes 1000 s for what cannot be."""
+    config = {"pas_config": autodist.settings(tmp_path)}
+    job = packed_training if attend is longest else training
+    jobs.generate(job(attend, "cp", plan=2, config=config), tmp_path / "code", ranks=2)
+    files = list((tmp_path / "profile" / "comp").glob("customized_ops*.json"))
+    assert len(files) >= 2 and all("1000000" not in file.read_text() for file in files)
+
+
+def test_mistakes_are_found_while_tracing(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="return_attn_probs=True is not supported yet"):
+        jobs.generate(training(unsupported, plan=2), tmp_path, ranks=2)
+
+
+def test_a_length_that_does_not_divide(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(training(models.ring, plan=3), tmp_path, ranks=3)
+    assert str(raised.value) == (
+        "wrap_ring_attn_func: a call in layers.0 cannot be cut on 'l' over 3 ranks: 'l' = 16, and "
+        "nnscaler cuts into equal parts\n    expected: a multiple of 3; pad the sequence"
+    )
+
+
+def test_constraints_cannot_tell_packed_calls(tmp_path: Path) -> None:
+    def policy(graph: Any, config: Any) -> Any:
+        constraints(graph, config.plan_ngpus)
+
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(training(both_kinds, policy, plan=2), tmp_path, ranks=2)
+    assert str(raised.value) == (
+        "wrap_sliding_window_attn_func: some calls are of packed documents and some are not, and "
+        "autodist's constraints cannot tell them apart\n"
+        "    expected: one kind of call of it, or the policy 'cp_follow'"
+    )
+
+
+@pytest.mark.parametrize(("text", "fits"), [("# nothing yet\n", True), ("name: x\n", False)])
+def test_constraints_of_the_users_own(tmp_path: Path, text: str, fits: bool) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    settings = autodist.settings(tmp_path, partition_constraints_path=str(tmp_path / "own.yaml"))
+    job = training(models.ring, "cp", plan=2, config={"pas_config": settings})
+    if fits:
+        assert len(jobs.generate(job, tmp_path / "code", ranks=2)) == 2
+    else:
+        with pytest.raises(ValueError, match=r"own.yaml must hold a list, got {'name': 'x'}"):
+            jobs.generate(job, tmp_path / "code", ranks=2)
+
+
+@pytest.mark.parametrize("reuse", ["graph", "moo"])
+def test_a_kept_graph_is_annotated_for_the_ranks_at_hand(tmp_path: Path, reuse: str) -> None:
+    """Two key heads are cut with their query heads over 2 ranks; over 4 the latter are, alone."""
+
+    def generate(plan: int, cuts: Any, reuse: str) -> str:
+        policy = partial(policies.attention, cuts=cuts)
+        job = training(models.ring, policy, plan=plan)
+        with on_cpu():
+            config = job.compute_config(plan, torch.device("cpu"))
+            parallelize(
+                job.model(), job.batch(0), policy, config, engine="nnscaler",
+                load_module=False, gen_savedir=tmp_path, reuse=reuse,
+            )  # fmt: skip
+        return next(tmp_path.rglob("gencode1.py")).read_text()
+
+    assert "q_heads" not in calls_of(generate(2, [("g", 2)], "override"))[0]
+    assert "q_heads=(1, 4)" in calls_of(generate(4, [("qh", 4)], reuse))[0]
+
+
+@pytest.mark.parametrize("policy", ["cp", "cp_follow"])
+def test_only_attention_is_pinned(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
+    config = {"pas_config": autodist.settings(tmp_path)} if policy == "cp" else {}
+    job = jobs.Training(with_both, models.batch, policy, plan=2, config=config)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    rows = {line.split("  ")[0]: line.split("  ")[-1] for line in str(ranks[0].plan).split("\n")}
+    assert rows["wrap_ring_attn_func"] == "l / 2"
+    if policy == "cp_follow":
+        assert rows["checked_losses"] == "l / 2"
+
+
+def test_pinned_are_sequences_alone(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def policy(graph: Any, config: Any) -> Any:
+        seen.extend(rule["name"].rpartition(".")[2] for rule in constraints(graph, 2))
+        assert len(graph.select(ntype=OpNode)) == 2
+        return policies.sequence_by_graph(graph, config)
+
+    job = jobs.Training(with_both, models.batch, policy, plan=2)
+    jobs.generate(job, tmp_path, ranks=2)
+    assert seen == ["wrap_ring_attn_func"]
