@@ -101,7 +101,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
     b l h hd^, b l h hd^, b l h vd^ -> b l h vd^, b h l
           ^~~
     it is marked frozen: 'hd^'
-    can be split: 'b', 'l', 'h'
+    can be split over 2 ranks: 'b', 'l', 'h'
     asked for by policy '<lambda>' for ring_attn in the module"""
 
 
@@ -111,7 +111,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
         ("no attention", "PolicyError: policy 'cp' has nothing to split: no op that communicates"),
         ("unknown policy", "PolicyError: pas_policy 'diagonal' is unknown; known: cp, dp"),
         ("wrong split", WRONG_SPLIT),
-        ("too few to split", "cannot be split on b over 2 ranks; it can on: l, h"),
+        ("too few to split", "cannot be split on b ('b' = 1) over 2 ranks; it can on: l, h"),
         ("unknown op", "PolicyError: the policy names attn, but the annotated ops are: ring_attn"),
         ("batch of one", "policy 'dp': ring_attn (wrap_ring_attn_func in the module) cannot"),
         ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g, qh"),

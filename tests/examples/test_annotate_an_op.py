@@ -21,7 +21,7 @@ group_norm: 'c' cannot be split
     b l g c^, g c^ -> b l g c^
           ^~
     it is marked frozen: 'c^'
-    can be split: 'b', 'l', 'g'
+    can be split over 2 ranks: 'l', 'g'
     asked for by policy 'channels' for group_norm in the module
 
 plan: 2 ranks a copy, copies of the model: 1

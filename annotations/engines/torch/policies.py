@@ -74,9 +74,12 @@ POLICIES: dict[str, Policy] = {"cp": shard_sequence, "dp": shard_batch}
 
 
 def _cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
+    sizes = next((bound.sizes for bound in op.bindings if wanted in bound.sizes), {})
+    why = f" ({wanted!r} = {sizes[wanted]})" if wanted in sizes else ""
     return (
         f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
-        f"{wanted} over {config.plan_ngpus} ranks; it can on: {', '.join(op.splits) or 'nothing'}"
+        f"{wanted}{why} over {config.plan_ngpus} ranks; it can on: "
+        f"{', '.join(op.splits) or 'nothing'}"
     )
 
 
@@ -144,17 +147,22 @@ def apply(policy: Policy, ops: Sequence[OpSite], config: ComputeConfig) -> dict[
         )
     for op, split in chosen.items():
         if split is not None and split not in by_name[op].splits:
-            _check_annotation(name, by_name[op], split)
+            _check_annotation(name, by_name[op], split, config)
             raise PolicyError(_cannot(name, by_name[op], split, config))
     return dict(chosen)
 
 
-def _check_annotation(policy: str, op: OpSite, split: str) -> None:
+def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig) -> None:
     if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
         return
     try:
         op.bindings[0].split(split)
     except PartitionError as error:
-        asked = f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}"
-        details = [*error.details, asked]
+        # The annotation's own list knows neither sizes nor alternatives.
+        details = [line for line in error.details if not line.startswith("can be split")]
+        can = ", ".join(map(repr, op.splits)) or "nothing"
+        details += [
+            f"can be split over {config.plan_ngpus} ranks: {can}",
+            f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}",
+        ]
         raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
