@@ -85,7 +85,10 @@ def test_timing_in_a_process_of_its_own(tmp_path: Path) -> None:
     folders = [str(Path(__file__).parents[n]) for n in (1, 2)]
     done = subprocess.run(
         [sys.executable, "-c", TIME_IN_A_NEW_PROCESS, tmp_path / "graph", tmp_path / "comp"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
+        },
         capture_output=True,
         text=True,
     )
