@@ -83,8 +83,12 @@ class PublicCall:
 
 
 def qualified(function: Any) -> str:
-    """``package.module.name`` of a function or an op."""
-    return f"{function.__module__}.{function.__name__}"
+    """``package.module.name`` of a function or an op.
+
+    A process that multiprocessing spawns runs the main script again, under another module's name.
+    """
+    module = function.__module__
+    return f"{'__main__' if module == '__mp_main__' else module}.{function.__name__}"
 
 
 def _fitting(alternatives: tuple[BoundAnnotation, ...], ranks: int) -> BoundAnnotation:

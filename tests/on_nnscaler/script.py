@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from annotate_an_op import ALONG_L, batch, mean
 from torch import Tensor, nn
 
 from annotations import PartitionRule, register_op
-from on_nnscaler import jobs
+from on_nnscaler import autodist, jobs
 from on_nnscaler.jobs import Training
 
 
@@ -41,7 +44,10 @@ def model() -> nn.Module:
 if __name__ == "__main__":
     assert centred.__module__ == "__main__"
     dist.init_process_group("gloo")
-    training = Training(model, batch, "cp_follow")
+    policy, folder = sys.argv[1:]
+    settings = autodist.settings(Path(folder), parallel_profile=True)  # in processes of its own
+    config = {"pas_config": settings} if policy == "cp" else {}
+    training = Training(model, batch, policy, config=config)
     ranks: list[jobs.Rank] = [None] * dist.get_world_size()  # type: ignore[list-item]
     dist.all_gather_object(ranks, jobs.train(training))
     assert "torch.ops.script.centred(" in ranks[0].code, ranks[0].code

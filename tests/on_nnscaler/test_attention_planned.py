@@ -70,7 +70,7 @@ from nnscaler.autodist.cost_database import _profile_graph
 from on_nnscaler.cpu import on_cpu
 
 results = queue.Queue()
-with on_cpu(), open(sys.argv[1], "rb") as file:
+with on_cpu(True), open(sys.argv[1], "rb") as file:
     _profile_graph(dill.load(file), 0, 2, True, sys.argv[2], results)
 for name, _, times in results.get():
     print(name, times.fw_span)

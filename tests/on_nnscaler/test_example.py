@@ -34,13 +34,14 @@ def test_two_ranks(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
         assert call.endswith("group=annotations.groups.name_of_ranks((0, 1))")
 
 
-def test_an_op_of_a_script() -> None:
+@pytest.mark.parametrize("policy", ["cp_follow", "cp"])
+def test_an_op_of_a_script(tmp_path: Path, policy: str) -> None:
     script = Path(__file__).parent / "script.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ours = (str(ROOT / folder) for folder in ("", "tests", "examples"))
     path = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *launch, str(script)],
+        [sys.executable, *launch, str(script), policy, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
