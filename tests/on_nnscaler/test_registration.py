@@ -14,7 +14,7 @@ from nnscaler.graph.parser.register import CustomizedOps
 from torch import Tensor
 
 import customized_ops.ring_attention as public
-from annotations.calls import declared_calls
+from annotations.calls import declared_calls, qualified
 from annotations.engines import nnscaler as engine
 from customized_ops.ring_attention.core.kernels import KERNELS
 from on_nnscaler import attention_models as models
@@ -41,6 +41,14 @@ def test_registering_again_does_nothing() -> None:
     engine.register()
     assert importlib.import_module("annotations.engines.nnscaler") is engine
     assert CustomizedOps.kOpMap == before
+
+
+def test_a_script_run_again_by_multiprocessing_has_its_own_name() -> None:
+    def op() -> None: ...
+
+    for module, name in (("__mp_main__", "__main__.op"), ("package.module", "package.module.op")):
+        op.__module__ = module
+        assert qualified(op) == name
 
 
 def test_what_is_declared_later_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
