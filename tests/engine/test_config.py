@@ -35,7 +35,9 @@ def test_fields_for_later_are_named(name: str) -> None:
 
 def test_none_for_a_dict_is_its_default() -> None:
     config = ComputeConfig(1, 1, user_config=None)  # type: ignore[arg-type]
-    parallelize(torch.nn.Linear(3, 3), {"input": torch.zeros(2, 3)}, "cp", config, engine="torch")
+    given = {"input": torch.zeros(2, 3)}
+    parallel = parallelize(torch.nn.Linear(3, 3), given, "cp", config, engine="torch")
+    assert parallel(**given).shape == (2, 3)
 
 
 def test_keywords_of_nnscaler_are_refused_by_name_unless_default() -> None:
