@@ -1,7 +1,8 @@
 """The nnscaler engine: declared functions become nnscaler ops, cut and emitted by our rules.
 
 Importing this module registers every declared function (:mod:`annotations.calls`) with nnscaler;
-functions declared later are registered as they are declared. Written for nnscaler 0.9.
+functions declared later are registered as they are declared, ops of ``register_op`` at the next
+:func:`register`, which :func:`parallelize` calls. Written for nnscaler 0.9.
 
 trace     wrap_ring_attn_func(q, k, v)          fake: shapes only, nothing is computed
 graph     OpNode: annotated from our annotation, whatever arguments the call was made with
@@ -118,7 +119,7 @@ class OpNode(IRDimops):
 
     Attributes:
         names: of the arguments among ``inputs()``; the others are ``kwargs``.
-        outputs_given: how many results the call returns.
+        base: the name that the call is declared by; a part's signature also says how it was cut.
     """
 
     names: tuple[str, ...]
