@@ -192,6 +192,11 @@ def model(attend: Attend, kv_heads: int = KV_HEADS) -> Callable[[], nn.Module]:
     return partial(_model, attend, kv_heads)
 
 
+def single(attend: Attend) -> nn.Module:
+    """In fp32."""
+    return _model(attend, KV_HEADS).float()
+
+
 def batch(seed: int) -> dict[str, dict[str, Tensor]]:
     g = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(VOCAB, (2, 2, LENGTH), generator=g)

@@ -92,3 +92,10 @@ def test_going_on_with_another_plan(four_ranks: Pool, zero: int) -> None:
     assert len(ranks[0].losses) == 4
     assert [groups_of(rank.code) for rank in ranks] == 2 * [{(0, 1)}] + 2 * [{(2, 3)}]
     jobs.assert_equals_alone(ranks, first)
+
+
+@pytest.mark.parametrize("attend", [models.ring, models.zigzag, models.varlen, models.window])
+def test_fp32(four_ranks: Pool, attend: Any) -> None:
+    """One step over two copies of two ranks."""
+    job = replace(training(attend, plan=2, steps=1), model=partial(models.single, attend))
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job, tolerance=1e-6)
