@@ -145,8 +145,10 @@ def main(engine: str) -> None:
         if rank == 0:
             print(error, end="\n\n")
 
-    # "cp" cuts what communicates inside, here group_norm on l; the other ops follow it.
-    parallel = parallelize(model(), batch(0), "cp", config, engine=engine, **options)
+    # Both cut what communicates inside, here group_norm on l; the other ops follow it. With
+    # nnscaler "cp" would have autodist time every op first.
+    policy = "cp" if engine == "torch" else "cp_follow"
+    parallel = parallelize(model(), batch(0), policy, config, engine=engine, **options)
     losses, gradients = train(parallel, parallel.sync_grad, device)
     alone, whole = train(model(), lambda: None, torch.device("cpu"))
     if rank == 0:
