@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .binding import BoundAnnotation
 from .errors import AnnotationError
@@ -139,8 +140,9 @@ def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
     graph holds for others, and one that draws random numbers and is run again for its gradient."""
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    drawn = _random_states()
-    yield
+    draws = _Draws()
+    with nullcontext() if record.saves_results else draws:
+        yield
     changed = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
     if changed:
         raise AnnotationError(
@@ -148,20 +150,28 @@ def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
             details=["expected: a new tensor as the result"],
             op=record.title,
         )
-    if not record.saves_results and drawn != _random_states():
+    if draws.noticed:
         raise AnnotationError(
-            "the function drew random numbers, and would draw others when it is run again for its "
-            "gradient",
+            f"the function drew random numbers ({draws.noticed}), and would draw others when it is "
+            "run again for its gradient",
             details=["expected: the numbers, or a seed, as an argument; or a backward= of its own"],
             op=record.title,
         )
 
 
-def _random_states() -> list[bytes]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state())
-    return [state.numpy().tobytes() for state in states]
+class _Draws(TorchDispatchMode):
+    """Notices an op that draws random numbers in this thread; others may draw as they like."""
+
+    noticed = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with self:  # what it is made of tells: dropout, say, draws only while training
+                made = func.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
+            self.noticed = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,6 +135,12 @@ def _spread(grad: Tensor, x: Tensor) -> Tensor:
     return grad.unsqueeze(1).expand(x.shape)
 
 
+@register_op("a b -> a b", name="registrytest::undropped")
+def undropped(x: Tensor) -> Tensor:
+    """Dropout that draws nothing."""
+    return nn.functional.dropout(x * 2, 0.5, training=False)
+
+
 def _transposed(x: Tensor, transposed: bool, **_: Any) -> str:
     return "a b -> b a" if transposed else "a b -> a b"
 
@@ -173,6 +180,7 @@ CALLS: dict[str, tuple[AnnotatedOp, tuple[Any, ...], Callable[..., Any]]] = {
         lambda x, y: (x + y, x - y),
     ),
     "backward that says None": (first, (normal(3), normal(3)), lambda x, y: x + 0 * y),
+    "dropout outside training": (undropped, (normal(*X),), lambda x: x * 2),
     "backward of one tensor": (row_sum, (normal(*X),), lambda x: x.sum(1)),
     "annotated by arguments": (maybe_transpose, (normal(*X), True), lambda x, _: x.t() * 2),
 }
@@ -552,3 +560,14 @@ def test_a_derived_backward_saves_no_results() -> None:
     y.add_(1)  # would be an error, had the backward saved y
     y.sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_another_thread_may_draw_meanwhile() -> None:
+    @register_op("a b -> a b", name="registrytest::beside_a_thread")
+    def beside_a_thread(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        return x * 2
+
+    assert torch.equal(beside_a_thread(torch.ones(2, 3)), torch.full((2, 3), 2.0))
