@@ -27,7 +27,7 @@ from .arguments import ArgumentError, check_tensors
 from .core.comm import Comm
 from .core.executor import attention_backward, attention_forward
 from .core.groups import comm_by_name
-from .core.kernels import Kernel, Scoring, choose
+from .core.kernels import FEATURES, Kernel, Request, Scoring, choose
 from .core.layout import Layout
 from .core.merge import accumulation_dtype
 from .core.plan import Plan
@@ -71,8 +71,8 @@ def resolve(
     try:
         check_tensors(op, q, k, v)
         scoring = scoring_of(given)
-        kernel = choose(op, given["kernel"], q, scoring)
         plan, positions = make(comm)
+        kernel = choose(op, given["kernel"], request_of(given, scoring, plan))
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled():
@@ -92,6 +92,23 @@ def scoring_of(given: Given) -> Scoring:
         slopes = slopes.detach() if slopes.ndim == 2 else slopes.detach().unsqueeze(0)
     return Scoring(
         given["softmax_scale"], given["softcap"], slopes, given["dropout_p"], given["dropout_seed"]
+    )
+
+
+def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
+    """What a kernel is asked for, from an op's arguments."""
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    needs = dict.fromkeys(scoring.features, True)
+    needs["lse gradient"] = given["return_lse"]
+    return Request(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        v_dim=v.shape[-1],
+        q_heads=q.shape[-2] // plan.team_size,
+        kv_heads=k.shape[-2] // plan.team_size,
+        features=tuple(name for name in FEATURES if needs.get(name)),
+        tokens=plan.mask.k_len,
     )
 
 
@@ -226,12 +243,7 @@ def backward(
     lse: Tensor,
     packed: bool,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and the gradient of the sink from those of out and of lse.
-
-    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out)
-    does, with the opposite sign. One more column of v carries it through any kernel: with out = 1,
-    dout = -dlse and v = 0 there, rowsum gains -dlse and nothing else changes.
-    """
+    """dq, dk, dv and the gradient of the sink from those of out and of lse."""
     sink = given["sink"]
     q, k, v, out, lse = _batched(packed, *(given[n] for n in ("q", "k", "v")), out, lse)
     dout, dlse = _batched(packed, dout, dlse)
@@ -243,11 +255,6 @@ def backward(
     if dlse is None and call.lse_used and call.comm.size > 1:
         dlse = torch.zeros_like(lse)
     dsink = None if sink is None else _sink_gradient(dout, dlse, out, lse, sink)
-    if dlse is not None:
-        column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
-        dout = torch.cat([dout, -column], dim=-1)
-        out = torch.cat([out, torch.ones_like(column)], dim=-1)
-        v = torch.nn.functional.pad(v, (0, 1))
     dq, dk, dv = attention_backward(
         call.plan,
         call.comm,
@@ -260,9 +267,8 @@ def backward(
         lse,
         call.scoring,
         call.key_positions,
+        dlse=dlse,
     )
-    if dlse is not None:
-        dv = dv[..., :-1].contiguous()
     return (*_unbatched(packed, dq, dk, dv), dsink)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .comm import ROWS, STATS, Comm, Pending, add, place
 from .kernels import Kernel, Scoring
-from .merge import Accumulator, accumulation_dtype, merge_
+from .merge import Accumulator, Sum, accumulation_dtype, merge_
 from .plan import Plan
 from .rank_plan import RankPlan, Stage
 from .share import Share
@@ -57,13 +57,15 @@ def attention_forward(
     guest_q: Tensor | None = None
     for n, stage, keys, values in _stages(mine, comm, share, k, v):
         if len(stage.own):
+            pairs = share.pairs(n, guests=False, q_len=own_q.shape[1], k_len=keys.shape[1])
             where = share.tokens(n, guests=False)
-            own.add(*kernel.forward(own_q, keys, values, stage.own, share.scoring, where))
+            own.add(*kernel.forward(own_q, keys, values, pairs, share.scoring, where))
         if guest_q is None:
             (guest_q,) = guests.wait()
         if len(stage.guest):
+            pairs = share.pairs(n, guests=True, q_len=guest_q.shape[1], k_len=keys.shape[1])
             where = share.tokens(n, guests=True)
-            guest.add(*kernel.forward(guest_q, keys, values, stage.guest, share.scoring, where))
+            guest.add(*kernel.forward(guest_q, keys, values, pairs, share.scoring, where))
     assert guest_q is not None, "a plan has at least one stage"
     home_dtype = accumulation_dtype(q.dtype) if mine.shared_rows else q.dtype
     out, lse = own.result(own_q, v.shape[-1], home_dtype)
@@ -88,52 +90,71 @@ def attention_backward(
     lse: Tensor,
     scoring: Scoring,
     key_positions: Tensor | None = None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for this rank's q, k, v; ``out`` and ``lse`` are what the forward returned."""
+    """Gradients for this rank's q, k, v; ``out`` and ``lse`` are what the forward returned.
+
+    Args:
+        dlse: [b, h, l], the gradient of lse; None on every rank of a call, or on none.
+        deterministic: whether gradients must be the same bit for bit from run to run.
+    """
     mine = plan.rank(comm.rank)
     share = Share(plan, comm.rank, q, scoring, key_positions)
     dout, q, k, v, out = (_dense(t) for t in (dout, q, k, v, out))
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-    guests = comm.fetch(mine.q, (dout, q, out, lse), (ROWS, ROWS, ROWS, STATS))
-    own_rows = [share.of(dout), share.of(q), share.of(out), share.of(lse, STATS)]
-    guest_rows: list[Tensor] = []
-    guest_dq: Tensor | None = None
+    sums = [Sum(t) for t in (q, k, v)]
+    rows = [(dout, ROWS), (q, ROWS), (out, ROWS), (lse, STATS)]
+    rows += [(dlse, STATS)] if dlse is not None else []
+    guests = comm.fetch(mine.q, *zip(*rows, strict=True))
+    own_rows = [share.of(t, dims) for t, dims in rows]
+    guest_rows: list[Tensor] | None = None
+    guest_dq: Sum | None = None
     going_home: list[Pending] = []
     for n, stage, keys, values in _stages(mine, comm, share, k, v):
-        if guest_dq is None:
+        if guest_rows is None:
             guest_rows = guests.wait()
-            guest_dq = torch.zeros_like(guest_rows[1], dtype=wide)
-        remote = stage.kv is not None
-        dkeys = torch.zeros_like(keys, dtype=wide) if remote else share.of(dk)
-        dvalues = torch.zeros_like(values, dtype=wide) if remote else share.of(dv)
-        blocks = ((stage.own, share.of(dq), own_rows), (stage.guest, guest_dq, guest_rows))
-        for slices, total, rows in blocks:
-            if len(slices):
-                block_dout, block_q, block_out, block_lse = rows
-                where = share.tokens(n, guests=rows is guest_rows)
-                parts = kernel.backward(
-                    block_dout,
-                    block_q,
-                    keys,
-                    values,
-                    block_out,
-                    block_lse,
-                    slices,
-                    share.scoring,
-                    where,
-                )
-                for sum_, part in zip((total, dkeys, dvalues), parts, strict=True):
-                    sum_ += part
-        if stage.kv is not None:
-            back = comm.send_home(stage.kv, (dkeys, dvalues), (dk, dv), (ROWS, ROWS), add)
+            guest_dq = Sum(guest_rows[1])
+        received = None if stage.kv is None else (Sum(keys), Sum(values))
+        blocks = ((stage.own, own_rows, sums[0]), (stage.guest, guest_rows, guest_dq))
+        for slices, (block_dout, block_q, block_out, block_lse, *block_dlse), dq in blocks:
+            if not len(slices):
+                continue
+            guest = dq is guest_dq
+            pairs = share.pairs(n, guests=guest, q_len=block_q.shape[1], k_len=keys.shape[1])
+            parts = kernel.backward(
+                block_dout,
+                block_q,
+                keys,
+                values,
+                block_out,
+                block_lse,
+                pairs,
+                share.scoring,
+                share.tokens(n, guests=guest),
+                dlse=block_dlse[0] if block_dlse else None,
+                deterministic=deterministic,
+            )
+            whole = dq, *(received or sums[1:])
+            own_heads = not guest, received is None, received is None
+            for total, part, narrow in zip(whole, parts, own_heads, strict=True):
+                if narrow and not share.whole:
+                    share.of(total.wide()).add_(part)
+                else:
+                    total.add(part)
+        if stage.kv is not None and received is not None:
+            parts_home = [part.wide() for part in received]
+            own_places = [total.wide() for total in sums[1:]]
+            back = comm.send_home(stage.kv, parts_home, own_places, (ROWS, ROWS), add)
             going_home.append(back)
     if not mine.q.empty:
         assert guest_dq is not None
-        going_home.append(comm.send_home(mine.q, (guest_dq,), (dq,), (ROWS,), add))
+        home = comm.send_home(mine.q, (guest_dq.wide(),), (sums[0].wide(),), (ROWS,), add)
+        going_home.append(home)
     for pending in going_home:
         pending.wait()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = (total.result() for total in sums)
+    return dq, dk, dv
 
 
 def _stages(

@@ -75,3 +75,32 @@ def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
     b, length, h, _ = rows.shape
     lse = rows.new_full((b, h, length), -torch.inf, dtype=accumulation_dtype(rows.dtype))
     return rows.new_zeros((b, length, h, v_dim), dtype=dtype), lse
+
+
+class Sum:
+    """The running gradient of one tensor over stages and ranks, in the accumulation dtype from the
+    second part on; the first is kept as it is."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add a part, shaped as the whole; takes ownership of it."""
+        if self._total is None:
+            self._total = part
+        else:
+            self.wide().add_(part)
+
+    def wide(self) -> Tensor:
+        """The sum so far in the accumulation dtype, to be added to in place."""
+        dtype = accumulation_dtype(self._like.dtype)
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=dtype)
+        elif self._total.dtype != dtype:
+            self._total = self._total.to(dtype)
+        return self._total
+
+    def result(self) -> Tensor:
+        """The sum so far in its own tensor's dtype."""
+        return (self.wide() if self._total is None else self._total).to(self._like.dtype)

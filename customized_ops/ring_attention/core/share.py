@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .comm import ROWS, STATS, Dims
-from .kernels import Scoring, Tokens
+from .kernels import Pairs, Scoring, Tokens
 from .merge import unattended
 from .plan import Plan
 
@@ -47,6 +47,20 @@ class Share:
         self.of(all_out).copy_(out)
         self.of(all_lse, STATS).copy_(lse)
         return all_out, all_lse
+
+    def pairs(self, stage: int, *, guests: bool, q_len: int, k_len: int) -> Pairs:
+        """Which pairs a stage's kernel call attends: one object for all layers.
+
+        Args:
+            guests: whether the rows are those received from others, not the rank's own.
+            q_len, k_len: tokens of the call's q and k.
+        """
+        key = ("pairs", self._rank, stage, guests)
+        if key not in self._plan.on_device:
+            here = self._plan.rank(self._rank).stages[stage]
+            slices = here.guest if guests else here.own
+            self._plan.on_device[key] = Pairs(slices, q_len, k_len)
+        return self._plan.on_device[key]
 
     def tokens(self, stage: int, *, guests: bool) -> Tokens | None:
         """Which rows and keys a stage's kernel call has, if the kernel must know.

@@ -2,60 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..slices import Slices
+from .pairs import Pairs
 from .scoring import Scoring, Tokens
+
+# What a request may need beyond a causal or full softmax, and a kernel may have.
+FEATURES = (
+    "softcap",
+    "alibi",
+    "dropout",
+    "window",  # a bound on how far back a row attends
+    "lse gradient",
+    "deterministic",  # gradients the same bit for bit from run to run
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is asked for; the same for every rank of a call.
+
+    Attributes:
+        device: of q. dtype: of q, k and v.
+        head_dim, v_dim: of q and k, of v. q_heads, kv_heads: of the rank's call.
+        features: of FEATURES, in that order.
+        shape_class: one of "full", "causal", "packed", "window" and "sparse": what its speed
+            depends on.
+        tokens: of the keys of the whole mask.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+    q_heads: int
+    kv_heads: int
+    features: tuple[str, ...] = ()
+    shape_class: str = "causal"
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do. A request outside of it is refused, never approximated."""
+    """What a kernel can do on one type of device. A request outside of it is refused, never
+    approximated.
 
-    name: str
-    devices: tuple[str, ...]
+    Attributes:
+        device: "cpu" or "cuda".
+        features: of FEATURES.
+        widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
+        multiple: what both must be multiples of.
+        equal_widths: whether q, k and v must be equally wide.
+        arch: the lowest compute capability of the GPU, as (major, minor).
+    """
+
+    device: str
     dtypes: tuple[torch.dtype, ...]
-    features: tuple[str, ...] = ()  # of those that Scoring.features names
+    features: tuple[str, ...] = ()
+    widths: tuple[tuple[int, int], ...] = ()
+    multiple: int = 1
+    equal_widths: bool = False
+    arch: tuple[int, int] = (0, 0)
 
-    def refuses(self, q: Tensor, scoring: Scoring) -> str | None:
+    def refuses(self, request: Request) -> str | None:
         """Why this kernel cannot take the request, or None if it can."""
-        if q.device.type not in self.devices:
-            return f"runs on {', '.join(self.devices)}, not {q.device.type}"
-        if q.dtype not in self.dtypes:
-            return f"takes {', '.join(str(d) for d in self.dtypes)}, not {q.dtype}"
-        lacking = [feature for feature in scoring.features if feature not in self.features]
+        if request.dtype not in self.dtypes:
+            return f"takes {_listed(self.dtypes)}, not {request.dtype}"
+        lacking = [feature for feature in request.features if feature not in self.features]
         if lacking:
             return f"has no {', '.join(lacking)}"
+        d, e = request.head_dim, request.v_dim
+        if self.equal_widths and d != e:
+            return f"wants q, k and v equally wide, not {d} and {e}"
+        if d % self.multiple or e % self.multiple:
+            return f"takes head dims that are multiples of {self.multiple}, not {d} and {e}"
+        if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
+            most = " or ".join(f"{most_d} and {most_e}" for most_d, most_e in self.widths)
+            return f"takes head dims of q and v up to {most}, not {d} and {e}"
+        if self.arch > (0, 0):
+            found = torch.cuda.get_device_capability(request.device)
+            if found < self.arch:
+                return f"needs compute capability {_dotted(self.arch)}, not {_dotted(found)}"
         return None
 
 
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 class Kernel(Protocol):
-    """A module of this package, seen as a kernel.
+    """A module of this package, seen as a kernel. Importing it imports no optional package.
 
     Shapes: q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] with h a multiple of g (grouped-query
     attention: query head n reads kv head n // (h / g)); strides are free but d and e are dense.
-    ``slices`` int64[n, 6] are normalised and count rows of q and k; rows that no slice covers give
-    out 0 and lse -inf. ``tokens`` may be None unless ``scoring.needs_tokens``.
+    ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf. ``tokens``
+    may be None unless ``scoring.needs_tokens``. No call waits for the device.
     """
 
-    CAPABILITIES: Capabilities
+    NAME: str
+    CAPABILITIES: tuple[Capabilities, ...]  # one for each type of device
+
+    def missing(self) -> str | None:
+        """What keeps the kernel from running on this machine, or None."""
+        ...
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: Slices,
+        pairs: Pairs,
         scoring: Scoring,
         tokens: Tokens | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64).
 
-        Both are of these slices alone: k may be a part of a row's keys, to be merged with others.
+        Both are of these pairs alone: k may be a part of a row's keys, to be merged with others.
+        The same bit for bit from run to run.
         """
         ...
 
@@ -67,12 +139,19 @@ class Kernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: Slices,
+        pairs: Pairs,
         scoring: Scoring,
         tokens: Tokens | None,
+        *,
+        dlse: Tensor | None = None,
+        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of these slices, given the rows' final out and lse over all their keys.
+        """dq, dk, dv of these pairs, given the rows' final out and lse over all their keys.
 
         In the inputs' dtypes or wider: the executor adds them up over stages and ranks.
+
+        Args:
+            dlse: [b, h, i], the gradient of the final lse, in lse's dtype; None for 0.
+            deterministic: whether the gradients must be the same bit for bit from run to run.
         """
         ...

@@ -15,14 +15,18 @@ from torch import Tensor
 from ..merge import accumulation_dtype
 from ..slices import K0, K1, Slices, clip, shift, to_dense
 from .philox import keep
-from .protocol import Capabilities
+from .pairs import Pairs
+from .protocol import FEATURES, Capabilities
 from .scoring import Scoring, Tokens
 
-CAPABILITIES = Capabilities(
-    name="reference",
-    devices=("cpu", "cuda"),
-    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    features=("softcap", "alibi", "dropout"),
+NAME = "reference"
+CAPABILITIES = tuple(
+    Capabilities(
+        device=device,
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        features=FEATURES,
+    )
+    for device in ("cpu", "cuda")
 )
 
 # Scores of a block, all heads together: 16 MiB in fp32, of which several copies live at once.
@@ -38,15 +42,20 @@ class Block:
     mask: Tensor  # bool[rows, keys]
 
 
+def missing() -> str | None:
+    """See :class:`~.protocol.Kernel`."""
+    return None
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, scoring: Scoring, tokens: Tokens | None
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
     b, rows, h, _ = q.shape
     out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide)
     lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
-    for block in _blocks(q, k, slices):
+    for block in _blocks(q, k, pairs.slices):
         scores, _ = _scores(block, q, k, scoring, tokens)
         block_lse = torch.logsumexp(scores, dim=-1)
         p = _probabilities(scores, block_lse)
@@ -65,20 +74,24 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    slices: Slices,
+    pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`.
 
     With P the probabilities under the final lse and D dropout's factors, 0 or 1 / (1 - p):
     dV = (P * D)^T dO, dS = P * (D * dO V^T - rowsum(dO * O)), dQ = scale dS K, dK = scale dS^T Q
-    (Dao et al., arXiv:2205.14135, 2022, appendix B); a softcap multiplies dS by its own slope.
+    (Dao et al., arXiv:2205.14135, 2022, appendix B); a softcap multiplies dS by its own slope. As
+    d lse / d scores = P, the gradient of lse is taken off rowsum(dO * O).
     """
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
     grouped = (k.shape[2], -1)
-    for block in _blocks(q, k, slices):
+    for block in _blocks(q, k, pairs.slices):
         i, j = block.rows, block.keys
         q5, dout5, out5 = (t[:, i].to(wide).unflatten(2, grouped) for t in (q, dout, out))
         k4, v4 = (t[:, j].to(wide) for t in (k, v))
@@ -90,8 +103,10 @@ def backward(
             factor = _dropout(block, p, scoring, tokens)
             dropped, dp = p * factor, dp * factor
         dv[:, j] += torch.einsum("bghij,bighe->bjge", dropped, dout5)
-        delta = (dout5 * out5).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
-        ds = p * (dp - delta) * slope * scoring.softmax_scale
+        delta = (dout5 * out5).sum(-1).permute(0, 2, 3, 1)
+        if dlse is not None:
+            delta = delta - dlse[..., i].unflatten(1, grouped)
+        ds = p * (dp - delta.unsqueeze(-1)) * slope * scoring.softmax_scale
         dq[:, i] = torch.einsum("bghij,bjgd->bighd", ds, k4).flatten(2, 3)
         dk[:, j] += torch.einsum("bghij,bighd->bjgd", ds, q5)
     return dq, dk, dv

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from ..merge import accumulation_dtype, merge_
 from ..slices import K0, K1, Q0, Q1, Slices, clip
+from .lse_gradient import with_lse_gradient
+from .pairs import Pairs
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
 
 CAPABILITIES = Capabilities(
-    name="torch",
-    devices=("cpu",),
+    device="cpu",
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    features=("alibi",),
+    features=("alibi", "window", "lse gradient", "deterministic"),
 )
 
 # Rows of a tile that needs an additive mask: bounds the mask to BAND_ROWS x (band + BAND_ROWS).
@@ -83,10 +84,10 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, slices: Slices, scoring: Scoring, tokens: Tokens | None
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
-    cut = _cut(slices, scoring)
+    cut = _cut(pairs, scoring)
     wide = accumulation_dtype(q.dtype)
     b, rows, h, _ = q.shape
     # One tile a row needs no merge, so the result can be written as it comes.
@@ -119,16 +120,20 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    slices: Slices,
+    pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+    dout, out, v = with_lse_gradient(dout, out, v, dlse)
     q_, k_, v_ = _same_width(q, k, v)
     dout_, out_, _ = _same_width(dout, out, q)
-    for tile in _cut(slices, scoring):
+    for tile in _cut(pairs, scoring):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout_[:, rows].transpose(1, 2),
@@ -145,8 +150,9 @@ def backward(
     return dq, dk, dv
 
 
-def _cut(slices: Slices, scoring: Scoring) -> list[Tile]:
-    return list(tiles(slices) if scoring.alibi_slopes is None else bias_tiles(slices))
+def _cut(pairs: Pairs, scoring: Scoring) -> list[Tile]:
+    cutter = tiles if scoring.alibi_slopes is None else bias_tiles
+    return pairs.made(cutter, lambda: list(cutter(pairs.slices)))
 
 
 def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor | None:

@@ -1,0 +1,54 @@
+"""The kernel "torch": what torch itself has, another on each type of device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import torch_sdpa
+from .pairs import Pairs
+from .scoring import Scoring, Tokens
+
+NAME = "torch"
+CAPABILITIES = (torch_sdpa.CAPABILITIES,)
+
+
+def missing() -> str | None:
+    """See :class:`~.protocol.Kernel`."""
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    return torch_sdpa.forward(q, k, v, pairs, scoring, tokens)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Pairs,
+    scoring: Scoring,
+    tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    return torch_sdpa.backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        pairs,
+        scoring,
+        tokens,
+        dlse=dlse,
+        deterministic=deterministic,
+    )
