@@ -15,7 +15,7 @@ from torch import Tensor
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import KERNELS, Request, Scoring, refusal
 from customized_ops.ring_attention.core.kernels.philox import keep
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -564,7 +564,7 @@ def test_any_case_equals_dense_attention(case, data):
     plan, shape = case
     scoring = data.draw(scorings(shape))
     tensors = shape.draw(plan.mask)
-    able = [n for n in ("torch", "reference") if not refuses(n, tensors[0], scoring)]
+    able = [n for n in ("torch", "reference") if not refuses(n, tensors, scoring)]
     positions = None
     if scoring.alibi_slopes is not None and data.draw(st.booleans()):
         draw = torch.Generator().manual_seed(1)
@@ -579,8 +579,11 @@ def test_any_case_equals_dense_attention(case, data):
     )
 
 
-def refuses(kernel: str, q: Tensor, scoring: Scoring) -> str | None:
-    return KERNELS[kernel].CAPABILITIES.refuses(q, scoring)
+def refuses(kernel: str, tensors: list[Tensor], scoring: Scoring) -> str | None:
+    (q, k, v), features = tensors[:3], scoring.features
+    heads = q.shape[2], k.shape[2]
+    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], *heads, features)
+    return refusal(KERNELS[kernel], request)
 
 
 # ----------------------------------------------------------------------- bytes

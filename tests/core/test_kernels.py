@@ -1,21 +1,18 @@
-"""Every kernel of the registry against the dense specification."""
+"""Every kernel of the registry that runs on CPU, against the dense specification."""
 
-import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
-from customized_ops.ring_attention.core import kernels
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
-    KernelError,
+    Pairs,
+    Request,
     Scoring,
     Tokens,
-    choose,
     reference,
     torch_sdpa,
 )
@@ -68,16 +65,25 @@ KINDS = {
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HEADS = 4
 
-over_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+# By name: the kernel, and what it says that it can do on CPU.
+ON_CPU = {
+    name: (kernel, able)
+    for name, kernel in KERNELS.items()
+    for able in kernel.CAPABILITIES
+    if able.device == "cpu"
+}
+over_kernels = pytest.mark.parametrize(
+    "kernel", [kernel for kernel, _ in ON_CPU.values()], ids=ON_CPU
+)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 # What each kernel declares that it can do; that it refuses the rest is a test of its own.
 ABLE = {
     f"{kernel_name}-{name}": (kernel, scoring)
-    for kernel_name, kernel in KERNELS.items()
+    for kernel_name, (kernel, able) in ON_CPU.items()
     for name, scoring in SCORINGS.items()
-    if set(scoring.features) <= set(kernel.CAPABILITIES.features)
+    if set(scoring.features) <= set(able.features)
 }
 over_able = pytest.mark.parametrize(("kernel", "scoring"), ABLE.values(), ids=ABLE)
 WIDTHS = [(8, 8), (8, 5), (6, 16)]
@@ -125,8 +131,16 @@ def for_dense(scoring, tokens, batch=2):
     }
 
 
-def skip_if_refused(kernel, q, scoring=PLAIN):
-    reason = kernel.CAPABILITIES.refuses(q, scoring)
+def pairs_of(mask):
+    return Pairs(mask.slices, mask.q_len, mask.k_len)
+
+
+def skip_if_refused(kernel, q, scoring=PLAIN, features=()):
+    _, able = ON_CPU[kernel.NAME]
+    heads = q.shape[2], q.shape[2]
+    asked = (*scoring.features, *features)
+    request = Request(q.device, q.dtype, q.shape[-1], q.shape[-1], *heads, asked)
+    reason = able.refuses(request)
     if reason is not None:
         pytest.skip(reason)
 
@@ -155,7 +169,7 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
     tokens = tokens_of(rows, keys)
     want = dense_attention(*exact, mask, SCALE, **for_dense(scoring, tokens))
     plain = dense_attention(*low, mask, SCALE, **for_dense(scoring, tokens))
-    got = kernel.forward(*low, mask.slices, scoring, tokens if scoring.needs_tokens else None)
+    got = kernel.forward(*low, pairs_of(mask), scoring, tokens if scoring.needs_tokens else None)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert got[1].dtype == wide and got[0].dtype in (dtype, wide)
     for name, *values in zip(("out", "lse"), got, want, plain, strict=True):
@@ -166,6 +180,18 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
 @over_shapes
 @over_dtypes
 def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths, dtype):
+    check_backward(kernel, kind, scoring, kv_heads, widths, dtype)
+
+
+@over_kinds
+@over_able
+@over_dtypes
+@pytest.mark.parametrize("widths", [(8, 8), (8, 5)])
+def test_backward_with_a_gradient_of_lse(kernel, kind, scoring, widths, dtype):
+    check_backward(kernel, kind, scoring, 2, widths, dtype, lse_gradient=True)
+
+
+def check_backward(kernel, kind, scoring, kv_heads, widths, dtype, lse_gradient=False):
     """The rows also attend ``more`` keys elsewhere: out and lse are those of all their keys."""
     rows, keys, slices = KINDS[kind]
     more = 5
@@ -174,17 +200,28 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths,
     mask = torch.from_numpy(np.hstack([here.to_dense(), there.to_dense()]))
     q, k, v, dout = draw(dtype, rows, keys + more, kv_heads, *widths)
     low_q, low_k, low_v, low_dout = (t.to(dtype) for t in (q, k, v, dout))
-    skip_if_refused(kernel, low_q, scoring)
+    skip_if_refused(kernel, low_q, scoring, ("lse gradient",) if lse_gradient else ())
+    dlse = 3 * dout[..., 0].transpose(1, 2) if lse_gradient else None
     tokens = tokens_of(rows, keys + more)
     same = for_dense(scoring, tokens)
-    out, lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, **same)
-    _, _, *plain = dense_gradients(low_q, low_k, low_v, mask, SCALE, low_dout, **same)
-    final = out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    out, lse, *want = gradients(q, k, v, mask, dout, dlse, same)
+    _, _, *plain = gradients(low_q, low_k, low_v, mask, low_dout, dlse, same)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    final = out.to(dtype), lse.to(wide)
 
     def part(where, part_mask):
         block = low_k[:, where], low_v[:, where]
         here = tokens.part(slice(None), where) if scoring.needs_tokens else None
-        return kernel.backward(low_dout, low_q, *block, *final, part_mask.slices, scoring, here)
+        return kernel.backward(
+            low_dout,
+            low_q,
+            *block,
+            *final,
+            pairs_of(part_mask),
+            scoring,
+            here,
+            dlse=None if dlse is None else dlse.to(wide),
+        )
 
     dq, dk, dv = part(slice(0, keys), here)
     other_dq, other_dk, other_dv = part(slice(keys, None), there)
@@ -193,13 +230,23 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths,
         assert_close(name, *values, dtype)
 
 
+def gradients(q, k, v, mask, dout, dlse, scoring):
+    """(out, lse, dq, dk, dv) of dense attention, with a gradient of lse where one is given."""
+    if dlse is None:
+        return dense_gradients(q, k, v, mask, SCALE, dout, **scoring)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
+    return out.detach(), lse.detach(), *found
+
+
 @over_kernels
 def test_rows_without_keys_are_exactly_zero(kernel):
     q, k, v, dout = draw(torch.float32, 9, 12, 2, 8, 8)
     mask = AttnMask.from_slices([(2, 5, 3, 7, -WIDE, WIDE)], 9, 12)
     skip_if_refused(kernel, q)
-    out, lse = kernel.forward(q, k, v, mask.slices, PLAIN, None)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask.slices, PLAIN, None)
+    out, lse = kernel.forward(q, k, v, pairs_of(mask), PLAIN, None)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, pairs_of(mask), PLAIN, None)
     for rows in (slice(0, 2), slice(5, 9)):
         assert (out[:, rows] == 0).all() and (dq[:, rows] == 0).all()
         assert (lse[..., rows] == -torch.inf).all()
@@ -229,11 +276,11 @@ def test_strides_are_free(kernel, kind, way, scoring):
     want_out, want_lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, **same)
     q_, k_, v_, dout_, out_ = (list(strided(t))[way] for t in (q, k, v, dout, want_out))
     assert not any(t.is_contiguous() for t in (q_, k_, v_, dout_, out_))
-    out, lse = kernel.forward(q_, k_, v_, mask.slices, scoring, tokens)
+    out, lse = kernel.forward(q_, k_, v_, pairs_of(mask), scoring, tokens)
     assert_same("out", out, want_out)
     assert_same("lse", lse, want_lse)
     lse_ = want_lse.transpose(1, 2).contiguous().transpose(1, 2)
-    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask.slices, scoring, tokens)
+    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, pairs_of(mask), scoring, tokens)
     for name, *values in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
@@ -245,7 +292,7 @@ def test_keys_expanded_over_heads(kernel):
     mask = AttnMask.dense(9, 12, causal=True)
     want, _ = dense_attention(q, k, v, mask, SCALE)
     out, _ = kernel.forward(
-        q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), mask.slices, PLAIN, None
+        q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), pairs_of(mask), PLAIN, None
     )
     assert_same("out", out, want)
 
@@ -267,8 +314,8 @@ def test_more_rows_than_a_tile(kernel, mask, scoring):
         scoring = replace(scoring, alibi_slopes=SLOPES[:1])
     tokens = tokens_of(mask.q_len, mask.k_len)
     want = dense_gradients(q, k, v, mask, SCALE, dout, **for_dense(scoring, tokens, batch=1))
-    out, lse = kernel.forward(q, k, v, mask.slices, scoring, tokens)
-    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, mask.slices, scoring, tokens)
+    out, lse = kernel.forward(q, k, v, pairs_of(mask), scoring, tokens)
+    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, pairs_of(mask), scoring, tokens)
     for name, *values in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
@@ -281,7 +328,7 @@ def test_alibi_is_not_rounded_to_the_inputs_dtype(kernel, dtype):
     scoring = SCORINGS["alibi"]
     skip_if_refused(kernel, q, scoring)
     tokens = Tokens(torch.arange(3), torch.arange(5), 1001 + torch.arange(5), first_head=0)
-    _, lse = kernel.forward(q * 0, k, v, AttnMask.dense(3, 5).slices, scoring, tokens)
+    _, lse = kernel.forward(q * 0, k, v, pairs_of(AttnMask.dense(3, 5)), scoring, tokens)
     want = torch.logsumexp(-SLOPES[0, :, None, None].double() * tokens.distances(), dim=-1)
     assert_same("lse", lse, want.expand(2, -1, -1), tolerance=1e-3)
 
@@ -292,11 +339,11 @@ def test_tokens_in_any_order(kernel, scoring):
     q, k, v, _ = draw(torch.float64, 12, 15, 2, 8, 8)
     skip_if_refused(kernel, q, scoring)
     mask, tokens = AttnMask.dense(12, 15), tokens_of(12, 15)
-    out, lse = kernel.forward(q, k, v, mask.slices, scoring, tokens)
+    out, lse = kernel.forward(q, k, v, pairs_of(mask), scoring, tokens)
     rows, keys = torch.arange(12).roll(5), torch.arange(15).flip(0)
     mixed = replace(tokens.part(rows, slice(None)), keys=tokens.keys[keys])
     mixed = replace(mixed, key_positions=tokens.key_positions[keys])
-    got = kernel.forward(q[:, rows], k[:, keys], v[:, keys], mask.slices, scoring, mixed)
+    got = kernel.forward(q[:, rows], k[:, keys], v[:, keys], pairs_of(mask), scoring, mixed)
     assert_same("out", got[0], out[:, rows])
     assert_same("lse", got[1], lse[..., rows])
 
@@ -306,15 +353,15 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
     """The last two heads, which read the last kv head, of the last entry."""
     q, k, v, dout = draw(torch.float64, 12, 15, 2, 8, 8)
     skip_if_refused(kernel, q, scoring)
-    slices, tokens = AttnMask.dense(12, 15, causal=True).slices, tokens_of(12, 15)
-    out, lse = kernel.forward(q, k, v, slices, scoring, tokens)
-    gradients = kernel.backward(dout, q, k, v, out, lse, slices, scoring, tokens)
+    pairs, tokens = pairs_of(AttnMask.dense(12, 15, causal=True)), tokens_of(12, 15)
+    out, lse = kernel.forward(q, k, v, pairs, scoring, tokens)
+    gradients = kernel.backward(dout, q, k, v, out, lse, pairs, scoring, tokens)
     q, k, v, dout = q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], dout[1:, :, 2:]
     tokens = replace(tokens, first_head=tokens.first_head + 2, first_batch=tokens.first_batch + 1)
     if scoring.alibi_slopes is not None:
         scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes[-1:, 2:])
-    part, part_lse = kernel.forward(q, k, v, slices, scoring, tokens)
-    got = kernel.backward(dout, q, k, v, part, part_lse, slices, scoring, tokens)
+    part, part_lse = kernel.forward(q, k, v, pairs, scoring, tokens)
+    got = kernel.backward(dout, q, k, v, part, part_lse, pairs, scoring, tokens)
     assert_same("out", part, out[1:, :, 2:])
     assert_same("lse", part_lse, lse[1:, 2:])
     for name, mine, all_heads in zip(("dq", "dk", "dv"), got, gradients, strict=True):
@@ -326,18 +373,18 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
 @pytest.mark.parametrize("height", [1, 5])
 def test_blocks_of_the_reference_change_nothing(kind, scoring, height, monkeypatch):
     rows, keys, slices = KINDS[kind]
-    slices = AttnMask.from_slices(slices, rows, keys).slices
+    pairs = pairs_of(AttnMask.from_slices(slices, rows, keys))
     q, k, v, dout = draw(torch.float64, rows, keys, 2, 8, 5)
     tokens = tokens_of(rows, keys)
 
     def results():
-        out, lse = reference.forward(q, k, v, slices, scoring, tokens)
-        return out, lse, *reference.backward(dout, q, k, v, out, lse, slices, scoring, tokens)
+        out, lse = reference.forward(q, k, v, pairs, scoring, tokens)
+        return out, lse, *reference.backward(dout, q, k, v, out, lse, pairs, scoring, tokens)
 
     want = results()
     limit = height * 2 * HEADS * keys
     monkeypatch.setattr(reference, "BLOCK_SCORES", limit)
-    blocks = list(reference._blocks(q, k, slices))
+    blocks = list(reference._blocks(q, k, pairs.slices))
     assert len(slices) == 0 or len(blocks) > 1 or kind == "one row"
     assert all(2 * HEADS * block.mask.numel() <= limit for block in blocks)
     for name, *values in zip(("out", "lse", "dq", "dk", "dv"), results(), want, strict=True):
@@ -407,83 +454,3 @@ def test_tiles_of_common_masks_need_no_additive_mask():
         (False, None),
         (True, None),
     ]
-
-
-@pytest.fixture
-def two_kernels(monkeypatch):
-    """The kernels that need nothing but torch, whatever else is installed."""
-    monkeypatch.setattr(kernels, "KERNELS", {n: KERNELS[n] for n in ("torch", "reference")})
-
-
-def like(device: str, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
-    """What :func:`choose` looks at of a tensor, without its device."""
-    return SimpleNamespace(device=torch.device(device), dtype=dtype)
-
-
-@pytest.mark.usefixtures("two_kernels")
-def test_choose():
-    choose = functools.partial(kernels.choose, "an_op")
-    for dtype in DTYPES:
-        assert choose("auto", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
-        assert choose("torch", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["torch"]
-        assert choose("reference", torch.zeros(1, dtype=dtype), PLAIN) is KERNELS["reference"]
-    assert choose("auto", like("cuda"), PLAIN) is KERNELS["reference"]
-    takes = {name: choose("auto", like("cpu"), scoring) for name, scoring in SCORINGS.items()}
-    assert [name for name in takes if takes[name] is KERNELS["torch"]] == ["plain", "alibi"]
-
-
-@pytest.mark.usefixtures("two_kernels")
-@pytest.mark.parametrize(
-    ("name", "q", "scoring", "message"),
-    [
-        ("fast", like("cpu"), "plain", "kernel 'fast' is unknown; known: auto, torch, reference"),
-        (
-            "torch",
-            like("cuda"),
-            "plain",
-            "kernel 'torch' cannot do this (torch: runs on cpu, not cuda); able: reference",
-        ),
-        (
-            "torch",
-            like("cpu"),
-            "softcap",
-            "kernel 'torch' cannot do this (torch: has no softcap); able: reference",
-        ),
-        (
-            "torch",
-            like("cpu"),
-            "dropout",
-            "kernel 'torch' cannot do this (torch: has no dropout); able: reference",
-        ),
-        (
-            "torch",
-            like("cpu"),
-            "all",
-            "kernel 'torch' cannot do this (torch: has no softcap, dropout); able: reference",
-        ),
-        (
-            "auto",
-            like("meta"),
-            "all",
-            "kernel 'auto' cannot do this (torch: runs on cpu, not meta; "
-            "reference: runs on cpu, cuda, not meta); able: none",
-        ),
-        (
-            "reference",
-            like("cpu", torch.int32),
-            "plain",
-            "kernel 'reference' cannot do this (torch: takes torch.float64, torch.float32, "
-            "torch.bfloat16, torch.float16, not torch.int32; reference: takes torch.float64, "
-            "torch.float32, torch.bfloat16, torch.float16, not torch.int32); able: none",
-        ),
-    ],
-)
-def test_choose_errors(name, q, scoring, message):
-    with pytest.raises(KernelError) as info:
-        choose("an_op", name, q, SCORINGS[scoring])
-    assert str(info.value) == f"an_op: {message}"
-    assert isinstance(info.value, ValueError)
-
-
-def test_names_are_those_of_the_capabilities():
-    assert [kernel.CAPABILITIES.name for kernel in KERNELS.values()] == list(KERNELS)

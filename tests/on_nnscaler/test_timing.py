@@ -28,9 +28,9 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watch(kernel: Kernel) -> None:
         forward = kernel.forward
 
-        def count(q: Any, k: Any, v: Any, slices: Any, *rest: Any) -> Any:
-            counted.append(int(areas(slices).sum()) * q.shape[0] * q.shape[2])
-            return forward(q, k, v, slices, *rest)
+        def count(q: Any, k: Any, v: Any, attended: Any, *rest: Any) -> Any:
+            counted.append(int(areas(attended.slices).sum()) * q.shape[0] * q.shape[2])
+            return forward(q, k, v, attended, *rest)
 
         monkeypatch.setattr(kernel, "forward", count)
 
