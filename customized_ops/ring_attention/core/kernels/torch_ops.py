@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from torch import Tensor
 
-from . import torch_sdpa
+from . import torch_flash, torch_sdpa
 from .pairs import Pairs
 from .scoring import Scoring, Tokens
 
 NAME = "torch"
-CAPABILITIES = (torch_sdpa.CAPABILITIES,)
+CAPABILITIES = (torch_flash.CAPABILITIES, torch_sdpa.CAPABILITIES)
 
 
 def missing() -> str | None:
@@ -21,7 +23,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
-    return torch_sdpa.forward(q, k, v, pairs, scoring, tokens)
+    return _on(q).forward(q, k, v, pairs, scoring, tokens)
 
 
 def backward(
@@ -39,7 +41,7 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
-    return torch_sdpa.backward(
+    return _on(q).backward(
         dout,
         q,
         k,
@@ -52,3 +54,8 @@ def backward(
         dlse=dlse,
         deterministic=deterministic,
     )
+
+
+def _on(q: Tensor) -> ModuleType:
+    """What torch has on the device of ``q``."""
+    return torch_flash if q.device.type == "cuda" else torch_sdpa

@@ -1,0 +1,31 @@
+"""What the functions of an installed library take. They change from version to version, so a kernel
+names every argument and looks before it declares itself able."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+
+@cache
+def required(function: Callable[..., Any]) -> dict[str, bool]:
+    """The parameters of a function or of an op of ``torch.library``, and whether each has no
+    default."""
+    schema = getattr(getattr(function, "_opoverload", None), "_schema", None)
+    if schema is not None:
+        return {a.name: not a.has_default_value() for a in schema.arguments}
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters}
+
+
+def lacking(function: Callable[..., Any], needed: Iterable[str]) -> list[str]:
+    """Those of ``needed`` that it does not take."""
+    return [name for name in needed if name not in required(function)]
+
+
+def call(function: Callable[..., Any], **given: Any) -> Any:
+    """Call it by names; parameters without a default that are not given are None."""
+    rest = {name: None for name, must in required(function).items() if must and name not in given}
+    return function(**rest, **given)

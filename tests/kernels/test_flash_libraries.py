@@ -1,0 +1,585 @@
+"""FlashAttention libraries, through stand-ins with their signatures and their ways with windows."""
+
+import functools
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from dense import assert_same, dense_attention, worst
+from windows import KINDS, Library, draw, pairs_of
+
+from customized_ops.ring_attention.core.kernels import (
+    Request,
+    Scoring,
+    flash2,
+    flash3,
+    reference,
+    torch_flash,
+    torch_ops,
+)
+from customized_ops.ring_attention.core.kernels.signatures import call, lacking, required
+from customized_ops.ring_attention.core.kernels.windowed import Packing
+from customized_ops.ring_attention.core.slices import to_dense
+
+PLAIN, CAPPED = Scoring(0.35), Scoring(0.35, softcap=1.5)
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def window_of_flash2(left, right, causal, max_q, max_k):
+    """What FlashAttention-2 makes of a window: bounds of more than the keys count as none, and none
+    beside another as that many."""
+    right = 0 if causal else right
+    left = -1 if left >= max_k else left
+    right = -1 if right >= max_k else right
+    if left >= 0 > right:
+        right = max_k
+    return left, right
+
+
+def window_of_flash3(left, right, causal, max_q, max_k):
+    right = 0 if causal else right
+    return -1 if left >= max_k - 1 else left, -1 if right >= max_q - 1 else right
+
+
+class Standin:
+    """Computes densely what a library is asked, and keeps what it was told."""
+
+    def __init__(self, window_of):
+        self.library, self.window_of, self.told = Library(), window_of, []
+
+    def _arranged(self, q, k, window, causal, sequences, told):
+        """Window and packing of the dense stand-in."""
+        self.told.append(told)
+        packing = None if sequences[0] is None else Packing(*sequences)
+        longest = sequences[2:] if packing else (q.shape[1], k.shape[1])
+        return self.window_of(*window, causal, *longest), packing
+
+    def forward(self, q, k, v, scale, softcap, window, causal, sequences, **told):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        window, packing = self._arranged(q, k, window, causal, sequences, told)
+        return self.library.forward(q, k, v, window, packing, Scoring(scale, softcap))
+
+    def backward(self, dout, q, k, v, out, lse, scale, softcap, window, causal, sequences, **told):
+        assert len({t.shape[-1] for t in (dout, q, k, v, out)}) == 1 and q.shape[-1] % 8 == 0
+        window, packing = self._arranged(q, k, window, causal, sequences, told)
+        scoring = Scoring(scale, softcap)
+        rest = {"dlse": None, "deterministic": False}
+        return self.library.backward(dout, q, k, v, out, lse, window, packing, scoring, **rest)
+
+
+def torch_standin(monkeypatch):
+    """In place of torch's two ops, which take what their schemas say."""
+    standin = Standin(window_of_flash2)
+    forward, backward = (
+        getattr(torch.ops.aten, name).default._schema.arguments
+        for name in ("_flash_attention_forward", "_flash_attention_backward")
+    )
+
+    def bound(arguments, given):
+        names = {a.name for a in arguments}
+        assert set(given) <= names
+        assert {a.name for a in arguments if not a.has_default_value()} <= set(given)
+        assert given["dropout_p"] == 0.0
+        return SimpleNamespace(**dict.fromkeys(names) | given)
+
+    def common(a):
+        window = a.window_size_left, a.window_size_right
+        return a.scale, 0.0, window, a.is_causal, (a.cum_seq_q, a.cum_seq_k, a.max_q, a.max_k)
+
+    def run_forward(**given):
+        a = bound(forward, given)
+        assert a.return_debug_mask is False
+        out, lse = standin.forward(a.query, a.key, a.value, *common(a))
+        return out, lse, None, None, None
+
+    def run_backward(**given):
+        a = bound(backward, given)
+        mode = torch.get_deterministic_debug_mode()
+        rows = (a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp)
+        return standin.backward(*rows, *common(a), deterministic=mode == 2)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", run_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", run_backward)
+    return standin
+
+
+def flash2_standin(monkeypatch):
+    """flash_attn 2.8."""
+    standin = Standin(window_of_flash2)
+    alone = (None, None, None, None)
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        window = window_size_left, window_size_right
+        out, lse = standin.forward(q, k, v, softmax_scale, softcap, window, causal, alone)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+        block_table=None,
+        leftpad_k=None,
+        seqused_k=None,
+        zero_tensors=False,
+    ):
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        window = window_size_left, window_size_right
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = standin.forward(q, k, v, softmax_scale, softcap, window, causal, packed)
+        return out, lse, None, None
+
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
+        assert (dropout_p, alibi_slopes) == (0.0, None)
+        rows = dout, q, k, v, out, softmax_lse
+        window = window_size_left, window_size_right
+        how = softmax_scale, softcap, window, causal, alone
+        grads = standin.backward(*rows, *how, deterministic=deterministic)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    def _flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+        zero_tensors=False,
+    ):
+        assert (dropout_p, alibi_slopes) == (0.0, None)
+        rows = dout, q, k, v, out, softmax_lse
+        window = window_size_left, window_size_right
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        how = softmax_scale, softcap, window, causal, packed
+        grads = standin.backward(*rows, *how, deterministic=deterministic)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    install(
+        monkeypatch,
+        "flash_attn.flash_attn_interface",
+        _flash_attn_forward,
+        _flash_attn_varlen_forward,
+        _flash_attn_backward,
+        _flash_attn_varlen_backward,
+    )
+    return standin
+
+
+def flash3_standin(monkeypatch):
+    """The hopper folder as it is since the autumn of 2025."""
+    standin = Standin(window_of_flash3)
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        k_new=None,
+        v_new=None,
+        qv=None,
+        out_=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        cu_seqlens_k_new=None,
+        seqused_q=None,
+        seqused_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        page_table=None,
+        kv_batch_idx=None,
+        leftpad_k=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        seqlens_rotary=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        softmax_scale=None,
+        causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        attention_chunk=0,
+        softcap=0.0,
+        rotary_interleaved=True,
+        scheduler_metadata=None,
+        num_splits=1,
+        pack_gqa=None,
+        sm_margin=0,
+    ):
+        window = window_size_left, window_size_right
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = standin.forward(q, k, v, softmax_scale, softcap, window, causal, packed)
+        return out, lse, None, None
+
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        sequed_q=None,
+        sequed_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        dq=None,
+        dk=None,
+        dv=None,
+        softmax_scale=None,
+        is_causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        deterministic=False,
+        sm_margin=0,
+    ):
+        rows = dout, q, k, v, out, softmax_lse
+        window = window_size_left, window_size_right
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        how = softmax_scale, softcap, window, is_causal, packed
+        grads = standin.backward(*rows, *how, deterministic=deterministic)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    install(monkeypatch, "flash_attn_interface", _flash_attn_forward, _flash_attn_backward)
+    return standin
+
+
+def flash3_of_2_8_standin(monkeypatch):
+    """The hopper folder of release 2.8: a pair for the window, nothing has a default in front of
+    what we give, and backward says causal."""
+    standin = Standin(window_of_flash3)
+
+    def _flash_attn_forward(
+        q,
+        k,
+        v,
+        k_new,
+        v_new,
+        qv,
+        out,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_k_new,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        page_table,
+        kv_batch_idx,
+        leftpad_k,
+        rotary_cos,
+        rotary_sin,
+        seqlens_rotary,
+        q_descale,
+        k_descale,
+        v_descale,
+        softmax_scale,
+        causal,
+        window_size=(-1, -1),
+        attention_chunk=0,
+        softcap=0.0,
+        rotary_interleaved=True,
+        scheduler_metadata=None,
+        num_splits=1,
+        pack_gqa=None,
+        sm_margin=0,
+    ):
+        assert qv is None and out is None and rotary_cos is None
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return standin.forward(q, k, v, softmax_scale, softcap, window_size, causal, packed)
+
+    def _flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sequed_q,
+        sequed_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        causal,
+        window_size=(-1, -1),
+        softcap=0.0,
+        deterministic=False,
+        sm_margin=0,
+    ):
+        rows = dout, q, k, v, out, softmax_lse
+        packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        how = softmax_scale, softcap, window_size, causal, packed
+        grads = standin.backward(*rows, *how, deterministic=deterministic)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    install(monkeypatch, "flash_attn_interface", _flash_attn_forward, _flash_attn_backward)
+    return standin
+
+
+def install(monkeypatch, name, *functions):
+    """A module of these functions, under ``name``."""
+    module = ModuleType(name)
+    for function in functions:
+        setattr(module, function.__name__, function)
+    for end in range(name.count("."), 0, -1):
+        parent = name.rsplit(".", end)[0]
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+# The module, its stand-in, and how it can score.
+LIBRARIES = {
+    "torch": (torch_flash, torch_standin, PLAIN),
+    "flash2": (flash2, flash2_standin, CAPPED),
+    "flash3": (flash3, flash3_standin, CAPPED),
+    "flash3 of 2.8": (flash3, flash3_of_2_8_standin, CAPPED),
+}
+over_libraries = pytest.mark.parametrize("name", LIBRARIES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """Whether a library is missing is asked once a process."""
+    yield
+    for kernel in (flash2, flash3):
+        kernel.missing.cache_clear()
+
+
+@over_libraries
+@over_kinds
+@pytest.mark.parametrize("widths", [(8, 8), (16, 8), (8, 24)], ids=str)
+def test_values(name, kind, widths, monkeypatch):
+    kernel, install_standin, scoring = LIBRARIES[name]
+    standin = install_standin(monkeypatch)
+    rows, keys, slices = KINDS[kind]
+    pairs = pairs_of(slices, rows, keys)
+    q, k, v, dout, dlse = draw(2, rows, keys, 2, *widths)
+    want = reference.forward(q, k, v, pairs, scoring, None)
+    got = kernel.forward(q, k, v, pairs, scoring, None)
+    for what, mine, his in zip(("out", "lse"), got, want, strict=True):
+        assert_same(what, mine, his)
+    for given in (None, dlse):
+        rows_ = (dout, q, k, v, *want, pairs, scoring, None)
+        wanted = reference.backward(*rows_, dlse=given)
+        standin.told.clear()
+        gradients = kernel.backward(*rows_, dlse=given, deterministic=given is None)
+        for what, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+            assert_same(what, mine, his)
+        assert all(told["deterministic"] == (given is None) for told in standin.told)
+        assert bool(standin.told) == bool(slices)
+
+
+@pytest.mark.parametrize("kernel", [flash2, flash3], ids=lambda kernel: kernel.NAME)
+def test_missing(kernel, monkeypatch):
+    monkeypatch.setitem(sys.modules, kernel.LIBRARY, None)
+    assert kernel.missing().startswith(f"{kernel.LIBRARY} cannot be imported (")
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash3 of 2.8"])
+def test_nothing_missing(name, monkeypatch):
+    kernel, install_standin, _ = LIBRARIES[name]
+    install_standin(monkeypatch)
+    assert kernel.missing() is None
+
+
+def test_versions_that_are_too_old(monkeypatch):
+    def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes):
+        """flash_attn 2.5."""
+
+    install(monkeypatch, flash2.LIBRARY, _flash_attn_forward)
+    assert flash2.missing() == (
+        "the flash_attn installed has no return_softmax, window_size_left, window_size_right, "
+        "softcap; it must be 2.7 or newer"
+    )
+
+    def _flash_attn_forward(q, k, v, softmax_scale, causal, window_size):
+        """The hopper folder of 2.7.0."""
+
+    install(monkeypatch, flash3.LIBRARY, _flash_attn_forward)
+    assert "has no cu_seqlens_q, cu_seqlens_k" in flash3.missing()
+
+
+@over_libraries
+def test_what_they_refuse(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernel = LIBRARIES[name][0]
+    able = kernel.CAPABILITIES if kernel is torch_flash else kernel.CAPABILITIES[0]
+    request = functools.partial(
+        Request, torch.device("cuda"), torch.bfloat16, q_heads=4, kv_heads=4
+    )
+    assert able.refuses(request(128, 128, features=able.features)) is None
+    assert able.refuses(request(192, 128)) is None
+    assert able.refuses(request(128, 128, features=("alibi",))) == "has no alibi"
+    assert able.refuses(request(128, 128, features=("dropout",))) == "has no dropout"
+    assert able.refuses(request(100, 100)).startswith("takes head dims that are multiples of 8")
+    assert able.refuses(request(256, 256)).startswith("takes head dims of q and v up to")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert able.refuses(request(128, 128)).startswith("needs compute capability")
+
+
+def test_determinism_of_torch_is_switched_back(monkeypatch):
+    torch_standin(monkeypatch)
+    pairs = pairs_of([(0, 4, 0, 4, -9, 0)], 4, 4)
+    q, k, v, dout, _ = draw(1, 4, 4, 2, 8, 8)
+    rows = (dout, q, k, v, *torch_flash.forward(q, k, v, pairs, PLAIN, None), pairs, PLAIN, None)
+    for mode in (1, 0):
+        torch.set_deterministic_debug_mode(mode)
+        torch_flash.backward(*rows, deterministic=True)
+        assert torch.get_deterministic_debug_mode() == mode
+
+    def fails(**_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        torch_flash.backward(*rows, deterministic=True)
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_torch_takes_what_the_device_has(monkeypatch):
+    seen = []
+    for module, name in ((torch_flash, "cuda"), (torch_ops.torch_sdpa, "cpu")):
+        for part in ("forward", "backward"):
+            monkeypatch.setattr(module, part, lambda *_, name=name, **__: seen.append(name))
+    for device in ("cuda", "cpu"):
+        q = SimpleNamespace(device=torch.device(device))
+        torch_ops.forward(q, None, None, None, None, None)
+        torch_ops.backward(None, q, *[None] * 7)
+    assert seen == ["cuda", "cuda", "cpu", "cpu"]
+    assert [able.device for able in torch_ops.CAPABILITIES] == ["cuda", "cpu"]
+
+
+def test_parameters_of_functions_and_of_ops():
+    def function(a, b, c=1):
+        return a, b, c
+
+    @torch.library.custom_op("seqshard_test::signatures", mutates_args=())
+    def op(a: torch.Tensor, b: torch.Tensor | None, c: int = 1) -> torch.Tensor:
+        assert b is None
+        return a * c
+
+    for each in (function, op):
+        assert required(each) == {"a": True, "b": True, "c": False}
+        assert lacking(each, ["c", "d", "a"]) == ["d"]
+    assert call(function, a=5) == (5, None, 1)
+    assert torch.equal(call(op, a=torch.ones(2), c=3), torch.full((2,), 3.0))
+
+
+GPU_KERNELS = {"torch": torch_ops, "flash2": flash2, "flash3": flash3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_KERNELS)
+@over_kinds
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_on_a_gpu(name, kind, widths):
+    """No worse than twice plain torch in bf16, plus rounding; and the same twice."""
+    kernel = GPU_KERNELS[name]
+    if kernel.missing():
+        pytest.skip(kernel.missing())
+    rows, keys, slices = KINDS[kind]
+    scale = 50  # blocks of 128 in the middle, at the ends and at every edge
+    big = [(a * scale, b * scale, c * scale, d * scale) for a, b, c, d, *_ in slices]
+    bands = [tuple(max(-(10**6), min(10**6, x * scale)) for x in s[4:]) for s in slices]
+    pairs = pairs_of(
+        [(*s, *band) for s, band in zip(big, bands, strict=True)], rows * scale, keys * scale
+    )
+    exact = draw(2, rows * scale, keys * scale, 2, *widths, dtype=torch.bfloat16)
+    mask = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len)).cuda()
+    low = [t.cuda() for t in exact]
+    q, k, v, dout, dlse = low[0], low[1], low[2], low[3], low[4].float()
+    true_out, true_lse, *truth = gradients(mask, *(t.double() for t in (q, k, v, dout, dlse)))
+    plain_out, plain_lse, *plain = gradients(mask, q, k, v, dout, dlse.to(q.dtype))
+    out, lse = kernel.forward(q, k, v, pairs, PLAIN, None)
+    final = true_out.to(q.dtype), true_lse.float()
+    rest = (dout, q, k, v, *final, pairs, PLAIN, None)
+    got = kernel.backward(*rest, dlse=dlse, deterministic=True)
+    names = ("out", "lse", "dq", "dk", "dv")
+    wants = (true_out, true_lse, *truth)
+    plains = (plain_out, plain_lse, *plain)
+    for what, mine, want, his in zip(names, (out, lse, *got), wants, plains, strict=True):
+        finite = want.isfinite()
+        largest = want[finite].abs().max().item() if finite.any() else 0.0
+        error = worst(his[finite], want[finite])
+        assert_same(what, mine, want, 2 * error + torch.finfo(q.dtype).eps * largest)
+    again = kernel.backward(*rest, dlse=dlse, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+def gradients(mask, q, k, v, dout, dlse):
+    """(out, lse, dq, dk, dv) of plain torch, for gradients of out and of lse."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask, PLAIN.softmax_scale)
+    finite = lse.isfinite()
+    total = (out * dout).sum() + (lse[finite] * dlse[finite]).sum()
+    return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)

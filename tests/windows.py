@@ -1,0 +1,179 @@
+"""A library that knows windows and nothing else, computed densely: what adapters are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from customized_ops.ring_attention.core.kernels import Pairs, Scoring
+from customized_ops.ring_attention.core.kernels.windowed import Packing, Window
+from customized_ops.ring_attention.core.slices import as_slices, normalise
+
+WIDE = 999  # wider than any sequence here: no bound
+HEADS = 4
+
+# rows, keys, slices
+KINDS = {
+    "full": (13, 17, [(0, 13, 0, 17, -WIDE, WIDE)]),
+    "causal square": (16, 16, [(0, 16, 0, 16, -WIDE, 0)]),
+    "causal, more keys": (9, 17, [(0, 9, 0, 17, -WIDE, 8)]),
+    "causal, more rows": (17, 9, [(0, 17, 0, 9, -WIDE, -8)]),
+    "causal, cut by keys": (17, 9, [(0, 17, 0, 9, -WIDE, 0)]),
+    "diagonal not in a corner": (13, 17, [(0, 13, 0, 17, -WIDE, 2)]),
+    "window": (16, 16, [(0, 16, 0, 16, -3, 2)]),
+    "inverse causal": (12, 15, [(0, 12, 0, 15, 1, WIDE)]),
+    "several slices share rows": (
+        12,
+        16,
+        [(0, 12, 0, 3, -WIDE, WIDE), (2, 12, 3, 9, -WIDE, 1), (4, 8, 10, 16, 4, 6)],
+    ),
+    "rows out of order": (12, 12, [(6, 12, 0, 9, -WIDE, 0), (0, 6, 3, 9, -WIDE, WIDE)]),
+    "one shared row": (6, 9, [(0, 4, 0, 5, -WIDE, WIDE), (3, 6, 5, 9, -WIDE, WIDE)]),
+    "one key": (11, 14, [(2, 11, 5, 6, -WIDE, WIDE)]),
+    "one row": (11, 14, [(4, 5, 2, 13, -WIDE, WIDE)]),
+    "one diagonal": (11, 14, [(0, 11, 0, 14, 2, 2)]),
+    "uncovered rows": (14, 14, [(3, 7, 0, 6, -WIDE, 0), (10, 12, 8, 14, -WIDE, WIDE)]),
+    "documents": (15, 15, [(a, b, a, b, -WIDE, 0) for a, b in [(0, 6), (6, 7), (7, 15)]]),
+    "documents, gaps": (15, 16, [(1, 5, 2, 6, -WIDE, 1), (5, 9, 9, 13, -WIDE, 4)]),
+    "documents, rows left out": (15, 15, [(0, 4, 0, 4, -WIDE, 0), (7, 15, 4, 12, -WIDE, -3)]),
+    "full beside causal": (12, 12, [(0, 5, 0, 5, -WIDE, 0), (5, 12, 5, 12, -WIDE, WIDE)]),
+    "streaming": (16, 16, [(0, 16, 0, 16, -3, 0), (4, 16, 0, 2, -WIDE, -4)]),
+    "no slices": (7, 9, []),
+}
+
+
+def pairs_of(slices: list[tuple[int, ...]], rows: int, keys: int) -> Pairs:
+    return Pairs(normalise(as_slices(slices)), rows, keys)
+
+
+def draw(
+    batch: int,
+    rows: int,
+    keys: int,
+    kv_heads: int = 2,
+    d: int = 6,
+    e: int = 5,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """q, k, v, dout, dlse."""
+    source = torch.Generator().manual_seed(rows * 100 + keys)
+    shapes = [(batch, rows, HEADS, d), (batch, keys, kv_heads, d), (batch, keys, kv_heads, e)]
+    shapes += [(batch, rows, HEADS, e), (batch, HEADS, rows)]
+    return [torch.randn(s, dtype=torch.float64, generator=source).to(dtype) for s in shapes]
+
+
+def window_mask(rows: int, keys: int, window: Window) -> Tensor:
+    """bool[rows, keys], True where a window aligned to the bottom right corner attends."""
+    left, right = window
+    beyond = torch.arange(keys) - torch.arange(rows).unsqueeze(1) - (keys - rows)
+    allowed = torch.ones(rows, keys, dtype=torch.bool)
+    if left >= 0:
+        allowed &= beyond >= -left
+    if right >= 0:
+        allowed &= beyond <= right
+    return allowed
+
+
+def dense_mask(rows: int, keys: int, window: Window, packing: Packing | None) -> Tensor:
+    """That of one sequence, or of packed ones in their places."""
+    if packing is None:
+        return window_mask(rows, keys, window)
+    allowed = torch.zeros(rows, keys, dtype=torch.bool)
+    ends = zip(packing.cu_seqlens_q.tolist(), packing.cu_seqlens_k.tolist(), strict=True)
+    q0, k0 = next(ends)
+    for q1, k1 in ends:
+        assert q1 - q0 <= packing.max_seqlen_q and k1 - k0 <= packing.max_seqlen_k
+        allowed[q0:q1, k0:k1] = window_mask(q1 - q0, k1 - k0, window)
+        q0, k0 = q1, k1
+    assert (q0, k0) == (rows, keys), "tokens at the end are in no sequence"
+    return allowed
+
+
+@dataclass
+class Library:
+    """``forward`` and ``backward`` are an ``Attend`` and an ``AttendBackward``; ``calls`` holds
+    (window, sequences, q's shape) of each call, 0 sequences for one that is not packed."""
+
+    calls: list[tuple[Window, int, tuple[int, ...]]] = field(default_factory=list)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window,
+        packing: Packing | None,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor]:
+        """Rows without keys give lse +inf, as FlashAttention-2 does."""
+        sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
+        self.calls.append((window, sequences, tuple(q.shape)))
+        q4, k4, v4 = (t if packing is None else t.unsqueeze(0) for t in (q, k, v))
+        scores, _ = _scores(q4, k4, window, packing, scoring)
+        lse = torch.logsumexp(scores, dim=-1)
+        p = _probabilities(scores, lse)
+        out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v4, q4).to(p.dtype)).to(q.dtype)
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return (out, lse) if packing is None else (out[0], lse[0])
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+        packing: Packing | None,
+        scoring: Scoring,
+        *,
+        dlse: Tensor | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """lse is read as a C library would: by its address."""
+        assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+        sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
+        self.calls.append((window, sequences, tuple(q.shape)))
+        rows = [dout, q, k, v, out] if packing is None else [t[None] for t in (dout, q, k, v, out)]
+        dout4, q4, k4, v4, out4 = (t.to(lse.dtype) for t in rows)
+        stats = lse if packing is None else lse[None]
+        scores, slope = _scores(q4, k4, window, packing, scoring)
+        p = _probabilities(scores, stats)
+        delta = (dout4 * out4).sum(-1).transpose(1, 2)
+        if dlse is not None:
+            delta = delta - (dlse if packing is None else dlse[None])
+        dp = torch.einsum("bihe,bjhe->bhij", dout4, _repeated(v4, q4))
+        ds = p * (dp - delta.unsqueeze(-1)) * slope * scoring.softmax_scale
+        dq = torch.einsum("bhij,bjhd->bihd", ds, _repeated(k4, q4))
+        groups = (k4.shape[2], -1)
+        dk = torch.einsum("bhij,bihd->bjhd", ds, q4).unflatten(2, groups).sum(3)
+        dv = torch.einsum("bhij,bihe->bjhe", p, dout4).unflatten(2, groups).sum(3)
+        given = (t.to(q.dtype) for t in (dq, dk, dv))
+        dq, dk, dv = given if packing is None else (t[0] for t in given)
+        return dq, dk, dv
+
+
+def _repeated(t: Tensor, q: Tensor) -> Tensor:
+    return t.repeat_interleave(q.shape[2] // t.shape[2], dim=2)
+
+
+def _scores(
+    q: Tensor, k: Tensor, window: Window, packing: Packing | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Scores, -inf where not attended, and the slope of the softcap."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.einsum("bihd,bjhd->bhij", q.to(wide), _repeated(k, q).to(wide))
+    scores = scores * scoring.softmax_scale
+    slope = torch.ones_like(scores)
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        slope = 1 - (scores / scoring.softcap).square()
+    allowed = dense_mask(q.shape[1], k.shape[1], window, packing)
+    return scores.masked_fill(~allowed, -torch.inf), slope
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1))
