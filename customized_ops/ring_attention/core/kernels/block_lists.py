@@ -1,0 +1,184 @@
+"""Slices as block-sparse kernels take them: lists of blocks, and intervals of keys for each row.
+
+Blocks of 2 x 2 tokens, causal, the last key attended by the last row alone:
+
+    # . . . . |     row block  partial  full        key block  partial  full
+    # # . . . |     0          [0]      []          0          [0]      [1, 2]
+    # # # . . |     1          [1]      [0]         1          [1]      [2]
+    # # # # . |     2          []       [0, 1, 2]   2          []       [2]
+    # # # # # |
+
+A block that the ends of q or k cut short is full if what lies within them is attended.
+
+No torch here: lists are made on the host, once for a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockList:
+    """For each block of one side, blocks of the other.
+
+    Attributes:
+        counts: int32[blocks], how many.
+        indices: int32[blocks, most], which ones, ascending; 0 beyond the count. ``most`` is the
+            largest count, or 1.
+    """
+
+    counts: npt.NDArray[np.int32]
+    indices: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The blocks that each block of rows, or of keys, meets: attended in part, or whole."""
+
+    partial: BlockList
+    full: BlockList
+
+
+def block_lists(
+    slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
+) -> tuple[Side, Side]:
+    """Lists for each block of rows, and for each block of keys.
+
+    Args:
+        slices: int64[n, 6], normalised and disjoint, within ``q_len`` rows and ``k_len`` keys.
+        block_q, block_k: rows and keys of a block.
+    """
+    row_blocks, key_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    strips = _strips(slices, block_q)
+    first, stop = strips[:, K0] // block_k, -(-strips[:, K1] // block_k)
+    whole0, whole1 = _whole_blocks(strips, q_len, k_len, block_q, block_k)
+    row_block = strips[:, Q0] // block_q
+
+    # Areas are needed only where a strip covers a part of a block: several may make it full.
+    strip, key_block = _ranges(np.concatenate([first, whole1]), np.concatenate([whole0, stop]))
+    strip %= max(1, len(strips))
+    pieces = strips[strip]
+    pieces[:, K0] = np.maximum(pieces[:, K0], key_block * block_k)
+    pieces[:, K1] = np.minimum(pieces[:, K1], (key_block + 1) * block_k)
+    touched, which = np.unique(row_block[strip] * key_blocks + key_block, return_inverse=True)
+    attended = np.bincount(which, areas(tighten(pieces)), minlength=len(touched))
+    i, j = np.divmod(touched, max(1, key_blocks))
+    height = np.minimum(block_q, q_len - i * block_q)
+    complete = attended == height * np.minimum(block_k, k_len - j * block_k)
+
+    strip, key_block = _ranges(whole0, whole1)
+    full_i = np.concatenate([row_block[strip], i[complete]])
+    full_j = np.concatenate([key_block, j[complete]])
+    i, j = i[~complete], j[~complete]
+    return (
+        Side(_listed(i, j, row_blocks), _listed(full_i, full_j, row_blocks)),
+        Side(_listed(j, i, key_blocks), _listed(full_j, full_i, key_blocks)),
+    )
+
+
+def blocks_touched(slices: Slices, block_q: int, block_k: int) -> int:
+    """How many blocks the slices of a normalised list touch; one that several touch counts as
+    often."""
+    strips = _strips(slices, block_q)
+    return int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
+
+
+def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32] | None:
+    """The keys of each row as ascending, disjoint intervals that do not touch.
+
+    Args:
+        slices: int64[n, 6], normalised and disjoint, within ``q_len`` rows.
+    Returns:
+        int32[q_len, n, 2] of (start, stop), (0, 0) where a row has fewer than n; n is the greatest
+        number of a row, and at least 1. None if that is more than ``most``.
+    """
+    heads, order = _slices_by_rows(slices, q_len)
+    of_row = np.repeat(np.arange(len(heads) - 1), np.diff(heads))
+    rows = np.arange(q_len)
+    found = np.zeros((q_len, most, 2), dtype=np.int32)
+    taken = np.zeros(q_len, dtype=np.int64)  # intervals that a row has so far
+    end = np.full(q_len, -1, dtype=np.int64)  # of a row's last one
+    for nth in order.T:
+        which = nth[of_row]
+        here = np.flatnonzero(which >= 0)
+        _, _, k0, k1, lo, hi = slices[which[here]].T
+        start, stop = np.maximum(k0, rows[here] + lo), np.minimum(k1, rows[here] + hi + 1)
+        apart = start != end[here]
+        if (taken[here] + apart).max(initial=0) > most:
+            return None
+        new = here[apart]
+        found[new, taken[new], 0] = start[apart]
+        taken[new] += 1
+        found[here, taken[here] - 1, 1] = stop
+        end[here] = stop
+    return found[:, : max(1, taken.max(initial=1))]
+
+
+def _strips(slices: Slices, block_q: int) -> Slices:
+    """The slices cut at every ``block_q`` rows, normalised."""
+    which, block = _ranges(slices[:, Q0] // block_q, -(-slices[:, Q1] // block_q))
+    strips = slices[which]
+    strips[:, Q0] = np.maximum(strips[:, Q0], block * block_q)
+    strips[:, Q1] = np.minimum(strips[:, Q1], (block + 1) * block_q)
+    return tighten(strips)
+
+
+def _whole_blocks(
+    strips: Slices, q_len: int, k_len: int, block_q: int, block_k: int
+) -> tuple[Ints, Ints]:
+    """The range of key blocks that each strip covers wholly; where there is none, the empty range
+    at the strip's first block."""
+    q0, q1 = strips[:, Q0], strips[:, Q1]
+    # Keys of every row: between the last row's first and the first row's last.
+    start = np.maximum(strips[:, K0], q1 - 1 + strips[:, LO])
+    stop = np.minimum(strips[:, K1], q0 + strips[:, HI] + 1)
+    whole0 = -(-start // block_k)
+    whole1 = np.where(stop == k_len, -(-stop // block_k), stop // block_k)
+    height = np.minimum(block_q, q_len - q0 // block_q * block_q)
+    none = (q1 - q0 < height) | (whole1 <= whole0)
+    first = strips[:, K0] // block_k
+    return np.where(none, first, whole0), np.where(none, first, whole1)
+
+
+def _ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """Every (n, value) with starts[n] <= value < stops[n], in order."""
+    counts = stops - starts
+    which = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return which, np.arange(len(which)) + (starts - before)[which]
+
+
+def _listed(of: Ints, other: Ints, blocks: int) -> BlockList:
+    """Pairs of blocks as lists of ``other`` for each ``of``."""
+    order = np.lexsort((other, of))
+    of, other = of[order], other[order]
+    counts = np.bincount(of, minlength=blocks)
+    indices = np.zeros((blocks, max(1, counts.max(initial=0))), dtype=np.int32)
+    indices[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = other
+    return BlockList(counts.astype(np.int32), indices)
+
+
+def _slices_by_rows(slices: Slices, q_len: int) -> tuple[Ints, Ints]:
+    """Runs of rows that the same slices cover, int64[runs + 1] bounds, and the slices of each run
+    in the order of their keys, int64[runs, most] filled up with -1.
+
+    The order holds for the whole run: from row to row a slice's bounds move by one key at most, so
+    disjoint ones cannot pass one another.
+    """
+    heads = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], [0, q_len]]))
+    which, run = _ranges(*np.searchsorted(heads, slices[:, [Q0, Q1]].T))
+    start = np.maximum(slices[which, K0], heads[run] + slices[which, LO])
+    by_key = np.lexsort((start, run))
+    which, run = which[by_key], run[by_key]
+    counts = np.bincount(run, minlength=len(heads) - 1)
+    order = np.full((len(heads) - 1, max(0, counts.max(initial=0))), -1, dtype=np.int64)
+    order[run, np.arange(len(run)) - (np.cumsum(counts) - counts)[run]] = which
+    return heads, order

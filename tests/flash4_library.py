@@ -1,0 +1,219 @@
+"""flash-attn-4 4.0.0b36 as far as the kernel "flash4" calls it, computed densely.
+
+Its two functions take what the library's take. Block lists are taken at their word: blocks that
+are listed as full are not masked, those listed as partial are masked by ``mask_mod``, others are
+skipped; so a wrong list gives wrong results.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from windows import dense_mask
+
+from customized_ops.ring_attention.core.kernels.windowed import Packing
+
+FORWARD = (
+    "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k "
+    "page_table softmax_scale causal softcap window_size_left window_size_right learnable_sink "
+    "tile_mn mma_pv_is_rs intra_wg_overlap num_threads num_splits pack_gqa _arch score_mod "
+    "mask_mod block_sparse_tensors return_lse out lse aux_tensors aux_scalars q_descale k_descale "
+    "v_descale gather_kv_indices scheduler_metadata seqlen_k_per_split disable_scheduler_metadata "
+    "gather_bwd_recompute_p"
+)
+BACKWARD = (
+    "q k v out dout lse softmax_scale causal softcap window_size_left window_size_right "
+    "m_block_size n_block_size num_threads pack_gqa num_stages_Q num_stages_dO SdP_swapAB "
+    "dKV_swapAB dQ_swapAB AtomLayoutMSdP AtomLayoutNdKV AtomLayoutMdQ V_in_regs cu_seqlens_q "
+    "cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k deterministic dq dk dv score_mod "
+    "score_mod_bwd mask_mod aux_tensors aux_scalars block_sparse_tensors dlse learnable_sink"
+)
+
+
+def signature(names: str, required: int) -> inspect.Signature:
+    """The first ``required`` arguments without a default, the others with None."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = [inspect.Parameter.empty] * required + [None] * len(names.split())
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=default)
+            for name, default in zip(names.split(), defaults, strict=False)
+        ]
+    )
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    """The library's."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_block_idx_offsets: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
+class Library:
+    """``calls``: the names given to each call, with its function's name."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def _bind(self, name: str, names: str, required: int, given: dict[str, Any]) -> SimpleNamespace:
+        self.calls.append((name, given))
+        bound = signature(names, required).bind(**given)
+        bound.apply_defaults()
+        return SimpleNamespace(**bound.arguments)
+
+    def forward(self, **given: Any) -> tuple[Tensor | None, ...]:
+        a = self._bind("_flash_attn_fwd", FORWARD, 3, given)
+        assert a.return_lse is True
+        q, k, v = (_batched(t, a) for t in (a.q, a.k, a.v))
+        scores, _ = _scores(q, k, a, _mask(a, q, k, v, forward=True))
+        lse = torch.logsumexp(scores, dim=-1)
+        p = torch.exp(scores - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1))
+        out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v, q)).to(a.q.dtype)
+        if a.cu_seqlens_q is not None:
+            out, lse = out[0], lse[0]
+        return out, lse, None, None, None
+
+    def backward(self, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        a = self._bind("_flash_attn_bwd", BACKWARD, 6, given)
+        assert a.softcap is not None, "the library compares softcap with 0.0"
+        sparse = a.block_sparse_tensors is not None
+        assert not (a.deterministic and sparse), "deterministic is not implemented for block lists"
+        q, k, v, out, dout = (_batched(t, a) for t in (a.q, a.k, a.v, a.out, a.dout))
+        assert q.dtype == k.dtype == v.dtype == out.dtype == dout.dtype
+        lse, dlse = (t if t is None or t.ndim == 3 else t[None] for t in (a.lse, a.dlse))
+        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        scores, slope = _scores(q, k, a, _mask(a, q, k, v, forward=False))
+        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+        delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
+        dp = torch.einsum("bihe,bjhe->bhij", dout, _repeated(v, q))
+        ds = p * (dp - delta.unsqueeze(-1)) * slope * a.softmax_scale
+        groups = (k.shape[2], -1)
+        gradients = (
+            torch.einsum("bhij,bjhd->bihd", ds, _repeated(k, q)),
+            torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, groups).sum(3),
+            torch.einsum("bhij,bihe->bjhe", p, dout).unflatten(2, groups).sum(3),
+        )
+        dq, dk, dv = (t if a.cu_seqlens_q is None else t[0] for t in gradients)
+        return dq, dk, dv
+
+
+def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
+    """Put ``library`` where flash-attn-4 would be; returns its module of functions."""
+
+    def module(name: str, **contents: Any) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(contents)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    def _flash_attn_fwd(**given: Any) -> tuple[Tensor | None, ...]:
+        return library.forward(**given)
+
+    def _flash_attn_bwd(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return library.backward(**given)
+
+    _flash_attn_fwd.__signature__ = signature(FORWARD, 3)  # type: ignore[attr-defined]
+    _flash_attn_bwd.__signature__ = signature(BACKWARD, 6)  # type: ignore[attr-defined]
+    interface = module(
+        "flash_attn.cute.interface",
+        _flash_attn_fwd=_flash_attn_fwd,
+        _flash_attn_bwd=_flash_attn_bwd,
+    )
+    sparsity = module(
+        "flash_attn.cute.block_sparsity", BlockSparseTensorsTorch=BlockSparseTensorsTorch
+    )
+    utils = module("flash_attn.cute.utils", scalar_to_ssa=lambda value, dtype: value)
+    cute = module(
+        "flash_attn.cute", interface=interface, block_sparsity=sparsity, utils=utils, __path__=[]
+    )
+    module("flash_attn", cute=cute, __path__=[], __spec__=SimpleNamespace())
+    # What mask_mod functions are written in, on tensors instead of a kernel's values.
+    jit = module("cutlass.cute", jit=lambda function: function)
+    module("cutlass", cute=jit, Int32=torch.int32, range_constexpr=range, __path__=[])
+    return interface
+
+
+def _batched(t: Tensor, a: SimpleNamespace) -> Tensor:
+    return t if a.cu_seqlens_q is None else t.unsqueeze(0)
+
+
+def _repeated(t: Tensor, q: Tensor) -> Tensor:
+    return t.repeat_interleave(q.shape[2] // t.shape[2], dim=2)
+
+
+def _scores(q: Tensor, k: Tensor, a: SimpleNamespace, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores, -inf where not attended, and the slope of the softcap."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * a.softmax_scale
+    slope = torch.ones_like(scores)
+    if a.softcap:
+        share = torch.tanh(scores / a.softcap)
+        scores, slope = a.softcap * share, 1 - share.square()
+    return scores.masked_fill(~mask, -torch.inf), slope
+
+
+def _mask(a: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, *, forward: bool) -> Tensor:
+    """bool[rows, keys]."""
+    rows, keys = q.shape[1], k.shape[1]
+    if a.block_sparse_tensors is not None:
+        assert a.cu_seqlens_q is None and not a.causal
+        assert a.window_size_left is None and a.window_size_right is None
+        return _listed(a, rows, keys, q.shape[-1], forward)
+    assert a.mask_mod is None and a.aux_tensors is None
+    left, right = (-1 if x is None else x for x in (a.window_size_left, a.window_size_right))
+    for given in (a.window_size_left, a.window_size_right):
+        assert given is None or given >= 0, "a negative bound is a bound"
+    if a.causal:
+        assert (left, right) == (-1, -1)
+        right = 0
+    assert a.causal or (left, right) != (-1, 0), "causal has kernels of its own"
+    if a.cu_seqlens_q is None:
+        return dense_mask(rows, keys, (left, right), None)
+    cu = a.cu_seqlens_q, a.cu_seqlens_k
+    assert all(x.dtype == torch.int32 for x in cu)
+    assert all(type(x) is int for x in (a.max_seqlen_q, a.max_seqlen_k))
+    return dense_mask(rows, keys, (left, right), Packing(*cu, a.max_seqlen_q, a.max_seqlen_k))
+
+
+def _listed(a: SimpleNamespace, rows: int, keys: int, head_dim: int, forward: bool) -> Tensor:
+    """What block lists and ``mask_mod`` say."""
+    lists = a.block_sparse_tensors
+    block_q, block_k = lists.block_size
+    assert block_q == 128
+    assert block_k == (128 if head_dim <= 128 else 96 if head_dim <= 192 else 64)
+    # The kernel asks for whole blocks of rows, beyond the last one too.
+    q_idx = torch.arange(-(-rows // 128) * 128)[None, :, None]
+    attended = a.mask_mod(0, 0, q_idx, torch.arange(keys)[None], None, a.aux_tensors)[:rows]
+    mask = torch.zeros(rows, keys, dtype=torch.bool)
+    sizes = -(-rows // block_q), -(-keys // block_k)
+    one, other = sizes if forward else sizes[::-1]
+    seen = set()
+    for cnt, idx, full in (
+        (lists.mask_block_cnt, lists.mask_block_idx, False),
+        (lists.full_block_cnt, lists.full_block_idx, True),
+    ):
+        assert cnt.dtype == idx.dtype == torch.int32
+        assert cnt.shape == (1, 1, one) and idx.shape[:3] == (1, 1, one) and idx.shape[3] <= other
+        for n in range(one):
+            listed = idx[0, 0, n, : cnt[0, 0, n]].tolist()
+            assert listed == sorted(set(listed))
+            for m in listed:
+                i, j = (n, m) if forward else (m, n)
+                assert (i, j) not in seen, "a block is listed twice"
+                seen.add((i, j))
+                cell = slice(i * block_q, (i + 1) * block_q), slice(j * block_k, (j + 1) * block_k)
+                mask[cell] = True if full else attended[cell]
+    return mask

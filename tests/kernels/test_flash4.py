@@ -1,0 +1,290 @@
+"""The kernel "flash4" over a dense stand-in for its library, and on GPUs over the library."""
+
+import sys
+
+import pytest
+import torch
+from dense import assert_same
+from flash4_library import Library, install
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slice_strategy import UNBOUNDED, grids_of_bands
+
+from customized_ops.ring_attention.core.kernels import (
+    Pairs,
+    Request,
+    Scoring,
+    flash4,
+    flash4_blocks,
+    reference,
+)
+from customized_ops.ring_attention.core.slices import as_slices, normalise
+
+HEADS = 4
+SCORINGS = {"plain": Scoring(0.35), "softcap": Scoring(0.35, softcap=1.5)}
+# What makes either way the faster one, where there are several window calls.
+WAYS = {"windows": ("BLOCK_FLOPS", (1.0, 1.0)), "blocks": ("CALL_SECONDS", 1e9)}
+
+KINDS = {
+    "full": (200, 300, [(0, 200, 0, 300, -UNBOUNDED, UNBOUNDED)]),
+    "causal": (300, 300, [(0, 300, 0, 300, -UNBOUNDED, 0)]),
+    "window": (300, 300, [(0, 300, 0, 300, -40, 7)]),
+    "one row, one key": (1, 1, [(0, 1, 0, 1, 0, 0)]),
+    "documents": (300, 300, [(a, b, a, b, -UNBOUNDED, 0) for a, b in [(0, 99), (120, 300)]]),
+    "streaming": (400, 400, [(0, 400, 0, 9, -UNBOUNDED, 0), (9, 400, 9, 400, -150, 0)]),
+    "two parts of a row": (
+        260,
+        390,
+        [(0, 260, 0, 128, -UNBOUNDED, UNBOUNDED), (50, 260, 200, 390, -UNBOUNDED, 130)],
+    ),
+    "cut blocks": (
+        256,
+        256,
+        [(0, 70, 0, 256, -UNBOUNDED, 9), (0, 70, 0, 256, 10, UNBOUNDED), (70, 256, 0, 256, -99, 9)],
+    ),
+    "five intervals": (
+        140,
+        270,
+        [(0, 140, x, x + 20, -UNBOUNDED, UNBOUNDED) for x in range(0, 250, 50)],
+    ),
+    "no slices": (7, 9, []),
+    "no rows": (0, 9, []),
+    "no keys": (7, 0, []),
+}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """The stand-in, installed where the real library would be."""
+    return make_library(monkeypatch)
+
+
+def make_library(monkeypatch):
+    library = Library()
+    install(monkeypatch, library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    flash4_blocks.attended.cache_clear()
+    flash4._missing.cache_clear()
+    return library
+
+
+def draw(pairs, batch=2, kv_heads=2, d=8, e=8):
+    """q, k, v, dout, dlse in fp64."""
+    source = torch.Generator().manual_seed(pairs.q_len * 100 + pairs.k_len)
+    rows, keys = pairs.q_len, pairs.k_len
+    shapes = [(batch, rows, HEADS, d), (batch, keys, kv_heads, d), (batch, keys, kv_heads, e)]
+    shapes += [(batch, rows, HEADS, e), (batch, HEADS, rows)]
+    return [torch.randn(shape, dtype=torch.float64, generator=source) for shape in shapes]
+
+
+def check(pairs, q, k, v, dout, dlse=None, scoring=SCORINGS["plain"], deterministic=False):
+    """Forward and backward equal the reference's."""
+    want = reference.forward(q, k, v, pairs, scoring, None)
+    got = flash4.forward(q, k, v, pairs, scoring, None)
+    for name, mine, his in zip(("out", "lse"), got, want, strict=True):
+        assert_same(name, mine, his)
+    given = (dout, q, k, v, *want, pairs, scoring, None)
+    options = {"dlse": dlse, "deterministic": deterministic}
+    wanted = reference.backward(*given, **options)
+    gradients = flash4.backward(*given, **options)
+    for name, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_same(name, mine, his)
+
+
+def pairs_of(kind):
+    rows, keys, slices = KINDS[kind]
+    return Pairs(normalise(as_slices(slices)), rows, keys)
+
+
+def used_blocks(library):
+    return ["block_sparse_tensors" in given for _, given in library.calls]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_values(library, monkeypatch, kind, way, scoring):
+    monkeypatch.setattr(flash4, *WAYS[way])
+    *tensors, dlse = draw(pairs_of(kind))
+    check(pairs_of(kind), *tensors, dlse=dlse, scoring=scoring)
+    several = kind in ("streaming", "two parts of a row", "five intervals")
+    assert used_blocks(library) or not KINDS[kind][2]
+    if several or way == "windows":
+        assert set(used_blocks(library)) <= {way == "blocks"}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_and_batch(library, monkeypatch, kv_heads, batch):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    check(pairs, *draw(pairs, batch, kv_heads))
+    assert used_blocks(library) == [True, True]
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (256, 256)])
+def test_blocks_are_as_wide_as_the_library_wants(library, monkeypatch, widths):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    check(pairs, *draw(pairs, 1, HEADS, *widths))
+    assert used_blocks(library) == [True, True]
+
+
+@given(grids_of_bands(300, 300), st.sampled_from(list(WAYS)))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_any_slices(drawn, way):
+    with pytest.MonkeyPatch.context() as patch:
+        make_library(patch)
+        patch.setattr(flash4, *WAYS[way])
+        pairs = Pairs(*drawn)
+        *tensors, dlse = draw(pairs, batch=1)
+        check(pairs, *tensors, dlse=dlse)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "documents"])
+def test_one_call_where_one_will_do(library, kind):
+    pairs = pairs_of(kind)
+    check(pairs, *draw(pairs))
+    assert used_blocks(library) == [False, False]
+
+
+def test_many_slices_are_one_call_of_blocks(library):
+    bands = [(a, 512, a, a + 8, -UNBOUNDED, UNBOUNDED) for a in range(0, 128, 16)]
+    pairs = Pairs(normalise(as_slices(bands)), 512, 512)
+    check(pairs, *draw(pairs, batch=1))
+    assert used_blocks(library) == [True, True]
+
+
+def test_rows_of_many_intervals_take_windows(library, monkeypatch):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    columns = [(0, 60, x, x + 2, -UNBOUNDED, UNBOUNDED) for x in range(0, 90, 10)]
+    pairs = Pairs(normalise(as_slices(columns)), 60, 90)
+    check(pairs, *draw(pairs))
+    assert not any(used_blocks(library))
+
+
+def test_deterministic_gradients_take_windows(library, monkeypatch):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    check(pairs, *draw(pairs), deterministic=True)
+    assert used_blocks(library) == [True, False, False]
+    assert all(given["deterministic"] for name, given in library.calls if name.endswith("bwd"))
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
+def test_blocks_are_for_hopper(library, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    check(pairs, *draw(pairs))
+    assert not any(used_blocks(library))
+
+
+def test_lists_are_made_once(library, monkeypatch):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    tensors = draw(pairs)
+    check(pairs, *tensors)
+    monkeypatch.setattr(flash4_blocks, "block_lists", None)
+    monkeypatch.setattr(flash4, "lower", None)
+    flash4.forward(*tensors[:3], pairs, SCORINGS["plain"], None)
+    mods = [given["mask_mod"] for _, given in library.calls]
+    assert len(mods) == 3 and len(set(mods)) == 1, "another object is another kernel to compile"
+
+
+def test_every_argument_is_probed(library, monkeypatch):
+    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    for kind in ("documents", "streaming"):
+        pairs = pairs_of(kind)
+        check(pairs, *draw(pairs))
+    for name, needs in flash4.NEEDS.items():
+        used = set().union(*(given for called, given in library.calls if called == name))
+        assert used == set(needs)
+
+
+def test_nothing_is_missing(library):
+    assert flash4.missing() is None
+
+
+def test_missing_names_what_the_installed_version_lacks(monkeypatch):
+    interface = install(monkeypatch, Library())
+    monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v: None)
+    flash4._missing.cache_clear()
+    reason = flash4.missing()
+    flash4._missing.cache_clear()
+    assert "_flash_attn_bwd takes no out, dout" in reason and "dlse" in reason
+
+
+def test_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: None)
+    flash4._missing.cache_clear()
+    reason = flash4.missing()
+    flash4._missing.cache_clear()
+    assert reason == "flash_attn.cute is not installed; pip install --pre flash-attn-4"
+
+
+def test_a_broken_installation_is_missing(monkeypatch):
+    install(monkeypatch, Library())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    flash4._missing.cache_clear()
+    reason = flash4.missing()
+    flash4._missing.cache_clear()
+    assert "does not import" in reason
+
+
+def request(d=128, e=None, *features, dtype=torch.bfloat16, heads=(8, 2)):
+    device = torch.device("cuda")
+    return Request(device, dtype, d, d if e is None else e, *heads, features=features)
+
+
+# capability of the GPU, request, what the refusal says or None
+REQUESTS = {
+    "plain": ((9, 0), request(), None),
+    "fp16": ((9, 0), request(dtype=torch.float16), None),
+    "all it has": ((9, 0), request(128, 128, "softcap", "lse gradient", "deterministic"), None),
+    "256": ((9, 0), request(256, 256, "softcap", "lse gradient"), None),
+    "192 and 128": ((9, 0), request(192, 128, heads=(8, 8)), None),
+    "192 and 128, grouped": ((9, 0), request(192, 128), "as many heads of k as of q"),
+    "other widths": ((9, 0), request(128, 64, heads=(8, 8)), "unequal head dims"),
+    "odd": ((9, 0), request(68), "multiples of 8"),
+    "wide": ((9, 0), request(512), "up to 256 and 256"),
+    "fp32": ((9, 0), request(dtype=torch.float32), "not torch.float32"),
+    "alibi": ((9, 0), request(128, 128, "alibi"), "has no alibi"),
+    "old GPU": ((8, 0), request(), "needs compute capability 9.0"),
+    "Blackwell": ((10, 0), request(), None),
+    "Blackwell, 192 and 128": ((10, 0), request(192, 128, heads=(8, 8)), None),
+    "Blackwell, 192": ((10, 0), request(192), "up to 128, 192 and 128, or 256"),
+    "Blackwell, 256": ((10, 0), request(256), None),
+    "Blackwell, 256, softcap": ((10, 0), request(256, 256, "softcap"), "no softcap for head dim"),
+    "desktop Blackwell": ((12, 0), request(), "not made for compute capability 12"),
+}
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+def test_capabilities(monkeypatch, case):
+    capability, asked, reason = REQUESTS[case]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    refusal = flash4.CAPABILITIES[0].refuses(asked)
+    assert refusal is None if reason is None else reason in refusal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["causal", "window", "documents", "streaming", "cut blocks"])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu(monkeypatch, kind, way):
+    if flash4.missing() is not None or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(flash4.missing() or "needs a Hopper GPU")
+    monkeypatch.setattr(flash4, *WAYS[way])
+    pairs = pairs_of(kind)
+    exact = [t.bfloat16().cuda() for t in draw(pairs, d=128, e=128)[:4]]
+    scoring = Scoring(128**-0.5)
+    want = reference.forward(*exact[:3], pairs, scoring, None)
+    got = flash4.forward(*exact[:3], pairs, scoring, None)
+    q, k, v, dout = exact
+    given = (dout, q, k, v, want[0].to(q.dtype), want[1], pairs, scoring, None)
+    wanted, gradients = reference.backward(*given), flash4.backward(*given)
+    for name, mine, his in zip(
+        ["out", "lse", "dq", "dk", "dv"], got + gradients, want + wanted, strict=True
+    ):
+        largest = his[his.isfinite()].abs().max().item()
+        assert_same(name, mine, his, 2e-2 * largest)
