@@ -1,7 +1,7 @@
 """Running an attention op call: arguments -> plan -> executor, and what is done around it.
 
-Sinks and gradients of lse are handled here, for every kernel alike. A sink is a logit s per head
-that takes part in the softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
+Sinks are handled here, for every kernel alike. A sink is a logit s per head that takes part in the
+softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
 
     lse' = log(exp(lse) + exp(s))      out' = exp(lse - lse') out
 
@@ -22,12 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import agreement
-from .arguments import ArgumentError, check_tensors
+from . import agreement, te_cp
+from .arguments import REDUCE_DTYPES, ArgumentError, check_tensors
 from .core.comm import Comm
 from .core.executor import attention_backward, attention_forward
 from .core.groups import comm_by_name
 from .core.kernels import FEATURES, Kernel, Request, Scoring, choose
+from .core.kernels.shape_class import needs_window, shape_class
+from .core.kernels.speeds import bucket
 from .core.layout import Layout
 from .core.merge import accumulation_dtype
 from .core.plan import Plan
@@ -47,7 +49,7 @@ class Call:
 
     plan: Plan
     comm: Comm
-    kernel: Kernel
+    kernel: Kernel | te_cp.ContextParallel
     scoring: Scoring
     lse_used: bool
     key_positions: Tensor | None
@@ -72,7 +74,7 @@ def resolve(
         check_tensors(op, q, k, v)
         scoring = scoring_of(given)
         plan, positions = make(comm)
-        kernel = choose(op, given["kernel"], request_of(given, scoring, plan))
+        kernel = kernel_of(op, given, scoring, plan, comm)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled():
@@ -96,10 +98,13 @@ def scoring_of(given: Given) -> Scoring:
 
 
 def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
-    """What a kernel is asked for, from an op's arguments."""
+    """What a kernel is asked for, from an op's arguments: of the whole mask, so that every rank
+    asks for the same."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     needs = dict.fromkeys(scoring.features, True)
+    needs["window"] = needs_window(plan.mask)
     needs["lse gradient"] = given["return_lse"]
+    needs["deterministic"] = given["deterministic"]
     return Request(
         device=q.device,
         dtype=q.dtype,
@@ -108,7 +113,28 @@ def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
         q_heads=q.shape[-2] // plan.team_size,
         kv_heads=k.shape[-2] // plan.team_size,
         features=tuple(name for name in FEATURES if needs.get(name)),
-        tokens=plan.mask.k_len,
+        shape_class=shape_class(plan.mask),
+        tokens=bucket(plan.mask.k_len),
+    )
+
+
+def kernel_of(
+    op: str, given: Given, scoring: Scoring, plan: Plan, comm: Comm
+) -> Kernel | te_cp.ContextParallel:
+    """What runs the call: a kernel under the executor, or TransformerEngine's own."""
+    request, name = request_of(given, scoring, plan), given["kernel"]
+    if name not in te_cp.COMMS:
+        return choose(op, name, request)
+    return te_cp.choose(
+        op,
+        name,
+        request,
+        plan,
+        comm,
+        scoring.softmax_scale,
+        packed=given["q"].ndim == 3,
+        sink=given["sink"] is not None,
+        deterministic=given.get("deterministic", False),
     )
 
 
@@ -121,7 +147,8 @@ def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
     """What must be the same on every rank of a group, as text."""
     facts = {name: _without_tokens(given[name]) for name in ("q", "k", "v")}
     facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
-    for name in ("softmax_scale", "softcap", "dropout_p", "return_lse", "kernel"):
+    options = "softmax_scale softcap dropout_p return_lse deterministic reduce_dtype kernel"
+    for name in options.split():
         facts[name] = repr(given[name])
     # Ranks share the tokens of a sequence, so they must hold the same part of its heads.
     for kind in ("row", "head"):
@@ -210,6 +237,8 @@ def _compare_lengths(op: str, comm: Comm, local: int) -> None:
 
 def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, shaped as q."""
+    if isinstance(call.kernel, te_cp.ContextParallel):
+        return call.kernel.forward(given["q"], given["k"], given["v"])
     q, k, v = _batched(packed, *(given[name] for name in ("q", "k", "v")))
     if _nothing(q):
         out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, (len(q), 0, q.shape[1]))
@@ -244,6 +273,9 @@ def backward(
     packed: bool,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and the gradient of the sink from those of out and of lse."""
+    if isinstance(call.kernel, te_cp.ContextParallel):
+        dout = torch.zeros_like(out) if dout is None else dout
+        return (*call.kernel.backward(dout, given["q"], given["k"], given["v"]), None)
     sink = given["sink"]
     q, k, v, out, lse = _batched(packed, *(given[n] for n in ("q", "k", "v")), out, lse)
     dout, dlse = _batched(packed, dout, dlse)
@@ -268,6 +300,8 @@ def backward(
         call.scoring,
         call.key_positions,
         dlse=dlse,
+        deterministic=given["deterministic"],
+        reduce_dtype=REDUCE_DTYPES[given["reduce_dtype"]],
     )
     return (*_unbatched(packed, dq, dk, dv), dsink)
 

@@ -1,0 +1,200 @@
+"""The adapter of torch's cuDNN attention; on CPU over dense stand-ins for the two ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dense import assert_same, dense_attention
+from torch import Tensor
+
+from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring, cudnn, reference
+from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
+
+WIDE = 9999
+SCALE = 0.3
+SCORING = Scoring(SCALE)
+# rows, keys, slices, calls
+SHAPES = {
+    "full": (13, 17, [(0, 13, 0, 17, -WIDE, WIDE)], 1),
+    "causal": (16, 16, [(0, 16, 0, 16, -WIDE, 0)], 1),
+    "causal, more keys": (9, 17, [(0, 9, 0, 17, -WIDE, 8)], 2),
+    "causal, more rows": (17, 9, [(0, 17, 0, 9, -WIDE, 0)], 2),
+    "some rows": (12, 12, [(3, 8, 0, 5, -WIDE, WIDE)], 1),
+    "documents": (12, 12, [(0, 5, 0, 5, -WIDE, 0), (5, 12, 5, 12, -WIDE, 0)], 2),
+    "rows twice": (12, 16, [(0, 12, 0, 4, -WIDE, WIDE), (2, 12, 6, 16, -WIDE, 4)], 2),
+    "one row and one key": (4, 4, [(1, 2, 0, 4, -WIDE, WIDE), (2, 4, 3, 4, -WIDE, WIDE)], 2),
+    "nothing": (5, 7, [], 0),
+}
+over_shapes = pytest.mark.parametrize("name", SHAPES)
+
+
+def pairs_of(name: str, times: int = 1) -> Pairs:
+    rows, keys, slices, _ = SHAPES[name]
+    large = as_slices([[x * times for x in one] for one in slices])
+    return Pairs(normalise(large), rows * times, keys * times)
+
+
+def tensors(pairs: Pairs, dims: tuple[int, int], dtype: Any = torch.float64) -> list[Tensor]:
+    """q, k, v, dout and dlse of two batch entries, four heads of q and two of k."""
+    g = torch.Generator().manual_seed(pairs.q_len)
+    (d, e), b, i, j = dims, 2, pairs.q_len, pairs.k_len
+    shapes = (b, i, 4, d), (b, j, 2, d), (b, j, 2, e), (b, i, 4, e), (b, 4, i)
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def causal_square(rows: int, keys: int, is_causal: bool) -> Tensor:
+    assert not is_causal or rows == keys, "the op aligns causal rectangles otherwise"
+    mask = torch.ones(rows, keys, dtype=torch.bool)
+    return mask.tril() if is_causal else mask
+
+
+class StandIn:
+    """The two ops with torch's signatures. ``calls`` counts the forward's."""
+
+    def __init__(self, lse_dims: int) -> None:
+        self.calls, self._lse_dims = 0, lse_dims
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        assert compute_log_sumexp and attn_bias is None and dropout_p == 0.0
+        self.calls += 1
+        mask = causal_square(query.shape[2], key.shape[2], is_causal)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        out, lse = dense_attention(q, k, v, mask, 1.0 if scale is None else scale)
+        lse = lse.float() if self._lse_dims == 3 else lse.float().unsqueeze(-1)
+        return out.transpose(1, 2), lse, None, None, *query.shape[2:], None, None, None
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        attn_bias: Tensor | None,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert logsumexp.ndim == self._lse_dims and logsumexp.is_contiguous()
+        assert (max_q, max_k) == (query.shape[2], key.shape[2]) and scale is not None
+        assert cum_seq_q is None and cum_seq_k is None and attn_bias is None
+        mask = causal_square(max_q, max_k, is_causal)
+        g, times = key.shape[1], query.shape[1] // key.shape[1]
+        k, v = (t.repeat_interleave(times, 1) for t in (key, value))
+        lse = logsumexp.view(*query.shape[:3], 1).to(query.dtype)
+        p = torch.exp(query @ k.mT * scale - lse) * mask
+        ds = p * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
+        dk, dv = (x.unflatten(1, (g, times)).sum(2) for x in (ds.mT @ query, p.mT @ grad_out))
+        return ds @ k, dk, dv
+
+
+@pytest.fixture(params=[3, 4], ids=["lse of 3 dims", "lse of 4 dims"])
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The ops, computed densely."""
+    ops = StandIn(request.param)
+    name = "_scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch.ops.aten, name, ops.forward)
+    monkeypatch.setattr(torch.ops.aten, f"{name}_backward", ops.backward)
+    cudnn._lse_dims.cache_clear()
+    return ops
+
+
+@pytest.mark.parametrize("given_lse", [False, True], ids=["", "dlse"])
+@over_shapes
+def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool) -> None:
+    pairs = pairs_of(name)
+    q, k, v, dout, dlse = tensors(pairs, (16, 8))
+    asked = dlse if given_lse else None
+    want_out, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
+    kept = want_out, want_lse, pairs, SCORING, None
+    want = want_out, want_lse, *reference.backward(dout, q, k, v, *kept, dlse=asked)
+    got = (
+        *cudnn.forward(q, k, v, pairs, SCORING, None),
+        *cudnn.backward(dout, q, k, v, want_out, want_lse.float(), *kept[2:], dlse=asked),
+    )
+    for n, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_same(("out", "lse", "dq", "dk", "dv")[n], a, b, 2e-6)
+
+
+@over_shapes
+def test_calls(stand_in: StandIn, name: str) -> None:
+    """As few as said, and each pair in one of them."""
+    pairs = pairs_of(name)
+    q, k, v, *_ = tensors(pairs, (8, 8))
+    cudnn.forward(q, k, v, pairs, SCORING, None)
+    assert stand_in.calls == SHAPES[name][3]
+    seen = torch.zeros(pairs.q_len, pairs.k_len, dtype=torch.int64)
+    for tile in cudnn.tiles(pairs):
+        rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+        seen[tile.q0 : tile.q1, tile.k0 : tile.k1] += causal_square(rows, keys, tile.causal)
+    want = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len))
+    assert torch.equal(seen, want.long())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"features": ("window",)}, "has no window"),
+        ({"features": ("deterministic",)}, "has no deterministic"),
+        ({"head_dim": 192}, "up to 128 and 128"),
+        ({"features": ("lse gradient",), "head_dim": 128, "v_dim": 128}, None),
+    ],
+)
+def test_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    given = {"dtype": torch.bfloat16, "head_dim": 64, "v_dim": 64, "q_heads": 4, "kv_heads": 2}
+    said = cudnn.CAPABILITIES[0].refuses(Request(torch.device("cuda", 0), **(given | changes)))
+    assert said is None if reason is None else reason in str(said)
+
+
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert "without cuDNN" in str(cudnn.missing())
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for version, reason in ((91001, "91001 is too old"), (91900, "None")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert reason in str(cudnn.missing())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128)], ids=str)
+@over_shapes
+def test_on_a_gpu(name: str, dims: tuple[int, int]) -> None:
+    """The ops themselves, each length times 24, in bf16 against the reference in fp32."""
+    if cudnn.missing():
+        pytest.skip(cudnn.missing() or "")
+    pairs = pairs_of(name, times=24)
+    q, k, v, dout, dlse = (t.cuda() for t in tensors(pairs, dims, torch.bfloat16))
+    wide = [t.float() for t in (q, k, v)]
+    out, lse = reference.forward(*wide, pairs, SCORING, None)
+    kept = lse, pairs, SCORING, None
+    back = reference.backward(dout.float(), *wide, out, *kept, dlse=dlse.float())
+    got = cudnn.backward(dout, q, k, v, out.bfloat16(), *kept, dlse=dlse.float())
+    results = *cudnn.forward(q, k, v, pairs, SCORING, None), *got
+    for n, (a, b) in enumerate(zip(results, (out, lse, *back), strict=True)):
+        size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
+        assert_same(("out", "lse", "dq", "dk", "dv")[n], a.cpu(), b.cpu(), 0.02 * max(size, 1.0))
