@@ -40,6 +40,13 @@ KINDS = {
     "documents, rows left out": (15, 15, [(0, 4, 0, 4, -WIDE, 0), (7, 15, 4, 12, -WIDE, -3)]),
     "full beside causal": (12, 12, [(0, 5, 0, 5, -WIDE, 0), (5, 12, 5, 12, -WIDE, WIDE)]),
     "streaming": (16, 16, [(0, 16, 0, 16, -3, 0), (4, 16, 0, 2, -WIDE, -4)]),
+    "band, few keys": (20, 4, [(0, 20, 0, 4, -12, -3)]),
+    "inverse causal, few keys": (20, 4, [(0, 20, 0, 4, -15, WIDE)]),
+    "full, few keys, beside a window": (
+        25,
+        7,
+        [(0, 20, 0, 2, -WIDE, WIDE), (20, 25, 2, 7, -20, WIDE)],
+    ),
     "no slices": (7, 9, []),
 }
 

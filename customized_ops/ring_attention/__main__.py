@@ -1,6 +1,7 @@
-"""Plans from the command line: no device, no process group.
+"""Plans from the command line (no device, no process group), and the kernels of this machine.
 
 python -m customized_ops.ring_attention plan --mask causal --tokens 1M --ranks 64 --heads 64:8
+python -m customized_ops.ring_attention kernels
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .core.draw import draw
+from .core.kernels.listing import listing
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import make_plan
@@ -31,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        print(_plan(options))
+        print(options.run(options))
     except (ValueError, OSError, ImportError) as error:
         options.parser.error(str(error))
 
@@ -52,6 +55,10 @@ def _plan(options: argparse.Namespace) -> str:
     if options.draw is not None:
         draw(plan, options.draw, *sizes)
     return report(plan, *sizes)
+
+
+def _kernels(options: argparse.Namespace) -> str:
+    return listing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _window(n: int, window: int | tuple[int, int]) -> AttnMask:
@@ -217,14 +224,16 @@ def _team(text: str) -> int | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m customized_ops.ring_attention", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="plan")
+    commands = parser.add_subparsers(required=True, metavar="plan|kernels")
+    kernels = commands.add_parser("kernels", help="list what kernels this machine has")
+    kernels.set_defaults(parser=kernels, run=_kernels)
     plan = commands.add_parser(
         "plan",
         help="print what every rank moves and computes",
         usage=f"{parser.prog} plan --mask NAME --tokens N --ranks P [options]",
         allow_abbrev=False,
     )
-    plan.set_defaults(parser=plan)
+    plan.set_defaults(parser=plan, run=_plan)
     add = plan.add_argument
     add("--mask", choices=MASKS, default="causal")
     add("--tokens", type=_positive, metavar="N", help="of the sequence; 64K and 1M are sizes, too")

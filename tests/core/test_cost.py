@@ -38,6 +38,10 @@ def test_figures_of_one_plan():
     # Rank 0 sends 2 keys again and receives their gradients in fp32, rank 1 the reverse.
     assert backward.link.tolist() == pytest.approx([2 * 800 / 1e9 + 1e-6] * 2)
     assert forward.seconds == pytest.approx(2.8e-9 + 1.8e-6)
+    # In bf16 those gradients are as large as the keys.
+    same, halved = ROUND.passes(plan, 1, 1, 100, 100, 2, 2)
+    assert same.link.tolist() == forward.link.tolist()
+    assert halved.link.tolist() == pytest.approx([2 * 400 / 1e9 + 1e-6] * 2)
 
 
 def test_overlap_takes_the_longer_of_the_two():

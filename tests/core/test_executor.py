@@ -195,7 +195,7 @@ def test_table(mask, layout, stages):
 def test_kernels_and_strides(assignment, kernel, strides, team_size):
     mask = AttnMask.dense(N, causal=True, window=(9, 0))
     tensors = Shape().draw(mask)
-    if reason := refuses(kernel, tensors[0], PLAIN):
+    if reason := refuses(kernel, tensors, PLAIN):
         pytest.skip(reason)
     plan = make_plan(mask, Layout.contiguous(N, 4), assignment=assignment, team_size=team_size)
     check(plan, tensors, kernel=kernel, strides=STRIDES[strides])

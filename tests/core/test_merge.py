@@ -4,12 +4,18 @@ import pytest
 import torch
 from dense import assert_same, dense_attention
 
+from customized_ops.ring_attention.core.kernels import Scoring
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import (
     Accumulator,
+    Sum,
     accumulation_dtype,
     merge_,
     unattended,
 )
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.share import Share
 
 INF = torch.inf
 # Keys of the parts; row 0 attends nothing, row 1 the third part only, row 2 the first two.
@@ -136,3 +142,86 @@ def test_results_wait_in_the_dtype_asked_for():
 )
 def test_accumulation_dtype(dtype, wide):
     assert accumulation_dtype(dtype) == wide
+
+
+# ------------------------------------------------------------------------------------ sums
+
+
+def part(value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((1, 2, 4, 3), value, dtype=dtype)
+
+
+LIKE = part(9.0, torch.bfloat16)
+
+
+def test_a_single_part_is_the_sum_as_it_is():
+    for dtype in (torch.bfloat16, torch.float32):
+        total, only = Sum(LIKE), part(1.0, dtype)
+        total.add(only)
+        assert total.so_far() is only
+    narrow = Sum(LIKE)
+    narrow.add(only := part(1.0, torch.bfloat16))
+    assert narrow.result() is only
+
+
+def test_no_part_is_zero():
+    for of in (Sum.so_far, Sum.result):
+        assert_same("sum", of(Sum(LIKE)), torch.zeros_like(LIKE), 0.0)
+        assert of(Sum(LIKE)).dtype == torch.bfloat16
+    assert_same("sum", Sum(LIKE).wide(), torch.zeros_like(LIKE).float(), 0.0)
+    assert Sum(LIKE).wide().dtype == torch.float32
+
+
+@pytest.mark.parametrize("like", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("second", [torch.bfloat16, torch.float32])
+def test_sums_are_in_the_accumulation_dtype(like, first, second):
+    """1 + 2^-10 is no bf16: a sum in bf16 would stay at 1."""
+    total = Sum(part(0.0, like))
+    total.add(part(1.0, first))
+    total.add(part(2.0**-10, second))
+    assert total.so_far().dtype == total.wide().dtype == accumulation_dtype(like)
+    assert (total.so_far() == 1 + 2.0**-10).all()
+    assert total.result().dtype == like
+
+
+def test_256_parts_round_once():
+    total = Sum(LIKE)
+    for value in (values := torch.linspace(1, 2, 256).bfloat16()):
+        total.add(part(value.item(), torch.bfloat16))
+    assert (total.result() == values.double().sum().bfloat16()).all()
+
+
+def test_the_first_part_is_the_sums_own():
+    """Later parts, and the tensor that the sum is of, are left alone."""
+    total, first, second = Sum(LIKE), part(1.0, torch.float32), part(2.0, torch.float32)
+    total.add(first)
+    total.add(second)
+    assert total.wide() is first and (first == 3).all()
+    assert (second == 2).all() and (LIKE == 9).all()
+
+
+def test_wide_is_one_tensor_that_later_parts_reach():
+    """What arrives is added to it while further parts of the rank's own come."""
+    for first in (None, torch.bfloat16, torch.float32):
+        total = Sum(LIKE)
+        if first is not None:
+            total.add(part(1.0, first))
+        place = total.wide()
+        total.add(part(2.0, torch.bfloat16))
+        place.add_(4.0)
+        assert total.wide() is place
+        assert (total.result() == (6.0 if first is None else 7.0)).all()
+
+
+@pytest.mark.parametrize("team_size", [1, 2, 4])
+def test_a_share_of_the_heads_is_added_in_its_place(team_size):
+    plan = make_plan(AttnMask.dense(8), Layout.contiguous(8, 4), heads=(4, 4), team_size=team_size)
+    each = 4 // team_size
+    for rank in range(4):
+        share, total = Share(plan, rank, LIKE, Scoring(1.0), None), Sum(LIKE)
+        for value in (1.0, 2.0):
+            share.add(total, part(value, torch.bfloat16)[:, :, :each].clone())
+        want, first = torch.zeros(4), rank % team_size * each
+        want[first : first + each] = 3.0
+        assert_same("sum", total.so_far(), want[:, None].expand(1, 2, 4, 3), 0.0)

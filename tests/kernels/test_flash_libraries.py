@@ -482,6 +482,7 @@ def test_what_they_refuse(name, monkeypatch):
     assert able.refuses(request(128, 128, features=("alibi",))) == "has no alibi"
     assert able.refuses(request(128, 128, features=("dropout",))) == "has no dropout"
     assert able.refuses(request(100, 100)).startswith("takes head dims that are multiples of 8")
+    assert able.refuses(request(256, 128)) is None
     assert able.refuses(request(256, 256)).startswith("takes head dims of q and v up to")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert able.refuses(request(128, 128)).startswith("needs compute capability")
@@ -543,7 +544,7 @@ GPU_KERNELS = {"torch": torch_ops, "flash2": flash2, "flash3": flash3}
 @over_kinds
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)], ids=str)
 def test_on_a_gpu(name, kind, widths):
-    """No worse than twice plain torch in bf16, plus rounding; and the same twice."""
+    """No worse than twice plain torch in bf16, plus rounding; and the same twice if it says so."""
     kernel = GPU_KERNELS[name]
     if kernel.missing():
         pytest.skip(kernel.missing())
@@ -563,7 +564,8 @@ def test_on_a_gpu(name, kind, widths):
     out, lse = kernel.forward(q, k, v, pairs, PLAIN, None)
     final = true_out.to(q.dtype), true_lse.float()
     rest = (dout, q, k, v, *final, pairs, PLAIN, None)
-    got = kernel.backward(*rest, dlse=dlse, deterministic=True)
+    same = "deterministic" in kernel.CAPABILITIES[0].features
+    got = kernel.backward(*rest, dlse=dlse, deterministic=same)
     names = ("out", "lse", "dq", "dk", "dv")
     wants = (true_out, true_lse, *truth)
     plains = (plain_out, plain_lse, *plain)
@@ -572,8 +574,8 @@ def test_on_a_gpu(name, kind, widths):
         largest = want[finite].abs().max().item() if finite.any() else 0.0
         error = worst(his[finite], want[finite])
         assert_same(what, mine, want, 2 * error + torch.finfo(q.dtype).eps * largest)
-    again = kernel.backward(*rest, dlse=dlse, deterministic=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    again = kernel.backward(*rest, dlse=dlse, deterministic=same)
+    assert not same or all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 def gradients(mask, q, k, v, dout, dlse):

@@ -61,6 +61,8 @@ def test_calls_attend_each_pair_once(mask, gaps, wide_right):
             assert (q1[:-1] == q0[1:]).all() and (k1[:-1] == k0[1:]).all()
         if not wide_right:
             assert call.window[1] < (k1 - k0).max()
+            if call.window[0] >= 0 > call.window[1]:
+                assert (q1 - q0).max() <= (k1 - k0).max()
 
 
 @given(masks())

@@ -1,5 +1,9 @@
 """FlashAttention-3 for Hopper, the module ``flash_attn_interface`` (Shah et al., arXiv:2407.08608,
-2024). It has no ALiBi and no dropout, and no deterministic backward above a head dim of 192."""
+2024).
+
+It has no ALiBi and no dropout. Not every version that takes ``deterministic`` heeds it (release 2.8
+does not), and nothing tells which do, so it counts as lacking that.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ CAPABILITIES = (
     Capabilities(
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
-        features=("softcap", "window", "lse gradient", "deterministic"),
-        widths=((192, 192 - LSE_COLUMNS),),
+        features=("softcap", "window", "lse gradient"),
+        widths=((256, 256 - LSE_COLUMNS),),
         multiple=8,
         arch=(9, 0),
     ),

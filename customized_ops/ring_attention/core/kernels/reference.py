@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..merge import accumulation_dtype
 from ..slices import K0, K1, Slices, clip, shift, to_dense
-from .philox import keep
 from .pairs import Pairs
+from .philox import keep
 from .protocol import FEATURES, Capabilities
 from .scoring import Scoring, Tokens
 

@@ -1,0 +1,83 @@
+"""The kernels of this machine in a table: what each can do, and which of them "auto" takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+import torch
+
+from .choice import KERNELS, able
+from .protocol import Capabilities, Kernel, Request
+from .shape_class import SHAPE_CLASSES
+
+# Which installed distribution a kernel is from: to tell its version imports nothing.
+DISTRIBUTIONS = {
+    "flash4": "flash-attn-4",
+    "flash3": "flash-attn-3",
+    "flash2": "flash-attn",
+    "te": "transformer-engine",
+    "cudnn": "torch",
+    "torch": "torch",
+    "flex": "torch",
+    "reference": "torch",
+}
+LENGTHS = (2048, 8192, 32768)  # tokens
+
+
+def listing(device: torch.device) -> str:
+    """Every kernel of the registry, and the choice for common requests on ``device``.
+
+    Where ``device`` is a GPU this imports the libraries of the kernels for GPUs, if installed.
+    """
+    kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
+    for name, kernel in KERNELS.items():
+        here = _problem(kernel, device) or "yes"
+        for n, can in enumerate(kernel.CAPABILITIES):
+            first = (name, _version(name), here) if n == 0 else ("", "", "")
+            kernels.append((*first, *_abilities(can)))
+    taken = [("auto takes", *(f"{length // 1024}K tokens" for length in LENGTHS))]
+    for shape in SHAPE_CLASSES:
+        taken.append((shape, *(_taken(device, shape, length) for length in LENGTHS)))
+    asked = f"For training on {device.type} in bf16, 32 query and 8 key heads of dim 128:"
+    return f"{_table(kernels)}\n\n{asked}\n{_table(taken)}"
+
+
+def _problem(kernel: Kernel, device: torch.device) -> str | None:
+    """Why a kernel does not run on this machine; only one that might is asked itself."""
+    if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
+        return "no CUDA device"
+    return kernel.missing()
+
+
+def _version(name: str) -> str:
+    distribution = DISTRIBUTIONS[name]
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return f"{distribution} not installed"
+
+
+def _abilities(can: Capabilities) -> tuple[str, str, str, str]:
+    device = can.device
+    if can.arch > (0, 0):
+        device += f" from {'.'.join(map(str, can.arch))}"
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in can.dtypes)
+    dims = " or ".join(f"{d}, {e}" for d, e in can.widths)
+    dims = f"up to {dims}" if dims else "any"
+    dims += f", multiples of {can.multiple}" if can.multiple > 1 else ""
+    dims += ", equal" if can.equal_widths else ""
+    return device, dtypes, dims, ", ".join(can.features) or "none"
+
+
+def _taken(device: torch.device, shape: str, tokens: int) -> str:
+    features = ("window",) if shape == "window" else ()
+    sizes = (128, 128, 32, 8)
+    request = Request(device, torch.bfloat16, *sizes, features, shape, tokens)
+    return able(request)[0][0]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

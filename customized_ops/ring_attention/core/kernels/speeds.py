@@ -1,0 +1,70 @@
+"""How fast kernels are, as measured: what "auto" picks by.
+
+TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
+128, with torch 2.11, cuDNN 9.19 and flash-attn-4 4.0.0b36. Only attended pairs count, and a
+backward pass is 2.5 forward passes of work.
+
+A kernel that was not measured in a class of masks has no figure for it: "auto" takes it after all
+that were, in the order of the registry. So it is with everything on a CPU, and in fp32 and fp64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .protocol import Request
+
+BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of two
+HALF = (torch.bfloat16, torch.float16)
+
+# Kernel -> class of masks -> tokens -> (forward, backward).
+Figures = dict[int, tuple[int, int]]
+SPEEDS: dict[str, dict[str, Figures]] = {
+    "flash4": {
+        "causal": {8192: (626, 535), 32768: (663, 600)},
+        "packed": {32768: (604, 561)},  # 16 documents
+        # By block lists: a window of 4096 tokens, and 16 documents as if they were any mask.
+        "window": {32768: (579, 492)},
+        "sparse": {32768: (553, 388)},
+    },
+    "cudnn": {"causal": {8192: (557, 501), 32768: (603, 529)}},
+    "torch": {"causal": {8192: (312, 287), 32768: (345, 320)}},  # its FlashAttention-2
+    # Of its 402, 341 and 373 backwards, less the time of the forward that it runs again there.
+    "flex": {
+        "causal": {32768: (431, 293)},
+        "packed": {32768: (370, 249)},
+        "window": {32768: (404, 272)},
+        "sparse": {32768: (370, 249)},  # the 16 documents: documents are any mask to it
+    },
+}
+# A class with hardly another speed, where one was not measured itself.
+ALIKE = {"full": "causal"}
+
+
+def seconds(kernel: str, request: Request) -> float:
+    """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
+    forward; infinite where nothing like it was measured.
+
+    Args:
+        kernel: its name. request: of it count device, dtype, shape class and tokens; of the
+            measured lengths the nearest is taken, by ratio.
+    """
+    measured = SPEEDS.get(kernel, {})
+    shape = request.shape_class
+    figures = measured.get(shape) or measured.get(ALIKE.get(shape, shape))
+    if request.device.type != "cuda" or request.dtype not in HALF or not figures:
+        return math.inf
+    forward, backward = figures[_nearest(request.tokens, figures)]
+    return 1 / forward + BACKWARD_WORK / backward
+
+
+def _nearest(tokens: int, measured: Figures) -> int:
+    return min(measured, key=lambda n: abs(math.log(max(tokens, 1) / n)))
+
+
+def bucket(tokens: int) -> int:
+    """``tokens`` rounded to a power of two, by ratio: requests of all lengths are few, so that a
+    choice is made once for many. 0 stays 0."""
+    return 1 << round(math.log2(tokens)) if tokens else 0

@@ -1,0 +1,296 @@
+"""What the executor rounds and what that costs, and that no result depends on who was first."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense import dense_gradients
+from torch import Tensor
+
+from customized_ops.ring_attention.core import merge
+from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+SCALE = 0.25
+HEADS, DIM, V_DIM = (4, 2), 16, 8
+
+
+class Rounding:
+    """A kernel that rounds all but lse to the inputs' dtype, as those of GPUs do."""
+
+    @staticmethod
+    def forward(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = KERNELS["reference"].forward(q, *given)
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def backward(dout: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            t.to(dout.dtype) for t in KERNELS["reference"].backward(dout, *given, **options)
+        )
+
+
+KERNEL = {"wide": KERNELS["reference"], "rounding": Rounding}
+
+
+def draw(mask: AttnMask, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, dout, Gaussian, batch 2."""
+    source = torch.Generator().manual_seed(0)
+    (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
+    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
+    return [
+        torch.randn((2, *size), dtype=torch.float64, generator=source).to(dtype) for size in sizes
+    ]
+
+
+def run(
+    plan: Plan,
+    tensors: list[Tensor],
+    kernel: Any = KERNEL["wide"],
+    begin: Callable[[Comm], None] = lambda comm: None,
+    lse_gradient: bool = False,
+    **options: Any,
+) -> tuple[list[Tensor], list[list[int]]]:
+    """(out, lse, dq, dk, dv) of the whole sequence, and the bytes that each rank sent and received
+    in the backward; ``begin`` is called on each rank first."""
+    q, k, v, dout = tensors
+
+    def body(comm: Comm) -> tuple[list[Tensor], list[int]]:
+        begin(comm)
+        own = [plan.q_layout.shard(q, comm.rank)]
+        own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
+        own_dout = plan.q_layout.shard(dout, comm.rank)
+        out, lse = attention_forward(plan, comm, kernel, *own, Scoring(SCALE))
+        dlse = torch.ones_like(lse) if lse_gradient else None
+        before = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
+        grads = attention_backward(
+            plan, comm, kernel, own_dout, *own, out, lse, Scoring(SCALE), dlse=dlse, **options
+        )
+        after = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
+        return [out, lse, *grads], (after - before).tolist()
+
+    ranks, moved = zip(*run_ranks(plan.group_size, body), strict=True)
+    where = [(plan.q_layout, 1), (plan.q_layout, 2), (plan.q_layout, 1), *[(plan.k_layout, 1)] * 2]
+    whole = [layout.unshard([r[n] for r in ranks], dim) for n, (layout, dim) in enumerate(where)]
+    return whole, list(moved)
+
+
+CAUSAL = AttnMask.dense(64, causal=True)
+FEW_ROWS = AttnMask.dense(4, 128)
+SPLIT = {"heads": HEADS, "assignment": "balanced"}
+
+
+def few_rows(**options: Any) -> Plan:
+    """Rows go to the keys, and several ranks' results of a row are merged."""
+    layouts = Layout.contiguous(4, 4), Layout.contiguous(128, 4)
+    return make_plan(FEW_ROWS, *layouts, assignment="nearest", heads=HEADS, **options)
+
+
+PLANS = {
+    "gathered": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=0, **SPLIT),
+    "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
+    "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
+    "gathered by teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=0, team_size=2, **SPLIT),
+    "rows of several ranks": few_rows(),
+    "rows of several teams": few_rows(team_size=2, stages=1),
+}
+over_plans = pytest.mark.parametrize("name", PLANS)
+
+
+# ------------------------------------------------------------------------------- what travels
+
+
+@over_plans
+@pytest.mark.parametrize("kernel", KERNEL)
+@pytest.mark.parametrize("lse_gradient", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "itemsize"),
+    [
+        (torch.bfloat16, None, 4),
+        (torch.bfloat16, torch.bfloat16, 2),
+        (torch.bfloat16, torch.float32, 4),
+        (torch.float32, torch.float16, 2),
+        (torch.float64, None, 8),
+        (torch.float64, torch.float32, 4),
+    ],
+)
+def test_bytes_are_as_planned(
+    name: str,
+    kernel: str,
+    lse_gradient: bool,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    itemsize: int,
+) -> None:
+    plan = PLANS[name]
+    tensors = draw(plan.mask, dtype)
+    options = {"lse_gradient": lse_gradient, "reduce_dtype": reduce_dtype}
+    _, moved = run(plan, tensors, KERNEL[kernel], **options)
+    sizes = (*HEADS, DIM, V_DIM, dtype.itemsize)
+    planned = 2 * plan.backward_bytes(*sizes, itemsize, lse_gradient=lse_gradient)
+    assert moved == planned.tolist() and planned.sum() > 0
+    usual = 2 * plan.backward_bytes(*sizes, lse_gradient=lse_gradient)
+    assert (planned.sum() == usual.sum()) == (itemsize == max(dtype.itemsize, 4))
+
+
+@over_plans
+def test_fp32_on_the_wire_costs_fp64_its_rounding(name: str) -> None:
+    plan = PLANS[name]
+    tensors = draw(plan.mask, torch.float64)
+    exact = dense_gradients(*tensors[:3], plan.mask, SCALE, tensors[3])
+    usual, rounded = (run(plan, tensors, reduce_dtype=d)[0] for d in (None, torch.float32))
+    errors = {}
+    for label, truth, a, b in zip(NAMES, exact, usual, rounded, strict=True):
+        assert (a - truth).abs().max() < 1e-12, label
+        errors[label] = ((b - truth).abs().max() / truth.abs().max()).item()
+    assert max(errors["out"], errors["lse"]) < 1e-12, "only gradients travel so"
+    assert max(errors.values()) < 2e-7
+    moved = {"dq": plan.q_tokens(), "dk": plan.kv_tokens(), "dv": plan.kv_tokens()}
+    for label, tokens in moved.items():
+        assert (errors[label] > 1e-9) == bool(tokens.any()), label
+
+
+def errors(got: list[Tensor], want: tuple[Tensor, ...]) -> list[float]:
+    """Root mean square error of each result."""
+    return [(g.double() - w).square().mean().sqrt().item() for g, w in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+@pytest.mark.parametrize("stages", [0, 7])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("assignment", ["owner", "balanced"])
+def test_bf16_on_the_wire_is_nearly_as_good_as_one_device(
+    kernel: str, stages: int, ranks: int, assignment: str
+) -> None:
+    """At most twice the errors of one device, and the rounding of what the other ranks add."""
+    mask = AttnMask.dense(256, causal=True)
+    low = draw(mask, torch.bfloat16)
+    exact = [t.double() for t in low]
+    want = dense_gradients(*exact[:3], mask, SCALE, exact[3])
+    options = {"assignment": assignment, "heads": HEADS}
+    alone, _ = run(make_plan(mask, Layout.contiguous(256, 1), **options), low, KERNEL[kernel])
+    plan = make_plan(mask, Layout.contiguous(256, ranks), stages=stages, **options)
+    many, _ = run(plan, low, KERNEL[kernel], reduce_dtype=torch.bfloat16)
+    for n, (one, error) in enumerate(zip(errors(alone, want), errors(many, want), strict=True)):
+        size = want[n].square().mean().sqrt().item()
+        limit = 2 * one + (ranks - 1) * torch.finfo(torch.bfloat16).eps / 2 * size
+        assert error <= limit, f"{NAMES[n]}: error {error:.3e} > {limit:.3e}"
+
+
+@pytest.mark.parametrize("stages", [0, 3])
+def test_what_a_rank_holds_itself_is_not_rounded(stages: int) -> None:
+    """The last rank's keys are attended by nobody else, the others' are."""
+    options = {"assignment": "owner", "stages": stages, "heads": HEADS}
+    plan = make_plan(CAUSAL, Layout.contiguous(64, 4), **options)
+    tensors = draw(CAUSAL, torch.float64)
+    usual, rounded = (run(plan, tensors, reduce_dtype=d)[0] for d in (None, torch.bfloat16))
+    for a, b in zip(usual[3:], rounded[3:], strict=True):
+        assert torch.equal(a[:, 48:], b[:, 48:])
+        assert not torch.equal(a[:, :48], b[:, :48])
+    assert all(map(torch.equal, usual[:3], rounded[:3]))
+
+
+# --------------------------------------------------------------------------- what is made
+
+
+class Passed:
+    """A kernel that remembers what it returned."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+
+    forward = staticmethod(Rounding.forward)
+
+    def backward(self, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        """As rounding ones do."""
+        self.made = list(Rounding.backward(*given, **options))
+        return tuple(self.made)
+
+
+def test_gradients_of_one_call_are_returned_as_they_are() -> None:
+    kernel, tensors = Passed(), draw(CAUSAL, torch.bfloat16)
+    plan = make_plan(CAUSAL, Layout.contiguous(64, 1))
+
+    def body(comm: Comm) -> tuple[Tensor, ...]:
+        q, k, v, dout = tensors
+        out, lse = attention_forward(plan, comm, kernel, q, k, v, Scoring(SCALE))
+        return attention_backward(plan, comm, kernel, dout, q, k, v, out, lse, Scoring(SCALE))
+
+    (grads,) = run_ranks(1, body)
+    assert all(a is b for a, b in zip(grads, kernel.made, strict=True))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_no_zeros_where_there_is_a_part(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def zeros_like(like: Tensor, **options: Any) -> Tensor:
+        made.append(like.numel())
+        return torch.zeros_like(like, **options)
+
+    stand_in = SimpleNamespace(**vars(torch) | {"zeros_like": zeros_like})
+    monkeypatch.setattr(merge, "torch", stand_in)
+    options = {"assignment": "owner", "stages": stages, "heads": HEADS}
+    run(make_plan(CAUSAL, Layout.zigzag(64, 4), **options), draw(CAUSAL, torch.bfloat16))
+    assert not any(made)
+    apart = Layout.from_sizes([4, 0]), Layout.from_sizes([0, 128])
+    run(make_plan(FEW_ROWS, *apart, assignment="nearest"), draw(FEW_ROWS, torch.bfloat16))
+    assert any(made), "rows that only others compute have no part to begin with"
+
+
+# ------------------------------------------------------------------------------- run to run
+
+
+@over_plans
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_whoever_is_late_results_are_the_same_to_the_bit(
+    name: str, reduce_dtype: torch.dtype | None
+) -> None:
+    plan, tensors = PLANS[name], draw(PLANS[name].mask, torch.float32)
+    options = {"deterministic": True, "reduce_dtype": reduce_dtype}
+
+    def late(seed: int) -> Callable[[Comm], None]:
+        def begin(comm: Comm) -> None:
+            chance, start = random.Random(seed * 100 + comm.rank), comm.start
+
+            def slow(send: Any, receive: Any) -> Callable[[], None]:
+                time.sleep(chance.random() / 500)
+                return start(send, receive)
+
+            comm.start = slow  # type: ignore[method-assign]
+
+        return begin
+
+    first, _ = run(plan, tensors, begin=late(0), **options)
+    for seed in range(1, 4):
+        again, _ = run(plan, tensors, begin=late(seed), **options)
+        assert all(map(torch.equal, first, again))
+
+
+@over_plans
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_call_of_the_kernel_is_told(name: str, deterministic: bool) -> None:
+    told: list[bool] = []
+
+    class Asked(Rounding):
+        @staticmethod
+        def backward(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+            told.append(options["deterministic"])
+            return Rounding.backward(*given, **options)
+
+    tensors = draw(PLANS[name].mask, torch.float32)
+    run(PLANS[name], tensors, Asked, deterministic=deterministic)
+    assert set(told) == {deterministic} and len(told) >= 4

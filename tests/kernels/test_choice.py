@@ -1,0 +1,296 @@
+"""Which kernel takes a request, by what it can do and by what was measured."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from customized_ops.ring_attention.core.buffers import over_buffers
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    Capabilities,
+    KernelError,
+    Request,
+    choice,
+    choose,
+    torch_sdpa,
+)
+from customized_ops.ring_attention.core.kernels.shape_class import (
+    SHAPE_CLASSES,
+    needs_window,
+    shape_class,
+)
+from customized_ops.ring_attention.core.kernels.speeds import SPEEDS, bucket, seconds
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.slices import K0, LO, Q1, clip
+
+CPU = Request(torch.device("cpu"), torch.bfloat16, 128, 128, 32, 8)
+GPU = replace(CPU, device=torch.device("cuda", 0), tokens=32768)
+DTYPES = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
+
+
+TORCH = SimpleNamespace(NAME="torch", CAPABILITIES=(torch_sdpa.CAPABILITIES,), missing=lambda: None)
+
+
+class Probe(SimpleNamespace):
+    """A kernel for GPUs that counts how often it is asked what is missing."""
+
+    def __init__(self, name: str, problem: str | None = None, **able: object) -> None:
+        half = (torch.bfloat16, torch.float16)
+        cuda = Capabilities("cuda", **{"dtypes": half, "features": ("window",), **able})
+        super().__init__(NAME=name, CAPABILITIES=(cuda,), problem=problem, asked=0)
+
+    def missing(self) -> str | None:
+        self.asked += 1
+        return self.problem
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen() -> Iterator[None]:
+    choice._chosen.cache_clear()
+    yield
+    choice._chosen.cache_clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Probe]:
+    """GPU kernels beside one for CPU, and the reference."""
+    probes = {name: Probe(name) for name in ("flash4", "unmeasured", "cudnn", "flex")}
+    on_cpu = {"torch": TORCH, "reference": KERNELS["reference"]}
+    monkeypatch.setattr(choice, "KERNELS", {**probes, **on_cpu})
+    return probes
+
+
+def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
+    assert choose("an_op", "auto", GPU) is kernels["flash4"]
+    kernels["flash4"].problem = "flash_attn.cute is not installed"
+    choice._chosen.cache_clear()
+    assert choose("an_op", "auto", GPU) is kernels["cudnn"]
+    kernels["cudnn"].problem = "too old"
+    choice._chosen.cache_clear()
+    assert choose("an_op", "auto", GPU) is kernels["flex"]
+    # Nobody was measured in fp32, so the order of the registry decides.
+    for probe in kernels.values():
+        probe.CAPABILITIES = (replace(probe.CAPABILITIES[0], dtypes=(torch.float32,)),)
+    assert choose("an_op", "auto", replace(GPU, dtype=torch.float32)) is kernels["unmeasured"]
+
+
+def test_on_cpu_no_kernel_for_gpus_is_asked(kernels: dict[str, Probe]) -> None:
+    assert choose("an_op", "auto", CPU) is TORCH
+    assert choose("an_op", "torch", CPU) is TORCH
+    assert choose("an_op", "reference", CPU) is KERNELS["reference"]
+    for features, kernel in {("alibi",): "torch", ("softcap",): "reference"}.items():
+        assert kernel == choose("an_op", "auto", replace(CPU, features=features)).NAME
+    assert all(probe.asked == 0 for probe in kernels.values())
+
+
+def test_a_choice_is_made_once(kernels: dict[str, Probe]) -> None:
+    for op in ("an_op", "another_op"):
+        assert choose(op, "auto", GPU) is kernels["flash4"]
+    assert [probe.asked for probe in kernels.values()] == [1, 1, 1, 1]
+    choose("an_op", "cudnn", GPU)
+    assert [probe.asked for probe in kernels.values()] == [1, 1, 2, 1]
+
+
+def test_what_was_taken_is_said_once(
+    kernels: dict[str, Probe], caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels["flex"].problem = "triton is not installed"
+    with caplog.at_level(logging.INFO, logger="seqshard"):
+        for op in ("an_op", "another_op"):
+            choose(op, "auto", GPU)
+        choose("an_op", "cudnn", GPU)
+    what = (
+        "causal attention of about 32768 tokens, 32:8 heads of dims 128 and 128, torch.bfloat16 "
+        "on cuda: "
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{what}kernel flash4 (cudnn: slower; unmeasured: slower; reference: slower; flex: triton "
+        "is not installed; torch: runs on cpu, not cuda)",
+        f"{what}kernel cudnn, as asked for",
+    ]
+
+
+def test_nothing_but_the_reference_on_a_gpu_is_a_warning(kernels: dict[str, Probe]) -> None:
+    request = replace(GPU, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="only the slow reference can do this") as said:
+        for _ in range(3):
+            assert choose("an_op", "auto", request) is KERNELS["reference"]
+    assert len(said) == 1
+    assert "flash4: takes torch.bfloat16, torch.float16, not torch.float64" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose("an_op", "reference", request)
+        choose("an_op", "auto", replace(CPU, features=("softcap",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "message"),
+    [
+        (
+            "fast",
+            CPU,
+            "kernel 'fast' is unknown; known: auto, flash4, unmeasured, cudnn, flex, torch, "
+            "reference",
+        ),
+        (
+            "flash4",
+            CPU,
+            "kernel 'flash4' cannot do this (flash4: runs on cuda, not cpu); able: torch, "
+            "reference",
+        ),
+        (
+            "torch",
+            replace(CPU, features=("softcap", "dropout")),
+            "kernel 'torch' cannot do this (torch: has no softcap, dropout); able: reference",
+        ),
+        (
+            "unmeasured",
+            replace(GPU, features=("softcap",)),
+            "kernel 'unmeasured' cannot do this (unmeasured: has no softcap); able: reference",
+        ),
+        (
+            "torch",
+            replace(GPU, shape_class="window"),
+            "kernel 'torch' cannot do this (torch: runs on cpu, not cuda); able: flash4, flex, "
+            "unmeasured, cudnn, reference",
+        ),
+        (
+            "auto",
+            replace(CPU, dtype=torch.int32),
+            "kernel 'auto' cannot do this (flash4: runs on cuda, not cpu; unmeasured: runs on "
+            "cuda, not cpu; cudnn: runs on cuda, not cpu; flex: runs on cuda, not cpu; "
+            f"torch: takes {DTYPES}, not torch.int32; reference: takes {DTYPES}, not "
+            "torch.int32); able: none",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_errors(name: str, request_: Request, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises(KernelError) as info:
+            choose("an_op", name, request_)
+        assert str(info.value) == f"an_op: {message}"
+        assert isinstance(info.value, ValueError)
+
+
+def test_kernels_are_listed_under_their_names() -> None:
+    assert set(SPEEDS) <= set(KERNELS)
+    assert [kernel.NAME for kernel in KERNELS.values()] == list(KERNELS)
+    for kernel in KERNELS.values():
+        devices = [able.device for able in kernel.CAPABILITIES]
+        assert devices and len(set(devices)) == len(devices)
+
+
+# ------------------------------------------------------------------------------- speeds
+
+
+def test_seconds_are_those_of_the_nearest_length_measured() -> None:
+    near, far = ((1 / f + 2.5 / b) for f, b in ((626, 535), (663, 600)))
+    for tokens, want in ((0, near), (2048, near), (16000, near), (17000, far), (1 << 20, far)):
+        assert seconds("flash4", replace(GPU, tokens=tokens)) == want
+    full = replace(GPU, shape_class="full")
+    assert seconds("cudnn", full) == seconds("cudnn", replace(full, shape_class="causal"))
+
+
+def test_what_was_not_measured_has_no_figure() -> None:
+    assert np.isinf(seconds("cudnn", replace(GPU, shape_class="packed")))
+    assert np.isinf(seconds("unheard of", GPU))
+    assert np.isinf(seconds("flash4", CPU))
+    assert np.isinf(seconds("flex", replace(GPU, dtype=torch.float32)))
+
+
+def test_figures_are_of_known_classes() -> None:
+    for figures in SPEEDS.values():
+        assert set(figures) <= set(SHAPE_CLASSES)
+        assert all(measured for measured in figures.values())
+
+
+@given(st.integers(1, 1 << 30))
+@settings(deadline=None, derandomize=True)
+def test_buckets_are_near(tokens: int) -> None:
+    assert 2**-0.5 <= bucket(tokens) / tokens <= 2**0.5
+    assert bucket(0) == 0 and bucket(bucket(tokens)) == bucket(tokens)
+
+
+# -------------------------------------------------------------------------- shape class
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        (AttnMask.full(20, 30), "full"),
+        (AttnMask.full(0, 0), "full"),
+        (AttnMask.causal(1), "full"),
+        (AttnMask.dense(20, window=(-1, 19)), "full"),
+        (AttnMask.causal(20), "causal"),
+        (AttnMask.causal(20, 30), "causal"),
+        (AttnMask.dense(20, window=(19, 0)), "causal"),
+        (AttnMask.varlen([0, 7, 20]), "packed"),
+        (AttnMask.varlen([0, 7, 20], [0, 3, 9], causal=True), "packed"),
+        (AttnMask.varlen([0, 0, 20], causal=True), "causal"),
+        (AttnMask.dense(20, window=(5, 0)), "window"),
+        (AttnMask.dense(20, window=(5, -1)), "window"),
+        (AttnMask.varlen([0, 4, 20], causal=True, window=(5, 0)), "window"),
+        (AttnMask.varlen([0, 4, 9], causal=True, window=(5, 0)), "packed"),
+        (AttnMask.streaming(40, window=5, sink=2), "sparse"),
+        (AttnMask.prefix_lm(40, prefix=7), "sparse"),
+    ],
+)
+def test_shape_class(mask: AttnMask, name: str) -> None:
+    assert shape_class(mask) == name
+    assert name in SHAPE_CLASSES
+    if name in ("full", "causal", "packed", "window"):
+        assert needs_window(mask) == (name == "window")
+
+
+def test_windows_beside_other_slices_are_still_windows() -> None:
+    assert needs_window(AttnMask.streaming(40, window=5, sink=2))
+    assert not needs_window(AttnMask.prefix_lm(40, prefix=7))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_pieces_of_a_mask_without_windows_need_none(data: st.DataObject) -> None:
+    """Clipped anywhere, and laid out over ranks in any of three ways."""
+    n = data.draw(st.integers(1, 60))
+    cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=4)))
+    hi = data.draw(st.integers(0, n))
+    masks = [AttnMask.varlen([0, *cuts, n], window=(-1, hi)), AttnMask.prefix_lm(n, prefix=n // 2)]
+    mask = data.draw(st.sampled_from(masks))
+    assert not needs_window(mask)
+    ends = sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))
+    key_ends = sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))
+    assert_no_lo_binds(clip(mask.slices, *ends, *key_ends))
+    layout = data.draw(
+        st.sampled_from(
+            [Layout.contiguous(n, 3), Layout.striped(n, 3, block=2), Layout.zigzag(n, 3)]
+        )
+    )
+    plan = make_plan(mask, layout, stages=data.draw(st.integers(0, 2)))
+    for rank in range(3):
+        for stage in plan.rank(rank).stages:
+            assert_no_lo_binds(stage.own)
+            assert_no_lo_binds(stage.guest)
+
+
+def assert_no_lo_binds(slices: np.ndarray) -> None:
+    assert (slices[:, LO] <= slices[:, K0] - slices[:, Q1] + 1).all()
+
+
+def test_a_bound_below_is_noticed() -> None:
+    places = np.array([[0, 20, 0]])
+    slices = over_buffers(AttnMask.dense(20, window=(5, 0)).slices, places, places)
+    with pytest.raises(AssertionError):
+        assert_no_lo_binds(slices)

@@ -1,0 +1,271 @@
+"""FlexAttention as a kernel: on CPU through stand-ins, on a GPU as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense import assert_same, dense_attention, worst
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+
+from customized_ops.ring_attention import wrap_masked_attn_func
+from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens, flex
+from customized_ops.ring_attention.core.mask import AttnMask
+
+SCALE = 0.3
+HEADS, KV_HEADS = 4, 2
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.03], [0.4, 0.0, 0.2, 0.05]])
+SCORINGS = {
+    "plain": Scoring(SCALE),
+    "softcap": Scoring(SCALE, softcap=1.5),
+    "alibi": Scoring(SCALE, alibi_slopes=SLOPES[:1]),
+    "both": Scoring(SCALE, softcap=1.5, alibi_slopes=SLOPES),
+}
+
+
+def stripes(rows: int, keys: int, width: int) -> AttnMask:
+    """Every other ``width`` keys: more intervals of keys in a row than one call takes."""
+    return AttnMask.from_slices(
+        [(3, rows, k, k + width, -keys, keys) for k in range(0, keys - width, 2 * width)],
+        rows,
+        keys,
+    )
+
+
+MASKS = {
+    "full": AttnMask.full(128, 256),
+    "causal": AttnMask.causal(300, 340),
+    "window": AttnMask.dense(290, window=(70, 5)),
+    "documents": AttnMask.varlen([0, 100, 101, 280, 300], causal=True),
+    "uncovered rows": AttnMask.from_slices([(140, 200, 7, 130, -999, 999)], 260, 150),
+    "few tokens": AttnMask.causal(3, 5),
+    "stripes": stripes(150, 260, 6),
+    "nothing": AttnMask.from_slices([], 20, 30),
+}
+over_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+
+
+def in_blocks(counts: Tensor, indices: Tensor, others: int) -> Tensor:
+    """bool[blocks, others] of lists [1, 1, blocks] and [1, 1, blocks, most]."""
+    found = torch.zeros(counts.shape[2], others, dtype=torch.bool)
+    for block, count in enumerate(counts[0, 0].tolist()):
+        found[block, indices[0, 0, block, :count].long()] = True
+        assert found[block].sum() == count, "a block is listed twice"
+    return found
+
+
+def dense_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> tuple[Tensor, AuxOutput]:
+    """What flex_attention computes on a GPU, and from what: only blocks that are listed, the mask
+    function only in partial ones. With gradients, which the real one lacks on CPU."""
+    assert block_mask is not None and scale is not None and return_aux == AuxRequest(lse=True)
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and not return_lse
+    assert min(query.shape[-1], value.shape[-1]) >= flex.LEAST_WIDTH
+    assert block_mask.seq_lengths == (query.shape[2], key.shape[2])
+    b, h, rows, _ = query.shape
+    row_blocks, key_blocks = block_mask.kv_num_blocks.shape[2], block_mask.q_num_blocks.shape[2]
+    partial = in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, key_blocks)
+    full = in_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, key_blocks)
+    by_keys = in_blocks(block_mask.q_num_blocks, block_mask.q_indices, row_blocks)
+    full_by_keys = in_blocks(block_mask.full_q_num_blocks, block_mask.full_q_indices, row_blocks)
+    assert torch.equal(by_keys, partial.T) and torch.equal(full_by_keys, full.T)
+    assert not (partial & full).any()
+    i, j = torch.arange(rows)[:, None], torch.arange(key.shape[2])
+    where = i // block_mask.BLOCK_SIZE[0], j // block_mask.BLOCK_SIZE[1]
+    allowed = (partial[where] & block_mask.mask_mod(None, None, i, j)) | full[where]
+    key, value = (t.repeat_interleave(h // t.shape[1], dim=1) for t in (key, value))
+    scores = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+    if score_mod is not None:
+        places = torch.arange(b)[:, None, None, None], torch.arange(h)[:, None, None], i, j
+        scores = score_mod(scores, *places)
+    unattended = ~allowed.any(-1)
+    scores = scores.masked_fill(~(allowed | unattended[:, None]), -torch.inf)
+    out = torch.einsum("bhij,bhje->bhie", torch.softmax(scores, -1) * allowed, value)
+    lse = torch.logsumexp(scores, -1).masked_fill(unattended, -torch.inf)
+    return out, AuxOutput(lse=lse)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(flex, "_compiled", lambda: dense_flex)
+    yield
+
+
+def draw(mask: AttnMask, d: int, e: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, dout and dlse."""
+    source = torch.Generator().manual_seed(mask.q_len)
+    q_len, k_len = mask.q_len, mask.k_len
+    shapes = [(2, q_len, HEADS, d), (2, k_len, KV_HEADS, d), (2, k_len, KV_HEADS, e)]
+    shapes += [(2, q_len, HEADS, e), (2, HEADS, q_len)]
+    drawn = [torch.randn(s, dtype=torch.float64, generator=source) for s in shapes]
+    return [t.to(dtype) for t in drawn[:4]] + [drawn[4]]
+
+
+def pairs_of(mask: AttnMask) -> Pairs:
+    return Pairs(mask.slices, mask.q_len, mask.k_len)
+
+
+def tokens_of(mask: AttnMask, device: str = "cpu") -> Tokens:
+    rows = 50 + torch.arange(mask.q_len, device=device)
+    keys = 20 + torch.arange(mask.k_len, device=device)
+    return Tokens(rows, keys, keys + 27, first_head=0)
+
+
+def for_dense(scoring: Scoring, mask: AttnMask) -> dict[str, Any]:
+    tokens = tokens_of(mask)
+    return {
+        "softcap": scoring.softcap,
+        "alibi_slopes": scoring.alibi_slopes,
+        "key_positions": tokens.key_positions - 50,
+    }
+
+
+@over_masks
+@over_scorings
+@pytest.mark.usefixtures("stand_in")
+def test_forward(mask: AttnMask, scoring: Scoring) -> None:
+    q, k, v, _, _ = draw(mask, 8, 20)
+    want = dense_attention(q, k, v, mask, SCALE, **for_dense(scoring, mask))
+    out, lse = flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+    assert_same("out", out, want[0])
+    assert_same("lse", lse, want[1])
+
+
+@over_masks
+@over_scorings
+@pytest.mark.parametrize("widths", [(8, 8), (20, 12)])
+@pytest.mark.parametrize("lse_gradient", [False, True])
+@pytest.mark.usefixtures("stand_in")
+def test_backward_of_a_part_of_the_keys(
+    mask: AttnMask, scoring: Scoring, widths: tuple[int, int], lse_gradient: bool
+) -> None:
+    """Of the final out and lse over these keys, some others and a sink."""
+    more = AttnMask.full(mask.q_len, 9).restrict((0, mask.q_len - 1))
+    both = AttnMask.from_slices(
+        np.concatenate([mask.slices, more.shift(0, mask.k_len, k_len=mask.k_len + 9).slices]),
+        mask.q_len,
+        mask.k_len + 9,
+    )
+    q, k, v, dout, dlse = draw(both, *widths)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = dense_attention(*leaves, both, SCALE, sink=sink, **for_dense(scoring, both))
+    down = (dout, dlse if lse_gradient else torch.zeros_like(dlse))
+    want_dq, *want = torch.autograd.grad((out, lse), leaves, down)
+    q, k, v, out, lse = (t.detach() for t in (q, k, v, out, lse))
+    tokens = tokens_of(both)
+    got_dq = torch.zeros_like(q)
+    for where, part in ((slice(0, mask.k_len), mask), (slice(mask.k_len, None), more)):
+        dq, *got = flex.backward(
+            dout,
+            q,
+            k[:, where],
+            v[:, where],
+            out,
+            lse,
+            pairs_of(part),
+            scoring,
+            tokens.part(slice(None), where),
+            dlse=dlse if lse_gradient else None,
+        )
+        got_dq += dq
+        for name, mine, whole in zip(("dk", "dv"), got, want, strict=True):
+            assert_same(name, mine, whole[:, where])
+    assert_same("dq", got_dq, want_dq)
+
+
+def test_rows_of_many_intervals_take_several_calls() -> None:
+    masks = flex._masks(pairs_of(MASKS["stripes"]), torch.device("cpu"))
+    assert len(masks) == 4  # of 21 intervals
+    assert len(flex._masks(pairs_of(MASKS["causal"]), torch.device("cpu"))) == 1
+
+
+def test_block_masks_are_made_once() -> None:
+    pairs = pairs_of(MASKS["causal"])
+    assert flex._masks(pairs, torch.device("cpu")) is flex._masks(pairs, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["window", "stripes", "few tokens"])
+@pytest.mark.parametrize("scoring", [SCORINGS["plain"], SCORINGS["both"]], ids=["plain", "both"])
+def test_the_real_one_takes_what_it_is_given(
+    name: str, scoring: Scoring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced, but not compiled: that needs no compiler and has no gradients."""
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    mask = MASKS[name]
+    q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
+    want = dense_attention(
+        *(t.double() for t in (q, k, v)), mask, SCALE, **for_dense(scoring, mask)
+    )
+    out, lse = flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+    assert_same("out", out, want[0], 1e-5)
+    assert_same("lse", lse, want[1], 1e-5)
+
+
+# ---------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@over_masks
+@over_scorings
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
+def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
+    """No worse than twice plain torch in the same dtype, plus rounding."""
+    q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
+    same = for_dense(scoring, mask)
+    exact = results([t.double() for t in (q, k, v)], mask, dout.double(), dlse, same)
+    plain = results([q, k, v], mask, dout, dlse.float(), same)
+    if scoring.alibi_slopes is not None:
+        scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
+    on_gpu = [t.cuda() for t in (q, k, v)]
+    pairs, tokens = pairs_of(mask), tokens_of(mask, "cuda")
+    out, lse = flex.forward(*on_gpu, pairs, scoring, tokens)
+    gradients = flex.backward(
+        dout.cuda(), *on_gpu, out, lse, pairs, scoring, tokens, dlse=dlse.float().cuda()
+    )
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, got, want, low in zip(names, (out, lse, *gradients), exact, plain, strict=True):
+        finite = want.isfinite()
+        largest = want[finite].abs().max().item() if finite.any() else 0.0
+        limit = 2 * worst(low[finite], want[finite]) + 2 * torch.finfo(dtype).eps * largest
+        assert_same(name, got.cpu(), want, limit)
+
+
+def results(
+    inputs: list[Tensor], mask: AttnMask, dout: Tensor, dlse: Tensor, scoring: dict[str, Any]
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv of dense attention in the inputs' dtype."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out, lse = dense_attention(*leaves, mask, SCALE, **scoring)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
+    return [t.detach() for t in (out, lse, *found)]
+
+
+@pytest.mark.gpu
+def test_in_an_op_on_a_gpu() -> None:
+    """Below autograd, where the backward has to switch it on."""
+    mask = MASKS["documents"]
+    q, k, v, dout, _ = (t.cuda() for t in draw(mask, 64, 64, torch.bfloat16))
+    found = []
+    for kernel in ("flex", "reference"):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = wrap_masked_attn_func(*leaves, mask, kernel=kernel)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    for name, got, want in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        assert_same(name, got, want, 0.02 * want.abs().max().item())
