@@ -23,7 +23,7 @@ def two_gpus() -> Iterator[Pool]:
     """Two NCCL ranks, one GPU each."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    pool = Pool(2, "nccl")
+    pool = Pool(2, "nccl", seconds=240)  # a rank that compiles lets the other wait
     yield pool
     pool.close()
 

@@ -1,0 +1,89 @@
+"""What the benchmark of kernels measured, as tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+BACKWARD_WORK = 2.5  # of the forward's: five products of matrices instead of two
+
+
+@dataclass
+class Row:
+    """A line of the table; speeds in TFLOP/s, None where not measured."""
+
+    mask: str
+    tokens: int
+    kernel: str
+    shape_class: str
+    pairs: int
+    forward: float | None = None
+    backward: float | None = None
+    raw_forward: float | None = None
+    raw_backward: float | None = None
+    op: float | None = None  # forward and backward of the public op
+    notes: list[str] = field(default_factory=list)
+
+
+def show(rows: list[Row], args: argparse.Namespace) -> None:
+    """The tables in markdown, and what was not measured why."""
+    h, g = args.heads
+    name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    print(f"{name}, {versions(args.device)}, {args.dtype}, heads {h}:{g}, d {args.head_dim}")
+    print("TFLOP/s: 4 x pairs x heads x d FLOP forward, 2.5 times that backward\n")
+    print("| mask | tokens | kernel | forward | raw | + | backward | raw | + | |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    notes: dict[str, int] = {}
+    for r in rows:
+        told = [f"{r.kernel}: {note}" for note in r.notes]
+        marks = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
+        cells = [r.mask, f"{r.tokens}", r.kernel]
+        for own, raw in ((r.forward, r.raw_forward), (r.backward, r.raw_backward)):
+            cells += [_speed(own), _speed(raw), _beyond(own, raw)]
+        print(f"| {' | '.join(cells)} | {marks} |")
+    print(*(f"[{n}] {text}" for text, n in notes.items()), sep="\n")
+    ops = [r for r in rows if r.op is not None]
+    if ops:
+        print("\n| causal, forward and backward | tokens | op | raw | + |\n|---|---|---|---|---|")
+    for r in ops:
+        raw = None
+        if r.raw_forward and r.raw_backward:
+            seconds = 1 / r.raw_forward + BACKWARD_WORK / r.raw_backward
+            raw = (1 + BACKWARD_WORK) / seconds
+        cells = [r.kernel, f"{r.tokens}", _speed(r.op), _speed(raw), _beyond(r.op, raw)]
+        print(f"| {' | '.join(cells)} |")
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _beyond(own: float | None, raw: float | None) -> str:
+    return f"{100 * (raw / own - 1):.1f} %" if own and raw else ""
+
+
+def versions(device: str) -> str:
+    """Of everything that is measured."""
+    found = [f"torch {torch.__version__}"]
+    if device == "cuda":
+        found.append(f"cuDNN {torch.backends.cudnn.version()}")
+    for package in ("flash-attn-4", "transformer-engine", "triton"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def speeds(rows: list[Row]) -> dict[str, Any]:
+    """{kernel: {class: {tokens: (forward, backward)}}}; of several masks in a class the last."""
+    table: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    for r in rows:
+        if r.forward and r.backward:
+            table[r.kernel][r.shape_class][r.tokens] = (round(r.forward), round(r.backward))
+    return {kernel: {c: dict(t) for c, t in classes.items()} for kernel, classes in table.items()}

@@ -1,0 +1,121 @@
+"""Every op and mask in bf16 on two ranks, by every kernel: no worse than twice one rank's error.
+
+On GPUs over NCCL, and with what a CPU has over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from kernel_jobs import Answer, KernelCase, cut_and_alone
+from op_cases import Case, expected, gather, run_rank
+from op_table import TABLE, UNEVEN
+from ranks import Pool
+
+from customized_ops.ring_attention.core.kernels import KERNELS
+from tests.kernels.cases import MASKS as SHAPES
+from tests.kernels.conformance import assert_near
+from tests.ops.test_mask_grid import MASKS
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
+COMPILE_SECONDS = 600  # the first case of a configuration takes seconds
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the ranks compute."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks(device: str) -> Iterator[Pool]:
+    """Two of them."""
+    pool = Pool(2, "nccl" if device == "cuda" else "gloo", seconds=COMPILE_SECONDS)
+    yield pool
+    pool.close()
+
+
+def low(case: Case, kernel: str, device: str) -> KernelCase:
+    """The case in bf16, with one number of heads and one width, so that kernels compile little."""
+    given = {f.name: getattr(case, f.name) for f in fields(case)}
+    given |= {"dtype": DTYPE, "device": device, "dims": (64, 64), "heads": (8, 2)}
+    return KernelCase(**given, kernel=kernel)
+
+
+def check(pool: Pool | Bent, cases: dict[str, KernelCase]) -> list[str]:
+    """Judge all that run; returns those that their kernel refuses."""
+    replies = pool.run(cut_and_alone, list(cases.values()))
+    refused, wrong = [], []
+    for n, (name, case) in enumerate(cases.items()):
+        answers = [reply[n] for reply in replies]
+        if isinstance(answers[0], str):
+            assert answers[0] == answers[1]
+            assert f"kernel {case.kernel!r} cannot do this" in answers[0]
+            refused.append(name)
+            continue
+        got = gather(case, [cut for cut, _ in answers])
+        alone = answers[0][1]
+        for what, *values in zip(NAMES, got, expected(case), alone, strict=False):
+            try:
+                assert_near(what, *values, DTYPE)
+            except AssertionError as error:
+                wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)
+    return refused
+
+
+def test_every_op(ranks: Pool, device: str) -> None:
+    cases = {**TABLE, **UNEVEN[2]}
+    if device == "cpu":  # where every op is compared exactly elsewhere
+        cases = {name: cases[name] for name in list(cases)[::4]}
+    assert not check(ranks, {name: low(case, "auto", device) for name, case in cases.items()})
+
+
+def test_every_mask(ranks: Pool, device: str) -> None:
+    cases = {
+        name: Case("masked", mask.q_len, given=mask, layout=f"contiguous:{mask.q_len}:2")
+        for name, mask in MASKS.items()
+    }
+    assert not check(ranks, {name: low(case, "auto", device) for name, case in cases.items()})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel(ranks: Pool, device: str, kernel: str) -> None:
+    """Longer masks, several tiles of every kernel, laid out evenly and not."""
+    tokens = 640 if device == "cuda" else 120
+    cases = {}
+    for name, shape in SHAPES.items():
+        mask = shape.make(tokens)
+        q, k = mask.q_len, mask.k_len
+        base = low(Case("masked", q, given=mask), kernel, device)
+        cases[name] = replace(base, sizes=(q // 2, q - q // 2), k_sizes=(k // 2, k - k // 2))
+        cases[f"{name}, uneven"] = replace(base, sizes=(q // 3, q - q // 3), k_sizes=(k - 9, 9))
+    refused = check(ranks, cases)
+    assert kernel != "reference" or not refused
+
+
+class Bent:
+    """A pool of one whose cut results are off."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def run(self, job: object, cases: list[KernelCase]) -> list[list[Answer]]:
+        answers = []
+        for case in cases:
+            alone = run_rank(case, 0, 1, None)
+            answers.append(([t + self.by for t in alone], alone))
+        return [answers]
+
+
+def test_the_check_can_fail() -> None:
+    case = {"causal": low(Case("ring", 32), "reference", "cpu")}
+    assert check(Bent(0.0), case) == []
+    with pytest.raises(AssertionError, match=r"causal: out: .*\n.*causal: lse: "):
+        check(Bent(0.3), case)
