@@ -292,6 +292,7 @@ class EveryOp(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         q, k, v = self.project(x).view(*x.shape[:-1], 12, 4).split(4, -2)
         given: dict[str, Any] = {"softcap": 3.0, "sink": self.sink}
+        given |= {"deterministic": True, "reduce_dtype": torch.float64}
         match self.op:
             case "masked":
                 out = wrap_masked_attn_func(q, k, v, self.mask, **given)

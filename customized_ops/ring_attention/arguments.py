@@ -18,6 +18,7 @@ from torch import Tensor
 from . import agreement
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
+from .core.merge import accumulation_dtype
 
 T = TypeVar("T")
 
@@ -123,6 +124,33 @@ def spec_of(op: str, name: str, layout: Layout | None) -> str:
     return "" if layout is None else layout.spec
 
 
+# By the names that they have as op arguments.
+REDUCE_DTYPES: dict[str, torch.dtype | None] = {
+    "": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def reduce_dtype_of(op: str, dtype: torch.dtype | None, q: Tensor) -> str:
+    """The dtype that gradients travel in as an op argument; ``""`` if None.
+
+    Raises:
+        ArgumentError: none of those that sums of the gradients of q hold.
+    """
+    width = accumulation_dtype(q.dtype).itemsize
+    fits = {name: d for name, d in REDUCE_DTYPES.items() if d is None or d.itemsize <= width}
+    for name, each in fits.items():
+        if dtype is each:
+            return name
+    known = ", ".join(map(str, fits.values()))
+    raise ArgumentError(
+        f"{op}: reduce_dtype must be one of {known} where q is {q.dtype}, got {dtype!r}"
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """Arguments that every attention op takes alike, as the user passed them.
@@ -135,7 +163,9 @@ class Options:
             one from torch's generator.
         alibi_slopes: fp32 [h] or [b, h], or None.
         sink: [h] logits, or None.
-        deterministic: only checked; every op always is.
+        deterministic: whether gradients must be the same bit for bit from run to run; torch's own
+            switch asks for it too.
+        reduce_dtype: what gradients travel in; None for that of sums. See ``core/executor.py``.
         q_rows, q_heads: which part of its rows or heads q is; None for all. See ``parts``.
     """
 
@@ -150,6 +180,7 @@ class Options:
     layout: Layout | None = None
     k_layout: Layout | None = None
     deterministic: bool = False
+    reduce_dtype: torch.dtype | None = None
     q_rows: tuple[int, int] | None = None
     q_heads: tuple[int, int] | None = None
 
@@ -172,7 +203,7 @@ class Options:
         Raises:
             ArgumentError: one that is out of range.
         """
-        flag_of(op, "deterministic", self.deterministic)
+        deterministic = flag_of(op, "deterministic", self.deterministic)
         if not isinstance(self.kernel, str):
             raise ArgumentError(
                 f"{op}: kernel must be the name of one, or 'auto', got {self.kernel!r}"
@@ -182,6 +213,8 @@ class Options:
             "softcap": softcap_of(op, self.softcap),
             "dropout_p": dropout_of(op, self.dropout_p),
             "return_lse": flag_of(op, "return_lse", self.return_lse),
+            "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
+            "reduce_dtype": reduce_dtype_of(op, self.reduce_dtype, q),
             "kernel": self.kernel,
             "layout": spec_of(op, "layout", self.layout),
             "k_layout": spec_of(op, "k_layout", self.k_layout),

@@ -20,6 +20,8 @@ OPTIONS: dict[str, type] = {
     "softcap": float,
     "dropout_p": float,
     "return_lse": bool,
+    "deterministic": bool,
+    "reduce_dtype": str,
     "kernel": str,
     "layout": str,
     "k_layout": str,

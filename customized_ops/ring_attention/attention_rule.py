@@ -14,7 +14,7 @@ from collections.abc import Callable
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
 
-from .arguments import check_heads
+from .arguments import REDUCE_DTYPES, check_heads
 from .attention_family import OPTIONAL_TENSORS, Family, Given
 from .core.layout import Layout
 from .core.plan import Plan
@@ -100,10 +100,15 @@ def rule_of(
         plan = plan_of(bound, site, given)
         batch, h, g, d, e = sizes(bound)
         mean = plan.area.mean()
+        wire = REDUCE_DTYPES[given["reduce_dtype"]]
+        shape = h, g, d, e, itemsize
+        backward_bytes = plan.backward_bytes(
+            *shape, wire.itemsize if wire else None, lse_gradient=given["return_lse"]
+        )
         return InnerCost(
             what="k, v" + (" and q rows" if plan.q_tokens().any() else ""),
-            forward_bytes=batch * int(plan.forward_bytes(h, g, d, e, itemsize)[:, 1].max()),
-            backward_bytes=batch * int(plan.backward_bytes(h, g, d, e, itemsize)[:, 1].max()),
+            forward_bytes=batch * int(plan.forward_bytes(*shape)[:, 1].max()),
+            backward_bytes=batch * int(backward_bytes[:, 1].max()),
             imbalance=float(plan.area.max() / mean) if mean else 1.0,
         )
 

@@ -99,6 +99,7 @@ def wrap_masked_attn_func(
     layout: Layout | None = None,
     k_layout: Layout | None = None,
     kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,7 +125,8 @@ def wrap_masked_attn_func(
             token, head and batch entry, so it is the same on any number of ranks.
         alibi_slopes: [h] or [b, h]: what a score loses per token of distance; the ends of q and k
             are aligned where their lengths differ. No gradient.
-        deterministic: accepted either way; forward and backward always are.
+        deterministic: gradients are the same bit for bit from run to run, which costs some kernels
+            time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         process_group: ranks over which the tokens are cut: a ProcessGroup, its global ranks in
             increasing order, or None. Leave it None under an auto-parallelizer, which fills it in.
         return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
@@ -137,6 +139,9 @@ def wrap_masked_attn_func(
             k and v too where they are as long as q and ``k_layout`` is None.
         k_layout: which tokens of k and v each rank holds.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
+            They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
+            halves their bytes and rounds them before they are added.
         q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
             sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
             for that.
@@ -175,6 +180,7 @@ def wrap_masked_attn_func(
         layout=layout,
         k_layout=k_layout,
         deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
     )

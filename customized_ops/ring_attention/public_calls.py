@@ -12,7 +12,7 @@ from annotations.calls import PublicCall, declare_call, without_data
 from annotations.registry import AnnotatedOp, OpRecord
 from annotations.rules import SplitSite
 
-from .arguments import refuse_unsupported
+from .arguments import reduce_dtype_of, refuse_unsupported
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.rehearsal import RehearsalComm
@@ -68,6 +68,7 @@ def _attention(
         title = function.__name__
         arguments |= part_numbers(title, "q_rows", given["q_rows"], "row")
         arguments |= part_numbers(title, "q_heads", given["q_heads"], "head")
+        arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
         arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .arguments import Options
@@ -42,6 +43,7 @@ def wrap_ring_attn_varlen_func(
     layout: Layout | None = None,
     k_layout: Layout | None = None,
     kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,7 +69,8 @@ def wrap_ring_attn_varlen_func(
         causal: a token attends its document up to itself; aligned at the documents' ends where
             their lengths in q and k differ.
         window_size: (left, right) tokens around it; -1 is unbounded.
-        deterministic: accepted either way; forward and backward always are.
+        deterministic: gradients are the same bit for bit from run to run, which costs some kernels
+            time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         return_attn_probs: only False.
         enable_ring: False computes on this rank alone, whatever ``process_group`` says; not inside
             a captured graph, where an engine would give the op its group again.
@@ -86,6 +89,9 @@ def wrap_ring_attn_varlen_func(
             same total and ``k_layout`` is None.
         k_layout: which tokens of k and v each rank holds.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
+            They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
+            halves their bytes and rounds them before they are added.
         q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
             sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
             for that.
@@ -115,6 +121,7 @@ def wrap_ring_attn_varlen_func(
         layout=layout,
         k_layout=k_layout,
         deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
     )

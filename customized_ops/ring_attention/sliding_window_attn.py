@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .arguments import Options
@@ -49,6 +50,7 @@ def wrap_sliding_window_attn_func(
     dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -76,7 +78,8 @@ def wrap_sliding_window_attn_func(
         softmax_scale: what scores are multiplied by; None means 1 / sqrt(hd).
         causal: no token attends a later one.
         window_size: (left, right): token i attends tokens i - left .. i + right; -1 is unbounded.
-        deterministic: accepted either way; forward and backward always are.
+        deterministic: gradients are the same bit for bit from run to run, which costs some kernels
+            time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         return_attn_probs: only False.
         enable_ring: False computes on this rank alone, whatever ``process_group`` says.
         use_cute: only False for now.
@@ -92,6 +95,9 @@ def wrap_sliding_window_attn_func(
         layout: which tokens each rank holds; None means contiguous shards, as many tokens on every
             rank where not packed.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
+            They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
+            halves their bytes and rounds them before they are added.
         q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
             sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
             for that.
@@ -103,7 +109,7 @@ def wrap_sliding_window_attn_func(
 
     Communication: with contiguous shards the forward receives at most left + right tokens of k and
     v; in another layout, what the windows of its pieces reach. The backward receives the same, and
-    sends as many of dk and dv home in fp32.
+    sends as many of dk and dv home.
 
     Raises:
         NotImplementedError: an argument that is not supported yet is set; names it.
@@ -122,6 +128,7 @@ def wrap_sliding_window_attn_func(
         kernel=kernel,
         layout=layout,
         deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .arguments import Options, checked, is_integer, tokens_of
@@ -41,6 +42,7 @@ def wrap_streaming_attn_func(
     dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -63,7 +65,8 @@ def wrap_streaming_attn_func(
         dropout_p: the share of probabilities that become 0, in [0, 1). Which ones is drawn by
             token, head and batch entry, so it is the same on any number of ranks.
         alibi_slopes: [h] or [b, h]: what a score loses per token of distance. No gradient.
-        deterministic: accepted either way; forward and backward always are.
+        deterministic: gradients are the same bit for bit from run to run, which costs some kernels
+            time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
         cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole packed
@@ -77,6 +80,9 @@ def wrap_streaming_attn_func(
         layout: which tokens each rank holds; None means contiguous shards, as many tokens on every
             rank where not packed.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
+            They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
+            halves their bytes and rounds them before they are added.
         q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
             sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
             for that.
@@ -89,7 +95,7 @@ def wrap_streaming_attn_func(
     Communication: with contiguous shards, even or uneven, the forward receives at most window +
     sink_tokens tokens of k and v (with documents, the sinks of those whose tokens the rank holds);
     in another layout, what the windows of its pieces reach, and the sinks. The backward receives
-    the same, and sends as many of dk and dv home in fp32.
+    the same, and sends as many of dk and dv home.
 
     Raises:
         ValueError: shapes, dtypes, heads, cu_seqlens, layout or group do not fit; says what would.
@@ -108,6 +114,7 @@ def wrap_streaming_attn_func(
         kernel=kernel,
         layout=layout,
         deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
     )

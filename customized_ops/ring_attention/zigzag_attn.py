@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .arguments import Options
@@ -36,6 +37,7 @@ def wrap_zigzag_attn_func(
     dropout_seed: int | Tensor | None = None,
     layout: Layout | None = None,
     kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,7 +62,8 @@ def wrap_zigzag_attn_func(
         causal: token i attends tokens 0..i.
         window_size: (left, right): token i attends tokens i - left .. i + right; -1 is unbounded.
         alibi_slopes: [h] or [b, h]: what a score loses per token of distance. No gradient.
-        deterministic: accepted either way; forward and backward always are.
+        deterministic: gradients are the same bit for bit from run to run, which costs some kernels
+            time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         return_attn_probs: only False.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
@@ -73,6 +76,9 @@ def wrap_zigzag_attn_func(
         layout: which tokens each rank holds; None means as many on every rank, in order. Besides
             ``Layout.zigzag``, ``Layout.contiguous`` and ``Layout.from_sizes`` allow uneven shards.
         kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
+            They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
+            halves their bytes and rounds them before they are added.
         q_rows: set by auto-parallelizers that bring k and v whole. (i, n): q is part i of n of the
             sequence, ceil(l / n) tokens each, and k and v are all of it; (0, 1) on one device asks
             for that.
@@ -84,7 +90,7 @@ def wrap_zigzag_attn_func(
 
     Communication: the forward moves k and v to the ranks that need them, rows of q to the ranks
     that compute them, and their results back. The backward moves the same again, sends dk and dv
-    home in fp32, where they are added up, and dq of the rows back.
+    home in ``reduce_dtype``, where they are added up, and dq of the rows back.
 
     Raises:
         NotImplementedError: an argument that is not supported yet is set; names it.
@@ -104,6 +110,7 @@ def wrap_zigzag_attn_func(
         kernel=kernel,
         layout=layout,
         deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
     )

@@ -247,6 +247,7 @@ def test_attention_over_four_ranks(four_ranks: Pool) -> None:
 
 
 SCORED = Case("ring", 17, batch=2, heads=(6, 2), dims=(4, 3), sink=True, alibi=True, softcap=2.0)
+NUMERICS = {"deterministic": True, "reduce_dtype": torch.float64}
 WHOLE_KEYS = {"q_rows": (0, 1)}
 CROSS = Case(
     "masked", 6, given=AttnMask.causal(6, 11), heads=(6, 2), batch=2, sink=True, alibi=True
@@ -260,7 +261,7 @@ OTHER_KEYS = replace(DOCUMENTS, cu_seqlens_k=(0, 4, 9, 11, 18))
     ("case", "places", "lie", "where"),
     [
         # what is given and what is not, on l, b and heads
-        (SCORED, ["1", "1", "1"], "1 2 1 1 1 P", {}),
+        (SCORED, ["1", "1", "1"], "1 2 1 1 1 P", NUMERICS),
         (SCORED, ["0", "0", "0"], "0 0 0 0 0 P", {}),
         (SCORED, ["2", "2", "2"], "2 1 2 2 2 0", {}),
         (SCORED, ["2", "R", "R", "0"], "2 1 2 2 2 0", {}),

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from annotations import InnerCost, SplitSite, record_of
-from customized_ops.ring_attention import AttnMask, wrap_masked_attn_func, wrap_ring_attn_func
+from customized_ops.ring_attention import (
+    AttnMask,
+    wrap_masked_attn_func,
+    wrap_ring_attn_func,
+    wrap_sliding_window_attn_func,
+)
 
 
 def cost(call: Any, identifier: str, parts: int) -> InnerCost:
@@ -51,3 +56,19 @@ def test_heads_of_q() -> None:
 
     assert [cost(heads, "qh", n) for n in (2, 3)] == [InnerCost()] * 2
     assert cost(heads, "qh", 4) == InnerCost(imbalance=pytest.approx(8 / 6))
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "share"), [(None, 1.0), (torch.float32, 1.0), (torch.bfloat16, 0.75)]
+)
+def test_gradients_that_travel_in_fewer_bytes(reduce_dtype: Any, share: float) -> None:
+    """With a window only keys move: there in 4 bytes an element, and home in 4 or 2."""
+
+    def halo(dtype: Any) -> Any:
+        options = {"window_size": (2, 0), "reduce_dtype": dtype}
+        return lambda q, k: wrap_sliding_window_attn_func(q, k, k, **options)
+
+    # Of four ranks those in the middle receive both.
+    usual, given = (cost(halo(dtype), "l", 4) for dtype in (None, reduce_dtype))
+    assert given.forward_bytes == usual.forward_bytes > 0
+    assert given.backward_bytes == share * usual.backward_bytes

@@ -82,7 +82,7 @@ def ring(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
 def ring_with_everything(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     out, lse = wrap_ring_attn_func(
         q, k, v, 0.3, alibi_slopes=m.slopes, window_size=(9, 0), sink=m.sink, softcap=8.0,
-        return_lse=True,
+        return_lse=True, deterministic=True, reduce_dtype=torch.float64,
     )  # fmt: skip
     return out + torch.sigmoid(lse.transpose(1, 2)).unsqueeze(-1)
 

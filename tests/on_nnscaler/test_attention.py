@@ -42,6 +42,9 @@ def test_two_ranks(two_ranks: Pool, attend: Any) -> None:
         calls = calls_of(rank.code)
         told = f"q_rows=({n}, 2)" if "rows" in attend.__name__ else "process_group=[0, 1]"
         assert len(calls) == 2 and all(told in call for call in calls), calls
+        if attend is models.ring_with_everything:
+            numerics = "deterministic=True", "reduce_dtype=torch.float64"
+            assert all(option in call for call in calls for option in numerics), calls
 
 
 @pytest.mark.parametrize("attend", MAIN)

@@ -457,6 +457,8 @@ def test_sliding_window_refuses(given: dict[str, Any], message: str) -> None:
         ("alibi_slopes", lambda rank: {"alibi_slopes": SLOPES.to([torch.float, BF16][rank])}),
         ("return_lse", lambda rank: {"return_lse": rank == 1}),
         ("kernel", lambda rank: {"kernel": "reference" if rank else "torch"}),
+        ("deterministic", lambda rank: {"deterministic": rank == 1}),
+        ("reduce_dtype", lambda rank: {"reduce_dtype": [None, BF16][rank]}),
         ("mask", lambda rank: {"mask": AttnMask.prefix_lm(16, 3 + rank)}),
         ("layout", lambda rank: {"layout": [Layout.zigzag, Layout.contiguous][rank](16, 2)}),
         ("k", lambda rank: {"k": K[:, :, : rank + 1]}),

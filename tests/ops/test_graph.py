@@ -75,6 +75,8 @@ SCORES = {
     "alibi_slopes": SLOPES,
     "dropout_p": 0.2,
     "dropout_seed": 3,
+    "deterministic": True,
+    "reduce_dtype": torch.float32,
 }
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "masked": lambda x, cu: wrap_masked_attn_func(x, x, x, MASK, **SCORES),
@@ -156,6 +158,8 @@ DATA = {
     "k_len": 10,
     "softmax_scale": 0.3,
     "return_lse": True,
+    "deterministic": True,
+    "reduce_dtype": "float32",
     "kernel": "auto",
     "layout": "",
     "k_layout": "",

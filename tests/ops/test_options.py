@@ -386,6 +386,15 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"kernel": "fastest"}, "kernel 'fastest' is unknown"),
     ({"kernel": None}, "kernel must be the name of one, or 'auto', got None"),
     ({"kernel": 3}, "kernel must be the name of one, or 'auto', got 3"),
+    (
+        {"reduce_dtype": torch.float64},
+        "reduce_dtype must be one of None, torch.bfloat16, torch.float16, torch.float32 where q is "
+        "torch.float32, got torch.float64",
+    ),
+    ({"reduce_dtype": torch.float8_e4m3fn}, "reduce_dtype must be one of"),
+    ({"reduce_dtype": torch.int16}, "reduce_dtype must be one of"),
+    ({"reduce_dtype": "bfloat16"}, "reduce_dtype must be one of"),
+    ({"reduce_dtype": 2}, "reduce_dtype must be one of"),
 ]
 
 

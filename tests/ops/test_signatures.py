@@ -76,6 +76,7 @@ OURS = {
     "dropout_seed": None,
     "layout": None,
     "kernel": "auto",
+    "reduce_dtype": None,
     "q_rows": None,
     "q_heads": None,
 }

@@ -138,28 +138,36 @@ class Comm(ABC):
         into: Sequence[Tensor],
         dims: Sequence[Dims],
         put: Put,
+        dtype: torch.dtype | None = None,
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
         There ``put(places, parts)`` is called for each peer, with the tokens' rows of ``into`` and
         what arrived for them; in rank order, so that sums do not depend on who was first.
+
+        Args:
+            dtype: what the results travel in, whatever they are in; None sends them as they are,
+                in dtypes that are the same on every rank. What a rank sends itself is left alone.
         """
         source = _Side(results, dims, exchange.received, 1)
         target = _Side(into, dims, exchange.sent, exchange.team_size)
-        return Pending(self._pass(source, target, put))
+        return Pending(self._pass(source, target, put, dtype))
 
-    def _pass(self, source: _Side, target: _Side, put: Put) -> Callable[[], None]:
+    def _pass(
+        self, source: _Side, target: _Side, put: Put, dtype: torch.dtype | None = None
+    ) -> Callable[[], None]:
         """One message a peer and tensor; on arrival ``put`` for each peer."""
         waits, messages = [], []
         for n, tensor in enumerate(source.tensors):
+            wire = dtype or tensor.dtype
             # Where the part is one block of memory it is sent from where it lies.
             send = {
-                p: source.take(n, p).reshape(-1).contiguous()
+                p: source.take(n, p).to(wire).reshape(-1).contiguous()
                 for p in source.peers
                 if p != self.rank
             }
             receive = {
-                p: tensor.new_empty(torch.Size(target.shape(n, p)).numel())
+                p: tensor.new_empty(torch.Size(target.shape(n, p)).numel(), dtype=wire)
                 for p in target.peers
                 if p != self.rank
             }

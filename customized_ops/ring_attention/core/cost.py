@@ -85,15 +85,22 @@ class CostModel:
         return steps * self.step_seconds
 
     def passes(
-        self, plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
+        self,
+        plan: Plan,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        itemsize: int,
+        reduce_itemsize: int | None = None,
     ) -> tuple[Pass, Pass]:
-        """The forward and the backward pass, batch 1."""
+        """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``."""
         sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
         heads = q_heads / plan.team_size
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
         start = self._start_seconds(plan)
         there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
-        back = plan.backward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+        back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
         overlap = not plan.gathered
         return Pass(forward, there, overlap), Pass(backward, back, overlap)
 

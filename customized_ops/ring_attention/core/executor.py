@@ -10,18 +10,30 @@ Forward                                      Backward, the same plan reversed
 
 A rank computes its share of the heads only, where the plan splits them.
 Kept between the two: q, k, v, out and lse of the rank's own tokens, nothing that was received.
-Sums over stages and ranks are fp32 (fp64 for fp64 inputs); a guest row's out travels in q's dtype.
+
+Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
+
+    kernels      compute wide inside and may round each result of a call to the inputs' dtype once
+    out, lse     merged wide over stages and ranks, rounded once at the end; lse stays wide
+    out of guests   travels in q's dtype, as a kernel would have rounded it; lse wide
+    dq, dk, dv   added up wide over stages and ranks, rounded once at the end
+    dk, dv of received keys, dq of guests   travel in ``reduce_dtype``, by default wide, and are
+                 added wide where they arrive; what a rank holds itself is not rounded to it
+
+What arrives is added or merged in rank order, so nothing here depends on who was first: the forward
+is the same bit for bit from run to run, the backward where the kernel's is (``deterministic``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .comm import ROWS, STATS, Comm, Pending, add, place
-from .kernels import Kernel, Scoring
+from .exchange import Exchange
+from .kernels import Kernel, Pairs, Scoring, Tokens
 from .merge import Accumulator, Sum, accumulation_dtype, merge_
 from .plan import Plan
 from .rank_plan import RankPlan, Stage
@@ -51,21 +63,18 @@ def attention_forward(
     """
     mine = plan.rank(comm.rank)
     share = Share(plan, comm.rank, q, scoring, key_positions)
+    calls = _Calls(kernel, share)
     q, k, v = (_dense(t) for t in (q, k, v))
     guests = comm.fetch(mine.q, [q], [ROWS])
     own_q, own, guest = share.of(q), Accumulator(), Accumulator()
     guest_q: Tensor | None = None
     for n, stage, keys, values in _stages(mine, comm, share, k, v):
         if len(stage.own):
-            pairs = share.pairs(n, guests=False, q_len=own_q.shape[1], k_len=keys.shape[1])
-            where = share.tokens(n, guests=False)
-            own.add(*kernel.forward(own_q, keys, values, pairs, share.scoring, where))
+            own.add(*calls.forward(n, own_q, keys, values, guests=False))
         if guest_q is None:
             (guest_q,) = guests.wait()
         if len(stage.guest):
-            pairs = share.pairs(n, guests=True, q_len=guest_q.shape[1], k_len=keys.shape[1])
-            where = share.tokens(n, guests=True)
-            guest.add(*kernel.forward(guest_q, keys, values, pairs, share.scoring, where))
+            guest.add(*calls.forward(n, guest_q, keys, values, guests=True))
     assert guest_q is not None, "a plan has at least one stage"
     home_dtype = accumulation_dtype(q.dtype) if mine.shared_rows else q.dtype
     out, lse = own.result(own_q, v.shape[-1], home_dtype)
@@ -93,68 +102,127 @@ def attention_backward(
     *,
     dlse: Tensor | None = None,
     deterministic: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for this rank's q, k, v; ``out`` and ``lse`` are what the forward returned.
 
     Args:
         dlse: [b, h, l], the gradient of lse; None on every rank of a call, or on none.
         deterministic: whether gradients must be the same bit for bit from run to run.
+        reduce_dtype: what gradients travel in, the same on every rank; None is fp32, fp64 for fp64.
     """
     mine = plan.rank(comm.rank)
     share = Share(plan, comm.rank, q, scoring, key_positions)
+    calls = _Calls(kernel, share, deterministic)
+    wire = reduce_dtype or accumulation_dtype(q.dtype)
     dout, q, k, v, out = (_dense(t) for t in (dout, q, k, v, out))
-    sums = [Sum(t) for t in (q, k, v)]
     rows = [(dout, ROWS), (q, ROWS), (out, ROWS), (lse, STATS)]
-    rows += [(dlse, STATS)] if dlse is not None else []
+    rows += [] if dlse is None else [(dlse, STATS)]
     guests = comm.fetch(mine.q, *zip(*rows, strict=True))
     own_rows = [share.of(t, dims) for t, dims in rows]
     guest_rows: list[Tensor] | None = None
+    dq, dk, dv = (Sum(t) for t in (q, k, v))
     guest_dq: Sum | None = None
-    going_home: list[Pending] = []
+    going_home: list[Pending | None] = []
     for n, stage, keys, values in _stages(mine, comm, share, k, v):
-        if guest_rows is None:
+        of_keys: list[list[Tensor]] = []
+        if len(stage.own):
+            part, *both = calls.backward(n, own_rows, keys, values, guests=False)
+            share.add(dq, part)
+            of_keys.append(both)
+        if guest_rows is None or guest_dq is None:
             guest_rows = guests.wait()
             guest_dq = Sum(guest_rows[1])
-        received = None if stage.kv is None else (Sum(keys), Sum(values))
-        blocks = ((stage.own, own_rows, sums[0]), (stage.guest, guest_rows, guest_dq))
-        for slices, (block_dout, block_q, block_out, block_lse, *block_dlse), dq in blocks:
-            if not len(slices):
-                continue
-            guest = dq is guest_dq
-            pairs = share.pairs(n, guests=guest, q_len=block_q.shape[1], k_len=keys.shape[1])
-            parts = kernel.backward(
-                block_dout,
-                block_q,
-                keys,
-                values,
-                block_out,
-                block_lse,
-                pairs,
-                share.scoring,
-                share.tokens(n, guests=guest),
-                dlse=block_dlse[0] if block_dlse else None,
-                deterministic=deterministic,
-            )
-            whole = dq, *(received or sums[1:])
-            own_heads = not guest, received is None, received is None
-            for total, part, narrow in zip(whole, parts, own_heads, strict=True):
-                if narrow and not share.whole:
-                    share.of(total.wide()).add_(part)
-                else:
-                    total.add(part)
-        if stage.kv is not None and received is not None:
-            parts_home = [part.wide() for part in received]
-            own_places = [total.wide() for total in sums[1:]]
-            back = comm.send_home(stage.kv, parts_home, own_places, (ROWS, ROWS), add)
-            going_home.append(back)
+        if len(stage.guest):
+            part, *both = calls.backward(n, guest_rows, keys, values, guests=True)
+            guest_dq.add(part)
+            of_keys.append(both)
+        going_home.append(
+            _key_gradients(comm, share, stage.kv, (keys, values), of_keys, (dk, dv), wire)
+        )
     if not mine.q.empty:
-        assert guest_dq is not None
-        home = comm.send_home(mine.q, (guest_dq.wide(),), (sums[0].wide(),), (ROWS,), add)
-        going_home.append(home)
+        assert guest_dq is not None, "a plan has at least one stage"
+        going_home.append(
+            comm.send_home(mine.q, [guest_dq.so_far()], [dq.wide()], [ROWS], add, wire)
+        )
     for pending in going_home:
-        pending.wait()
-    dq, dk, dv = (total.result() for total in sums)
-    return dq, dk, dv
+        if pending is not None:
+            pending.wait()
+    return dq.result(), dk.result(), dv.result()
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of a rank's kernel, each for one stage and for own rows or guests."""
+
+    kernel: Kernel
+    share: Share
+    deterministic: bool = False
+
+    def forward(
+        self, stage: int, q: Tensor, keys: Tensor, values: Tensor, *, guests: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of these rows over the stage's keys."""
+        pairs, tokens = self._which(stage, q, keys, guests)
+        return self.kernel.forward(q, keys, values, pairs, self.share.scoring, tokens)
+
+    def backward(
+        self, stage: int, rows: Sequence[Tensor], keys: Tensor, values: Tensor, *, guests: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of these rows over the stage's keys; ``rows`` are dout, q, out, lse and, if
+        it has a gradient, dlse."""
+        dout, q, out, lse, *dlse = rows
+        pairs, tokens = self._which(stage, q, keys, guests)
+        return self.kernel.backward(
+            dout,
+            q,
+            keys,
+            values,
+            out,
+            lse,
+            pairs,
+            self.share.scoring,
+            tokens,
+            dlse=dlse[0] if dlse else None,
+            deterministic=self.deterministic,
+        )
+
+    def _which(
+        self, stage: int, q: Tensor, keys: Tensor, guests: bool
+    ) -> tuple[Pairs, Tokens | None]:
+        pairs = self.share.pairs(stage, guests=guests, q_len=q.shape[1], k_len=keys.shape[1])
+        return pairs, self.share.tokens(stage, guests=guests)
+
+
+def _key_gradients(
+    comm: Comm,
+    share: Share,
+    kv: Exchange | None,
+    keys: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
+    totals: Sequence[Sum],
+    wire: torch.dtype,
+) -> Pending | None:
+    """Add up what a stage's kernel calls made of dk and dv, and send what belongs to others home.
+
+    Args:
+        kv: how the stage's ``keys`` (k and v) came; None where they are the rank's own.
+        parts: (dk, dv) of each call. totals: dk and dv of the rank's own keys.
+        wire: the dtype to send in.
+    """
+    if kv is None:
+        for part in parts:
+            for total, each in zip(totals, part, strict=True):
+                share.add(total, each)
+        return None
+    sums = [Sum(t) for t in keys]
+    for part in parts:
+        for total, each in zip(sums, part, strict=True):
+            total.add(each)
+    if kv.empty:
+        return None
+    places = [total.wide() for total in totals]
+    return comm.send_home(kv, [t.so_far() for t in sums], places, (ROWS, ROWS), add, wire)
 
 
 def _stages(

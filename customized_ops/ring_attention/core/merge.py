@@ -78,15 +78,17 @@ def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 class Sum:
-    """The running gradient of one tensor over stages and ranks, in the accumulation dtype from the
-    second part on; the first is kept as it is."""
+    """The running gradient of one tensor over stages and ranks.
+
+    The first part is kept as it is; from the second on the sum is in the accumulation dtype.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Add a part, shaped as the whole; takes ownership of it."""
+        """Add a part, shaped as the whole, in any dtype; takes ownership of it."""
         if self._total is None:
             self._total = part
         else:
@@ -97,10 +99,13 @@ class Sum:
         dtype = accumulation_dtype(self._like.dtype)
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=dtype)
-        elif self._total.dtype != dtype:
-            self._total = self._total.to(dtype)
+        self._total = self._total.to(dtype)
         return self._total
 
+    def so_far(self) -> Tensor:
+        """The sum so far in the dtype that it has: a single part in its own."""
+        return torch.zeros_like(self._like) if self._total is None else self._total
+
     def result(self) -> Tensor:
-        """The sum so far in its own tensor's dtype."""
-        return (self.wide() if self._total is None else self._total).to(self._like.dtype)
+        """The sum in its own tensor's dtype."""
+        return self.so_far().to(self._like.dtype)

@@ -150,11 +150,13 @@ class Plan:
         head_dim: int = 128,
         v_dim: int | None = None,
         itemsize: int = 2,
+        reduce_itemsize: int | None = None,
     ) -> str:
         """The plan as a table; see :func:`.report.report`."""
         from .report import report
 
-        return report(self, q_heads, kv_heads, head_dim, v_dim, itemsize)
+        sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
+        return report(self, *sizes, reduce_itemsize=reduce_itemsize)
 
     def __str__(self) -> str:
         """The plan as a table, for bf16 with the heads of many a model."""
@@ -189,20 +191,34 @@ class Plan:
         return kv * g * (head_dim + v_dim) * itemsize + there + back
 
     def backward_bytes(
-        self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None,
+        itemsize: int,
+        reduce_itemsize: int | None = None,
+        *,
+        lse_gradient: bool = False,
     ) -> Table:
         """int64[P, 2]: bytes that each rank sends and receives in the backward pass, batch 1.
 
-        k and v go out again, dk and dv come home in the accumulation dtype; rows of q, out and dout
-        with their lse go out, dq comes home.
+        k and v go out again, dk and dv come home; rows of q, out and dout with their lse go out, dq
+        comes home.
+
+        Args:
+            reduce_itemsize: bytes per element of gradients that come home; None is 4, or 8 beside
+                fp64.
+            lse_gradient: whether the gradient of lse goes out with the rows.
         """
         h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
         kv, q = self.kv_tokens(), self.q_tokens()
         wide = max(itemsize, 4)
+        home = reduce_itemsize or wide
         keys = g * (head_dim + v_dim)
         there = kv * keys * itemsize
-        there += q * h * ((head_dim + 2 * v_dim) * itemsize + wide)
-        back = kv[:, ::-1] * keys * wide + q[:, ::-1] * h * head_dim * wide
+        there += q * h * ((head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide)
+        back = (kv[:, ::-1] * keys + q[:, ::-1] * h * head_dim) * home
         return there + back
 
     def _shares(self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None) -> list[int]:

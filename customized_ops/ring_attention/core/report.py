@@ -83,12 +83,14 @@ def measures(
     v_dim: int | None = None,
     itemsize: int = 2,
     costs: CostModel = H200,
+    reduce_itemsize: int | None = None,
 ) -> Measures:
     """The figures of ``plan`` for tensors of these sizes, batch 1.
 
     Args:
         itemsize: bytes per element of q, k and v.
         costs: rates that times are predicted by.
+        reduce_itemsize: bytes per element of gradients that travel; None is 4, or 8 beside fp64.
     Raises:
         ValueError: the plan splits heads more ways than these heads allow.
     """
@@ -98,7 +100,7 @@ def measures(
     ranks = [plan.rank(r) for r in range(plan.group_size)]
     at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
     slices = [sum(len(s.own) + len(s.guest) for s in mine.stages) for mine in ranks]
-    forward, backward = costs.passes(plan, *sizes)
+    forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
     return Measures(
         tokens=np.array(plan.q_layout.sizes),
         pairs=plan.area,
@@ -123,6 +125,7 @@ def report(
     v_dim: int | None = None,
     itemsize: int = 2,
     costs: CostModel = H200,
+    reduce_itemsize: int | None = None,
 ) -> str:
     """The plan as a text: who does how much, and how far that is from the least possible.
 
@@ -130,7 +133,7 @@ def report(
     where a row is computed by another rank than its holder. Arguments and errors are those of
     :func:`measures`.
     """
-    figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs)
+    figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
     dims = f"{head_dim}" if v_dim in (None, head_dim) else f"{head_dim} (v: {v_dim})"
     sizes = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
     lines = [*_header(plan, figures, sizes), "", *_table(figures), "", *_footer(figures, costs)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .comm import ROWS, STATS, Dims
 from .kernels import Pairs, Scoring, Tokens
-from .merge import unattended
+from .merge import Sum, unattended
 from .plan import Plan
 
 
@@ -47,6 +47,13 @@ class Share:
         self.of(all_out).copy_(out)
         self.of(all_lse, STATS).copy_(lse)
         return all_out, all_lse
+
+    def add(self, total: Sum, part: Tensor) -> None:
+        """Add a part of these heads to a sum over all heads; takes ownership of the part."""
+        if self.whole:
+            total.add(part)
+        else:
+            self.of(total.wide()).add_(part)
 
     def pairs(self, stage: int, *, guests: bool, q_len: int, k_len: int) -> Pairs:
         """Which pairs a stage's kernel call attends: one object for all layers.
