@@ -22,6 +22,7 @@ from .lowering import lower, tiles
 from .pairs import Pairs
 from .protocol import Capabilities, Request
 from .scoring import Scoring, Tokens
+from .widths import cut_to, same_width
 from .windowed import Packing, Window
 
 NAME = "flash4"
@@ -29,7 +30,7 @@ NAME = "flash4"
 
 @dataclass(frozen=True)
 class Flash4Capabilities(Capabilities):
-    """What newer GPUs lack beside Hopper, and which head dims go together."""
+    """What newer GPUs lack beside Hopper."""
 
     def refuses(self, request: Request) -> str | None:
         """See :class:`~.protocol.Capabilities`."""
@@ -37,10 +38,8 @@ class Flash4Capabilities(Capabilities):
         if reason is not None:
             return reason
         widths = request.head_dim, request.v_dim
-        # The library tests no other unequal widths, and has no grouped backward for these.
-        grouped = request.q_heads != request.kv_heads
-        if widths[0] != widths[1] and (widths != (192, 128) or grouped):
-            return "takes unequal head dims only as 192 and 128, with as many heads of k as of q"
+        if not _go_together(*widths, grouped=request.q_heads != request.kv_heads):
+            widths = max(widths), max(widths)
         major, _ = torch.cuda.get_device_capability(request.device)
         if major == 9:
             return None
@@ -92,14 +91,36 @@ def missing() -> str | None:
     return _missing()
 
 
+def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
+    """Whether the library takes these widths of q and v as they are; others are padded to one. It
+    tests no unequal ones but these, and has no backward for them with fewer heads of k than of q.
+    """
+    return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
+
+
+def _fitting(q: Tensor, *tensors: Tensor, heads: int, v_dim: int) -> tuple[Tensor, ...]:
+    """All padded to one width, if the library would not take them as they are.
+
+    Args:
+        heads: of k and v. v_dim: width of v.
+    """
+    if _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != heads):
+        return q, *tensors
+    return same_width(q, *tensors)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
+    v_dim = v.shape[-1]
+    q, k, v = _fitting(q, k, v, heads=k.shape[2], v_dim=v_dim)
     blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
     if blocks is not None:
-        return flash4_blocks.forward(q, k, v, blocks, scoring)
-    return windowed.forward(attend, q, k, v, pairs, scoring)
+        out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
+    else:
+        out, lse = windowed.forward(attend, q, k, v, pairs, scoring)
+    return out[..., :v_dim], lse
 
 
 def backward(
@@ -120,23 +141,28 @@ def backward(
 
     The way is chosen anew: whichever way the forward went, out and lse are the same thing.
     """
+    inputs = q, k, v
+    q, k, v, dout, out = _fitting(q, k, v, dout, out, heads=k.shape[2], v_dim=v.shape[-1])
     # The library orders its sums of dq among window calls only.
     blocks = None if deterministic else _blocks_if_faster(q, k, v, pairs, backward=True)
     if blocks is not None:
-        return flash4_blocks.backward(dout, q, k, v, out, lse, blocks, scoring, dlse)
-    return windowed.backward(
-        attend_backward,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pairs,
-        scoring,
-        dlse=dlse,
-        deterministic=deterministic,
-    )
+        grads = flash4_blocks.backward(dout, q, k, v, out, lse, blocks, scoring, dlse)
+    else:
+        grads = windowed.backward(
+            attend_backward,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            pairs,
+            scoring,
+            dlse=dlse,
+            deterministic=deterministic,
+        )
+    dq, dk, dv = cut_to(grads, inputs)
+    return dq, dk, dv
 
 
 def attend(
