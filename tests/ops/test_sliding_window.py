@@ -66,9 +66,8 @@ def check(case: Case, ranks: int) -> np.ndarray:
     sizes = (*case.heads, *case.dims, torch.finfo(case.dtype).bits // 8)
     plan = plan_of(case, ranks)
     assert (forward == case.batch * plan.forward_bytes(*sizes)).all()
-    # lse may be used, so the backward's v has a column for its gradient.
-    sizes = (*case.heads, case.dims[0], case.dims[1] + 1, sizes[-1])
-    assert (backward == case.batch * plan.backward_bytes(*sizes)).all()
+    # lse may be used, so its gradient goes with rows that move; here none do.
+    assert (backward == case.batch * plan.backward_bytes(*sizes, lse_gradient=True)).all()
     each = kv_bytes(case)
     assert (forward[:, 1] <= halo_tokens(case) * each).all(), (forward[:, 1] / each).tolist()
     assert forward[:, 0].sum() == forward[:, 1].sum()
