@@ -209,13 +209,14 @@ def test_lists_kernels(capsys):
     lines = above.splitlines()
     assert lines[0].split()[:3] == ["kernel", "version", "here"]
     # A further device of a kernel has a line without a name.
-    names = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    names = [line.split()[0] for line in lines[1:] if line[0] not in " ["]
     assert names == list(KERNELS) and set(names) <= set(DISTRIBUTIONS)
     (flex_line,) = (line for line in lines if line.startswith("flex"))
     assert f"torch {torch.__version__}" in flex_line
-    assert "no CUDA device" in flex_line and "up to 256, 256" in flex_line
+    assert "  no [1]  " in flex_line and "up to 256  " in flex_line
+    assert lines[-1] == "[1] no CUDA device"
     (torch_line,) = (line for line in lines if line.startswith("torch"))
-    assert "  yes  " in torch_line and "no CUDA device" not in torch_line
+    assert "  yes  " in torch_line
     title, header, *taken = below.splitlines()
     assert title.startswith("For training on cpu in bf16")
     assert header.split() == ["auto", "takes", "2K", "tokens", "8K", "tokens", "32K", "tokens"]
@@ -239,7 +240,8 @@ def test_lists_what_keeps_a_kernel_from_running(monkeypatch):
             monkeypatch.setattr(kernel, "missing", lambda: "lacks a library")
     above, below = listing(torch.device("cuda")).split("\n\n")
     (line,) = (line for line in above.splitlines() if line.startswith("flex"))
-    assert "  lacks a library  cuda from 8.0  bfloat16, float16, float32  " in line
+    assert "  no [1]  cuda from 8.0  bfloat16, float16, float32  " in line
+    assert above.splitlines()[-1] == "[1] lacks a library"
     assert "on cuda" in below
 
 

@@ -31,16 +31,21 @@ def listing(device: torch.device) -> str:
     Where ``device`` is a GPU this imports the libraries of the kernels for GPUs, if installed.
     """
     kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
+    problems: list[str] = []
     for name, kernel in KERNELS.items():
-        here = _problem(kernel, device) or "yes"
+        problem, here = _problem(kernel, device), "yes"
+        if problem is not None:
+            problems += [] if problem in problems else [problem]
+            here = f"no [{problems.index(problem) + 1}]"
         for n, can in enumerate(kernel.CAPABILITIES):
             first = (name, _version(name), here) if n == 0 else ("", "", "")
             kernels.append((*first, *_abilities(can)))
     taken = [("auto takes", *(f"{length // 1024}K tokens" for length in LENGTHS))]
     for shape in SHAPE_CLASSES:
         taken.append((shape, *(_taken(device, shape, length) for length in LENGTHS)))
+    notes = [f"[{n}] {problem}" for n, problem in enumerate(problems, 1)]
     asked = f"For training on {device.type} in bf16, 32 query and 8 key heads of dim 128:"
-    return f"{_table(kernels)}\n\n{asked}\n{_table(taken)}"
+    return "\n".join([_table(kernels), *notes, "", asked, _table(taken)])
 
 
 def _problem(kernel: Kernel, device: torch.device) -> str | None:
@@ -63,7 +68,7 @@ def _abilities(can: Capabilities) -> tuple[str, str, str, str]:
     if can.arch > (0, 0):
         device += f" from {'.'.join(map(str, can.arch))}"
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in can.dtypes)
-    dims = " or ".join(f"{d}, {e}" for d, e in can.widths)
+    dims = " or ".join(str(d) if d == e else f"{d}, {e}" for d, e in can.widths)
     dims = f"up to {dims}" if dims else "any"
     dims += f", multiples of {can.multiple}" if can.multiple > 1 else ""
     dims += ", equal" if can.equal_widths else ""
