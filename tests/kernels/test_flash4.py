@@ -138,8 +138,8 @@ def test_unequal_widths(library, monkeypatch, way, widths, kv_heads):
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs, 2, kv_heads, *widths))
     native = widths == (192, 128) and kv_heads == HEADS
-    for _, given in library.calls:
-        assert (given["q"].shape[-1] == given["v"].shape[-1]) == (not native)
+    for _, passed in library.calls:
+        assert (passed["q"].shape[-1] == passed["v"].shape[-1]) == (not native)
 
 
 @given(grids_of_bands(300, 300), st.sampled_from(list(WAYS)))

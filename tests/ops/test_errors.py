@@ -23,6 +23,7 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.kernels import KERNELS
 
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
 PQ, PK = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16)
@@ -50,7 +51,7 @@ SLOPES, BF16 = torch.ones(4), torch.bfloat16
         ({"window_size": (np.bool_(True), 0)}, "window_size must be (left, right)"),
         ({"window_size": (2**63, 0)}, "window_size must be (left, right)"),
         ({"q": Q[..., :0], "k": K[..., :0]}, "softmax_scale must be given where the head dim of q"),
-        ({"kernel": "fastest"}, "kernel 'fastest' is unknown; known: auto, torch, reference"),
+        ({"kernel": "fastest"}, f"kernel 'fastest' is unknown; known: auto, {', '.join(KERNELS)}"),
         ({"process_group": "world"}, "process_group must be"),
         ({"process_group": [1, 0]}, "increasing order"),
         ({"process_group": [0, 1]}, "not initialised"),
