@@ -242,7 +242,7 @@ def _derived_backward(
             for name, value in _differentiated(record, args).items()
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         }
-        with _autograd():
+        with autograd_on():
             results = _as_tuple(function(**{**inputs, **leaves}))
             if not any(result.requires_grad for result in results):
                 problem = f"no result depends on {', '.join(leaves)} for autograd"
@@ -266,7 +266,7 @@ def _derived_backward(
 
 
 @contextmanager
-def _autograd() -> Iterator[None]:
+def autograd_on() -> Iterator[None]:
     """Record gradients, also inside an op, where the dispatcher has left autograd behind."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):

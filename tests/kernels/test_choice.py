@@ -69,6 +69,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Probe]:
     probes = {name: Probe(name) for name in ("flash4", "unmeasured", "cudnn", "flex")}
     on_cpu = {"torch": TORCH, "reference": KERNELS["reference"]}
     monkeypatch.setattr(choice, "KERNELS", {**probes, **on_cpu})
+    monkeypatch.setattr(choice, "UNPROVEN", {})
     return probes
 
 
@@ -84,6 +85,29 @@ def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
     for probe in kernels.values():
         probe.CAPABILITIES = (replace(probe.CAPABILITIES[0], dtypes=(torch.float32,)),)
     assert choose("an_op", "auto", replace(GPU, dtype=torch.float32)) is kernels["unmeasured"]
+
+
+def test_auto_does_not_take_what_is_unproven(
+    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "UNPROVEN", {"flash4": "only by name: not yet seen right"})
+    with caplog.at_level(logging.INFO, logger="seqshard"):
+        assert choose("an_op", "auto", GPU) is kernels["cudnn"]
+    assert "flash4: only by name: not yet seen right" in caplog.text
+    assert choose("an_op", "flash4", GPU) is kernels["flash4"]
+    for name in ("unmeasured", "cudnn", "flex"):
+        kernels[name].problem = "lacks a library"
+    choice._chosen.cache_clear()
+    with pytest.warns(UserWarning, match="flash4: only by name: not yet seen right"):
+        assert choose("an_op", "auto", GPU) is KERNELS["reference"]
+    kernels["flash4"].problem = "lacks one too"
+    choice._chosen.cache_clear()
+    with pytest.raises(KernelError, match=r"cannot do this \(flash4: lacks one too\)"):
+        choose("an_op", "flash4", GPU)
+
+
+def test_what_is_unproven_is_known() -> None:
+    assert set(choice.UNPROVEN) == {"flex"}
 
 
 def test_on_cpu_no_kernel_for_gpus_is_asked(kernels: dict[str, Probe]) -> None:

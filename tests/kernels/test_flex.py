@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same, dense_attention, worst
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slice_strategy import grids_of_bands
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens, flex
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.slices import Slices, to_dense
 
 SCALE = 0.3
 HEADS, KV_HEADS = 4, 2
@@ -38,6 +42,7 @@ def stripes(rows: int, keys: int, width: int) -> AttnMask:
 
 MASKS = {
     "full": AttnMask.full(128, 256),
+    "full, ends within blocks": AttnMask.full(300, 700),
     "causal": AttnMask.causal(300, 340),
     "window": AttnMask.dense(290, window=(70, 5)),
     "documents": AttnMask.varlen([0, 100, 101, 280, 300], causal=True),
@@ -50,13 +55,30 @@ over_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 over_scorings = pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 
 
-def in_blocks(counts: Tensor, indices: Tensor, others: int) -> Tensor:
-    """bool[blocks, others] of lists [1, 1, blocks] and [1, 1, blocks, most]."""
+def in_blocks(counts: Tensor, indices: Tensor, width: int, others: int) -> Tensor:
+    """bool[blocks, others] of lists [1, 1, blocks] and [1, 1, blocks, most], which are read with
+    ``width`` indices for each block, whatever they have."""
+    assert indices.is_contiguous()
     found = torch.zeros(counts.shape[2], others, dtype=torch.bool)
     for block, count in enumerate(counts[0, 0].tolist()):
-        found[block, indices[0, 0, block, :count].long()] = True
-        assert found[block].sum() == count, "a block is listed twice"
+        found[block, indices.flatten()[block * width :][:count].long()] = True
+        assert found[block].sum() == count, "a block is listed twice, or the list has an end"
     return found
+
+
+def blocks_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The partial and the full blocks, bool[row blocks, key blocks], as torch 2.11 reads them: it
+    takes the width of a partial list for that of the full one too."""
+    rows, keys = mask.kv_num_blocks.shape[2], mask.q_num_blocks.shape[2]
+    assert mask.kv_indices is not None and mask.q_indices is not None
+    by_rows, by_keys = mask.kv_indices.shape[3], mask.q_indices.shape[3]
+    partial = in_blocks(mask.kv_num_blocks, mask.kv_indices, by_rows, keys)
+    full = in_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, by_rows, keys)
+    assert torch.equal(in_blocks(mask.q_num_blocks, mask.q_indices, by_keys, rows), partial.T)
+    assert torch.equal(
+        in_blocks(mask.full_q_num_blocks, mask.full_q_indices, by_keys, rows), full.T
+    )
+    return partial, full
 
 
 def dense_flex(
@@ -79,12 +101,7 @@ def dense_flex(
     assert min(query.shape[-1], value.shape[-1]) >= flex.LEAST_WIDTH
     assert block_mask.seq_lengths == (query.shape[2], key.shape[2])
     b, h, rows, _ = query.shape
-    row_blocks, key_blocks = block_mask.kv_num_blocks.shape[2], block_mask.q_num_blocks.shape[2]
-    partial = in_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, key_blocks)
-    full = in_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, key_blocks)
-    by_keys = in_blocks(block_mask.q_num_blocks, block_mask.q_indices, row_blocks)
-    full_by_keys = in_blocks(block_mask.full_q_num_blocks, block_mask.full_q_indices, row_blocks)
-    assert torch.equal(by_keys, partial.T) and torch.equal(full_by_keys, full.T)
+    partial, full = blocks_of(block_mask)
     assert not (partial & full).any()
     i, j = torch.arange(rows)[:, None], torch.arange(key.shape[2])
     where = i // block_mask.BLOCK_SIZE[0], j // block_mask.BLOCK_SIZE[1]
@@ -194,6 +211,36 @@ def test_rows_of_many_intervals_take_several_calls() -> None:
     masks = flex._masks(pairs_of(MASKS["stripes"]), torch.device("cpu"))
     assert len(masks) == 4  # of 21 intervals
     assert len(flex._masks(pairs_of(MASKS["causal"]), torch.device("cpu"))) == 1
+
+
+@given(grids_of_bands(40, 40), st.integers(1, 12))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_blocks_are_those_that_torch_would_list(drawn: tuple[Slices, int, int], block: int) -> None:
+    """Where its ``create_block_mask`` is given the mask: a block that the ends of q or k cut short
+    is never full."""
+    slices, rows, keys = drawn
+    (group, *_) = flex._grouped(slices, rows) if len(slices) else [slices]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "BLOCK", block)
+        mask = flex._block_mask(group, Pairs(slices, rows, keys), torch.device("cpu"))
+    dense = torch.from_numpy(to_dense(group, rows, keys))
+    padded = torch.nn.functional.pad(dense, (0, -keys % block, 0, -rows % block))
+    in_block = padded.unfold(0, block, block).unfold(1, block, block).sum((2, 3))
+    partial, full = blocks_of(mask)
+    assert torch.equal(partial, (in_block > 0) & (in_block < block**2))
+    assert torch.equal(full, in_block == block**2)
+    assert mask.kv_indices is not None and mask.full_kv_indices is not None
+    assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
+
+
+def test_bounds_are_tensors_of_their_own() -> None:
+    """Of odd lengths, views would begin at addresses of another alignment."""
+    pairs = pairs_of(AttnMask.varlen([0, 100, 101, 251], causal=True))
+    (mask,) = flex._masks(pairs, torch.device("cpu"))
+    (bounds,) = (cell.cell_contents for cell in mask.mask_mod.__closure__)
+    for bound in (x for interval in bounds for x in interval):
+        assert bound.storage_offset() == 0 and bound.is_contiguous()
+        assert bound.untyped_storage().nbytes() == 4 * pairs.q_len
 
 
 def test_block_masks_are_made_once() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from customized_ops.ring_attention.__main__ import LAYOUTS, MASKS, main
 from customized_ops.ring_attention.core.kernels import KERNELS, flex
+from customized_ops.ring_attention.core.kernels.choice import UNPROVEN
 from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, listing
 from customized_ops.ring_attention.core.kernels.shape_class import SHAPE_CLASSES
 from customized_ops.ring_attention.core.layout import Layout
@@ -213,8 +214,8 @@ def test_lists_kernels(capsys):
     assert names == list(KERNELS) and set(names) <= set(DISTRIBUTIONS)
     (flex_line,) = (line for line in lines if line.startswith("flex"))
     assert f"torch {torch.__version__}" in flex_line
-    assert "  no [1]  " in flex_line and "up to 256  " in flex_line
-    assert lines[-1] == "[1] no CUDA device"
+    assert "  no [1] [2]  " in flex_line and "up to 256  " in flex_line
+    assert lines[-2:] == ["[1] no CUDA device", f"[2] {UNPROVEN['flex']}"]
     (torch_line,) = (line for line in lines if line.startswith("torch"))
     assert "  yes  " in torch_line
     title, header, *taken = below.splitlines()
@@ -240,8 +241,8 @@ def test_lists_what_keeps_a_kernel_from_running(monkeypatch):
             monkeypatch.setattr(kernel, "missing", lambda: "lacks a library")
     above, below = listing(torch.device("cuda")).split("\n\n")
     (line,) = (line for line in above.splitlines() if line.startswith("flex"))
-    assert "  no [1]  cuda from 8.0  bfloat16, float16, float32  " in line
-    assert above.splitlines()[-1] == "[1] lacks a library"
+    assert "  no [1] [2]  cuda from 8.0  bfloat16, float16, float32  " in line
+    assert above.splitlines()[-2:] == ["[1] lacks a library", f"[2] {UNPROVEN['flex']}"]
     assert "on cuda" in below
 
 

@@ -17,6 +17,9 @@ KERNELS: dict[str, Kernel] = {
     for module in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
 }
 
+# What is taken only by name, and why.
+UNPROVEN = {flex.NAME: "only by name: not yet seen right on a GPU"}
+
 log = logging.getLogger("seqshard")
 
 
@@ -25,7 +28,7 @@ class KernelError(ValueError):
 
 
 def choose(op: str, name: str, request: Request) -> Kernel:
-    """The kernel called ``name``, or for ``"auto"`` the fastest that can do the request.
+    """The kernel called ``name``, or for ``"auto"`` the fastest proven one that can do the request.
 
     A pure function of its arguments and of what is installed. The first time for a request it says
     what it took and why not the others: to the logger "seqshard" at INFO, or as a warning where
@@ -43,11 +46,13 @@ def choose(op: str, name: str, request: Request) -> Kernel:
 
 
 def able(request: Request) -> tuple[list[str], dict[str, str]]:
-    """The kernels that can do a request here, fastest first, and why each other one cannot.
+    """The kernels that "auto" may take for a request here, fastest first, and why no other one.
 
     Where a request is for a GPU this imports the libraries of the kernels for GPUs, if installed.
     """
-    reasons = {name: refusal(kernel, request) for name, kernel in KERNELS.items()}
+    reasons = {
+        name: refusal(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
+    }
     fit = [name for name, reason in reasons.items() if reason is None]
     # sorted() is stable: what was measured alike, or not at all, keeps the order of KERNELS.
     fastest_first = sorted(fit, key=lambda name: seconds(name, request))

@@ -27,10 +27,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from annotations.library import _autograd
+from annotations.library import autograd_on
 
 from ..merge import Accumulator, Sum, accumulation_dtype
 from ..slices import K0, Slices
@@ -38,6 +39,8 @@ from .block_lists import Side, block_lists, row_intervals
 from .pairs import Pairs
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
+
+Ints = npt.NDArray[np.int32]
 
 NAME = "flex"
 CAPABILITIES = (
@@ -92,7 +95,7 @@ def backward(
     program in a fixed order."""
     sums = [Sum(t) for t in (q, k, v)]
     for mask in _masks(pairs, q.device):
-        with _autograd():
+        with autograd_on():
             leaf_q, leaf_k, leaf_v = (t.detach().requires_grad_() for t in (q, k, v))
             part = _attend(leaf_q, leaf_k, leaf_v, mask, scoring, tokens)
             along = _gradients_of_part(dout, out, lse, dlse, *(t.detach() for t in part))
@@ -167,19 +170,27 @@ def _grouped(slices: Slices, q_len: int) -> list[Slices]:
 def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    def on_device(side: Side) -> list[Tensor]:
-        lists = (side.partial.counts, side.partial.indices, side.full.counts, side.full.indices)
-        return [torch.from_numpy(x)[None, None].to(device) for x in lists]
+    def on_device(x: Ints) -> Tensor:
+        return torch.from_numpy(x).to(device)
 
-    by_rows, by_keys = block_lists(slices, pairs.q_len, pairs.k_len, BLOCK, BLOCK)
-    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = on_device(by_rows)
-    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = on_device(by_keys)
+    def lists_on_device(side: Side) -> list[Tensor]:
+        partial, full = _equally_wide(side)
+        lists = (side.partial.counts, partial, side.full.counts, full)
+        return [on_device(x)[None, None] for x in lists]
+
+    # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
+    # torch makes the lists.
+    rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
+    by_rows, by_keys = block_lists(slices, rows, keys, BLOCK, BLOCK)
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = lists_on_device(by_rows)
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = lists_on_device(by_keys)
     intervals = row_intervals(slices, pairs.q_len, MOST_INTERVALS)
     assert intervals is not None
     count = intervals.shape[1]
     spare = (1 << (count - 1).bit_length()) - count  # few counts, so few variants of the code
-    intervals = np.pad(intervals, ((0, 0), (0, spare), (0, 0)))
-    bounds = torch.from_numpy(intervals).permute(1, 2, 0).contiguous().to(device)
+    intervals = np.pad(intervals, ((0, 0), (0, spare), (0, 0))).transpose(1, 2, 0)
+    # Each a tensor of its own: code compiled for one mask may take its addresses to be aligned.
+    bounds = [(on_device(start.copy()), on_device(stop.copy())) for start, stop in intervals]
     return BlockMask(
         seq_lengths=(pairs.q_len, pairs.k_len),
         kv_num_blocks=kv_num_blocks,
@@ -191,8 +202,16 @@ def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
         full_q_num_blocks=full_q_num_blocks,
         full_q_indices=full_q_indices,
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=_mask_mod([(start, stop) for start, stop in bounds]),
+        mask_mod=_mask_mod(bounds),
     )
+
+
+def _equally_wide(side: Side) -> list[Ints]:
+    """The indices of partial and of full blocks, filled up with zeros to one width: torch 2.11
+    walks both by the strides of the first."""
+    lists = (side.partial.indices, side.full.indices)
+    width = max(indices.shape[1] for indices in lists)
+    return [np.pad(indices, ((0, 0), (0, width - indices.shape[1]))) for indices in lists]
 
 
 def _mask_mod(intervals: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:

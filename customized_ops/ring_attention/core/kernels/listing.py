@@ -7,7 +7,7 @@ from importlib import metadata
 
 import torch
 
-from .choice import KERNELS, able
+from .choice import KERNELS, UNPROVEN, able
 from .protocol import Capabilities, Kernel, Request
 from .shape_class import SHAPE_CLASSES
 
@@ -31,21 +31,22 @@ def listing(device: torch.device) -> str:
     Where ``device`` is a GPU this imports the libraries of the kernels for GPUs, if installed.
     """
     kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
-    problems: list[str] = []
+    notes: list[str] = []
     for name, kernel in KERNELS.items():
-        problem, here = _problem(kernel, device), "yes"
-        if problem is not None:
-            problems += [] if problem in problems else [problem]
-            here = f"no [{problems.index(problem) + 1}]"
+        problem, unproven = _problem(kernel, device), UNPROVEN.get(name)
+        here = "yes" if problem is None else "no"
+        for reason in filter(None, (problem, unproven)):
+            notes += [] if reason in notes else [reason]
+            here += f" [{notes.index(reason) + 1}]"
         for n, can in enumerate(kernel.CAPABILITIES):
             first = (name, _version(name), here) if n == 0 else ("", "", "")
             kernels.append((*first, *_abilities(can)))
     taken = [("auto takes", *(f"{length // 1024}K tokens" for length in LENGTHS))]
     for shape in SHAPE_CLASSES:
         taken.append((shape, *(_taken(device, shape, length) for length in LENGTHS)))
-    notes = [f"[{n}] {problem}" for n, problem in enumerate(problems, 1)]
+    below = [f"[{n}] {note}" for n, note in enumerate(notes, 1)]
     asked = f"For training on {device.type} in bf16, 32 query and 8 key heads of dim 128:"
-    return "\n".join([_table(kernels), *notes, "", asked, _table(taken)])
+    return "\n".join([_table(kernels), *below, "", asked, _table(taken)])
 
 
 def _problem(kernel: Kernel, device: torch.device) -> str | None:
