@@ -107,7 +107,7 @@ def test_auto_does_not_take_what_is_unproven(
 
 
 def test_what_is_unproven_is_known() -> None:
-    assert set(choice.UNPROVEN) == {"flex"}
+    assert set(choice.UNPROVEN) == {"flash3", "flash2", "flex"}
 
 
 def test_on_cpu_no_kernel_for_gpus_is_asked(kernels: dict[str, Probe]) -> None:

@@ -18,7 +18,9 @@ KERNELS: dict[str, Kernel] = {
 }
 
 # What is taken only by name, and why.
-UNPROVEN = {flex.NAME: "only by name: not yet seen right on a GPU"}
+UNPROVEN = {
+    kernel.NAME: "only by name: not yet seen right on a GPU" for kernel in (flash3, flash2, flex)
+}
 
 log = logging.getLogger("seqshard")
 
