@@ -1,13 +1,16 @@
 """Speed of every kernel beside the call of its own library, forward and backward.
 
     python tests/benchmarks/kernel_speed.py
-    python tests/benchmarks/kernel_speed.py --kernels flash4 flex --tokens 8192 --json speed.json
+    python tests/benchmarks/kernel_speed.py --kernels flash4 flex --tokens 8192 --json speed.jsonl
     python tests/benchmarks/kernel_speed.py --device cpu --kernels torch reference --tokens 512
 
 TFLOP/s count attended pairs only: 2 (d + e) FLOP a pair and query head forward, 2.5 times that
 backward. "raw" is the library's call on the same tensors, "+" what the kernel takes beyond it. A
 time is the median of runs between CUDA events, a flushed L2 before each. Packed documents have
 lengths drawn from those of a long-context corpus.
+
+Each kernel is measured in a process of its own: one that crashes or hangs loses the rest of its own
+rows. Lines are printed, and written to the JSON file (one object a line), as they come.
 
 The last table is the public op on one rank with autograd, forward and backward together.
 """
@@ -22,18 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from own_process import Lost, Worker
 from plan_speed import HISTOGRAM
 from raw_attention import RAW, Pass, Problem
-from speed_table import BACKWARD_WORK, Row, show, speeds, versions
+from speed_table import BACKWARD_WORK, Row, Table, speeds, versions
 
 from customized_ops.ring_attention import AttnMask, wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
@@ -60,6 +64,11 @@ class Mask:
     window: int = -1
     bounds: tuple[int, ...] = ()
     raw: bool = True
+
+    def row(self, kernel: str, *notes: str) -> Row:
+        """The kernel's line for this mask, with nothing measured yet."""
+        n, pairs = self.mask.q_len, self.mask.area
+        return Row(self.name, n, kernel, self.shape_class, pairs, notes=list(notes))
 
 
 def documents(tokens: int, seed: int) -> tuple[int, ...]:
@@ -135,10 +144,10 @@ def _timed(function: Pass) -> float:
 
 
 class Bench:
-    """Measures kernels on one set of shapes."""
+    """Measures one kernel on one set of shapes."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, kernel: str) -> None:
+        self.args, self.kernel = args, KERNELS[kernel]
         self.clock = Clock(args.device, args.runs)
         self.dtype = getattr(torch, args.dtype)
 
@@ -156,10 +165,9 @@ class Bench:
             for heads in (h, g, g, h)
         )
 
-    def row(self, kernel: Kernel, mask: Mask) -> Row:
-        """All that is measured of a kernel on a mask."""
-        n = mask.mask.q_len
-        row = Row(mask.name, n, kernel.NAME, mask.shape_class, mask.mask.area)
+    def __call__(self, mask: Mask) -> Row:
+        """All that is measured of the kernel on a mask."""
+        n, kernel, row = mask.mask.q_len, self.kernel, mask.row(self.kernel.NAME)
         why = refusal(kernel, self._request(mask))
         if why is not None:
             row.notes.append(f"refuses: {why}")
@@ -256,6 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="most runs behind a median")
     parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths")
     parser.add_argument("--seconds", type=float, default=180, help="start nothing after these")
+    parser.add_argument("--row-seconds", type=float, default=90, help="most for a row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--speeds", action="store_true", help="print them as a Python literal too")
     return parser.parse_args(arguments)
@@ -265,30 +274,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
     args = parse(arguments)
     began = perf_counter()
-    bench, rows = Bench(args), []
-    todo = [
-        (mask, KERNELS[name])
-        for n in args.tokens
-        for mask in masks(n, args.seed)
-        if args.masks is None or mask.name.startswith(tuple(args.masks))
-        for name in args.kernels
-    ]
-    for mask, kernel in tqdm(todo, unit="row", leave=False):
-        if perf_counter() - began > args.seconds:
-            late = Row(mask.name, mask.mask.q_len, kernel.NAME, mask.shape_class, mask.mask.area)
-            late.notes.append(f"not measured: {args.seconds:.0f} s were over")
-            rows.append(late)
-        else:
-            rows.append(bench.row(kernel, mask))
-    show(rows, args)
-    if args.json:
-        shown = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
-        figures = {"arguments": shown, "versions": versions(args.device)}
-        if args.device == "cuda":
-            figures["gpu"] = torch.cuda.get_device_name()
-        args.json.write_text(json.dumps(figures | {"rows": [vars(r) for r in rows]}, indent=1))
+    written = args.json.open("w") if args.json else None
+
+    def write(line: dict[str, Any]) -> None:
+        if written:
+            print(json.dumps(line), file=written, flush=True)
+
+    table = Table(args)
+    shown = {n: str(v) if isinstance(v, Path) else v for n, v in vars(args).items()}
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
+    write({"arguments": shown, "versions": versions(args.device), "gpu": gpu})
+    workers = {name: Worker(Bench, args, name) for name in args.kernels}
+    for mask in (mask for n in args.tokens for mask in masks(n, args.seed)):
+        if args.masks is not None and not mask.name.startswith(tuple(args.masks)):
+            continue
+        for name, worker in workers.items():
+            if perf_counter() - began > args.seconds:
+                row = mask.row(name, f"not measured: {args.seconds:.0f} s were over")
+            else:
+                try:
+                    row = worker.ask(mask, args.row_seconds)
+                except Lost as why:
+                    row = mask.row(name, f"no figures from here on: {why}")
+            table.add(row)
+            write(vars(row))
+    for worker in workers.values():
+        worker.close()
+    table.end()
     if args.speeds:
-        print(f"\nSPEEDS = {speeds(rows)}")
+        print(f"\nSPEEDS = {speeds(table.rows)}")
 
 
 if __name__ == "__main__":

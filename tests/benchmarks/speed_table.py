@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -30,33 +31,48 @@ class Row:
     notes: list[str] = field(default_factory=list)
 
 
-def show(rows: list[Row], args: argparse.Namespace) -> None:
-    """The tables in markdown, and what was not measured why."""
-    h, g = args.heads
-    name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    print(f"{name}, {versions(args.device)}, {args.dtype}, heads {h}:{g}, d {args.head_dim}")
-    print("TFLOP/s: 4 x pairs x heads x d FLOP forward, 2.5 times that backward\n")
-    print("| mask | tokens | kernel | forward | raw | + | backward | raw | + | |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    notes: dict[str, int] = {}
-    for r in rows:
-        told = [f"{r.kernel}: {note}" for note in r.notes]
-        marks = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
+class Table:
+    """The tables in markdown, a line as soon as it is there, so that a time limit loses none."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rows: list[Row] = []
+        self._notes: dict[str, int] = {}
+        h, g = args.heads
+        name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+        print(f"{name}, {versions(args.device)}, {args.dtype}, heads {h}:{g}, d {args.head_dim}")
+        print("TFLOP/s: 4 x pairs x heads x d FLOP forward, 2.5 times that backward\n")
+        print("| mask | tokens | kernel | forward | raw | + | backward | raw | + | |")
+        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+
+    def add(self, r: Row) -> None:
+        """A line of the first table; new notes go to stderr at once."""
+        self.rows.append(r)
+        marks = "".join(self._mark(f"{r.kernel}: {note}") for note in r.notes)
         cells = [r.mask, f"{r.tokens}", r.kernel]
         for own, raw in ((r.forward, r.raw_forward), (r.backward, r.raw_backward)):
             cells += [_speed(own), _speed(raw), _beyond(own, raw)]
-        print(f"| {' | '.join(cells)} | {marks} |")
-    print(*(f"[{n}] {text}" for text, n in notes.items()), sep="\n")
-    ops = [r for r in rows if r.op is not None]
-    if ops:
-        print("\n| causal, forward and backward | tokens | op | raw | + |\n|---|---|---|---|---|")
-    for r in ops:
-        raw = None
-        if r.raw_forward and r.raw_backward:
-            seconds = 1 / r.raw_forward + BACKWARD_WORK / r.raw_backward
-            raw = (1 + BACKWARD_WORK) / seconds
-        cells = [r.kernel, f"{r.tokens}", _speed(r.op), _speed(raw), _beyond(r.op, raw)]
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} | {marks} |", flush=True)
+
+    def _mark(self, note: str) -> str:
+        if note not in self._notes:
+            self._notes[note] = len(self._notes) + 1
+            print(f"[{self._notes[note]}] {note}", file=sys.stderr)
+        return f"[{self._notes[note]}]"
+
+    def end(self) -> None:
+        """The notes, and the table of the public op."""
+        print(*(f"[{n}] {text}" for text, n in self._notes.items()), sep="\n")
+        ops = [r for r in self.rows if r.op is not None]
+        if ops:
+            print("\n| causal, forward and backward | tokens | op | raw | + |")
+            print("|---|---|---|---|---|")
+        for r in ops:
+            raw = None
+            if r.raw_forward and r.raw_backward:
+                seconds = 1 / r.raw_forward + BACKWARD_WORK / r.raw_backward
+                raw = (1 + BACKWARD_WORK) / seconds
+            cells = [r.kernel, f"{r.tokens}", _speed(r.op), _speed(raw), _beyond(r.op, raw)]
+            print(f"| {' | '.join(cells)} |")
 
 
 def _speed(value: float | None) -> str:

@@ -217,10 +217,14 @@ def judge(case: Case, given: Inputs, got: Results) -> float:
     return ratio
 
 
+# By the protocol: the specification copies masks to the GPU, and is not there to be fast.
+MAY_WAIT = ("reference",)
+
+
 @contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """Whatever makes the host wait for the GPU is an error."""
-    if device == "cpu":
+def no_waiting(device: str, kernel: str = "") -> Iterator[None]:
+    """Whatever makes the host wait for the GPU is an error, but in kernels of MAY_WAIT."""
+    if device == "cpu" or kernel in MAY_WAIT:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -238,7 +242,7 @@ def check_twice(kernel: Kernel, case: Case, device: str) -> float:
     pairs = Pairs(mask.slices, mask.q_len, mask.k_len)
     first, second = (inputs(case, device, seed) for seed in (0, 1))
     ratio = judge(case, first, run(kernel, case, first, pairs))
-    with no_waiting(device):
+    with no_waiting(device, kernel.NAME):
         got = run(kernel, case, second, pairs)
     return max(ratio, judge(case, second, got))
 

@@ -25,6 +25,9 @@ SHAPES = {
     "documents": (12, 12, [(0, 5, 0, 5, -WIDE, 0), (5, 12, 5, 12, -WIDE, 0)], 2),
     "rows twice": (12, 16, [(0, 12, 0, 4, -WIDE, WIDE), (2, 12, 6, 16, -WIDE, 4)], 2),
     "one row and one key": (4, 4, [(1, 2, 0, 4, -WIDE, WIDE), (2, 4, 3, 4, -WIDE, WIDE)], 2),
+    "one pair": (3, 3, [(1, 2, 1, 2, -WIDE, WIDE)], 1),
+    "documents of one token": (6, 6, [(n, n + 1, n, n + 1, -WIDE, 0) for n in (0, 4, 5)], 3),
+    "a corner": (4, 2, [(0, 3, 0, 2, -WIDE, -1)], 1),
     "nothing": (5, 7, [], 0),
 }
 over_shapes = pytest.mark.parametrize("name", SHAPES)
@@ -48,6 +51,11 @@ def causal_square(rows: int, keys: int, is_causal: bool) -> Tensor:
     assert not is_causal or rows == keys, "the op aligns causal rectangles otherwise"
     mask = torch.ones(rows, keys, dtype=torch.bool)
     return mask.tril() if is_causal else mask
+
+
+def contiguous(heads_first: Tensor) -> bool:
+    """Whether [b, h, l, d] is a view of a dense [b, l, h, d]."""
+    return heads_first.transpose(1, 2).is_contiguous()
 
 
 class StandIn:
@@ -100,6 +108,9 @@ class StandIn:
         assert logsumexp.ndim == self._lse_dims and logsumexp.is_contiguous()
         assert (max_q, max_k) == (query.shape[2], key.shape[2]) and scale is not None
         assert cum_seq_q is None and cum_seq_k is None and attn_bias is None
+        assert (max_q, max_k) != (1, 1), "s_q = s_kv = 1 is not supported"
+        # The op's graphs are kept by what is alike here, and would be wrong for other strides.
+        assert contiguous(grad_out) and contiguous(out)
         mask = causal_square(max_q, max_k, is_causal)
         g, times = key.shape[1], query.shape[1] // key.shape[1]
         k, v = (t.repeat_interleave(times, 1) for t in (key, value))
@@ -136,6 +147,33 @@ def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool
     )
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_same(("out", "lse", "dq", "dk", "dv")[n], a, b, 2e-6)
+
+
+@over_shapes
+def test_any_strides(stand_in: StandIn, name: str) -> None:
+    """Of all operands, heads first in memory, and of out and dout alone."""
+    pairs = pairs_of(name)
+    q, k, v, dout, dlse = tensors(pairs, (16, 8))
+    kept = pairs, SCORING, None
+    out, lse = cudnn.forward(q, k, v, *kept)
+    out = out.contiguous().to(q.dtype)
+    want = cudnn.backward(dout, q, k, v, out, lse, *kept, dlse=dlse)
+    q_, k_, v_, dout_, out_ = (
+        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, dout, out)
+    )
+    for qkv in ((q, k, v), (q_, k_, v_)):
+        got = cudnn.backward(dout_, *qkv, out_, lse, *kept, dlse=dlse)
+        for n, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same(("dq", "dk", "dv")[n], a, b, 1e-12)
+
+
+def test_nothing_is_copied_of_one_whole_sequence(stand_in: StandIn) -> None:
+    """Results are the op's own, in its dtype, neither added to zeros nor merged."""
+    pairs = pairs_of("causal")
+    q, k, v, dout, _ = tensors(pairs, (8, 8), torch.bfloat16)
+    out, lse = cudnn.forward(q, k, v, pairs, SCORING, None)
+    grads = cudnn.backward(dout, q, k, v, out, lse, pairs, SCORING, None)
+    assert {t.dtype for t in (out, *grads)} == {torch.bfloat16}
 
 
 @over_shapes
@@ -181,20 +219,27 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("times", [1, 24])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128)], ids=str)
 @over_shapes
-def test_on_a_gpu(name: str, dims: tuple[int, int]) -> None:
-    """The ops themselves, each length times 24, in bf16 against the reference in fp32."""
+def test_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
+    """The ops themselves, lengths as they are and times 24, in bf16 against the reference in fp32.
+    Twice, heads first too: the first time builds the graphs that the others find."""
     if cudnn.missing():
         pytest.skip(cudnn.missing() or "")
-    pairs = pairs_of(name, times=24)
+    pairs = pairs_of(name, times)
     q, k, v, dout, dlse = (t.cuda() for t in tensors(pairs, dims, torch.bfloat16))
     wide = [t.float() for t in (q, k, v)]
     out, lse = reference.forward(*wide, pairs, SCORING, None)
     kept = lse, pairs, SCORING, None
     back = reference.backward(dout.float(), *wide, out, *kept, dlse=dlse.float())
-    got = cudnn.backward(dout, q, k, v, out.bfloat16(), *kept, dlse=dlse.float())
-    results = *cudnn.forward(q, k, v, pairs, SCORING, None), *got
-    for n, (a, b) in enumerate(zip(results, (out, lse, *back), strict=True)):
-        size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
-        assert_same(("out", "lse", "dq", "dk", "dv")[n], a.cpu(), b.cpu(), 0.02 * max(size, 1.0))
+    for heads_first in (False, True, True):
+        if heads_first:
+            dout, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dout, out))
+        got = cudnn.backward(dout, q, k, v, out.bfloat16(), *kept, dlse=dlse.float())
+        results = *cudnn.forward(q, k, v, pairs, SCORING, None), *got
+        for n, (a, b) in enumerate(zip(results, (out, lse, *back), strict=True)):
+            size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
+            assert_same(
+                ("out", "lse", "dq", "dk", "dv")[n], a.cpu(), b.cpu(), 0.02 * max(size, 1.0)
+            )

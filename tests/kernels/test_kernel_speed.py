@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import kernel_speed_jobs
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kernel_speed.py"
 
@@ -20,7 +24,8 @@ def test_measures_every_mask_and_says_what_it_did_not(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    rows = json.loads(told.read_text())["rows"]
+    first, *rows = map(json.loads, told.read_text().splitlines())
+    assert first["arguments"]["tokens"] == [64] and "torch" in first["versions"]
     assert [(r["mask"].split(",")[0], r["kernel"]) for r in rows] == [
         (mask, kernel)
         for mask in ("causal", "packed", "block-causal 512")
@@ -41,3 +46,37 @@ def test_starts_nothing_after_its_time() -> None:
         [sys.executable, str(SCRIPT), *options.split()], capture_output=True, text=True, check=True
     )
     assert "torch: not measured: 0 s were over" in done.stdout
+
+
+def test_a_crash_costs_the_rest_of_a_kernel_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    kernel_speed = importlib.import_module("kernel_speed")
+    monkeypatch.setattr(kernel_speed, "Bench", kernel_speed_jobs.Troubled)
+    options = "--device cpu --kernels torch cudnn reference --tokens 64"
+    kernel_speed.main(options.split())
+    done = capsys.readouterr().out.splitlines()
+    lines = [line.split(" | ") for line in done if line.startswith("| ") and "64" in line]
+    assert [(cells[2], cells[3], cells[-1]) for cells in lines] == [
+        *((kernel, "100", " |") for kernel in ("torch", "cudnn", "reference")),
+        *(("torch", "", "[1] |"), ("cudnn", "", "[2] |")),
+        ("reference", "200", " |"),
+        *(("torch", "", "[1] |"), ("cudnn", "", "[2] |")),
+        ("reference", "300", " |"),
+    ]
+    assert done[-2:] == [
+        "[1] torch: no figures from here on: its process died, exit code -9",
+        "[2] cudnn: no figures from here on: RuntimeError: an illegal memory access was "
+        "encountered",
+    ]
+
+
+def test_what_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    own_process = importlib.import_module("own_process")
+    worker = own_process.Worker(kernel_speed_jobs.Sleeper)
+    assert worker.ask(0, 60) == 0
+    for _ in range(2):
+        with pytest.raises(own_process.Lost, match=r"^no answer in 0 s$"):
+            worker.ask(3600, 0.2)

@@ -3,14 +3,21 @@
 torch's op knows two shapes, all pairs and a causal square, and one sequence a batch entry. So a
 causal slice of more keys than rows takes two calls and each document takes its own; the rows of
 several calls are merged in fp32. Fine for one long sequence, slow for many short ones.
+
+torch keeps the graphs that it builds for cuDNN by the shapes and strides of q, k and v. A graph is
+wrong for an out or dout with other strides than it was built with, so these two are contiguous
+here. And one that could not be built, as for the backward of a single pair, is kept as a null that
+the next call runs into: a single pair goes as two tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..merge import accumulation_dtype, merge_, unattended
 from .lowering import lower
@@ -19,6 +26,7 @@ from .pairs import Pairs
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
 from .torch_sdpa import Tile
+from .windowed import Gradient, Spans
 
 NAME = "cudnn"
 CAPABILITIES = (
@@ -34,6 +42,15 @@ CAPABILITIES = (
 
 # cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
 CUDNN = 91002
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The calls of some pairs, and where they lie."""
+
+    tiles: tuple[Tile, ...]
+    rows: Spans
+    keys: Spans
 
 
 def missing() -> str | None:
@@ -68,23 +85,18 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
-    cut = pairs.made(tiles, lambda: tiles(pairs))
-    out, lse = unattended(q, v.shape[-1], accumulation_dtype(q.dtype))
-    for tile in cut:
-        part, part_lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            **_operands(tile, q, k, v),
-            attn_bias=None,
-            compute_log_sumexp=True,
-            dropout_p=0.0,
-            is_causal=tile.causal,
-            return_debug_mask=False,
-            scale=scoring.softmax_scale,
-        )
-        part, part_lse = part.transpose(1, 2), part_lse.view(part.shape[:3])
-        if len(cut) == 1 and tile.q1 - tile.q0 == q.shape[1]:
-            return part, part_lse
+    cut = _cut(pairs)
+    if cut.rows.whole:
+        return _attend(cut.tiles[0], q, k, v, scoring)
+    dtype = q.dtype if cut.rows.apart else accumulation_dtype(q.dtype)
+    out, lse = unattended(q, v.shape[-1], dtype)
+    for tile in cut.tiles:
         rows = slice(tile.q0, tile.q1)
-        merge_(out[:, rows], lse[..., rows], part, part_lse)
+        part, part_lse = _attend(tile, q, k, v, scoring)
+        if cut.rows.apart:
+            out[:, rows], lse[..., rows] = part, part_lse
+        else:
+            merge_(out[:, rows], lse[..., rows], part, part_lse)
     return out, lse
 
 
@@ -103,49 +115,112 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`. The gradient of lse is calls of its own."""
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-    _add_gradients((dq, dk, dv), dout, q, k, v, out, lse, pairs, scoring)
-    if dlse is not None:
-        dout, out, v = lse_apart(dlse, out, v)
-        _add_gradients((dq, dk), dout, q, k, v, out, lse, pairs, scoring)
-    return dq, dk, dv
+    cut, wide = _cut(pairs), accumulation_dtype(q.dtype)
+    dq = Gradient(q, cut.rows)
+    dk, dv = Gradient(k, cut.keys), Gradient(v, cut.keys)
+    of_lse = None if dlse is None else lse_apart(dlse, out, v)
+    for tile in cut.tiles:
+        part_q, part_k, part_v = _gradients(tile, dout, q, k, v, out, lse, scoring)
+        if of_lse is not None:
+            dout_, out_, v_ = of_lse
+            more_q, more_k, _ = _gradients(tile, dout_, q, k, v_, out_, lse, scoring)
+            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        dq.add(part_q, rows)
+        dk.add(part_k, keys)
+        dv.add(part_v, keys)
+    return dq.total, dk.total, dv.total
 
 
-def _add_gradients(
-    totals: tuple[Tensor, ...],
+def _cut(pairs: Pairs) -> Cut:
+    def make() -> Cut:
+        cut = tuple(tiles(pairs))
+        rows = Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len)
+        return Cut(cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len))
+
+    return pairs.made(_cut, make)
+
+
+def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query=_rows(tile, q),
+        key=_keys(tile, k),
+        value=_keys(tile, v),
+        attn_bias=None,
+        compute_log_sumexp=True,
+        dropout_p=0.0,
+        is_causal=_causal(tile),
+        return_debug_mask=False,
+        scale=scoring.softmax_scale,
+    )
+    rows = tile.q1 - tile.q0
+    return out[:, :, :rows].transpose(1, 2), lse.view(out.shape[:3])[..., :rows]
+
+
+def _gradients(
+    tile: Tile,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pairs: Pairs,
     scoring: Scoring,
-) -> None:
-    """Add dq, dk and, where ``totals`` has a third, dv of all tiles."""
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv of a tile's rows and keys."""
+    query, key, value = _rows(tile, q), _keys(tile, k), _keys(tile, v)
+    lse = lse[..., tile.q0 : tile.q1]
+    lse = (pad(lse, (0, 1)) if _spare(tile) else lse).contiguous()
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-    more_dims = _lse_dims(q.device) - lse.ndim
-    for tile in pairs.made(tiles, lambda: tiles(pairs)):
-        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out=dout[:, rows].transpose(1, 2),
-            **_operands(tile, q, k, v),
-            out=out[:, rows].transpose(1, 2),
-            logsumexp=lse[..., rows].contiguous()[(...,) + (None,) * more_dims],
-            philox_seed=no_dropout,
-            philox_offset=no_dropout,
-            attn_bias=None,
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=tile.q1 - tile.q0,
-            max_k=tile.k1 - tile.k0,
-            dropout_p=0.0,
-            is_causal=tile.causal,
-            scale=scoring.softmax_scale,
-        )
-        for total, grad, where in zip(totals, grads, (rows, keys, keys), strict=False):
-            total[:, where] += grad.transpose(1, 2)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out=_rows(tile, dout, dense=True),
+        query=query,
+        key=key,
+        value=value,
+        out=_rows(tile, out, dense=True),
+        logsumexp=lse[(...,) + (None,) * (_lse_dims(q.device) - lse.ndim)],
+        philox_seed=no_dropout,
+        philox_offset=no_dropout,
+        attn_bias=None,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=query.shape[2],
+        max_k=key.shape[2],
+        dropout_p=0.0,
+        is_causal=_causal(tile),
+        scale=scoring.softmax_scale,
+    )
+    lengths = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.k1 - tile.k0
+    return tuple(
+        grad[:, :, :length].transpose(1, 2) for grad, length in zip(grads, lengths, strict=True)
+    )
+
+
+def _spare(tile: Tile) -> int:
+    """How many rows and keys of zeros a tile gets. A second row after a single pair's changes
+    nothing, since with out and dout 0 it has no gradient; nor does a second key under a causal
+    mask, since the first row does not see it."""
+    return int(tile.q1 - tile.q0 == tile.k1 - tile.k0 == 1)
+
+
+def _causal(tile: Tile) -> bool:
+    return tile.causal or _spare(tile) > 0
+
+
+def _rows(tile: Tile, t: Tensor, *, dense: bool = False) -> Tensor:
+    """The tile's rows of [b, i, h, d] as [b, h, rows, d]; ``dense`` where they lie apart too."""
+    t = _with_spare(t[:, tile.q0 : tile.q1], tile)
+    return (t.contiguous() if dense else t).transpose(1, 2)
+
+
+def _keys(tile: Tile, t: Tensor) -> Tensor:
+    """The tile's keys of [b, j, g, d] as [b, g, keys, d]."""
+    return _with_spare(t[:, tile.k0 : tile.k1], tile).transpose(1, 2)
+
+
+def _with_spare(t: Tensor, tile: Tile) -> Tensor:
+    return pad(t, (0, 0, 0, 0, 0, 1)) if _spare(tile) else t
 
 
 @lru_cache(maxsize=8)
@@ -156,13 +231,3 @@ def _lse_dims(device: torch.device) -> int:
         query=q, key=q, value=q, attn_bias=None, compute_log_sumexp=True
     )
     return lse.ndim
-
-
-def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """The tile's q, k, v as [b, heads, tokens, d]."""
-    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-    return {
-        "query": q[:, rows].transpose(1, 2),
-        "key": k[:, keys].transpose(1, 2),
-        "value": v[:, keys].transpose(1, 2),
-    }

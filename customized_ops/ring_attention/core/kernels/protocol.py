@@ -105,7 +105,8 @@ class Kernel(Protocol):
     Shapes: q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] with h a multiple of g (grouped-query
     attention: query head n reads kv head n // (h / g)); strides are free but d and e are dense.
     ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf. ``tokens``
-    may be None unless ``scoring.needs_tokens``. No call waits for the device.
+    may be None unless ``scoring.needs_tokens``. No call waits for the GPU, but for the reference's,
+    which copies the mask of each block there.
     """
 
     NAME: str

@@ -1,7 +1,8 @@
 """The specification: attention over slices in plain torch, any dtype and device.
 
 It takes rows in blocks and of the keys what a block's slices span, so that memory does not grow
-with rows x keys. Internally it computes in fp32 (fp64 for fp64 inputs).
+with rows x keys. Internally it computes in fp32 (fp64 for fp64 inputs). On a GPU it waits for each
+block's mask to be copied there: kept for the next call, masks would take rows x keys bytes.
 """
 
 from __future__ import annotations
