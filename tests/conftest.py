@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 # Before anything reads it, and inherited by the processes of the pools.
 os.environ["SEQSHARD_CHECK"] = "1"
-# What flash-attn-4 compiles is shared by all processes of this run, and by no other run: the library
-# does not see every change of this package's mask functions.
+# What flash-attn-4 compiles is shared by all processes of this run, and by no other run: the
+# library does not see every change of this package's mask functions.
 if "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ:
     compiled = tempfile.TemporaryDirectory()
     os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = compiled.name

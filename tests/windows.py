@@ -38,6 +38,11 @@ KINDS = {
     "documents": (15, 15, [(a, b, a, b, -WIDE, 0) for a, b in [(0, 6), (6, 7), (7, 15)]]),
     "documents, gaps": (15, 16, [(1, 5, 2, 6, -WIDE, 1), (5, 9, 9, 13, -WIDE, 4)]),
     "documents, rows left out": (15, 15, [(0, 4, 0, 4, -WIDE, 0), (7, 15, 4, 12, -WIDE, -3)]),
+    "documents of one row, gaps in keys": (
+        5,
+        19,
+        [(n, n + 1, 4 * n, 4 * n + 2, -WIDE, WIDE) for n in range(5)],
+    ),
     "full beside causal": (12, 12, [(0, 5, 0, 5, -WIDE, 0), (5, 12, 5, 12, -WIDE, WIDE)]),
     "streaming": (16, 16, [(0, 16, 0, 16, -3, 0), (4, 16, 0, 2, -WIDE, -4)]),
     "band, few keys": (20, 4, [(0, 20, 0, 4, -12, -3)]),

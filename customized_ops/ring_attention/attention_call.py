@@ -241,7 +241,8 @@ def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
         return call.kernel.forward(given["q"], given["k"], given["v"])
     q, k, v = _batched(packed, *(given[name] for name in ("q", "k", "v")))
     if _nothing(q):
-        out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), lse_like(q, (len(q), 0, q.shape[1]))
+        b, length, h, _ = q.shape
+        out, lse = q.new_empty((b, length, h, v.shape[-1])), lse_like(q, (b, h, length))
     else:
         out, lse = attention_forward(
             call.plan, call.comm, call.kernel, q, k, v, call.scoring, call.key_positions
@@ -329,8 +330,8 @@ def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
 
 
 def _nothing(q: Tensor) -> bool:
-    """No heads: more ranks than heads were asked to share them."""
-    return q.shape[-2] == 0
+    """No heads or no batch entries: there were more ranks than of them to share."""
+    return q.shape[-2] == 0 or q.shape[0] == 0
 
 
 def lse_like(q: Tensor, shape: tuple[int, ...]) -> Tensor:

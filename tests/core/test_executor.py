@@ -364,6 +364,47 @@ def test_gradient_of_a_sum():
     check(make_plan(mask, Layout.contiguous(N, 4)), [q, k, v, ones])
 
 
+def _odd_rows(t: Tensor) -> Tensor:
+    return torch.nn.functional.pad(t, (0, 1))[..., :-1]
+
+
+def _odd_start(t: Tensor) -> Tensor:
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def _sparse(t: Tensor) -> Tensor:
+    return t.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+@pytest.mark.parametrize("place", [_odd_rows, _odd_start, _sparse, torch.Tensor.contiguous])
+def test_kernels_may_load_16_bytes_at_a_time(monkeypatch, place):
+    """And what lies so already is not copied."""
+    mask, reference = AttnMask.dense(N, causal=True), KERNELS["reference"]
+    tensors = [place(t.bfloat16()) for t in Shape(d=8, e=8).draw(mask)]
+    seen = []
+
+    def whole(t):
+        assert t.stride(-1) == 1 and t.data_ptr() % 16 == 0
+        assert all(stride * t.itemsize % 16 == 0 for stride in t.stride()[:-1])
+        seen.append(t.data_ptr())
+
+    def watched(compute, count):
+        def run(*args, **options):
+            for t in args[:count]:
+                whole(t)
+            return compute(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(reference, "forward", watched(reference.forward, 3))
+    monkeypatch.setattr(reference, "backward", watched(reference.backward, 5))
+    run(make_plan(mask, Layout.contiguous(N, 1)), tensors, "reference")
+    *given, dout = (t.data_ptr() for t in tensors)
+    assert len(seen) == 8
+    same = [seen[:3] == given, seen[3:7] == [dout, *given]]
+    assert same == [place is torch.Tensor.contiguous] * 2
+
+
 def test_ranks_without_tokens():
     mask = AttnMask.dense(3, causal=True)
     for stages in (0, 1, 3):

@@ -17,6 +17,7 @@ from customized_ops.ring_attention.core.kernels import (
     flash4,
     flash4_blocks,
     reference,
+    windowed,
 )
 from customized_ops.ring_attention.core.slices import as_slices, normalise
 
@@ -198,7 +199,7 @@ def test_lists_are_made_once(library, monkeypatch):
     tensors = draw(pairs)
     check(pairs, *tensors)
     monkeypatch.setattr(flash4_blocks, "block_lists", None)
-    monkeypatch.setattr(flash4, "lower", None)
+    monkeypatch.setattr(windowed, "lower", None)
     flash4.forward(*tensors[:3], pairs, SCORINGS["plain"], None)
     mods = [given["mask_mod"] for _, given in library.calls]
     assert len(mods) == 3 and len(set(mods)) == 1, "another object is another kernel to compile"
@@ -209,9 +210,9 @@ def test_every_argument_is_probed(library, monkeypatch):
     for kind in ("documents", "streaming"):
         pairs = pairs_of(kind)
         check(pairs, *draw(pairs))
-    for name, needs in flash4.NEEDS.items():
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
         used = set().union(*(given for called, given in library.calls if called == name))
-        assert used == set(needs)
+        assert used == set(flash4.NEEDS[f"flash_attn.cute.interface.{name}"])
 
 
 def test_nothing_is_missing(library):
@@ -225,6 +226,15 @@ def test_missing_names_what_the_installed_version_lacks(monkeypatch):
     reason = flash4.missing()
     flash4._missing.cache_clear()
     assert "_flash_attn_bwd takes no out, dout" in reason and "dlse" in reason
+
+
+def test_missing_names_what_block_lists_need(monkeypatch):
+    install(monkeypatch, Library())
+    monkeypatch.delattr(sys.modules["flash_attn.cute.utils"], "scalar_to_ssa")
+    flash4._missing.cache_clear()
+    reason = flash4.missing()
+    flash4._missing.cache_clear()
+    assert reason == "flash_attn.cute.utils has no scalar_to_ssa; that of 4.0.0b36 does"
 
 
 def test_missing_says_what_to_install(monkeypatch):

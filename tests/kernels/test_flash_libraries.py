@@ -53,7 +53,11 @@ class Standin:
         self.told.append(told)
         packing = None if sequences[0] is None else Packing(*sequences)
         longest = sequences[2:] if packing else (q.shape[1], k.shape[1])
-        return self.window_of(*window, causal, *longest), packing
+        window = self.window_of(*window, causal, *longest)
+        if self.window_of is window_of_flash2 and packing and longest[0] == 1:
+            # Heads that share a kv head become rows, reckoned as if every sequence had one.
+            assert len(q) == len(packing.cu_seqlens_q) - 1, "a sequence without rows"
+        return window, packing
 
     def forward(self, q, k, v, scale, softcap, window, causal, sequences, **told):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
@@ -440,9 +444,13 @@ def test_values(name, kind, widths, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [flash2, flash3], ids=lambda kernel: kernel.NAME)
-def test_missing(kernel, monkeypatch):
-    monkeypatch.setitem(sys.modules, kernel.LIBRARY, None)
-    assert kernel.missing().startswith(f"{kernel.LIBRARY} cannot be imported (")
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_missing(kernel, error, monkeypatch):
+    def fails():
+        raise error("undefined symbol")
+
+    monkeypatch.setattr(kernel, "_library", fails)
+    assert kernel.missing().startswith(f"{kernel.LIBRARY} cannot be imported (undefined symbol)")
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash3 of 2.8"])
@@ -483,7 +491,12 @@ def test_what_they_refuse(name, monkeypatch):
     assert able.refuses(request(128, 128, features=("dropout",))) == "has no dropout"
     assert able.refuses(request(100, 100)).startswith("takes head dims that are multiples of 8")
     assert able.refuses(request(256, 128)) is None
-    assert able.refuses(request(256, 256)).startswith("takes head dims of q and v up to")
+    assert able.refuses(request(256, 256)) is None
+    assert able.refuses(request(264, 256)).startswith("takes head dims of q and v up to")
+    assert able.refuses(request(256, 248, features=("lse gradient",))) is None
+    assert able.refuses(request(128, 256, features=("lse gradient",))) == (
+        "takes a head dim of v up to 248 with lse gradient, not 256"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert able.refuses(request(128, 128)).startswith("needs compute capability")
 

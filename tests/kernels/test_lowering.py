@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import WIDE, window_mask
 
-from customized_ops.ring_attention.core.kernels.lowering import TILE, Call, join, lower, tiles
+from customized_ops.ring_attention.core.kernels.lowering import (
+    MOST_GAP,
+    TILE,
+    Call,
+    join,
+    lower,
+    tiles,
+)
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.slices import as_slices, clip, normalise, to_dense
 
@@ -147,6 +154,17 @@ def test_without_gaps_segments_touch():
     apart = normalise(as_slices([(0, 4, 0, 4, -WIDE, 0), (4, 9, 5, 10, -WIDE, 1)]))
     assert len(assert_lowers(apart, 9, 10)) == 1
     assert len(assert_lowers(apart, 9, 10, gaps=False)) == 2
+
+
+@pytest.mark.parametrize("axis", ["rows", "keys"])
+def test_wide_gaps_are_not_filled_up(axis):
+    def calls(gap):
+        q, k = (gap, 0) if axis == "rows" else (0, gap)
+        apart = [(0, 4, 0, 4, -WIDE, WIDE), (4 + q, 8 + q, 4 + k, 8 + k, -(1 << 20), 1 << 20)]
+        return lower(normalise(as_slices(apart)))
+
+    assert len(calls(MOST_GAP)) == 1
+    assert len(calls(MOST_GAP + 1)) == 2
 
 
 def test_blocks_of_a_staircase_become_one_slice():

@@ -18,6 +18,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.arguments import ArgumentError
 from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.kernels import torch_ops
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,16 @@ def test_threads_need_a_seed() -> None:
 
     run_ranks(2, body)
     wrap_ring_attn_func(q, q, q, dropout_p=0.5)
+
+
+def test_a_batch_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank has of a batch that is split over more ranks than it has entries. Kernels refuse
+    such calls, so none is made."""
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(torch_ops, name, None)
+    q, k = torch.randn(0, 9, 4, 8, requires_grad=True), torch.randn(0, 9, 2, 8, requires_grad=True)
+    out, lse = wrap_ring_attn_func(q, k, k, kernel="torch", return_lse=True)
+    assert out.shape == (0, 9, 4, 8) and lse.shape == (0, 4, 9)
+    (out.sum() + lse.sum()).backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+    assert k.grad is not None and k.grad.shape == k.shape

@@ -16,19 +16,18 @@ from torch import Tensor
 
 from . import windowed
 from .pairs import Pairs
-from .protocol import Capabilities
 from .scoring import Scoring, Tokens
 from .signatures import call, lacking
-from .widths import LSE_COLUMNS, cut_to, same_width, widened_by_lse
+from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 from .windowed import Packing, Window
 
 NAME = "flash2"
 CAPABILITIES = (
-    Capabilities(
+    WideningCapabilities(
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
         features=("softcap", "window", "lse gradient", "deterministic"),
-        widths=((256, 256 - LSE_COLUMNS),),
+        widths=((256, 256),),
         multiple=8,
         arch=(8, 0),
     ),
@@ -52,7 +51,7 @@ def missing() -> str | None:
     """See :class:`~.protocol.Kernel`."""
     try:
         library = _library()
-    except ImportError as error:
+    except Exception as error:  # a library built for another torch raises anything
         return f"{LIBRARY} cannot be imported ({error}); pip install flash-attn"
     options = tuple(_options((-1, -1), None, Scoring(1.0)))
     for name, operands in FUNCTIONS.items():

@@ -18,19 +18,18 @@ from torch import Tensor
 
 from . import windowed
 from .pairs import Pairs
-from .protocol import Capabilities
 from .scoring import Scoring, Tokens
 from .signatures import call, lacking, required
-from .widths import LSE_COLUMNS, cut_to, same_width, widened_by_lse
+from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 from .windowed import Packing, Window
 
 NAME = "flash3"
 CAPABILITIES = (
-    Capabilities(
+    WideningCapabilities(
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
         features=("softcap", "window", "lse gradient"),
-        widths=((256, 256 - LSE_COLUMNS),),
+        widths=((256, 256),),
         multiple=8,
         arch=(9, 0),
     ),
@@ -53,7 +52,7 @@ def missing() -> str | None:
     """See :class:`~.protocol.Kernel`."""
     try:
         library = _library()
-    except ImportError as error:
+    except Exception as error:  # a library built for another torch raises anything
         return (
             f"{LIBRARY} cannot be imported ({error}); "
             "build it from the folder hopper of the flash-attention repository"

@@ -2,13 +2,15 @@
 
 Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
 faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
+
+The library's learnable sink is not used: sinks join what a kernel returns, for every kernel alike
+(``attention_call``), as a row whose keys come in parts must count its sink once.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from . import flash4_blocks, windowed
 from .block_lists import blocks_touched
-from .lowering import lower, tiles
+from .lowering import tiles
 from .pairs import Pairs
 from .protocol import Capabilities, Request
 from .scoring import Scoring, Tokens
+from .signatures import lacking
 from .widths import cut_to, same_width
 from .windowed import Packing, Window
 
@@ -66,18 +69,22 @@ CAPABILITIES = (
 
 # The library's functions have no stable signature: what the calls here name, checked once.
 NEEDS = {
-    "_flash_attn_fwd": (
+    "flash_attn.cute.interface._flash_attn_fwd": (
         *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
         *("window_size_left", "window_size_right"),
         *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         *("mask_mod", "aux_tensors", "block_sparse_tensors"),
     ),
-    "_flash_attn_bwd": (
+    "flash_attn.cute.interface._flash_attn_bwd": (
         *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
         *("window_size_left", "window_size_right"),
         *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
     ),
+    "flash_attn.cute.block_sparsity.BlockSparseTensorsTorch": (
+        *("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"),
+    ),
+    "flash_attn.cute.utils.scalar_to_ssa": (),
 }
 
 # Measured on an H200 in bf16 with head dim 128; only their ratios decide anything.
@@ -247,7 +254,7 @@ def _blocks_if_faster(
     calls; decided once."""
 
     def make() -> flash4_blocks.Lists | None:
-        calls = pairs.made(lower, lambda: lower(pairs.slices))
+        calls = windowed.lowered_of(pairs).calls
         if len(calls) < 2 or torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
         block_k = flash4_blocks.block_k(q.shape[-1])
@@ -289,14 +296,15 @@ def _merged_bytes(
 def _missing() -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
         return "flash_attn.cute is not installed; pip install --pre flash-attn-4"
-    try:
-        interface = importlib.import_module("flash_attn.cute.interface")
-    except ImportError as error:
-        return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
-    for name, needs in NEEDS.items():
-        function = getattr(interface, name, None)
-        takes = inspect.signature(function).parameters if function is not None else {}
-        lacking = [argument for argument in needs if argument not in takes]
-        if lacking:
-            return f"flash_attn.cute's {name} takes no {', '.join(lacking)}; 4.0.0b36 does"
+    for path, needs in NEEDS.items():
+        module, name = path.rsplit(".", 1)
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except Exception as error:  # versions that do not go together raise anything
+            return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
+        if function is None:
+            return f"{module} has no {name}; that of 4.0.0b36 does"
+        lacks = lacking(function, needs)
+        if lacks:
+            return f"flash_attn.cute's {name} takes no {', '.join(lacks)}; 4.0.0b36 does"
     return None

@@ -12,7 +12,7 @@ No torch here: like masks and plans, calls are host-side arithmetic.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -27,6 +27,9 @@ Range = tuple[int, int]  # start, stop
 Ints = npt.NDArray[np.int64]
 
 TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
+# Rows or keys that a call may leave out between two segments. They are written, as zeros, and some
+# backwards hold a tile in fp32 for every piece of them: above this, a call more costs less.
+MOST_GAP = 64 * TILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +93,7 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
 
     Args:
         slices: int64[n, 6], normalised and disjoint.
-        gaps: whether a call may skip rows and keys; if not, its segments touch.
+        gaps: whether a call may skip rows and keys, MOST_GAP at a time; if not, its segments touch.
         wide_right: whether a right bound, or none beside a left one, may let the first row reach
             further than the segment has keys, as it does where there are more rows than keys. If
             not, such slices are cut: FlashAttention-2 takes no wider bound than the longest segment
@@ -268,11 +271,10 @@ class Chain:
     left: Bound
     right: Bound
 
-    def takes(self, segment: list[int], left: Bound, right: Bound, gaps: bool) -> bool:
+    def takes(self, segment: list[int], left: Bound, right: Bound, most_gap: int) -> bool:
         """Append a segment if rows, keys and bounds allow it."""
         _, q1, _, k1 = self.segments[-1]
-        behind = q1 <= segment[0] and k1 <= segment[2]
-        if not behind or not (gaps or (q1, k1) == (segment[0], segment[2])):
+        if not (0 <= segment[0] - q1 <= most_gap and 0 <= segment[2] - k1 <= most_gap):
             return False
         both_left, both_right = self.left.with_(left), self.right.with_(right)
         if both_left is None or both_right is None:
@@ -287,6 +289,7 @@ def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
     before its own, or to a new one."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
     alone = np.zeros(len(slices), dtype=bool) if wide_right else _tall(slices)
+    most_gap = MOST_GAP if gaps else 0
     chains: list[Chain] = []
     stops: list[int] = []  # where the chains' keys end, ascending, as the chains are
     for (q0, q1, k0, k1, lo, hi), no_left in zip(slices.tolist(), alone, strict=True):
@@ -297,8 +300,9 @@ def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
             Bound(-1, most_right) if right >= most_right else Bound(right, 0),
         )
         segment = [q0, q1, k0, k1]
-        for n in reversed(range(bisect_right(stops, k0))):
-            if chains[n].takes(segment, *bounds, gaps):
+        near = range(bisect_left(stops, k0 - most_gap), bisect_right(stops, k0))
+        for n in reversed(near):
+            if chains[n].takes(segment, *bounds, most_gap):
                 chain = chains.pop(n)
                 stops.pop(n)
                 break

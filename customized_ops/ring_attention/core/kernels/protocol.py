@@ -103,10 +103,11 @@ class Kernel(Protocol):
     """A module of this package, seen as a kernel. Importing it imports no optional package.
 
     Shapes: q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] with h a multiple of g (grouped-query
-    attention: query head n reads kv head n // (h / g)); strides are free but d and e are dense.
-    ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf. ``tokens``
-    may be None unless ``scoring.needs_tokens``. No call waits for the GPU, but for the reference's,
-    which copies the mask of each block there.
+    attention: query head n reads kv head n // (h / g)), none of them 0 but i and j; strides are
+    free, but d and e are dense, and what is not contiguous has rows that start at multiples of 16
+    bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
+    ``tokens`` may be None unless ``scoring.needs_tokens``. No call waits for the GPU, but for the
+    reference's, which copies the mask of each block there.
     """
 
     NAME: str

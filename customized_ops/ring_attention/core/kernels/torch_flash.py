@@ -16,16 +16,15 @@ from torch import Tensor
 
 from . import windowed
 from .pairs import Pairs
-from .protocol import Capabilities
 from .scoring import Scoring, Tokens
-from .widths import LSE_COLUMNS, cut_to, same_width, widened_by_lse
+from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 from .windowed import Packing, Window
 
-CAPABILITIES = Capabilities(
+CAPABILITIES = WideningCapabilities(
     device="cuda",
     dtypes=(torch.bfloat16, torch.float16),
     features=("window", "lse gradient", "deterministic"),
-    widths=((256, 256 - LSE_COLUMNS),),
+    widths=((256, 256),),
     multiple=8,
     arch=(8, 0),
 )

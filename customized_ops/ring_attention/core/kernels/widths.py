@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .lse_gradient import with_lse_gradient
+from .protocol import Capabilities, Request
 
 LSE_COLUMNS = 8  # what the gradient of lse adds to v: head dims are multiples of this
+
+
+@dataclass(frozen=True)
+class WideningCapabilities(Capabilities):
+    """Of a kernel that is given the gradient of lse by :func:`widened_by_lse`: its columns count
+    where there is one."""
+
+    def refuses(self, request: Request) -> str | None:
+        """See :class:`~.protocol.Capabilities`."""
+        reason = super().refuses(request)
+        most = max((e for _, e in self.widths), default=request.v_dim) - LSE_COLUMNS
+        if reason is None and "lse gradient" in request.features and request.v_dim > most:
+            return f"takes a head dim of v up to {most} with lse gradient, not {request.v_dim}"
+        return reason
 
 
 def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ class Packing:
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[n + 1], on the device of q.
-        max_seqlen_q, max_seqlen_k: tokens of the longest.
+        max_seqlen_q, max_seqlen_k: no less than the tokens of the longest.
     """
 
     cu_seqlens_q: Tensor
@@ -129,7 +129,7 @@ def forward(
     Args:
         gaps, wide_right: see :func:`.lowering.lower`.
     """
-    lowered = _lowered(pairs, gaps, wide_right)
+    lowered = lowered_of(pairs, gaps, wide_right)
     if lowered.rows.whole:
         return _attend(attend, q, k, v, lowered.calls[0], pairs, scoring)
     wide = accumulation_dtype(q.dtype)
@@ -172,7 +172,7 @@ def backward(
     Args:
         gaps, wide_right: see :func:`.lowering.lower`.
     """
-    lowered = _lowered(pairs, gaps, wide_right)
+    lowered = lowered_of(pairs, gaps, wide_right)
     dq = Gradient(q, lowered.rows)
     dk, dv = Gradient(k, lowered.keys), Gradient(v, lowered.keys)
     for call in lowered.calls:
@@ -232,14 +232,16 @@ class Gradient:
             self.total[:, here] += part
 
 
-def _lowered(pairs: Pairs, gaps: bool, wide_right: bool) -> Lowered:
+def lowered_of(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> Lowered:
+    """The calls of ``pairs``, worked out once."""
+
     def make() -> Lowered:
         calls = lower(pairs.slices, gaps=gaps, wide_right=wide_right)
         rows = Spans.of([call.rows for call in calls], pairs.q_len)
         keys = Spans.of([call.keys for call in calls], pairs.k_len)
         return Lowered(calls, rows, keys)
 
-    return pairs.made((_lowered, gaps, wide_right), make)
+    return pairs.made((lowered_of, gaps, wide_right), make)
 
 
 def _attend(
@@ -286,7 +288,8 @@ def _packing(call: Call, batch: int, device: torch.device) -> Packing:
     cu_seqlens = np.concatenate([np.zeros((1, 2), dtype=np.int64), ends]).astype(np.int32).T
     cu_q, cu_k = (torch.from_numpy(x.copy()).to(device) for x in cu_seqlens)
     most_rows, most_keys = lengths.max(axis=0).tolist()
-    return Packing(cu_q, cu_k, most_rows, most_keys)
+    # To FlashAttention-2 a longest of 1 says that every sequence has a row: some have none.
+    return Packing(cu_q, cu_k, max(2, most_rows), most_keys)
 
 
 def _pack(t: Tensor, packing: Packing | None) -> Tensor:
