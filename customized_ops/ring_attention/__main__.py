@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import te_cp
 from .core.draw import draw
 from .core.kernels.listing import listing
 from .core.layout import Layout
@@ -58,7 +59,9 @@ def _plan(options: argparse.Namespace) -> str:
 
 
 def _kernels(options: argparse.Namespace) -> str:
-    return listing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ", ".join(te_cp.COMMS)
+    return f"{listing(device)}\n\nBy name only, where te runs, over several ranks: {names}"
 
 
 def _window(n: int, window: int | tuple[int, int]) -> AttnMask:

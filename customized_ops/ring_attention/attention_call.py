@@ -27,7 +27,7 @@ from .arguments import REDUCE_DTYPES, ArgumentError, check_tensors
 from .core.comm import Comm
 from .core.executor import attention_backward, attention_forward
 from .core.groups import comm_by_name
-from .core.kernels import FEATURES, Kernel, Request, Scoring, choose
+from .core.kernels import FEATURES, Kernel, Request, Scoring, check_name, choose
 from .core.kernels.shape_class import needs_window, shape_class
 from .core.kernels.speeds import bucket
 from .core.layout import Layout
@@ -72,6 +72,7 @@ def resolve(
     plan = positions = scoring = kernel = None
     try:
         check_tensors(op, q, k, v)
+        check_name(op, given["kernel"], te_cp.COMMS)  # before ranks compare their lengths
         scoring = scoring_of(given)
         plan, positions = make(comm)
         kernel = kernel_of(op, given, scoring, plan, comm)
@@ -125,6 +126,8 @@ def kernel_of(
     request, name = request_of(given, scoring, plan), given["kernel"]
     if name not in te_cp.COMMS:
         return choose(op, name, request)
+    if given["reduce_dtype"]:
+        raise ArgumentError(f"{op}: kernel {name!r} takes no reduce_dtype; leave it None")
     return te_cp.choose(
         op,
         name,
@@ -134,7 +137,7 @@ def kernel_of(
         scoring.softmax_scale,
         packed=given["q"].ndim == 3,
         sink=given["sink"] is not None,
-        deterministic=given.get("deterministic", False),
+        deterministic=given["deterministic"],
     )
 
 

@@ -88,7 +88,9 @@ def wrap_ring_attn_varlen_func(
             ``Layout.contiguous(total, group_size)``. It is that of k and v too where they have the
             same total and ``k_layout`` is None.
         k_layout: which tokens of k and v each rank holds.
-        kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        kernel: ``"auto"``, which is the fastest that can do the call, or one by name: ``flash4``,
+            ``flash3``, ``flash2``, ``te``, ``cudnn``, ``torch``, ``flex`` or ``reference``; or
+            ``te_cp``, TransformerEngine's own context parallelism (see ``te_cp.py``).
         reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
             They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
             halves their bytes and rounds them before they are added.

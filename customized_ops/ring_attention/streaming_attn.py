@@ -79,7 +79,9 @@ def wrap_streaming_attn_func(
             torch's generator, which then has to be seeded alike on all ranks.
         layout: which tokens each rank holds; None means contiguous shards, as many tokens on every
             rank where not packed.
-        kernel: ``"auto"``, ``"torch"`` or ``"reference"``.
+        kernel: ``"auto"``, which is the fastest that can do the call, or one by name: ``flash4``,
+            ``flash3``, ``flash2``, ``te``, ``cudnn``, ``torch``, ``flex`` or ``reference``; or
+            ``te_cp``, TransformerEngine's own context parallelism (see ``te_cp.py``).
         reduce_dtype: what gradients of k and v, and of rows of q computed elsewhere, travel in.
             They are added up in fp32 (fp64 for fp64), and None is that dtype; ``torch.bfloat16``
             halves their bytes and rounds them before they are added.

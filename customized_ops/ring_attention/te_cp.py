@@ -5,6 +5,9 @@
     kernel="te_cp:a2a"           tokens become heads and back, as in Ulysses
 
 It takes fewer problems than the executor does, see :func:`refusal`, and is never chosen by "auto".
+An op's partition rule knows nothing of it: what an engine takes a call to cost is what the plan
+would move, not what the library does. An engine cuts sequences contiguously, and of such only full
+attention is the library's; causal calls name their layout and group.
 It keeps what its backward needs in an autograd graph, which an op cannot hand from its forward to
 its backward; so the backward runs the forward again first. It tells no lse: that is NaN.
 """
@@ -182,7 +185,7 @@ def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool
         return f"does not run here: {lacking}"
     if "lse gradient" in request.features:
         return "tells no lse; leave return_lse False"
-    if not isinstance(comm, DistComm):
+    if not isinstance(comm, DistComm) or comm.size < 2:
         return "runs over a torch process group of two ranks or more"
     return able.refuses(request) or _refuses(COMMS[name], request, plan, comm.size, packed)
 

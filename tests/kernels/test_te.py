@@ -170,23 +170,24 @@ def _raises() -> Callable[..., Any]:
 
 
 def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    te._lacking.cache_clear()
+    te.missing.cache_clear()
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert "pip install" in str(te.missing())
+    te.missing.cache_clear()
     modules = te_stand_in.install(monkeypatch)
     assert te.missing() is None
-    te._lacking.cache_clear()
+    te.missing.cache_clear()
     utils = modules[".pytorch.utils"]
     monkeypatch.setattr(utils, "get_cudnn_version", lambda: (9, 10, 1))
     assert "cuDNN 9.10.1 is too old" in str(te.missing())
-    te._lacking.cache_clear()
+    te.missing.cache_clear()
     te_stand_in.install(monkeypatch, fused_attn_fwd=lambda q, k, v, bottom_right_diagonal: None)
     assert "no o_format; 2.15 or newer" in str(te.missing())
-    te._lacking.cache_clear()
+    te.missing.cache_clear()
     modules = te_stand_in.install(monkeypatch)
     monkeypatch.setattr(modules[".pytorch.utils"], "get_cudnn_version", _raises())
     assert "OSError: libcudnn" in str(te.missing())
-    te._lacking.cache_clear()
+    te.missing.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -213,10 +214,19 @@ def test_what_it_takes(
 @pytest.mark.parametrize("name", SHAPES)
 def test_on_a_gpu(name: str, dims: tuple[int, int]) -> None:
     """The library itself, each length times 24, in bf16 against the specification in fp32."""
+    check_on_a_gpu(name, dims, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_tokens_on_a_gpu(name: str) -> None:
+    check_on_a_gpu(name, (64, 64), 1)
+
+
+def check_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
     if te.missing():
         pytest.skip(te.missing() or "")
     rows, keys, slices = SHAPES[name]
-    times = 24
     large = as_slices([[x * times for x in s] for s in slices])
     pairs = Pairs(normalise(large), rows * times, keys * times)
     q, k, v, dout, dlse = (

@@ -206,7 +206,8 @@ def no_gpu(monkeypatch):
 @pytest.mark.usefixtures("no_gpu")
 def test_lists_kernels(capsys):
     main(["kernels"])
-    above, below = capsys.readouterr().out.split("\n\n")
+    above, below, by_name = capsys.readouterr().out.split("\n\n")
+    assert by_name.endswith(": te_cp, te_cp:all_gather, te_cp:a2a\n")
     lines = above.splitlines()
     assert lines[0].split()[:3] == ["kernel", "version", "here"]
     # A further device of a kernel has a line without a name.

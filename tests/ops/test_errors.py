@@ -52,6 +52,7 @@ SLOPES, BF16 = torch.ones(4), torch.bfloat16
         ({"window_size": (2**63, 0)}, "window_size must be (left, right)"),
         ({"q": Q[..., :0], "k": K[..., :0]}, "softmax_scale must be given where the head dim of q"),
         ({"kernel": "fastest"}, f"kernel 'fastest' is unknown; known: auto, {', '.join(KERNELS)}"),
+        ({"kernel": "te_cp:ring"}, "reference, te_cp, te_cp:all_gather, te_cp:a2a"),
         ({"process_group": "world"}, "process_group must be"),
         ({"process_group": [1, 0]}, "increasing order"),
         ({"process_group": [0, 1]}, "not initialised"),
@@ -62,7 +63,7 @@ SLOPES, BF16 = torch.ones(4), torch.bfloat16
 def test_dense_ops_refuse(op: Any, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         op(**{"q": Q, "k": K, "v": K, **changed})
-    if "group" not in message and "kernel" not in message and "initialised" not in message:
+    if "group" not in message and "kernel" not in changed and "initialised" not in message:
         assert "increasing" in message or op.__name__ in str(caught.value)
 
 

@@ -1,6 +1,6 @@
 """Single-device attention kernels behind one protocol; :func:`choose` picks one."""
 
-from .choice import KERNELS, KernelError, choose, refusal
+from .choice import KERNELS, KernelError, check_name, choose, refusal
 from .pairs import Pairs
 from .protocol import FEATURES, Capabilities, Kernel, Request
 from .scoring import Scoring, Tokens
@@ -15,6 +15,7 @@ __all__ = [
     "Request",
     "Scoring",
     "Tokens",
+    "check_name",
     "choose",
     "refusal",
 ]

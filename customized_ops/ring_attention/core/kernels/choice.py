@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import cast
 
@@ -19,7 +21,8 @@ KERNELS: dict[str, Kernel] = {
 
 # What is taken only by name, and why.
 UNPROVEN = {
-    kernel.NAME: "only by name: not yet seen right on a GPU" for kernel in (flash3, flash2, flex)
+    kernel.NAME: "only by name: not yet seen right on a GPU"
+    for kernel in (flash3, flash2, cudnn, flex)
 }
 
 log = logging.getLogger("seqshard")
@@ -27,6 +30,19 @@ log = logging.getLogger("seqshard")
 
 class KernelError(ValueError):
     """No kernel can do what is asked, or the one named cannot."""
+
+
+def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
+    """Whether there is such a kernel, able or not.
+
+    Args:
+        op: who asks, for errors. others: names that ``op`` knows beside.
+    Raises:
+        KernelError: there is none; lists all.
+    """
+    known = ("auto", *KERNELS, *others)
+    if name not in known:
+        raise KernelError(f"{op}: kernel {name!r} is unknown; known: {', '.join(known)}")
 
 
 def choose(op: str, name: str, request: Request) -> Kernel:
@@ -41,55 +57,76 @@ def choose(op: str, name: str, request: Request) -> Kernel:
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why and which can.
     """
+    check_name(op, name)
     try:
         return _chosen(name, request)
     except KernelError as error:
         raise KernelError(f"{op}: {error}") from None
 
 
-def able(request: Request) -> tuple[list[str], dict[str, str]]:
-    """The kernels that "auto" may take for a request here, fastest first, and why no other one.
-
-    Where a request is for a GPU this imports the libraries of the kernels for GPUs, if installed.
-    """
-    reasons = {
-        name: refusal(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
-    }
-    fit = [name for name, reason in reasons.items() if reason is None]
-    # sorted() is stable: what was measured alike, or not at all, keeps the order of KERNELS.
-    fastest_first = sorted(fit, key=lambda name: seconds(name, request))
-    return fastest_first, {name: reason for name, reason in reasons.items() if reason is not None}
-
-
 def refusal(kernel: Kernel, request: Request) -> str | None:
     """Why ``kernel`` cannot take the request on this machine, or None if it can."""
+    # What is declared comes first: asking what is missing may import a large library.
+    return _beyond(kernel, request) or kernel.missing()
+
+
+def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
+    """What "auto" takes: the fastest kernel that can do a request here, if any, and why no other.
+
+    Kernels are asked from the fastest on what they miss, and none after the first that can: no
+    library is imported only to be found slower.
+    """
+    reasons = {
+        name: _beyond(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
+    }
+    why_not = {name: reason for name, reason in reasons.items() if reason is not None}
+    # sort() is stable: what was measured alike, or not at all, keeps the order of KERNELS.
+    order = [name for name in KERNELS if name not in why_not]
+    order.sort(key=lambda name: seconds(name, request))
+    for n, name in enumerate(order):
+        lacking = KERNELS[name].missing()
+        if lacking is None:
+            for rest in order[n + 1 :]:
+                measured = math.isfinite(seconds(rest, request))
+                why_not[rest] = "slower" if measured else "not measured here"
+            return name, why_not
+        why_not[name] = lacking
+    return None, why_not
+
+
+def _beyond(kernel: Kernel, request: Request) -> str | None:
+    """What in the request is beyond what ``kernel`` declares, or None."""
     devices = {can.device: can for can in kernel.CAPABILITIES}
     if request.device.type not in devices:
         return f"runs on {', '.join(devices)}, not {request.device.type}"
-    # What is declared comes first: asking what is missing may import a large library.
-    return devices[request.device.type].refuses(request) or kernel.missing()
+    return devices[request.device.type].refuses(request)
 
 
 @lru_cache(maxsize=1024)
 def _chosen(name: str, request: Request) -> Kernel:
-    if name != "auto" and name not in KERNELS:
-        raise KernelError(f"kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
-    if name != "auto" and refusal(KERNELS[name], request) is None:
-        log.info("%s: kernel %s, as asked for", _shown(request), name)
-        return KERNELS[name]
-    fit, refused = able(request)
-    if name != "auto" or not fit:
-        why = {name: refused[name]} if name in refused else refused
-        raise KernelError(
-            f"kernel {name!r} cannot do this ({_listed(why)}); able: {', '.join(fit) or 'none'}"
-        )
-    if fit == [reference.NAME] and request.device.type == "cuda":
-        message = f"{_shown(request)}: only the slow reference can do this ({_listed(refused)})"
+    if name != "auto":
+        return _named(name, request)
+    found, why_not = fastest(request)
+    if found is None:
+        raise KernelError(f"no kernel can do this ({_listed(why_not)})")
+    if found == reference.NAME and request.device.type == "cuda":
+        message = f"{_shown(request)}: only the slow reference can do this ({_listed(why_not)})"
         warnings.warn(message, stacklevel=3)
     else:
-        rest = {slower: "slower" for slower in fit[1:]} | refused
-        log.info("%s: kernel %s (%s)", _shown(request), fit[0], _listed(rest))
-    return KERNELS[fit[0]]
+        log.info("%s: kernel %s (%s)", _shown(request), found, _listed(why_not))
+    return KERNELS[found]
+
+
+def _named(name: str, request: Request) -> Kernel:
+    reason = refusal(KERNELS[name], request)
+    if reason is not None:
+        able = [other for other in KERNELS if refusal(KERNELS[other], request) is None]
+        able.sort(key=lambda other: seconds(other, request))
+        raise KernelError(
+            f"kernel {name!r} cannot do this ({name}: {reason}); able: {', '.join(able) or 'none'}"
+        )
+    log.info("%s: kernel %s, as asked for", _shown(request), name)
+    return KERNELS[name]
 
 
 def _shown(request: Request) -> str:

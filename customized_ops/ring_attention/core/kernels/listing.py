@@ -7,7 +7,7 @@ from importlib import metadata
 
 import torch
 
-from .choice import KERNELS, UNPROVEN, able
+from .choice import KERNELS, UNPROVEN, fastest
 from .protocol import Capabilities, Kernel, Request
 from .shape_class import SHAPE_CLASSES
 
@@ -53,6 +53,9 @@ def _problem(kernel: Kernel, device: torch.device) -> str | None:
     """Why a kernel does not run on this machine; only one that might is asked itself."""
     if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
         return "no CUDA device"
+    for can in kernel.CAPABILITIES:
+        if can.device == device.type == "cuda" and can.too_old(device):
+            return can.too_old(device)
     return kernel.missing()
 
 
@@ -80,7 +83,7 @@ def _taken(device: torch.device, shape: str, tokens: int) -> str:
     features = ("window",) if shape == "window" else ()
     sizes = (128, 128, 32, 8)
     request = Request(device, torch.bfloat16, *sizes, features, shape, tokens)
-    return able(request)[0][0]
+    return fastest(request)[0] or "none"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

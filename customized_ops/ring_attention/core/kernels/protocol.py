@@ -84,11 +84,16 @@ class Capabilities:
         if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
             most = " or ".join(f"{most_d} and {most_e}" for most_d, most_e in self.widths)
             return f"takes head dims of q and v up to {most}, not {d} and {e}"
-        if self.arch > (0, 0):
-            found = torch.cuda.get_device_capability(request.device)
-            if found < self.arch:
-                return f"needs compute capability {_dotted(self.arch)}, not {_dotted(found)}"
-        return None
+        return self.too_old(request.device)
+
+    def too_old(self, device: torch.device) -> str | None:
+        """What a GPU lacks to run the kernel at all, or None."""
+        if self.arch == (0, 0):
+            return None
+        found = torch.cuda.get_device_capability(device)
+        if found >= self.arch:
+            return None
+        return f"needs compute capability {_dotted(self.arch)}, not {_dotted(found)}"
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:

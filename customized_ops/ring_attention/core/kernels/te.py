@@ -44,6 +44,7 @@ CUDNN = (9, 10, 2)
 MIXED_WIDTHS = 128
 
 
+@lru_cache(maxsize=1)  # a broken install takes long to fail, and fails alike again
 def missing() -> str | None:
     """See :class:`~.protocol.Kernel`."""
     try:
@@ -55,7 +56,6 @@ def missing() -> str | None:
         )
 
 
-@lru_cache(maxsize=1)
 def _lacking() -> str | None:
     """What keeps an installed TransformerEngine from serving, or None."""
     taken = inspect.signature(_fused().fused_attn_fwd).parameters
@@ -254,6 +254,7 @@ def _refused_unpacked(rows: int, keys: int, window: Window) -> bool:
     return (window != (-1, -1) and rows > keys) or rows == keys == 1
 
 
+@lru_cache(maxsize=64)
 def _one_each(batch: int, rows: int, keys: int, device: torch.device) -> Packing:
     """A batch's entries as packed sequences."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
