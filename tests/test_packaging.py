@@ -71,7 +71,7 @@ def test_extras(pyproject):
         "plot": ["matplotlib"],
         "test": ["pytest", "hypothesis", "matplotlib", "ruff", "mypy"],
     }
-    assert extras["te"] == ["transformer-engine[pytorch]"]
+    assert extras["te"] == ["transformer-engine[pytorch]>=2.15"]
     assert extras["hf"] == ["transformers>=5"]
 
 
