@@ -178,8 +178,8 @@ def assert_near(name: str, got: Tensor, want: Tensor, plain: Tensor, dtype: torc
     """Within twice the textbook's error plus a rounding; returns error / tolerance.
 
     lse, which weighs parts of a row's keys in their sum, may be off by an eighth of a rounding of 1
-    in ``dtype``: some libraries approximate a softcap's tanh. dk and dv may at worst be two roundings
-    off: they are sums over heads and blocks of rows, which libraries round too.
+    in ``dtype``: some libraries approximate a softcap's tanh. dk and dv may at worst be two
+    roundings off: they are sums over heads and blocks of rows, which libraries round too.
     """
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
     finite = want.isfinite()
