@@ -151,6 +151,23 @@ def reduce_dtype_of(op: str, dtype: torch.dtype | None, q: Tensor) -> str:
     )
 
 
+def kernel_of(op: str, kernel: str, use_cute: bool) -> str:
+    """The kernel's name as an op argument.
+
+    Raises:
+        ArgumentError: no name, or another one than ``use_cute`` asks for.
+    """
+    if not isinstance(kernel, str):
+        raise ArgumentError(f"{op}: kernel must be the name of one, or 'auto', got {kernel!r}")
+    if not flag_of(op, "use_cute", use_cute):
+        return kernel
+    if kernel not in ("auto", "flash4"):
+        raise ArgumentError(
+            f"{op}: use_cute=True asks for kernel 'flash4', but kernel is {kernel!r}; give one"
+        )
+    return "flash4"
+
+
 @dataclass(frozen=True)
 class Options:
     """Arguments that every attention op takes alike, as the user passed them.
@@ -166,6 +183,7 @@ class Options:
         deterministic: whether gradients must be the same bit for bit from run to run; torch's own
             switch asks for it too.
         reduce_dtype: what gradients travel in; None for that of sums. See ``core/executor.py``.
+        use_cute: nnscaler's way to ask for flash-attn-4, kernel "flash4".
         q_rows, q_heads: which part of its rows or heads q is; None for all. See ``parts``.
     """
 
@@ -181,6 +199,7 @@ class Options:
     k_layout: Layout | None = None
     deterministic: bool = False
     reduce_dtype: torch.dtype | None = None
+    use_cute: bool = False
     q_rows: tuple[int, int] | None = None
     q_heads: tuple[int, int] | None = None
 
@@ -204,10 +223,6 @@ class Options:
             ArgumentError: one that is out of range.
         """
         deterministic = flag_of(op, "deterministic", self.deterministic)
-        if not isinstance(self.kernel, str):
-            raise ArgumentError(
-                f"{op}: kernel must be the name of one, or 'auto', got {self.kernel!r}"
-            )
         return {
             "softmax_scale": scale_of(op, self.softmax_scale, q),
             "softcap": softcap_of(op, self.softcap),
@@ -215,7 +230,7 @@ class Options:
             "return_lse": flag_of(op, "return_lse", self.return_lse),
             "deterministic": deterministic or torch.are_deterministic_algorithms_enabled(),
             "reduce_dtype": reduce_dtype_of(op, self.reduce_dtype, q),
-            "kernel": self.kernel,
+            "kernel": kernel_of(op, self.kernel, self.use_cute),
             "layout": spec_of(op, "layout", self.layout),
             "k_layout": spec_of(op, "k_layout", self.k_layout),
         }

@@ -196,9 +196,12 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
             another length than it has.
     """
+    told = ""
     if not spec:
         if total is None:
             _compare_lengths(op, comm, local)
+        else:
+            told = f", as the mask or cu_seqlens speak of {total} tokens in all"
         spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
     layout = Layout.parse(spec)  # the same object for the same text, so plans are found at once
     if layout.group_size != comm.size:
@@ -212,8 +215,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     if layout.sizes[comm.rank] != local:
         raise ArgumentError(
             f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
-            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}); if the sequence is "
-            f"cut otherwise, say so with {name}=Layout.from_sizes([...])"
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){told}; if the "
+            f"sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
         )
     return layout
 

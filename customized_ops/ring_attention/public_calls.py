@@ -48,8 +48,7 @@ def _attention(
     def op(given: Given) -> tuple[OpRecord, Given]:
         _refuse_without_ring(function, given)
         refuse_unsupported(
-            function.__name__,
-            **{name: given[name] for name in ("return_attn_probs", "use_cute") if name in given},
+            function.__name__, return_attn_probs=given.get("return_attn_probs", False)
         )
         cu = {side: given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in "qk"}
         chosen = packed if dense is None or cu["q"] is not None else dense

@@ -74,7 +74,7 @@ def wrap_ring_attn_varlen_func(
         return_attn_probs: only False.
         enable_ring: False computes on this rank alone, whatever ``process_group`` says; not inside
             a captured graph, where an engine would give the op its group again.
-        use_cute: only False for now.
+        use_cute: True asks for flash-attn-4, as ``kernel="flash4"`` does.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
         return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
@@ -124,6 +124,7 @@ def wrap_ring_attn_varlen_func(
         k_layout=k_layout,
         deterministic=deterministic,
         reduce_dtype=reduce_dtype,
+        use_cute=use_cute,
         q_rows=q_rows,
         q_heads=q_heads,
     )
@@ -141,5 +142,4 @@ def wrap_ring_attn_varlen_func(
         process_group=process_group,
         max_seqlens=(max_seqlen_q, max_seqlen_k),
         return_attn_probs=return_attn_probs,
-        use_cute=use_cute,
     )

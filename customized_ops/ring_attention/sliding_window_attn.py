@@ -82,7 +82,7 @@ def wrap_sliding_window_attn_func(
             time; out always is. ``torch.use_deterministic_algorithms(True)`` asks for it too.
         return_attn_probs: only False.
         enable_ring: False computes on this rank alone, whatever ``process_group`` says.
-        use_cute: only False for now.
+        use_cute: True asks for flash-attn-4, as ``kernel="flash4"`` does.
         process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
             order, or None. Leave it None under an auto-parallelizer, which fills it in.
         return_lse: also return the log-sum-exp of the scaled scores; gradients flow through it.
@@ -131,6 +131,7 @@ def wrap_sliding_window_attn_func(
         layout=layout,
         deterministic=deterministic,
         reduce_dtype=reduce_dtype,
+        use_cute=use_cute,
         q_rows=q_rows,
         q_heads=q_heads,
     )
@@ -147,7 +148,6 @@ def wrap_sliding_window_attn_func(
             process_group=process_group,
             max_seqlens=(max_seqlen_q, max_seqlen_k),
             return_attn_probs=return_attn_probs,
-            use_cute=use_cute,
         )
     return packed_attention(
         SLIDING_WINDOW_ATTN_VARLEN,
@@ -163,5 +163,4 @@ def wrap_sliding_window_attn_func(
         process_group=process_group,
         max_seqlens=(max_seqlen_q, max_seqlen_k),
         return_attn_probs=return_attn_probs,
-        use_cute=use_cute,
     )

@@ -14,6 +14,7 @@ from ranks import Pool
 from annotations import BindingError
 from customized_ops.ring_attention import (
     AttnMask,
+    KernelError,
     Layout,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
@@ -93,12 +94,27 @@ UNSUPPORTED = [
     (wrap_ring_attn_func, (), "return_attn_probs"),
     (wrap_zigzag_attn_func, (), "return_attn_probs"),
     (wrap_sliding_window_attn_func, (), "return_attn_probs"),
-    (wrap_sliding_window_attn_func, (), "use_cute"),
     (wrap_sliding_window_attn_func, ([0, 8], [0, 8]), "return_attn_probs"),
-    (wrap_sliding_window_attn_func, ([0, 8], [0, 8]), "use_cute"),
     (wrap_ring_attn_varlen_func, ([0, 8], [0, 8]), "return_attn_probs"),
-    (wrap_ring_attn_varlen_func, ([0, 8], [0, 8]), "use_cute"),
 ]
+CUTE = [
+    (wrap_sliding_window_attn_func, ()),
+    (wrap_sliding_window_attn_func, ([0, 8], [0, 8])),
+    (wrap_ring_attn_varlen_func, ([0, 8], [0, 8])),
+]
+
+
+@pytest.mark.parametrize(("op", "cu_seqlens"), CUTE)
+def test_cute_is_flash4(op: Any, cu_seqlens: Any) -> None:
+    q, k = (PQ, PK) if cu_seqlens else (Q, K)
+    for given in ({}, {"kernel": "flash4"}):
+        with pytest.raises(KernelError, match=r"flash4.* on cuda, not cpu"):
+            op(q, k, k, *cu_seqlens, use_cute=True, **given)
+    with pytest.raises(ValueError, match="use_cute=True asks for kernel 'flash4', but kernel is"):
+        op(q, k, k, *cu_seqlens, use_cute=True, kernel="torch")
+    with pytest.raises(ValueError, match="use_cute must be True or False, got 'yes'"):
+        op(q, k, k, *cu_seqlens, use_cute="yes")
+    assert op(q, k, k, *cu_seqlens, use_cute=False, kernel="torch").shape == q.shape
 
 
 @pytest.mark.parametrize(("op", "cu_seqlens", "name"), UNSUPPORTED)
