@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .core.comm import Comm, DistComm
 from .core.kernels import KernelError, Request
 from .core.kernels import te as library
+from .core.kernels.choice import able
 from .core.layout import Layout
 from .core.mask_value import MaskValue
 from .core.merge import accumulation_dtype
@@ -167,8 +168,8 @@ def choose(
     reason = "has no sink" if sink else refusal(name, request, plan, comm, packed=packed)
     if reason is not None:
         raise KernelError(
-            f"{op}: kernel {name!r} cannot do this (TransformerEngine's context parallelism "
-            f"{reason}); every other kernel runs under this package's own, 'auto' picks one"
+            f"{op}: kernel {name!r} cannot do this ({reason}); "
+            f"able, under this package's own context parallelism: {', '.join(able(request))}"
         )
     documents = Documents.of(plan.mask)
     assert documents is not None
@@ -176,10 +177,10 @@ def choose(
 
 
 def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool) -> str | None:
-    """Why a call cannot be TransformerEngine's, to be read after its name; None if it can."""
-    able = library.CAPABILITIES[0]
-    if request.device.type != able.device:
-        return f"runs on {able.device}, not {request.device.type}"
+    """Why a call cannot be TransformerEngine's, to be read after ``name``; None if it can."""
+    declared = library.CAPABILITIES[0]
+    if request.device.type != declared.device:
+        return f"runs on {declared.device}, not {request.device.type}"
     lacking = library.missing()
     if lacking is not None:
         return f"does not run here: {lacking}"
@@ -187,7 +188,7 @@ def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool
         return "tells no lse; leave return_lse False"
     if not isinstance(comm, DistComm) or comm.size < 2:
         return "runs over a torch process group of two ranks or more"
-    return able.refuses(request) or _refuses(COMMS[name], request, plan, comm.size, packed)
+    return declared.refuses(request) or _refuses(COMMS[name], request, plan, comm.size, packed)
 
 
 def _refuses(comm_type: str, request: Request, plan: Plan, ranks: int, packed: bool) -> str | None:

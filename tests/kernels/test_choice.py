@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,7 +31,12 @@ from customized_ops.ring_attention.core.kernels.shape_class import (
     needs_window,
     shape_class,
 )
-from customized_ops.ring_attention.core.kernels.speeds import SPEEDS, bucket, seconds
+from customized_ops.ring_attention.core.kernels.speeds import (
+    SPEEDS,
+    bucket,
+    fastest_first,
+    seconds,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
@@ -37,6 +44,7 @@ from customized_ops.ring_attention.core.slices import K0, LO, Q1, clip
 
 CPU = Request(torch.device("cpu"), torch.bfloat16, 128, 128, 32, 8)
 GPU = replace(CPU, device=torch.device("cuda", 0), tokens=32768)
+PROVEN = ("flash4", "te", "torch", "reference")
 DTYPES = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
 
 
@@ -77,10 +85,14 @@ def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
     assert choose("an_op", "auto", GPU) is kernels["flash4"]
     kernels["flash4"].problem = "flash_attn.cute is not installed"
     choice._chosen.cache_clear()
+    assert choose("an_op", "auto", GPU) is kernels["unmeasured"]
+    kernels["unmeasured"].problem = "too old"
+    choice._chosen.cache_clear()
     assert choose("an_op", "auto", GPU) is kernels["cudnn"]
     kernels["cudnn"].problem = "too old"
     choice._chosen.cache_clear()
     assert choose("an_op", "auto", GPU) is kernels["flex"]
+    kernels["unmeasured"].problem = None
     # Nobody was measured in fp32, so the order of the registry decides.
     for probe in kernels.values():
         probe.CAPABILITIES = (replace(probe.CAPABILITIES[0], dtypes=(torch.float32,)),)
@@ -90,20 +102,35 @@ def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
 def test_auto_does_not_take_what_is_unproven(
     kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "UNPROVEN", {"flash4": "only by name: not yet seen right"})
+    monkeypatch.setattr(choice, "UNPROVEN", {"flash4": "only by name: not yet verified"})
     with caplog.at_level(logging.INFO, logger="seqshard"):
-        assert choose("an_op", "auto", GPU) is kernels["cudnn"]
-    assert "flash4: only by name: not yet seen right" in caplog.text
+        assert choose("an_op", "auto", GPU) is kernels["unmeasured"]
+    assert "flash4: only by name: not yet verified" in caplog.text
     assert choose("an_op", "flash4", GPU) is kernels["flash4"]
     for name in ("unmeasured", "cudnn", "flex"):
         kernels[name].problem = "lacks a library"
     choice._chosen.cache_clear()
-    with pytest.warns(UserWarning, match="flash4: only by name: not yet seen right"):
+    with pytest.warns(UserWarning, match="flash4: only by name: not yet verified"):
         assert choose("an_op", "auto", GPU) is KERNELS["reference"]
     kernels["flash4"].problem = "lacks one too"
     choice._chosen.cache_clear()
-    with pytest.raises(KernelError, match=r"cannot do this \(flash4: lacks one too\)"):
+    with pytest.raises(KernelError, match=r"cannot do this \(lacks one too\)"):
         choose("an_op", "flash4", GPU)
+
+
+def test_a_warning_names_what_is_unproven_but_able(
+    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "only by name: not yet verified on a GPU"
+    monkeypatch.setattr(choice, "UNPROVEN", dict.fromkeys(kernels, reason))
+    kernels["flash4"].CAPABILITIES = Probe("flash4", features=()).CAPABILITIES
+    kernels["cudnn"].problem = "lacks a library"
+    with pytest.warns(UserWarning, match="auto takes the slow reference") as said:
+        choose("an_op", "auto", replace(GPU, features=("window",)))
+    assert str(said[0].message).endswith(
+        f" (flash4: has no window; unmeasured, cudnn, flex: {reason}; torch: runs on cpu, not "
+        "cuda); kernel='unmeasured' or 'flex' can do this too, but was not yet verified on a GPU"
+    )
 
 
 def test_what_is_unproven_is_known() -> None:
@@ -140,24 +167,54 @@ def test_what_was_taken_is_said_once(
         for op in ("an_op", "another_op"):
             choose(op, "auto", GPU)
         choose("an_op", "flex", GPU)
+        kernels["cudnn"].problem = "lacks a library"
+        kernels["unmeasured"].problem = "lacks a library"
+        choose("an_op", "auto", replace(GPU, shape_class="packed"))
+        choose("an_op", "auto", CPU)
     what = (
         "causal attention of about 32768 tokens, 32:8 heads of dims 128 and 128, torch.bfloat16 "
         "on cuda: "
     )
     assert [record.getMessage() for record in caplog.records] == [
-        f"{what}kernel cudnn (torch: runs on cpu, not cuda; flash4: flash_attn.cute is not "
-        "installed; flex: slower; unmeasured: not measured here; reference: not measured here)",
+        f"{what}kernel unmeasured (torch: runs on cpu, not cuda; flash4: flash_attn.cute is not "
+        "installed; cudnn, flex: later in the order; reference: slower)",
         f"{what}kernel flex, as asked for",
+        f"{what.replace('causal', 'packed')}kernel flex (torch: runs on cpu, not cuda; flash4: "
+        "flash_attn.cute is not installed; unmeasured, cudnn: lacks a library; reference: slower)",
+        "causal attention of about 0 tokens, 32:8 heads of dims 128 and 128, torch.bfloat16 on "
+        "cpu: kernel torch (flash4, unmeasured, cudnn, flex: runs on cuda, not cpu; reference: "
+        "slower)",
     ]
+
+
+def test_what_was_measured_slower_is_said_so(
+    kernels: dict[str, Probe], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="seqshard"):
+        choose("an_op", "auto", GPU)
+    assert "unmeasured: later in the order; cudnn, flex: slower on an H200; " in caplog.text
+
+
+def test_threads_choose_once(
+    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels["flash4"], "missing", lambda: time.sleep(0.05))
+    with caplog.at_level(logging.INFO, logger="seqshard"), ThreadPoolExecutor(4) as threads:
+        chosen = list(threads.map(lambda op: choose(op, "auto", GPU), "abcd"))
+    assert chosen == [kernels["flash4"]] * 4
+    assert len(caplog.records) == 1
 
 
 def test_nothing_but_the_reference_on_a_gpu_is_a_warning(kernels: dict[str, Probe]) -> None:
     request = replace(GPU, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="only the slow reference can do this") as said:
+    with pytest.warns(UserWarning, match="auto takes the slow reference") as said:
         for _ in range(3):
             assert choose("an_op", "auto", request) is KERNELS["reference"]
     assert len(said) == 1
-    assert "flash4: takes torch.bfloat16, torch.float16, not torch.float64" in str(said[0].message)
+    assert str(said[0].message).endswith(
+        "torch.float64 on cuda: auto takes the slow reference (flash4, unmeasured, cudnn, flex: "
+        "takes torch.bfloat16, torch.float16, not torch.float64; torch: runs on cpu, not cuda)"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose("an_op", "reference", request)
@@ -176,32 +233,29 @@ def test_nothing_but_the_reference_on_a_gpu_is_a_warning(kernels: dict[str, Prob
         (
             "flash4",
             CPU,
-            "kernel 'flash4' cannot do this (flash4: runs on cuda, not cpu); able: torch, "
-            "reference",
+            "kernel 'flash4' cannot do this (runs on cuda, not cpu); able: torch, reference",
         ),
         (
             "torch",
             replace(CPU, features=("softcap", "dropout")),
-            "kernel 'torch' cannot do this (torch: has no softcap, dropout); able: reference",
+            "kernel 'torch' cannot do this (has no softcap, dropout); able: reference",
         ),
         (
             "unmeasured",
             replace(GPU, features=("softcap",)),
-            "kernel 'unmeasured' cannot do this (unmeasured: has no softcap); able: reference",
+            "kernel 'unmeasured' cannot do this (has no softcap); able: reference",
         ),
         (
             "torch",
             replace(GPU, shape_class="window"),
-            "kernel 'torch' cannot do this (torch: runs on cpu, not cuda); able: flash4, flex, "
-            "unmeasured, cudnn, reference",
+            "kernel 'torch' cannot do this (runs on cpu, not cuda); able: flash4, unmeasured, "
+            "cudnn, flex, reference",
         ),
         (
             "auto",
             replace(CPU, dtype=torch.int32),
-            "no kernel can do this (flash4: runs on cuda, not cpu; unmeasured: runs on "
-            "cuda, not cpu; cudnn: runs on cuda, not cpu; flex: runs on cuda, not cpu; "
-            f"torch: takes {DTYPES}, not torch.int32; reference: takes {DTYPES}, not "
-            "torch.int32)",
+            "no kernel can do this (flash4, unmeasured, cudnn, flex: runs on cuda, not cpu; "
+            f"torch, reference: takes {DTYPES}, not torch.int32)",
         ),
     ],
 )
@@ -238,6 +292,23 @@ def test_what_was_not_measured_has_no_figure() -> None:
     assert np.isinf(seconds("unheard of", GPU))
     assert np.isinf(seconds("flash4", CPU))
     assert np.isinf(seconds("flex", replace(GPU, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("tokens", [0, 8192, 1 << 20])
+@pytest.mark.parametrize("shape", SHAPE_CLASSES)
+def test_of_what_auto_takes_the_order_is_one_everywhere(shape: str, tokens: int) -> None:
+    request = replace(GPU, shape_class=shape, tokens=tokens)
+    order = fastest_first(KERNELS, request)
+    assert sorted(order) == sorted(KERNELS)
+    assert [name for name in order if name not in choice.UNPROVEN] == list(PROVEN)
+    for anywhere in (replace(request, dtype=torch.float32), replace(request, device=CPU.device)):
+        assert fastest_first(KERNELS, anywhere) == list(KERNELS)
+
+
+def test_what_was_not_measured_is_no_faster_than_those_before_it() -> None:
+    first, slow, fast = "unheard of", "torch", "flash4"
+    assert fastest_first([first, slow, "unknown", fast], GPU) == [first, fast, slow, "unknown"]
+    assert fastest_first([fast, "unknown", slow, "last"], GPU) == [fast, "unknown", slow, "last"]
 
 
 def test_figures_are_of_known_classes() -> None:

@@ -7,11 +7,12 @@ import math
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
+from threading import Lock
 from typing import cast
 
 from . import cudnn, flash2, flash3, flash4, flex, reference, te, torch_ops
 from .protocol import Kernel, Request
-from .speeds import seconds
+from .speeds import fastest_first, seconds
 
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
@@ -21,11 +22,12 @@ KERNELS: dict[str, Kernel] = {
 
 # What is taken only by name, and why.
 UNPROVEN = {
-    kernel.NAME: "only by name: not yet seen right on a GPU"
+    kernel.NAME: "only by name: not yet verified on a GPU"
     for kernel in (flash3, flash2, cudnn, flex)
 }
 
 log = logging.getLogger("seqshard")
+_choosing = Lock()  # a cache alone lets two threads choose, and say so, at once
 
 
 class KernelError(ValueError):
@@ -48,9 +50,10 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 def choose(op: str, name: str, request: Request) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest proven one that can do the request.
 
-    A pure function of its arguments and of what is installed. The first time for a request it says
-    what it took and why not the others: to the logger "seqshard" at INFO, or as a warning where
-    "auto" has nothing but the slow reference for a GPU.
+    Which is fastest is by figures of one H200, whatever the GPU. A pure function of its arguments
+    and of what is installed. The first time for a request it says what it took and why not the
+    others: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
+    reference for a GPU.
 
     Args:
         op: who asks, for errors.
@@ -59,7 +62,8 @@ def choose(op: str, name: str, request: Request) -> Kernel:
     """
     check_name(op, name)
     try:
-        return _chosen(name, request)
+        with _choosing:
+            return _chosen(name, request)
     except KernelError as error:
         raise KernelError(f"{op}: {error}") from None
 
@@ -68,6 +72,12 @@ def refusal(kernel: Kernel, request: Request) -> str | None:
     """Why ``kernel`` cannot take the request on this machine, or None if it can."""
     # What is declared comes first: asking what is missing may import a large library.
     return _beyond(kernel, request) or kernel.missing()
+
+
+def able(request: Request) -> list[str]:
+    """The kernels that can take the request on this machine, proven or not, fastest first."""
+    order = fastest_first(KERNELS, request)
+    return [name for name in order if refusal(KERNELS[name], request) is None]
 
 
 def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
@@ -80,15 +90,11 @@ def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
         name: _beyond(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
     }
     why_not = {name: reason for name, reason in reasons.items() if reason is not None}
-    # sort() is stable: what was measured alike, or not at all, keeps the order of KERNELS.
-    order = [name for name in KERNELS if name not in why_not]
-    order.sort(key=lambda name: seconds(name, request))
+    order = [name for name in fastest_first(KERNELS, request) if name not in why_not]
     for n, name in enumerate(order):
         lacking = KERNELS[name].missing()
         if lacking is None:
-            for rest in order[n + 1 :]:
-                measured = math.isfinite(seconds(rest, request))
-                why_not[rest] = "slower" if measured else "not measured here"
+            why_not |= {later: _why_later(name, later, request) for later in order[n + 1 :]}
             return name, why_not
         why_not[name] = lacking
     return None, why_not
@@ -102,6 +108,14 @@ def _beyond(kernel: Kernel, request: Request) -> str | None:
     return devices[request.device.type].refuses(request)
 
 
+def _why_later(taken: str, later: str, request: Request) -> str:
+    """Why "auto" takes a kernel before another that might do the request too."""
+    if later == reference.NAME:
+        return "slower"  # than any other: it is the specification
+    measured = all(math.isfinite(seconds(name, request)) for name in (taken, later))
+    return "slower on an H200" if measured else "later in the order"
+
+
 @lru_cache(maxsize=1024)
 def _chosen(name: str, request: Request) -> Kernel:
     if name != "auto":
@@ -110,7 +124,11 @@ def _chosen(name: str, request: Request) -> Kernel:
     if found is None:
         raise KernelError(f"no kernel can do this ({_listed(why_not)})")
     if found == reference.NAME and request.device.type == "cuda":
-        message = f"{_shown(request)}: only the slow reference can do this ({_listed(why_not)})"
+        message = f"{_shown(request)}: auto takes the slow reference ({_listed(why_not)})"
+        unproven = [repr(name) for name in able(request) if name in UNPROVEN]
+        if unproven:
+            names = " or ".join(unproven)
+            message += f"; kernel={names} can do this too, but was not yet verified on a GPU"
         warnings.warn(message, stacklevel=3)
     else:
         log.info("%s: kernel %s (%s)", _shown(request), found, _listed(why_not))
@@ -120,11 +138,8 @@ def _chosen(name: str, request: Request) -> Kernel:
 def _named(name: str, request: Request) -> Kernel:
     reason = refusal(KERNELS[name], request)
     if reason is not None:
-        able = [other for other in KERNELS if refusal(KERNELS[other], request) is None]
-        able.sort(key=lambda other: seconds(other, request))
-        raise KernelError(
-            f"kernel {name!r} cannot do this ({name}: {reason}); able: {', '.join(able) or 'none'}"
-        )
+        others = ", ".join(able(request)) or "none"
+        raise KernelError(f"kernel {name!r} cannot do this ({reason}); able: {others}")
     log.info("%s: kernel %s, as asked for", _shown(request), name)
     return KERNELS[name]
 
@@ -140,4 +155,8 @@ def _shown(request: Request) -> str:
 
 
 def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    """Kernels and their reasons, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())

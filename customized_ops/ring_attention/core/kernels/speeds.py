@@ -4,13 +4,15 @@ TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query an
 128, with torch 2.11, cuDNN 9.19 and flash-attn-4 4.0.0b36. Only attended pairs count, and a
 backward pass is 2.5 forward passes of work.
 
-A kernel that was not measured in a class of masks has no figure for it: "auto" takes it after all
-that were, in the order of the registry. So it is with everything on a CPU, and in fp32 and fp64.
+A kernel that was not measured in a class of masks has no figure for it: it counts as no faster than
+those before it in the registry, which lists the fastest first as far as one knows, see
+:func:`fastest_first`. Nothing has figures on a CPU, in fp32 or in fp64: the registry decides there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -58,6 +60,23 @@ def seconds(kernel: str, request: Request) -> float:
         return math.inf
     forward, backward = figures[_nearest(request.tokens, figures)]
     return 1 / forward + BACKWARD_WORK / backward
+
+
+def fastest_first(names: Iterable[str], request: Request) -> list[str]:
+    """Kernels from the fastest to the slowest, by what was measured.
+
+    A kernel without a figure for the request counts as fast as the slowest before it, and kernels
+    that are as fast keep their order: so it comes after all that precede it in ``names``, and
+    before those that follow and are slower than these.
+
+    Args:
+        names: all kernels, the fastest first as far as one knows. request: see :func:`seconds`.
+    """
+    expected: dict[str, float] = {}
+    for name in names:
+        measured = seconds(name, request)
+        expected[name] = measured if math.isfinite(measured) else max(expected.values(), default=0)
+    return sorted(expected, key=expected.__getitem__)
 
 
 def _nearest(tokens: int, measured: Figures) -> int:
