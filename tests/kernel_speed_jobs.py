@@ -26,6 +26,26 @@ class Troubled:
         return row
 
 
+class Slow:
+    """Measures nothing: 1 GFLOP/s, whatever is asked. Prints to stdout, as libraries do."""
+
+    def __init__(self, args: argparse.Namespace, kernel: str) -> None:
+        self.kernel = kernel
+        print("compiling", flush=True)
+
+    def __call__(self, mask: Any) -> Any:
+        row = mask.row(self.kernel)
+        row.forward = row.backward = 1e-3
+        return row
+
+
+class Environment:
+    """Says what a variable is in its process."""
+
+    def __call__(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
 class Sleeper:
     """Sleeps as long as it is asked to."""
 

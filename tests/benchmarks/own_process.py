@@ -7,6 +7,7 @@ worker.ask(3, 60)                   ... and calls it with 3; at most 60 s
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ class Lost(Exception):
 
 
 class Worker:
-    """One process, started at once and asked question after question."""
+    """One process, started at once and asked question after question, until it is closed. It may
+    start processes itself, as compilers do. What it prints goes to stderr."""
 
     def __init__(self, factory: Callable[..., Callable[[Any], Any]], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(factory, args, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(factory, args, theirs))
         self._process.start()
         theirs.close()  # so that the pipe ends where the process does
         self._why = ""
@@ -51,10 +53,11 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.join()
+        self._process.join(5)
 
 
 def _serve(factory: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...], pipe: Any) -> None:
+    os.dup2(2, 1)
     try:
         answer = factory(*args)
         while True:

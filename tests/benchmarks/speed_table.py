@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -41,11 +42,13 @@ class Table:
         name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
         print(f"{name}, {versions(args.device)}, {args.dtype}, heads {h}:{g}, d {args.head_dim}")
         print("TFLOP/s: 4 x pairs x heads x d FLOP forward, 2.5 times that backward\n")
-        print("| mask | tokens | kernel | forward | raw | + | backward | raw | + | |")
+        passes = "".join(f" {p} | raw {p} | overhead |" for p in ("forward", "backward"))
+        print(f"| mask | tokens | kernel |{passes} notes |")
         print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
 
     def add(self, r: Row) -> None:
-        """A line of the first table; new notes go to stderr at once."""
+        """A line of the first table; new notes go to stderr at once, unless it is where the table
+        goes: a note in the middle would end it."""
         self.rows.append(r)
         marks = "".join(self._mark(f"{r.kernel}: {note}") for note in r.notes)
         cells = [r.mask, f"{r.tokens}", r.kernel]
@@ -56,15 +59,18 @@ class Table:
     def _mark(self, note: str) -> str:
         if note not in self._notes:
             self._notes[note] = len(self._notes) + 1
-            print(f"[{self._notes[note]}] {note}", file=sys.stderr)
+            if not os.path.sameopenfile(1, 2):
+                print(f"[{self._notes[note]}] {note}", file=sys.stderr)
         return f"[{self._notes[note]}]"
 
     def end(self) -> None:
         """The notes, and the table of the public op."""
-        print(*(f"[{n}] {text}" for text, n in self._notes.items()), sep="\n")
+        print()
+        for note, number in self._notes.items():
+            print(f"- [{number}] {note}")
         ops = [r for r in self.rows if r.op is not None]
         if ops:
-            print("\n| causal, forward and backward | tokens | op | raw | + |")
+            print("\n| causal, forward and backward | tokens | op | raw | overhead |")
             print("|---|---|---|---|---|")
         for r in ops:
             raw = None
@@ -97,9 +103,15 @@ def versions(device: str) -> str:
 
 
 def speeds(rows: list[Row]) -> dict[str, Any]:
-    """{kernel: {class: {tokens: (forward, backward)}}}; of several masks in a class the last."""
+    """{kernel: {class: {tokens: (forward, backward)}}}; of several masks in a class the last.
+    Figures have three digits at least."""
     table: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
         if r.forward and r.backward:
-            table[r.kernel][r.shape_class][r.tokens] = (round(r.forward), round(r.backward))
+            figures = _three_digits(r.forward), _three_digits(r.backward)
+            table[r.kernel][r.shape_class][r.tokens] = figures
     return {kernel: {c: dict(t) for c, t in classes.items()} for kernel, classes in table.items()}
+
+
+def _three_digits(value: float) -> float:
+    return round(value) if value >= 100 else float(f"{value:.3g}")

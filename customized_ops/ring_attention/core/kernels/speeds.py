@@ -22,7 +22,7 @@ BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of t
 HALF = (torch.bfloat16, torch.float16)
 
 # Kernel -> class of masks -> tokens -> (forward, backward).
-Figures = dict[int, tuple[int, int]]
+Figures = dict[int, tuple[float, float]]
 SPEEDS: dict[str, dict[str, Figures]] = {
     "flash4": {
         "causal": {8192: (626, 535), 32768: (663, 600)},

@@ -1,0 +1,84 @@
+"""The command line of the benchmark of kernels."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from speed_masks import masks
+
+from customized_ops.ring_attention.core.kernels import KERNELS
+
+OP_TOKENS = 8192  # of the public op, at most, unless told otherwise
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What is asked for. Exits where nothing, or something else, would be measured."""
+    parser = argparse.ArgumentParser(description="Speed of attention kernels.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=list(KERNELS),
+        default=[name for name in KERNELS if name != "reference"],
+    )
+    parser.add_argument("--tokens", nargs="+", type=count, default=[2048, 8192, 32768])
+    parser.add_argument(
+        "--op-tokens",
+        type=count,
+        help=f"length of the last table, causal; default: the largest of --tokens up to {OP_TOKENS}"
+        ", else the smallest",
+    )
+    heads = {"nargs": 2, "type": count, "metavar": ("Q", "KV")}
+    parser.add_argument("--heads", default=[32, 8], help="of q, of k and v", **heads)
+    parser.add_argument("--head-dim", type=count, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--masks", nargs="+", help="only masks that start so, as in: causal packed")
+    parser.add_argument("--runs", type=count, default=20, help="most runs behind a median")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents' lengths")
+    parser.add_argument("--seconds", type=float, default=180, help="most for everything")
+    parser.add_argument("--row-seconds", type=float, default=90, help="most for a row")
+    parser.add_argument(
+        "--run-seconds",
+        type=float,
+        default=1,
+        help="leave out where a forward and backward is expected to take longer",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--speeds", action="store_true", help="print them as a Python literal too; GPUs only"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        _check(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if args.op_tokens is None:
+        args.op_tokens = max((n for n in args.tokens if n <= OP_TOKENS), default=min(args.tokens))
+    return args
+
+
+def count(text: str) -> int:
+    """A positive number."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device; --device cpu --tokens 512 tries it out on this machine")
+    if args.device == "cpu" and args.speeds:
+        raise ValueError("--speeds: the table is of GPUs; leave it out with --device cpu")
+    known = dict.fromkeys(m.name.split(",")[0] for n in args.tokens for m in masks(n, args.seed))
+    for start in args.masks or ():
+        if not any(name.startswith(start) for name in known):
+            raise ValueError(f"--masks: none starts with {start!r}; there are {', '.join(known)}")
+    if args.op_tokens and args.masks and not "causal".startswith(tuple(args.masks)):
+        raise ValueError("--op-tokens: the op is measured with the mask causal; add it to --masks")
+    if args.json and not args.json.parent.is_dir():
+        raise ValueError(f"--json: there is no folder {args.json.parent}")
+    if args.json:
+        args.json.write_text("")

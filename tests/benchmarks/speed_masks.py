@@ -1,0 +1,65 @@
+"""The masks that the benchmark of kernels measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from plan_speed import HISTOGRAM
+from speed_table import Row
+
+from customized_ops.ring_attention import AttnMask
+
+BLOCK = 512  # of block-causal
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask of the table, with its class of speed and what libraries are told of it."""
+
+    name: str
+    shape_class: str
+    mask: AttnMask
+    window: int = -1
+    bounds: tuple[int, ...] = ()
+    raw: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Its rows, and its keys."""
+        return self.mask.q_len
+
+    def row(self, kernel: str, *notes: str) -> Row:
+        """The kernel's line for this mask, with nothing measured yet."""
+        pairs = self.mask.area
+        return Row(self.name, self.tokens, kernel, self.shape_class, pairs, notes=list(notes))
+
+
+def masks(n: int, seed: int) -> list[Mask]:
+    """The masks of the table for ``n`` tokens."""
+    bounds = documents(n, seed)
+    count = len(bounds) - 1
+    packed = AttnMask.varlen(bounds, causal=True)
+    windows = [
+        Mask(f"window {w}", "window", AttnMask.dense(n, window=(w, 0)), window=w)
+        for w in (1024, 4096)
+        if w < n
+    ]
+    return [
+        Mask("causal", "causal", AttnMask.causal(n)),
+        Mask(f"packed, {count} document{'s'[: count > 1]}", "packed", packed, bounds=bounds),
+        *windows,
+        Mask(f"block-causal {BLOCK}", "sparse", AttnMask.block_causal(n, BLOCK), raw=False),
+    ]
+
+
+def documents(tokens: int, seed: int) -> tuple[int, ...]:
+    """Bounds of documents that fill ``tokens``, drawn from HISTOGRAM; the last is cut to fit."""
+    draw = np.random.default_rng(seed)
+    shortest, longest, count = np.array(HISTOGRAM).T
+    bounds = [0]
+    while bounds[-1] < tokens:
+        kind = draw.choice(len(count), p=count / count.sum())
+        length = int(draw.integers(shortest[kind], longest[kind] + 1))
+        bounds.append(min(tokens, bounds[-1] + length))
+    return tuple(bounds)
