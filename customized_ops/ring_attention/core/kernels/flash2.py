@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from . import windowed
-from .pairs import Pairs
-from .scoring import Scoring, Tokens
+from .scoring import Scoring
 from .signatures import call, lacking
 from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 from .windowed import Packing, Window
@@ -60,44 +59,6 @@ def missing() -> str | None:
         if lacks:
             return f"the flash_attn installed has no {', '.join(lacks)}; it must be 2.7 or newer"
     return None
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.forward(attend, q, k, v, pairs, scoring, wide_right=False)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    dlse: Tensor | None = None,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.backward(
-        attend_backward,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pairs,
-        scoring,
-        dlse=dlse,
-        deterministic=deterministic,
-        wide_right=False,
-    )
 
 
 def attend(
@@ -183,3 +144,6 @@ def _options(window: Window, packing: Packing | None, scoring: Scoring) -> dict[
     if packing is not None:
         options |= {name: getattr(packing, name) for name in PACKED}
     return options
+
+
+forward, backward = windowed.kernel_of(attend, attend_backward, wide_right=False)

@@ -19,9 +19,8 @@ from torch import Tensor
 from ..merge import accumulation_dtype
 from . import windowed
 from .lse_apart import lse_apart
-from .pairs import Pairs
 from .protocol import Capabilities
-from .scoring import Scoring, Tokens
+from .scoring import Scoring
 from .windowed import Packing, Window
 
 NAME = "te"
@@ -66,44 +65,6 @@ def _lacking() -> str | None:
     if tuple(found) < CUDNN:
         return f"cuDNN {_dotted(found)} is too old; {_dotted(CUDNN)} or newer is needed"
     return None
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.forward(attend, q, k, v, pairs, scoring, gaps=False)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    dlse: Tensor | None = None,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.backward(
-        attend_backward,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pairs,
-        scoring,
-        gaps=False,
-        dlse=dlse,
-        deterministic=deterministic,
-    )
 
 
 def attend(
@@ -275,3 +236,6 @@ def _fused() -> ModuleType:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from . import windowed
-from .pairs import Pairs
-from .scoring import Scoring, Tokens
+from .scoring import Scoring
 from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 from .windowed import Packing, Window
 
@@ -28,44 +27,6 @@ CAPABILITIES = WideningCapabilities(
     multiple=8,
     arch=(8, 0),
 )
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.forward(attend, q, k, v, pairs, scoring, wide_right=False)
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    dlse: Tensor | None = None,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :class:`~.protocol.Kernel`."""
-    return windowed.backward(
-        attend_backward,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pairs,
-        scoring,
-        dlse=dlse,
-        deterministic=deterministic,
-        wide_right=False,
-    )
 
 
 def attend(
@@ -169,3 +130,6 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
             yield
         finally:
             torch.set_deterministic_debug_mode(before)
+
+
+forward, backward = windowed.kernel_of(attend, attend_backward, wide_right=False)

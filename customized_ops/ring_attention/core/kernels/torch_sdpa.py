@@ -21,6 +21,7 @@ from .lse_gradient import with_lse_gradient
 from .pairs import Pairs
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
+from .widths import same_width
 
 CAPABILITIES = Capabilities(
     device="cpu",
@@ -94,7 +95,7 @@ def forward(
     merging = _rows_repeat(cut)
     out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
     lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
-    q_, k_, v_ = _same_width(q, k, v)
+    q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
     for tile in cut:
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *_operands(tile, q_, k_, v_),
@@ -131,8 +132,8 @@ def backward(
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
     dout, out, v = with_lse_gradient(dout, out, v, dlse)
-    q_, k_, v_ = _same_width(q, k, v)
-    dout_, out_, _ = _same_width(dout, out, q)
+    q_, k_, v_ = same_width(q, k, v)
+    dout_, out_, _ = same_width(dout, out, q)
     for tile in _cut(pairs, scoring):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -176,13 +177,3 @@ def _rows_repeat(cut: list[Tile]) -> bool:
     """Whether two tiles share a row."""
     order = sorted((tile.q0, tile.q1) for tile in cut)
     return any(after < stop for (_, stop), (after, _) in pairwise(order))
-
-
-def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zero-pad the last dims to one width: the kernel wants v as wide as q, and zeros change
-    neither the scores nor the columns that are kept."""
-    width = max(t.shape[-1] for t in tensors)
-    return tuple(
-        t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
-        for t in tensors
-    )

@@ -7,6 +7,7 @@ own dtype where parts do not overlap and summed in fp32 elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..merge import accumulation_dtype, merge_
 from .lowering import Call, Range, Window, lower
 from .pairs import Pairs
-from .scoring import Scoring
+from .scoring import Scoring, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +203,55 @@ def backward(
         dk.add(part_k, keys)
         dv.add(part_v, keys)
     return dq.total, dk.total, dv.total
+
+
+def kernel_of(
+    attend: Attend, attend_backward: AttendBackward, *, gaps: bool = True, wide_right: bool = True
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
+
+    Args:
+        gaps, wide_right: see :func:`.lowering.lower`.
+    """
+
+    def kernel_forward(
+        q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`~.protocol.Kernel`."""
+        return forward(attend, q, k, v, pairs, scoring, gaps=gaps, wide_right=wide_right)
+
+    def kernel_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pairs: Pairs,
+        scoring: Scoring,
+        tokens: Tokens | None,
+        *,
+        dlse: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~.protocol.Kernel`."""
+        return backward(
+            attend_backward,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            pairs,
+            scoring,
+            dlse=dlse,
+            deterministic=deterministic,
+            gaps=gaps,
+            wide_right=wide_right,
+        )
+
+    return kernel_forward, kernel_backward
 
 
 class Gradient:
