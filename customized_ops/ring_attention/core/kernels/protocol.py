@@ -33,7 +33,7 @@ class Request:
         features: of FEATURES, in that order.
         shape_class: one of "full", "causal", "packed", "window" and "sparse": what its speed
             depends on.
-        tokens: of the keys of the whole mask.
+        tokens: of the keys of the whole mask; ops round them to a power of two (``speeds.bucket``).
     """
 
     device: torch.device
