@@ -65,7 +65,7 @@ def make_library(monkeypatch):
     install(monkeypatch, library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     flash4_blocks.attended.cache_clear()
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     return library
 
 
@@ -222,35 +222,35 @@ def test_nothing_is_missing(library):
 def test_missing_names_what_the_installed_version_lacks(monkeypatch):
     interface = install(monkeypatch, Library())
     monkeypatch.setattr(interface, "_flash_attn_bwd", lambda q, k, v: None)
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     reason = flash4.missing()
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     assert "_flash_attn_bwd takes no out, dout" in reason and "dlse" in reason
 
 
 def test_missing_names_what_block_lists_need(monkeypatch):
     install(monkeypatch, Library())
     monkeypatch.delattr(sys.modules["flash_attn.cute.utils"], "scalar_to_ssa")
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     reason = flash4.missing()
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     assert reason == "flash_attn.cute.utils has no scalar_to_ssa; that of 4.0.0b36 does"
 
 
 def test_missing_says_what_to_install(monkeypatch):
     monkeypatch.setattr(flash4.importlib.util, "find_spec", lambda name: None)
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     reason = flash4.missing()
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     assert reason == "flash_attn.cute is not installed; pip install --pre flash-attn-4"
 
 
 def test_a_broken_installation_is_missing(monkeypatch):
     install(monkeypatch, Library())
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     reason = flash4.missing()
-    flash4._missing.cache_clear()
+    flash4.missing.cache_clear()
     assert "does not import" in reason
 
 

@@ -50,9 +50,9 @@ class Flash4Capabilities(Capabilities):
             return f"was not made for compute capability {major}"
         if widths not in ((192, 128), (256, 256)) and max(widths) > 128:
             return f"takes head dims up to 128, 192 and 128, or 256 here, not {widths}"
-        lacking = [name for name in ("softcap", "lse gradient") if name in request.features]
-        if widths == (256, 256) and lacking:
-            return f"has no {', '.join(lacking)} for head dim 256 here"
+        asked = [name for name in ("softcap", "lse gradient") if name in request.features]
+        if widths == (256, 256) and asked:
+            return f"has no {', '.join(asked)} for head dim 256 here"
         return None
 
 
@@ -93,9 +93,23 @@ CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
 COPY_BYTES = 3e12  # per second, read or written
 
 
+@cache
 def missing() -> str | None:
     """See :class:`~.protocol.Kernel`."""
-    return _missing()
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash_attn.cute is not installed; pip install --pre flash-attn-4"
+    for path, needs in NEEDS.items():
+        module, name = path.rsplit(".", 1)
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except Exception as error:  # versions that do not go together raise anything
+            return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
+        if function is None:
+            return f"{module} has no {name}; that of 4.0.0b36 does"
+        lacks = lacking(function, needs)
+        if lacks:
+            return f"flash_attn.cute's {name} takes no {', '.join(lacks)}; 4.0.0b36 does"
+    return None
 
 
 def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
@@ -290,21 +304,3 @@ def _merged_bytes(
     else:
         numbers = height * q.shape[2] * v.shape[-1]
     return q.shape[0] * numbers * (2 + 4 + 4)
-
-
-@cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash_attn.cute is not installed; pip install --pre flash-attn-4"
-    for path, needs in NEEDS.items():
-        module, name = path.rsplit(".", 1)
-        try:
-            function = getattr(importlib.import_module(module), name, None)
-        except Exception as error:  # versions that do not go together raise anything
-            return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
-        if function is None:
-            return f"{module} has no {name}; that of 4.0.0b36 does"
-        lacks = lacking(function, needs)
-        if lacks:
-            return f"flash_attn.cute's {name} takes no {', '.join(lacks)}; 4.0.0b36 does"
-    return None

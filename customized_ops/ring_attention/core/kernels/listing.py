@@ -76,7 +76,6 @@ def _abilities(can: Capabilities) -> tuple[str, str, str, str]:
     dims = " or ".join(str(d) if d == e else f"{d}, {e}" for d, e in can.widths)
     dims = f"up to {dims}" if dims else "any"
     dims += f", multiples of {can.multiple}" if can.multiple > 1 else ""
-    dims += ", equal" if can.equal_widths else ""
     return device, dtypes, dims, ", ".join(can.features) or "none"
 
 

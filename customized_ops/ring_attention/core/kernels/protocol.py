@@ -57,7 +57,6 @@ class Capabilities:
         features: of FEATURES.
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
-        equal_widths: whether q, k and v must be equally wide.
         arch: the lowest compute capability of the GPU, as (major, minor).
     """
 
@@ -66,7 +65,6 @@ class Capabilities:
     features: tuple[str, ...] = ()
     widths: tuple[tuple[int, int], ...] = ()
     multiple: int = 1
-    equal_widths: bool = False
     arch: tuple[int, int] = (0, 0)
 
     def refuses(self, request: Request) -> str | None:
@@ -77,8 +75,6 @@ class Capabilities:
         if lacking:
             return f"has no {', '.join(lacking)}"
         d, e = request.head_dim, request.v_dim
-        if self.equal_widths and d != e:
-            return f"wants q, k and v equally wide, not {d} and {e}"
         if d % self.multiple or e % self.multiple:
             return f"takes head dims that are multiples of {self.multiple}, not {d} and {e}"
         if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
