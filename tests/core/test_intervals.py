@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.intervals import joined, spread, touched, union
+from customized_ops.ring_attention.core.intervals import depth, joined, spread, touched, union
 
 
 def column(values) -> np.ndarray:
@@ -75,6 +75,13 @@ def test_union_keeps_groups_apart(start):
     rows = [(0, start, start + 3), (1, start, start + 1), (1, start + 2, start + 3), (5, start, 9)]
     rows[-1] = (5, start, start + 3)
     assert union(*columns(rows, 3)).tolist() == [list(row) for row in rows]
+
+
+@given(st.lists(full_range, max_size=8))
+@many
+def test_depth(ranges):
+    want = max((sum(a <= n < b for a, b in ranges) for n in range(-9, 50)), default=0)
+    assert depth(*columns(ranges, 2)) == want
 
 
 @st.composite

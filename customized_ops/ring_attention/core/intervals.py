@@ -55,6 +55,13 @@ def union(group: Table, start: Table, stop: Table) -> Table:
     return np.stack([begin // stride, start, start + end - begin], axis=1)
 
 
+def depth(start: Table, stop: Table) -> int:
+    """The most ranges that hold one integer; none of them is empty."""
+    begun = np.arange(1, len(start) + 1)
+    ended = np.searchsorted(np.sort(stop), np.sort(start), side="right")
+    return int((begun - ended).max(initial=0))
+
+
 def joined(places: Table) -> Table:
     """Join rows (start, stop, offset) that continue the one before in both numberings."""
     if len(places) == 0:

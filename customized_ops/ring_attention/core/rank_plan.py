@@ -5,14 +5,18 @@ work + moves of all ranks --rank_plan--> RankPlan(q, stages)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from .buffers import over_buffers
 from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Exchange, Moves, exchange
-from .intervals import Table, joined
-from .slices import Slices, areas
+from .intervals import Table, depth, joined, union
+from .slices import K0, K1, Q0, Q1, Slices, areas, shift
+
+Range = tuple[int, int]  # start, stop
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,27 @@ class Stage:
     def area(self) -> int:
         """Pairs attended in this stage."""
         return int(areas(self.own).sum() + areas(self.guest).sum())
+
+    @cached_property
+    def own_hull(self) -> Range:
+        """From the first of the rank's own rows that attend something here to the last; (0, 0)
+        where none does. A kernel need not see the rows around it, nor a merge touch them."""
+        return _row_hull(self.own)
+
+    @cached_property
+    def guest_hull(self) -> Range:
+        """The same of the received rows."""
+        return _row_hull(self.guest)
+
+    @cached_property
+    def own_in_hull(self) -> Slices:
+        """:attr:`own` with rows counted from the start of :attr:`own_hull`."""
+        return shift(self.own, -self.own_hull[0], 0)
+
+    @cached_property
+    def guest_in_hull(self) -> Slices:
+        """:attr:`guest` with rows counted from the start of :attr:`guest_hull`."""
+        return shift(self.guest, -self.guest_hull[0], 0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,57 @@ class RankPlan:
     def calls(self) -> int:
         """Kernel calls in the forward pass."""
         return sum((len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages)
+
+    @cached_property
+    def row_parts(self) -> int:
+        """The most parts that the result of one own row, and its dq, comes in: from stages here and
+        from other teams. At most 1: there is nothing to merge."""
+        return _most_parts(
+            [stage.own[:, [Q0, Q1]] for stage in self.stages] + self._elsewhere(self.q, all_=False)
+        )
+
+    @cached_property
+    def guest_parts(self) -> int:
+        """The most stages that make a part of one received row."""
+        return _most_parts([stage.guest[:, [Q0, Q1]] for stage in self.stages])
+
+    @cached_property
+    def key_parts(self) -> int:
+        """The most parts that dk and dv of one own key come in: from calls over the keys read in
+        place and from the teams that they are sent to."""
+        parts = []
+        for stage in self.stages:
+            if stage.kv is None:
+                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.guest)]
+            else:
+                in_place = self.stages[0].kv is None
+                parts += self._elsewhere(stage.kv, all_=not in_place)
+        return _most_parts(parts)
+
+    def _elsewhere(self, moved: Exchange, *, all_: bool) -> list[Table]:
+        """Ranges of own tokens sent to each team; to the rank's own only if ``all_``, for what its
+        own team makes of each head is otherwise counted here."""
+        team = moved.send[:, 0] // moved.team_size
+        own = self.rank // moved.team_size
+        start, stop = moved.send[:, 1], moved.send[:, 1] + moved.send[:, 2]
+        return [
+            np.stack([start, stop], axis=1)[team == each]
+            for each in np.unique(team).tolist()
+            if all_ or each != own
+        ]
+
+
+def _row_hull(slices: Slices) -> Range:
+    if len(slices) == 0:
+        return 0, 0
+    return int(slices[:, Q0].min()), int(slices[:, Q1].max())
+
+
+def _most_parts(parts: Iterable[Table]) -> int:
+    """The most of ``parts``, each some int64[n, 2] of ranges, that hold one token."""
+    ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
+    _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
+    return depth(start, stop)
 
 
 def rank_plan(
