@@ -1,0 +1,111 @@
+"""Launches the kernels over rows with little work on the host.
+
+Triton looks at every argument of every call to find the variant that fits. Here the variants are
+few and known: the first call of one goes through Triton, later ones straight to what it compiled.
+Nothing waits for the device, and a CUDA graph may capture all but the first call of a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+
+VECTOR_ELEMENTS = kernels.VECTOR.value
+TILE_ELEMENTS = 4096  # of one tensor in one program: 4 loads of 16 bytes a thread in 2-byte dtypes
+LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory hands out, of lse
+MOST_COPIES = 3  # tensors in one launch
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors of rows, [b, l, h, d]: a dense, aligned d of a dtype
+    that adds up in fp32, no matter the other strides."""
+    for t in tensors:
+        *outer, dense = t.stride()
+        if (
+            t.dtype not in _DTYPES
+            or dense != 1
+            or t.shape[3] % VECTOR_ELEMENTS
+            or t.data_ptr() % 16
+            or any(stride % VECTOR_ELEMENTS for stride in outer)
+        ):
+            return False
+    return True
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+    """See :func:`..merge.merge_`; ``out`` and ``part`` fit, lse is fp32."""
+    numbers = (*_vectors(out), *_vectors(part), *lse.stride(), *part_lse.stride())
+    _launch(kernels.merge, part, (out, part, lse, part_lse, rows), numbers)
+
+
+def add(total: Tensor, part: Tensor, rows: Tensor) -> None:
+    """See :func:`.add_rows`; both fit."""
+    _launch(kernels.add, part, (total, part, rows), (*_vectors(total), *_vectors(part)))
+
+
+def copy(sources: Sequence[Tensor], targets: Sequence[Tensor], rows: Tensor, *, take: bool) -> None:
+    """Copy row rows[i] of each source to row i of its target (``take``), or row i to row rows[i].
+
+    Args:
+        sources, targets: at most MOST_COPIES each; all fit and have the same b, h and d.
+    """
+    both = [t for pair in zip(sources, targets, strict=True) for t in pair]
+    absent = 2 * MOST_COPIES - len(both)
+    numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
+    counted = targets[0] if take else sources[0]
+    _launch(kernels.copy, counted, (*both, *[None] * absent, rows), numbers, (take,))
+
+
+def _vectors(t: Tensor) -> tuple[int, int, int]:
+    """Strides of b, l and h in vectors."""
+    b, l, h, _ = t.stride()
+    return b // VECTOR_ELEMENTS, l // VECTOR_ELEMENTS, h // VECTOR_ELEMENTS
+
+
+def _launch(
+    kernel: Any,
+    counted: Tensor,
+    tensors: Sequence[Tensor | None],
+    strides: Sequence[int],
+    constants: tuple[Any, ...] = (),
+) -> None:
+    """Launch a kernel over all rows and heads of ``counted``, on the current stream of its device.
+
+    Args:
+        tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
+    """
+    b, length, heads, dim = counted.shape
+    if counted.numel() == 0:
+        return
+    device = counted.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, counted, tensors, strides, constants)
+        return
+    block = _power_of_two(dim)
+    tile_pairs = max(TILE_ELEMENTS // block, 1)
+    tile_heads = min(_power_of_two(heads), max(tile_pairs // LSE_ROWS, 1))
+    tile_rows = tile_pairs // tile_heads
+    grid = (-(-length // tile_rows) * -(-heads // tile_heads), b, 1)
+    constants = (*constants, dim, block, tile_rows, tile_heads)
+    dtypes = [None if t is None else t.dtype for t in tensors]
+    variant = (kernel, device.index, *dtypes, *constants)
+    compiled = _compiled.get(variant)
+    if compiled is None:
+        _compiled[variant] = kernel[grid](*tensors, length, heads, *strides, *constants)
+    else:
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        compiled[grid](*addresses, length, heads, *strides, *constants)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
