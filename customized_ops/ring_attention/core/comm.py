@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +36,9 @@ class Dims(NamedTuple):
 
 ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
 
+Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 Put = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+SeenBy = Callable[[int], Exchange]
 
 
 def place(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -77,7 +80,10 @@ class Comm(ABC):
         rank, size: this rank in the group, and how many there are.
         name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
         common_lengths: numbers of tokens that all ranks are known to have held alike.
+        ahead: how many exchanges it pays to ask for before the first has arrived.
     """
+
+    ahead = 1
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -111,11 +117,25 @@ class Comm(ABC):
         self.combine(tensor, how)
         return tensor
 
-    def fetch(self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
+    def begin(self) -> None:  # noqa: B027, most need not know
+        """Before the first exchange of a forward or backward pass; on every rank, or on none."""
+
+    def end(self) -> None:  # noqa: B027
+        """After the last use of what was received in the pass."""
+
+    def fetch(
+        self,
+        exchange: Exchange,
+        tensors: Sequence[Tensor],
+        dims: Sequence[Dims],
+        seen_by: SeenBy | None = None,
+    ) -> Pending:
         """Receive tokens of each of ``tensors`` as the exchange says.
 
         Args:
             tensors: the rank's own, with all heads; a peer gets its share of them.
+            seen_by: from a peer to the exchange as it is there; with it, and between :meth:`begin`
+                and :meth:`end`, a Comm may write straight to where the peer reads.
         Returns:
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
@@ -126,19 +146,26 @@ class Comm(ABC):
             shape[dim.tokens] = exchange.tokens
             shape[dim.heads] //= exchange.team_size
             buffers.append(tensor.new_empty(shape))
-        source = _Side(tensors, dims, exchange.sent, exchange.team_size)
-        target = _Side(buffers, dims, exchange.received, 1)
-        finish = self._pass(source, target, place)
-        return Pending(lambda: (finish(), buffers)[1])
+        source = Side(tensors, dims, exchange.sent, exchange.team_size)
+        target = Side(buffers, dims, exchange.received, 1)
+        arrive = self._pass(source, target.peers, target.shape)
+
+        def finish() -> list[Tensor]:
+            for peer, parts in sorted(arrive().items()):
+                target.put(peer, parts, place)
+            return buffers
+
+        return Pending(finish)
 
     def send_home(
         self,
         exchange: Exchange,
         results: Sequence[Tensor],
-        into: Sequence[Tensor],
+        into: Into,
         dims: Sequence[Dims],
         put: Put,
         dtype: torch.dtype | None = None,
+        seen_by: SeenBy | None = None,
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
@@ -146,17 +173,31 @@ class Comm(ABC):
         what arrived for them; in rank order, so that sums do not depend on who was first.
 
         Args:
+            into: tensors of all of the rank's own tokens, or what makes them once results are
+                here, so that they may be sent before there is a place for them.
             dtype: what the results travel in, whatever they are in; None sends them as they are,
                 in dtypes that are the same on every rank. What a rank sends itself is left alone.
+            seen_by: see :meth:`fetch`.
         """
-        source = _Side(results, dims, exchange.received, 1)
-        target = _Side(into, dims, exchange.sent, exchange.team_size)
-        return Pending(self._pass(source, target, put, dtype))
+        source = Side(results, dims, exchange.received, 1)
+        shape = source.with_tokens(exchange.sent)
+        arrive = self._pass(source, exchange.sent, shape, dtype)
+        return Pending(lambda: deliver(arrive(), into, dims, exchange, put))
 
     def _pass(
-        self, source: _Side, target: _Side, put: Put, dtype: torch.dtype | None = None
-    ) -> Callable[[], None]:
-        """One message a peer and tensor; on arrival ``put`` for each peer."""
+        self,
+        source: Side,
+        peers: Mapping[int, Where],
+        shape: Callable[[int, int], list[int]],
+        dtype: torch.dtype | None = None,
+    ) -> Callable[[], dict[int, list[Tensor]]]:
+        """One message a peer and tensor.
+
+        Args:
+            peers: who sends something here. shape: of the n-th tensor's part from a peer.
+        Returns:
+            Waits for the parts of each peer and returns them; one's own are as they were.
+        """
         waits, messages = [], []
         for n, tensor in enumerate(source.tensors):
             wire = dtype or tensor.dtype
@@ -167,32 +208,29 @@ class Comm(ABC):
                 if p != self.rank
             }
             receive = {
-                p: tensor.new_empty(torch.Size(target.shape(n, p)).numel(), dtype=wire)
-                for p in target.peers
-                if p != self.rank
+                p: tensor.new_empty(prod(shape(n, p)), dtype=wire) for p in peers if p != self.rank
             }
             self.counters.sent_bytes += sum(m.nbytes for m in send.values())
             self.counters.received_bytes += sum(m.nbytes for m in receive.values())
             waits.append(self.start(send, receive))
             messages.append(receive)
 
-        def finish() -> None:
+        def arrive() -> dict[int, list[Tensor]]:
             for wait in waits:
                 wait()
-            for peer in sorted(target.peers):
-                parts = [
-                    source.take(n, peer)
-                    if peer == self.rank
-                    else received[peer].view(target.shape(n, peer))
-                    for n, received in enumerate(messages)
+            return {
+                p: [
+                    source.take(n, p) if p == self.rank else message[p].view(shape(n, p))
+                    for n, message in enumerate(messages)
                 ]
-                target.put(peer, parts, put)
+                for p in peers
+            }
 
-        return finish
+        return arrive
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """Tensors whose tokens leave, or arrive.
 
     Attributes:
@@ -211,6 +249,10 @@ class _Side:
         shape[self.dims[n].tokens] = self.peers[peer].count
         shape[self.dims[n].heads] //= self.team_size
         return shape
+
+    def with_tokens(self, others: Mapping[int, Where]) -> Callable[[int, int], list[int]]:
+        """Shapes of parts as :meth:`shape`, but of the tokens that ``others`` have."""
+        return Side(self.tensors, self.dims, others, self.team_size).shape
 
     def take(self, n: int, peer: int) -> Tensor:
         """The peer's part of tensor ``n``: a view where its tokens are one range."""
@@ -235,6 +277,20 @@ class _Side:
             return tensor
         heads = tensor.shape[dim] // self.team_size
         return tensor.narrow(dim, peer % self.team_size * heads, heads)
+
+
+def deliver(
+    parts: Mapping[int, list[Tensor]],
+    into: Into,
+    dims: Sequence[Dims],
+    exchange: Exchange,
+    put: Put,
+) -> None:
+    """Put results that came home in their places, in rank order."""
+    places = into() if callable(into) else into
+    target = Side(places, dims, exchange.sent, exchange.team_size)
+    for peer in sorted(parts):
+        target.put(peer, parts[peer], put)
 
 
 class DistComm(Comm):

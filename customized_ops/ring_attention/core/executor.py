@@ -2,11 +2,16 @@
 
 Forward                                      Backward, the same plan reversed
 1. ask for the rows this rank computes       1. the rows' q, dout, out and lse travel
-   for others (guests) and the first keys    2. each stage: fetch keys, add up dq, send dk and dv
-2. each stage: ask for the next stage's         home, where they are added up
-   keys, attend this stage's, merge          3. dq of guest rows goes home
-3. send guests' out and lse home, where
+   for others (guests) and for keys          2. each stage: fetch keys, add up dq, send dk and dv
+2. attend the rank's own keys                   home, where they are added up
+3. each further stage: attend its keys       3. dq of guest rows goes home
+   as they arrive, merge
+4. send guests' out and lse home, where
    results of one row are merged
+
+What needs nothing from peers, attending the rank's own keys with its own rows, runs on the caller's
+stream; all else on a second one that goes first where both have work (``lanes``). So what waits for
+peers is hidden behind what does not, and so is what travels home.
 
 A rank computes its share of the heads only, where the plan splits them.
 Kept between the two: q, k, v, out and lse of the rank's own tokens, nothing that was received.
@@ -17,8 +22,10 @@ Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
     out, lse     merged wide over stages and ranks, rounded once at the end; lse stays wide
     out of guests   travels in q's dtype, as a kernel would have rounded it; lse wide
     dq, dk, dv   added up wide over stages and ranks, rounded once at the end
-    dk, dv of received keys, dq of guests   travel in ``reduce_dtype``, by default wide, and are
-                 added wide where they arrive; what a rank holds itself is not rounded to it
+    dk, dv of received keys, dq of guests   travel in ``reduce_dtype``, and are added wide where
+                 they arrive; what a rank holds itself is not rounded to it. By default that is
+                 wide, but where a rank makes one call for each stage of keys (no rows move) the
+                 inputs' dtype: a call may round to it, and nothing was added yet
 
 What arrives is added or merged in rank order, so nothing here depends on who was first: the forward
 is the same bit for bit from run to run, the backward where the kernel's is (``deterministic``).
@@ -26,18 +33,19 @@ is the same bit for bit from run to run, the backward where the kernel's is (``d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from .comm import ROWS, STATS, Comm, Pending, add, place
+from .comm import ROWS, STATS, Comm, Dims, Pending, Put, SeenBy, add, place
 from .exchange import Exchange
-from .kernels import Kernel, Pairs, Scoring, Tokens
+from .kernels import Kernel, Scoring
+from .lanes import Lanes
 from .merge import Accumulator, Sum, accumulation_dtype, merge_
 from .plan import Plan
-from .rank_plan import RankPlan, Stage
+from .rank_plan import Range, RankPlan, Stage
 from .share import Share
 
 
@@ -62,29 +70,46 @@ def attention_forward(
     Returns:
         out [b, l, h, e] in q's dtype and lse [b, h, l].
     """
-    mine = plan.rank(comm.rank)
-    share = Share(plan, comm.rank, q, scoring, key_positions)
-    calls = _Calls(kernel, share)
     q, k, v = (_dense(t) for t in (q, k, v))
-    guests = comm.fetch(mine.q, [q], [ROWS])
-    own_q, own, guest = share.of(q), Accumulator(), Accumulator()
-    guest_q: Tensor | None = None
-    for n, stage, keys, values in _stages(mine, comm, share, k, v):
-        if len(stage.own):
-            own.add(*calls.forward(n, own_q, keys, values, guests=False))
-        if guest_q is None:
-            (guest_q,) = guests.wait()
-        if len(stage.guest):
-            guest.add(*calls.forward(n, guest_q, keys, values, guests=True))
-    assert guest_q is not None, "a plan has at least one stage"
-    home_dtype = accumulation_dtype(q.dtype) if mine.shared_rows else q.dtype
-    out, lse = own.result(own_q, v.shape[-1], home_dtype)
+    share = Share(plan, comm.rank, q, scoring, key_positions)
+    run = _Pass(plan, comm, kernel, share)
+    mine, own_q, v_dim = run.mine, share.of(q), v.shape[-1]
+    own = Accumulator(own_q.shape[1], mine.row_parts)
+    results: list[Tensor] = []
+    home: Pending | None = None
+    with run.second():
+        run.begin()
+        rows = run.ask_rows([q], [ROWS])
+        stages = run.ask_keys(k, v)
+    if run.local is not None:
+        own.add(*run.forward(0, own_q, share.of(k), share.of(v)), _span(run.local.own_hull))
+    with run.second():
+        (guest_q,) = rows.wait()
+        late = Accumulator(run.late[1] - run.late[0], mine.row_parts)
+        guest = Accumulator(guest_q.shape[1], mine.guest_parts)
+        for n, stage, keys, values in stages:
+            if len(stage.own) and stage is not run.local:
+                part = run.forward(n, own_q, keys, values)
+                late.add(*part, _span(stage.own_hull, run.late[0]))
+            if len(stage.guest):
+                part = run.forward(n, guest_q, keys, values, guests=True)
+                guest.add(*part, _span(stage.guest_hull))
+        if plan.rows_move:
+            put = _merge if mine.shared_rows else place
+            parts = guest.result(guest_q, v_dim, q.dtype)
+            home = run.send_home(parts, lambda: results, (ROWS, STATS), put)
+    run.join()
+    dtype = accumulation_dtype(q.dtype) if mine.row_parts > 2 else q.dtype
+    if run.late[1]:
+        late_q = own_q[:, slice(*run.late)]
+        own.add(*late.result(late_q, v_dim, dtype), slice(*run.late))
+    out, lse = own.result(own_q, v_dim, dtype)
     if not share.whole:
-        out, lse = share.among_all(out, lse, q, v.shape[-1])
-    if not mine.q.empty:
-        results = guest.result(guest_q, v.shape[-1], q.dtype)
-        put = _merge if mine.shared_rows else place
-        comm.send_home(mine.q, results, (out, lse), (ROWS, STATS), put).wait()
+        out, lse = share.among_all(out, lse, q, v_dim)
+    results += out, lse
+    if home is not None:
+        home.wait()
+    run.end()
     return out.to(q.dtype), lse
 
 
@@ -110,138 +135,201 @@ def attention_backward(
     Args:
         dlse: [b, h, l], the gradient of lse; None on every rank of a call, or on none.
         deterministic: whether gradients must be the same bit for bit from run to run.
-        reduce_dtype: what gradients travel in, the same on every rank; None is fp32, fp64 for fp64.
+        reduce_dtype: what gradients travel in, the same on every rank; None: see above.
     """
-    mine = plan.rank(comm.rank)
-    share = Share(plan, comm.rank, q, scoring, key_positions)
-    calls = _Calls(kernel, share, deterministic)
-    wire = reduce_dtype or accumulation_dtype(q.dtype)
     dout, q, k, v, out = (_dense(t) for t in (dout, q, k, v, out))
-    rows = [(dout, ROWS), (q, ROWS), (out, ROWS), (lse, STATS)]
-    rows += [] if dlse is None else [(dlse, STATS)]
-    guests = comm.fetch(mine.q, *zip(*rows, strict=True))
-    own_rows = [share.of(t, dims) for t, dims in rows]
-    guest_rows: list[Tensor] | None = None
-    dq, dk, dv = (Sum(t) for t in (q, k, v))
-    guest_dq: Sum | None = None
-    going_home: list[Pending | None] = []
-    for n, stage, keys, values in _stages(mine, comm, share, k, v):
-        of_keys: list[list[Tensor]] = []
-        if len(stage.own):
-            part, *both = calls.backward(n, own_rows, keys, values, guests=False)
-            share.add(dq, part)
-            of_keys.append(both)
-        if guest_rows is None or guest_dq is None:
-            guest_rows = guests.wait()
-            guest_dq = Sum(guest_rows[1])
-        if len(stage.guest):
-            part, *both = calls.backward(n, guest_rows, keys, values, guests=True)
-            guest_dq.add(part)
-            of_keys.append(both)
-        going_home.append(
-            _key_gradients(comm, share, stage.kv, (keys, values), of_keys, (dk, dv), wire)
-        )
-    if not mine.q.empty:
-        assert guest_dq is not None, "a plan has at least one stage"
-        going_home.append(
-            comm.send_home(mine.q, [guest_dq.so_far()], [dq.wide()], [ROWS], add, wire)
-        )
-    for pending in going_home:
-        if pending is not None:
-            pending.wait()
+    share = Share(plan, comm.rank, q, scoring, key_positions)
+    run = _Pass(plan, comm, kernel, share, deterministic)
+    mine = run.mine
+    wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
+    rows, dims = [dout, q, out, lse], [ROWS, ROWS, ROWS, STATS]
+    if dlse is not None:
+        rows, dims = [*rows, dlse], [*dims, STATS]
+    own_rows = [share.of(t, dim) for t, dim in zip(rows, dims, strict=True)]
+    dq, dk, dv = Sum(q, mine.row_parts), Sum(k, mine.key_parts), Sum(v, mine.key_parts)
+    late_dq = Sum(q[:, slice(*run.late)], mine.row_parts)
+    late_dk, late_dv = Sum(k, mine.key_parts), Sum(v, mine.key_parts)
+    going_home: list[Pending] = []
+    with run.second():
+        run.begin()
+        asked = run.ask_rows(rows, dims)
+        stages = run.ask_keys(k, v)
+    if run.local is not None:
+        part, part_k, part_v = run.backward(0, own_rows, share.of(k), share.of(v))
+        share.add(dq, part, _span(run.local.own_hull))
+        share.add(dk, part_k)
+        share.add(dv, part_v)
+    with run.second():
+        guest_rows = asked.wait()
+        guest_dq = Sum(guest_rows[1], mine.guest_parts)
+        for n, stage, keys, values in stages:
+            stage_k, stage_v = Sum(keys), Sum(values)
+            if len(stage.own) and stage is not run.local:
+                part, part_k, part_v = run.backward(n, own_rows, keys, values)
+                share.add(late_dq, part, _span(stage.own_hull, run.late[0]))
+                stage_k.add(part_k)
+                stage_v.add(part_v)
+            if len(stage.guest):
+                part, part_k, part_v = run.backward(n, guest_rows, keys, values, guests=True)
+                guest_dq.add(part, _span(stage.guest_hull))
+                stage_k.add(part_k)
+                stage_v.add(part_v)
+            if stage.kv is not None:
+                parts = [stage_k.so_far(), stage_v.so_far()]
+                into = lambda: [dk.place(), dv.place()]  # noqa: E731
+                going_home.append(run.send_home(parts, into, (ROWS, ROWS), add, wire, stage=n))
+            elif len(stage.guest):
+                share.add(late_dk, stage_k.so_far())
+                share.add(late_dv, stage_v.so_far())
+        if plan.rows_move:
+            parts, into = [guest_dq.so_far()], lambda: [dq.place()]
+            going_home.append(run.send_home(parts, into, (ROWS,), add, wire))
+    run.join()
+    for total, late in ((dq, late_dq), (dk, late_dk), (dv, late_dv)):
+        if not late.empty:
+            total.add(late.so_far(), slice(*run.late) if total is dq else None)
+    for home in going_home:
+        home.wait()
+    run.end()
     return dq.result(), dk.result(), dv.result()
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """Calls of a rank's kernel, each for one stage and for own rows or guests."""
+class _Pass:
+    """A forward or a backward of one rank: what it calls, and what it asks of its peers.
 
-    kernel: Kernel
-    share: Share
-    deterministic: bool = False
+    Attributes:
+        mine: the rank's part of the plan.
+        local: the stage of the rank's own keys, if its own rows attend some of them.
+        late: from the first own row that attends keys of other stages to the last.
+    """
+
+    def __init__(
+        self, plan: Plan, comm: Comm, kernel: Kernel, share: Share, deterministic: bool = False
+    ) -> None:
+        self._plan, self._comm, self._kernel, self._share = plan, comm, kernel, share
+        self._deterministic = deterministic
+        self.mine = plan.rank(comm.rank)
+        first = self.mine.stages[0]
+        self.local = first if first.kv is None and len(first.own) else None
+        hulls = [s.own_hull for s in self.mine.stages if len(s.own) and s is not self.local]
+        self.late: Range = (
+            min((a for a, _ in hulls), default=0),
+            max((b for _, b in hulls), default=0),
+        )
+        self._moves = plan.rows_move or plan.keys_move
+        self._lanes = Lanes(share.device, two=self._moves)
+
+    def second(self) -> AbstractContextManager[object]:
+        """In this context work goes to the stream for what waits for peers."""
+        return self._lanes.second()
+
+    def begin(self) -> None:
+        """Before the first word with a peer."""
+        self._lanes.fork()
+        if self._moves:
+            self._comm.begin()
+
+    def join(self) -> None:
+        """From here on all work is on one stream again."""
+        self._lanes.join()
+
+    def end(self) -> None:
+        """After the last use of what peers have sent."""
+        if self._moves:
+            self._comm.end()
+
+    def ask_rows(self, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
+        """Rows that this rank computes for others."""
+        if not self._plan.rows_move:
+            none = [t.narrow(dim.tokens, 0, 0) for t, dim in zip(tensors, dims, strict=True)]
+            return Pending(lambda: none)
+        return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
+
+    def ask_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
+        """Each stage with its number, keys and values, which have arrived then; as many of the
+        following ones as the Comm likes are on their way meanwhile."""
+        stages = self.mine.stages
+        waiting = [n for n, stage in enumerate(stages) if stage.kv is not None]
+        coming = {n: self._ask_keys(n, k, v) for n in waiting[: self._comm.ahead]}
+
+        def arriving() -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
+            for n, stage in enumerate(stages):
+                if stage.kv is None:
+                    yield n, stage, self._share.of(k), self._share.of(v)
+                    continue
+                here = coming.pop(n)
+                if (after := n + self._comm.ahead) in waiting:
+                    coming[after] = self._ask_keys(after, k, v)
+                yield n, stage, *here.wait()
+
+        return arriving()
+
+    def _ask_keys(self, n: int, k: Tensor, v: Tensor) -> Pending:
+        kv = self.mine.stages[n].kv
+        assert kv is not None
+        return self._comm.fetch(kv, [k, v], [ROWS, ROWS], self._seen_by(n))
+
+    def send_home(
+        self,
+        results: Sequence[Tensor],
+        into: Callable[[], Sequence[Tensor]],
+        dims: Sequence[Dims],
+        put: Put,
+        dtype: torch.dtype | None = None,
+        *,
+        stage: int | None = None,
+    ) -> Pending:
+        """Send what was made of a stage's keys to where they are from; of rows if None."""
+        exchange = self._exchange(self.mine, stage)
+        return self._comm.send_home(exchange, results, into, dims, put, dtype, self._seen_by(stage))
+
+    def _seen_by(self, stage: int | None) -> SeenBy:
+        return lambda peer: self._exchange(self._plan.rank(peer), stage)
+
+    @staticmethod
+    def _exchange(of: RankPlan, stage: int | None) -> Exchange:
+        exchange = of.q if stage is None else of.stages[stage].kv
+        assert exchange is not None
+        return exchange
 
     def forward(
-        self, stage: int, q: Tensor, keys: Tensor, values: Tensor, *, guests: bool
+        self, stage: int, q: Tensor, keys: Tensor, values: Tensor, *, guests: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of these rows over the stage's keys."""
-        pairs, tokens = self._which(stage, q, keys, guests)
-        return self.kernel.forward(q, keys, values, pairs, self.share.scoring, tokens)
+        """out and lse over the stage's keys, of the rows that attend some (a hull)."""
+        rows, pairs, tokens = self._share.call(stage, guests=guests, q=q, keys=keys)
+        return self._kernel.forward(q[:, rows], keys, values, pairs, self._share.scoring, tokens)
 
     def backward(
-        self, stage: int, rows: Sequence[Tensor], keys: Tensor, values: Tensor, *, guests: bool
+        self,
+        stage: int,
+        of_rows: Sequence[Tensor],
+        keys: Tensor,
+        values: Tensor,
+        *,
+        guests: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of these rows over the stage's keys; ``rows`` are dout, q, out, lse and, if
+        """dq of these rows, dk, dv over the stage's keys; ``of_rows`` are dout, q, out, lse and, if
         it has a gradient, dlse."""
-        dout, q, out, lse, *dlse = rows
-        pairs, tokens = self._which(stage, q, keys, guests)
-        return self.kernel.backward(
-            dout,
-            q,
+        dout, q, out, lse, *dlse = of_rows
+        rows, pairs, tokens = self._share.call(stage, guests=guests, q=q, keys=keys)
+        return self._kernel.backward(
+            dout[:, rows],
+            q[:, rows],
             keys,
             values,
-            out,
-            lse,
+            out[:, rows],
+            lse[..., rows],
             pairs,
-            self.share.scoring,
+            self._share.scoring,
             tokens,
-            dlse=dlse[0] if dlse else None,
-            deterministic=self.deterministic,
+            dlse=dlse[0][..., rows] if dlse else None,
+            deterministic=self._deterministic,
         )
 
-    def _which(
-        self, stage: int, q: Tensor, keys: Tensor, guests: bool
-    ) -> tuple[Pairs, Tokens | None]:
-        pairs = self.share.pairs(stage, guests=guests, q_len=q.shape[1], k_len=keys.shape[1])
-        return pairs, self.share.tokens(stage, guests=guests)
 
-
-def _key_gradients(
-    comm: Comm,
-    share: Share,
-    kv: Exchange | None,
-    keys: Sequence[Tensor],
-    parts: Sequence[Sequence[Tensor]],
-    totals: Sequence[Sum],
-    wire: torch.dtype,
-) -> Pending | None:
-    """Add up what a stage's kernel calls made of dk and dv, and send what belongs to others home.
-
-    Args:
-        kv: how the stage's ``keys`` (k and v) came; None where they are the rank's own.
-        parts: (dk, dv) of each call. totals: dk and dv of the rank's own keys.
-        wire: the dtype to send in.
-    """
-    if kv is None:
-        for part in parts:
-            for total, each in zip(totals, part, strict=True):
-                share.add(total, each)
-        return None
-    sums = [Sum(t) for t in keys]
-    for part in parts:
-        for total, each in zip(sums, part, strict=True):
-            total.add(each)
-    if kv.empty:
-        return None
-    places = [total.wide() for total in totals]
-    return comm.send_home(kv, [t.so_far() for t in sums], places, (ROWS, ROWS), add, wire)
-
-
-def _stages(
-    mine: RankPlan, comm: Comm, share: Share, k: Tensor, v: Tensor
-) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
-    """Each stage with its number, keys and values; the next stage's are on their way meanwhile."""
-
-    def ask(n: int) -> Pending | None:
-        stage = mine.stages[n] if n < len(mine.stages) else None
-        if stage is None or stage.kv is None:
-            return None
-        return comm.fetch(stage.kv, [k, v], [ROWS, ROWS])
-
-    coming = ask(0)
-    for n, stage in enumerate(mine.stages):
-        here, coming = coming, ask(n + 1)
-        keys, values = (share.of(k), share.of(v)) if here is None else here.wait()
-        yield n, stage, keys, values
+def _span(hull: Range, start: int = 0) -> slice:
+    """A range of rows as counted from ``start``."""
+    return slice(hull[0] - start, hull[1] - start)
 
 
 def _merge(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

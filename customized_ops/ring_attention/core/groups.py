@@ -12,6 +12,7 @@ from annotations.groups import name_of_ranks
 
 from . import inprocess, rehearsal
 from .comm import Comm, DistComm, Messages, Reduction
+from .symmetric import comm_over
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 
@@ -69,5 +70,5 @@ def comm_by_name(name: str) -> Comm:
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     # A destroyed world may leave its names to the next one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
-        _by_name[name] = (group, DistComm(group))
+        _by_name[name] = (group, comm_over(group))
     return _by_name[name][1]

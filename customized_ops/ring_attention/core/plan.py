@@ -69,14 +69,24 @@ class Plan:
         return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
 
     @cached_property
+    def rows_move(self) -> bool:
+        """Whether a rank computes rows of another."""
+        return bool(self.q_tokens().any())
+
+    @cached_property
+    def keys_move(self) -> bool:
+        """Whether a rank attends keys of another."""
+        return bool(self.kv_tokens().any())
+
+    @cached_property
     def gathered(self) -> bool:
         """Whether keys are gathered first; where none move they are read in place."""
-        return self.steps == 0 and bool(self.kv_tokens().any())
+        return self.steps == 0 and self.keys_move
 
     @cached_property
     def n_stages(self) -> int:
         """Stages that each rank runs; all ranks run the same number, empty ones included."""
-        moving = not self.gathered and bool(self.kv_tokens().any())
+        moving = not self.gathered and self.keys_move
         return 1 + self.steps if moving else 1
 
     @cached_property
@@ -208,13 +218,13 @@ class Plan:
 
         Args:
             reduce_itemsize: bytes per element of gradients that come home; None is 4, or 8 beside
-                fp64.
+                fp64, where rows move, else that of the inputs (see ``core/executor.py``).
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
         h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
         kv, q = self.kv_tokens(), self.q_tokens()
         wide = max(itemsize, 4)
-        home = reduce_itemsize or wide
+        home = reduce_itemsize or (wide if self.rows_move else itemsize)
         keys = g * (head_dim + v_dim)
         there = kv * keys * itemsize
         there += q * h * ((head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide)

@@ -19,12 +19,13 @@ class Share:
     Attributes:
         whole: whether the share is all heads.
         scoring: that of these heads.
+        device: of the call's tensors.
     """
 
     def __init__(
         self, plan: Plan, rank: int, q: Tensor, scoring: Scoring, key_positions: Tensor | None
     ) -> None:
-        self._plan, self._rank, self._device = plan, rank, q.device
+        self._plan, self._rank, self.device = plan, rank, q.device
         self._key_positions = key_positions
         self._n, self._count = rank % plan.team_size, plan.team_size
         self._first_head = self._n * (q.shape[ROWS.heads] // self._count)
@@ -48,35 +49,39 @@ class Share:
         self.of(all_lse, STATS).copy_(lse)
         return all_out, all_lse
 
-    def add(self, total: Sum, part: Tensor) -> None:
-        """Add a part of these heads to a sum over all heads; takes ownership of the part."""
+    def add(self, total: Sum, part: Tensor, rows: slice | None = None) -> None:
+        """Add a part of these heads, and of a range of tokens, to a sum over all heads; takes
+        ownership of the part."""
         if self.whole:
-            total.add(part)
+            total.add(part, rows)
         else:
-            self.of(total.wide()).add_(part)
+            here = total.wide() if rows is None else total.wide()[:, rows]
+            self.of(here).add_(part)
 
-    def pairs(self, stage: int, *, guests: bool, q_len: int, k_len: int) -> Pairs:
-        """Which pairs a stage's kernel call attends: one object for all layers.
+    def call(
+        self, stage: int, *, guests: bool, q: Tensor, keys: Tensor
+    ) -> tuple[slice, Pairs, Tokens | None]:
+        """Which rows a stage's kernel call is given, which pairs it attends, and which tokens they
+        are, if the kernel must know.
 
         Args:
             guests: whether the rows are those received from others, not the rank's own.
-            q_len, k_len: tokens of the call's q and k.
+            q: all of those rows. keys: those of the stage.
         """
-        key = ("pairs", self._rank, stage, guests)
-        if key not in self._plan.on_device:
+        key = ("call", self._rank, stage, guests)
+        known = self._plan.on_device.get(key)
+        if known is None:
             here = self._plan.rank(self._rank).stages[stage]
-            slices = here.guest if guests else here.own
-            self._plan.on_device[key] = Pairs(slices, q_len, k_len)
-        return self._plan.on_device[key]
-
-    def tokens(self, stage: int, *, guests: bool) -> Tokens | None:
-        """Which rows and keys a stage's kernel call has, if the kernel must know.
-
-        Args:
-            guests: whether the rows are those received from others, not the rank's own.
-        """
+            start, stop = here.guest_hull if guests else here.own_hull
+            slices = here.guest_in_hull if guests else here.own_in_hull
+            known = slice(start, stop), Pairs(slices, stop - start, keys.shape[1])
+            self._plan.on_device[key] = known
+        rows, pairs = known
         if not self.scoring.needs_tokens:
-            return None
+            return rows, pairs, None
+        return rows, pairs, self._tokens(stage, guests).part(rows, slice(None))
+
+    def _tokens(self, stage: int, guests: bool) -> Tokens:
         rows, keys = self._indices(stage, guests)
         mask = self._plan.mask
         positions = (
@@ -88,12 +93,12 @@ class Share:
 
     def _indices(self, stage: int, guests: bool) -> tuple[Tensor, Tensor]:
         """Global indices of the rows and the keys at hand, on the device once for all layers."""
-        plan, key = self._plan, (self._rank, stage, guests, self._device)
+        plan, key = self._plan, (self._rank, stage, guests, self.device)
         if key not in plan.on_device:
             mine = plan.rank(self._rank)
             kv = mine.stages[stage].kv
             rows = mine.q.indices if guests else plan.q_layout.positions(self._rank)
             keys = plan.k_layout.positions(self._rank) if kv is None else kv.indices
-            pair = (torch.from_numpy(x).to(self._device) for x in (rows, keys))
+            pair = (torch.from_numpy(x).to(self.device) for x in (rows, keys))
             plan.on_device[key] = tuple(pair)
         return plan.on_device[key]

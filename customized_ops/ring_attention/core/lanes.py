@@ -1,0 +1,48 @@
+"""Two queues of GPU work: what needs nobody runs on one, what waits for peers on the other.
+
+A GPU that finds no more blocks to start in one queue starts those of the other, so waiting for
+peers, and the end of a kernel that fills the GPU no longer, cost nothing while there is other work.
+The queue that waits for peers goes first: what it computes must still travel home.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Lanes:
+    """The caller's stream and a second one beside it; on a CPU, or where one is enough, nothing.
+
+    A tensor may be used on either between :meth:`fork` and :meth:`join` if it lives until then:
+    the second stream starts after all that the first was given before, and the first goes on after
+    all that the second was given.
+    """
+
+    def __init__(self, device: torch.device, *, two: bool) -> None:
+        self._two = two and device.type == "cuda"
+        if self._two:
+            self._main, self._second = torch.cuda.current_stream(device), _second(device)
+
+    def fork(self) -> None:
+        """Let the second stream start."""
+        if self._two:
+            self._second.wait_stream(self._main)
+
+    def second(self) -> AbstractContextManager[object]:
+        """In this context work goes to the second stream."""
+        return torch.cuda.stream(self._second) if self._two else NOTHING
+
+    def join(self) -> None:
+        """Let the first stream wait for the second."""
+        if self._two:
+            self._main.wait_stream(self._second)
+
+
+@cache
+def _second(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,0 +1,366 @@
+"""Writing token ranges straight into the memory of the ranks that need them.
+
+    sender                                    receiver
+    1. wait until all are done with the
+       pass before (begin)
+    2. copy each range to its place in the
+       receiver's buffer, by the copy engine
+    3. signal "arrived"                  -->  4. wait for the signal, read the buffer in place
+                                              5. signal "done" to all (end)
+
+Nothing is packed or unpacked where tokens are ranges, and no GPU thread moves a byte of them. A
+pass is a forward or a backward; all of its exchanges have a place of their own in one arena, of one
+size on every rank, so that every rank knows where to write. The arena grows to the largest pass, is
+used again by all layers and plans of the group, and goes with the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, Dims, Into, Pending, Put, SeenBy, Side, deliver, place
+from .exchange import Exchange, Where
+
+ALIGNED_BYTES = 256
+DONE = 0  # channel; those of exchanges follow
+COPIES = 8  # batch entries that are copied one by one, so that each is one range
+
+
+class Memory(Protocol):
+    """Memory of every rank of a group that all of them can write to."""
+
+    def allocate(self, n_bytes: int) -> list[Tensor]:
+        """New memory, uint8[n_bytes] of every rank, in rank order. All ranks call this together;
+        it returns when no rank has work under way."""
+        ...
+
+    def put_signal(self, peer: int, channel: int) -> None:
+        """Set the peer's flag for this rank and channel, once it is clear; after all that this
+        rank's stream was given before."""
+        ...
+
+    def wait_signal(self, peer: int, channel: int) -> None:
+        """Wait until the peer has set the flag here, and clear it."""
+        ...
+
+
+class Arena:
+    """Places for the exchanges of a pass, the same on every rank.
+
+    Attributes:
+        at: where the next place is looked for: generation of the memory, piece, bytes used of it.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._pieces: list[list[Tensor]] = []
+        self.at = (0, 0, 0)
+
+    def begin(self) -> bool:
+        """Start a pass; what came in several pieces becomes one.
+
+        Returns:
+            Whether places handed out before are gone.
+        """
+        generation, *_ = self.at
+        grown = len(self._pieces) > 1
+        if grown:
+            # The old pieces are let go only after that: peers may have been using them.
+            self._pieces = [self._memory.allocate(sum(len(piece[0]) for piece in self._pieces))]
+            generation += 1
+        self.at = (generation, 0, 0)
+        return grown
+
+    def take(self, n_bytes: int) -> list[Tensor]:
+        """The next place, uint8[n_bytes] of every rank."""
+        generation, n, used = self.at
+        n_bytes = max(_aligned(n_bytes), ALIGNED_BYTES)
+        while n < len(self._pieces) and used + n_bytes > len(self._pieces[n][0]):
+            n, used = n + 1, 0
+        if n == len(self._pieces):
+            self._pieces.append(self._memory.allocate(n_bytes))
+        self.at = (generation, n, used + n_bytes)
+        return [t[used : used + n_bytes] for t in self._pieces[n]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Tokens of the n-th tensor to be written to ``to``; ``where`` they are there, if scattered."""
+
+    n: int
+    peer: int
+    to: Tensor
+    where: Where | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An exchange of tensors of certain shapes, at a certain place.
+
+    Attributes:
+        channel: of its signals.
+        copies: what to write to peers. buffers: what is received.
+        targets, sources: peers that are written to, and that write here.
+        after: where the arena goes on.
+    """
+
+    channel: int
+    copies: tuple[Copy, ...]
+    buffers: Any
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    sent_bytes: int
+    received_bytes: int
+    after: tuple[int, int, int]
+
+
+class Push(Comm):
+    """A Comm whose ranks write into one another's memory.
+
+    What comes without ``seen_by`` goes by messages.
+    """
+
+    ahead = 1_000_000  # all exchanges have their places, so all may start at once
+
+    def __init__(self, memory: Memory, *given: Any) -> None:
+        super().__init__(*given)
+        self._memory, self._arena = memory, Arena(memory)
+        self._prepared: WeakKeyDictionary[Exchange, dict[Any, Prepared]] = WeakKeyDictionary()
+        self._channel = DONE
+        self._passes = 0
+
+    def begin(self) -> None:
+        """See :meth:`Comm.begin`."""
+        if self._passes:
+            for peer in self._others(range(self.size)):
+                self._memory.wait_signal(peer, DONE)
+        if self._arena.begin():
+            self._prepared.clear()
+        self._channel = DONE
+
+    def end(self) -> None:
+        """See :meth:`Comm.end`."""
+        self._passes += 1
+        for peer in self._others(range(self.size)):
+            self._memory.put_signal(peer, DONE)
+
+    def _others(self, peers: Iterable[int]) -> list[int]:
+        """From the next rank on, so that no rank is everybody's first target."""
+        others = (p for p in peers if p != self.rank)
+        return sorted(others, key=lambda p: (p - self.rank) % self.size)
+
+    def fetch(
+        self,
+        exchange: Exchange,
+        tensors: Sequence[Tensor],
+        dims: Sequence[Dims],
+        seen_by: SeenBy | None = None,
+    ) -> Pending:
+        """See :meth:`Comm.fetch`."""
+        if seen_by is None:
+            return super().fetch(exchange, tensors, dims)
+        ready = self._ready(
+            "fetch",
+            exchange,
+            tensors,
+            None,
+            lambda: self._fetching(exchange, tensors, dims, seen_by),
+        )
+        source = Side(tensors, dims, exchange.sent, exchange.team_size)
+        self._write(ready, source)
+        if self.rank in exchange.sent:  # what the rank holds itself is part of the buffer
+            target = Side(ready.buffers, dims, exchange.received, 1)
+            parts = [source.take(n, self.rank) for n in range(len(tensors))]
+            target.put(self.rank, parts, place)
+
+        def finish() -> list[Tensor]:
+            self._arrived(ready)
+            return list(ready.buffers)
+
+        return Pending(finish)
+
+    def send_home(
+        self,
+        exchange: Exchange,
+        results: Sequence[Tensor],
+        into: Into,
+        dims: Sequence[Dims],
+        put: Put,
+        dtype: torch.dtype | None = None,
+        seen_by: SeenBy | None = None,
+    ) -> Pending:
+        """See :meth:`Comm.send_home`."""
+        if seen_by is None:
+            return super().send_home(exchange, results, into, dims, put, dtype)
+        source = Side(results, dims, exchange.received, 1)
+        ready = self._ready(
+            "send home",
+            exchange,
+            results,
+            dtype,
+            lambda: self._homing(exchange, source, dtype, seen_by),
+        )
+        self._write(ready, source)
+        parts = ready.buffers
+        if self.rank in exchange.sent:  # what the rank made for itself is left as it is
+            parts = parts | {self.rank: [source.take(n, self.rank) for n in range(len(results))]}
+
+        def finish() -> None:
+            self._arrived(ready)
+            deliver(parts, into, dims, exchange, put)
+
+        return Pending(finish)
+
+    def _ready(
+        self,
+        kind: str,
+        exchange: Exchange,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype | None,
+        prepare: Callable[[], Prepared],
+    ) -> Prepared:
+        """The exchange as prepared when it was first met with such tensors at this place."""
+        self._channel += 1
+        key = (kind, self._arena.at, self._channel, dtype, *((t.shape, t.dtype) for t in tensors))
+        known = self._prepared.setdefault(exchange, {})
+        if key not in known:
+            known[key] = prepare()
+        self._arena.at = known[key].after
+        return known[key]
+
+    def _write(self, ready: Prepared, source: Side) -> None:
+        """Copy what peers need to them, and tell them."""
+        for copy in ready.copies:
+            part = source.take(copy.n, copy.peer)
+            if copy.where is not None:
+                where = copy.where.on(part.device)
+                copy.to.index_copy_(source.dims[copy.n].tokens, where, part.to(copy.to.dtype))
+            elif _one_by_one(part, source.dims[copy.n]):
+                for here, there in zip(part, copy.to, strict=True):
+                    there.copy_(here)
+            else:
+                copy.to.copy_(part)
+        for peer in ready.targets:
+            self._memory.put_signal(peer, ready.channel)
+        self.counters.sent_bytes += ready.sent_bytes
+        self.counters.received_bytes += ready.received_bytes
+
+    def _arrived(self, ready: Prepared) -> None:
+        for peer in ready.sources:
+            self._memory.wait_signal(peer, ready.channel)
+
+    def _fetching(
+        self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims], seen_by: SeenBy
+    ) -> Prepared:
+        """Each rank's place holds its buffers one after the other."""
+
+        def shapes(tokens: int) -> list[list[int]]:
+            all_shapes = [list(t.shape) for t in tensors]
+            for shape, dim in zip(all_shapes, dims, strict=True):
+                shape[dim.tokens] = tokens
+                shape[dim.heads] //= exchange.team_size
+            return all_shapes
+
+        dtypes = [t.dtype for t in tensors]
+        sides = [exchange if n == self.rank else seen_by(n) for n in range(self.size)]
+        places = self._arena.take(max(_bytes(shapes(side.tokens), dtypes) for side in sides))
+        copies, sent = [], 0
+        for peer in self._others(exchange.sent):
+            where = sides[peer].received[self.rank]
+            there = _views(places[peer], shapes(sides[peer].tokens), dtypes)
+            for n, (to, dim) in enumerate(zip(there, dims, strict=True)):
+                part = to.narrow(dim.tokens, where.start, where.count) if _is_range(where) else to
+                copies.append(Copy(n, peer, part, None if _is_range(where) else where))
+                sent += where.count * to.nbytes // max(sides[peer].tokens, 1)
+        buffers = _views(places[self.rank], shapes(exchange.tokens), dtypes)
+        arriving = sum(exchange.received[p].count for p in self._others(exchange.received))
+        received = sum(t.nbytes for t in buffers) * arriving // max(exchange.tokens, 1)
+        return self._done(copies, buffers, exchange.sent, exchange.received, sent, received)
+
+    def _homing(
+        self, exchange: Exchange, source: Side, dtype: torch.dtype | None, seen_by: SeenBy
+    ) -> Prepared:
+        """Each rank's place holds what its peers send it, by peer."""
+        dtypes = [dtype or t.dtype for t in source.tensors]
+
+        def incoming(rank: int) -> dict[int, list[list[int]]]:
+            """Shapes of the parts that come to a rank, by sender."""
+            sent = exchange.sent if rank == self.rank else seen_by(rank).sent
+            shape = source.with_tokens(sent)
+            return {p: [shape(n, p) for n in range(len(dtypes))] for p in sent if p != rank}
+
+        coming = [incoming(rank) for rank in range(self.size)]
+        sizes = [{p: _bytes(shapes, dtypes) for p, shapes in c.items()} for c in coming]
+        places = self._arena.take(max(sum(size.values()) for size in sizes))
+
+        def part_of(rank: int, sender: int) -> list[Tensor]:
+            before = sum(size for p, size in sizes[rank].items() if p < sender)
+            return _views(places[rank][before:], coming[rank][sender], dtypes)
+
+        copies = [
+            Copy(n, peer, to)
+            for peer in self._others(source.peers)
+            for n, to in enumerate(part_of(peer, self.rank))
+        ]
+        buffers = {peer: part_of(self.rank, peer) for peer in coming[self.rank]}
+        sent = sum(copy.to.nbytes for copy in copies)
+        received = sum(t.nbytes for parts in buffers.values() for t in parts)
+        return self._done(copies, buffers, exchange.received, exchange.sent, sent, received)
+
+    def _done(
+        self,
+        copies: list[Copy],
+        buffers: Any,
+        targets: Iterable[int],
+        sources: Iterable[int],
+        sent_bytes: int,
+        received_bytes: int,
+    ) -> Prepared:
+        return Prepared(
+            self._channel,
+            tuple(copies),
+            buffers,
+            tuple(self._others(targets)),
+            tuple(self._others(sources)),
+            sent_bytes,
+            received_bytes,
+            self._arena.at,
+        )
+
+
+def _is_range(where: Where) -> bool:
+    return where.indices is None
+
+
+def _one_by_one(part: Tensor, dims: Dims) -> bool:
+    """Whether entries of a batch are ranges of memory that the whole is not."""
+    return 1 < part.shape[0] <= COPIES and dims.tokens == 1 and part[0].is_contiguous()
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> int:
+    """Of tensors one after the other."""
+    sizes = zip(shapes, dtypes, strict=True)
+    return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in sizes)
+
+
+def _views(
+    memory: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Tensors one after the other in uint8 memory."""
+    views, at = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        n_bytes = prod(shape) * dtype.itemsize
+        views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
+        at += _aligned(n_bytes)
+    return views
