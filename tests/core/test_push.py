@@ -1,0 +1,226 @@
+"""Ranks that write into one another's memory against ranks that send messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from push_memory import InProcessPush, ThreadMemory
+from torch import Tensor
+
+from customized_ops.ring_attention.core import inprocess
+from customized_ops.ring_attention.core.comm import ROWS, Comm
+from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.push import ALIGNED_BYTES, Arena
+
+HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, Any]:
+    """How ranks may be connected."""
+    return {"messages": inprocess.InProcessComm, "push": InProcessPush}
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Let ranks in this process be connected so."""
+    monkeypatch.setattr(inprocess, "InProcessComm", kind)
+
+
+def passes(
+    plan: Plan,
+    dtype: torch.dtype,
+    times: int = 1,
+    begin: Callable[[Comm], None] = lambda comm: None,
+    **options: Any,
+) -> list[tuple[list[Tensor], tuple[int, int]]]:
+    """Each rank's (out, lse, dq, dk, dv) of each of ``times`` passes, and its counted bytes."""
+    mask = plan.mask
+
+    def body(comm: Comm) -> tuple[list[Tensor], tuple[int, int]]:
+        begin(comm)
+        results = []
+        for seed in range(times):
+            q, k, v, dout = draw(mask, dtype, seed)
+            own = [plan.q_layout.shard(q, comm.rank)]
+            own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
+            own_dout = plan.q_layout.shard(dout, comm.rank)
+            kernel, scoring = KERNELS["reference"], Scoring(0.25)
+            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            grads = attention_backward(
+                plan, comm, kernel, own_dout, *own, out, lse, scoring, **options
+            )
+            results += [out, lse, *grads]
+        return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
+
+    return run_ranks(plan.group_size, body)
+
+
+def draw(mask: AttnMask, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """q, k, v, dout, Gaussian."""
+    source = torch.Generator().manual_seed(seed)
+    (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
+    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
+    return [
+        torch.randn((BATCH, *s), dtype=torch.float64, generator=source).to(dtype) for s in sizes
+    ]
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Every result and every count is the same, to the bit."""
+    for rank, ((a, bytes_a), (b, bytes_b)) in enumerate(zip(one, other, strict=True)):
+        assert bytes_a == bytes_b, f"rank {rank} counts other bytes"
+        for n, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert torch.equal(x, y), f"rank {rank}, {NAMES[n % 5]} of pass {n // 5}"
+
+
+CAUSAL = AttnMask.dense(64, causal=True)
+FEW_ROWS = AttnMask.dense(4, 128)
+SPLIT = {"heads": HEADS, "assignment": "balanced"}
+STRIPED = Layout.striped(64, 4, block=4)
+PLANS = {
+    "zigzag": make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS),
+    "gathered": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=0, **SPLIT),
+    "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
+    "scattered": make_plan(CAUSAL, STRIPED, stages=1, heads=HEADS, assignment="owner"),
+    "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
+    "rows of several ranks": make_plan(
+        FEW_ROWS, Layout.contiguous(4, 4), Layout.contiguous(128, 4), assignment="nearest"
+    ),
+    "nothing moves": make_plan(AttnMask.varlen([0, 32, 64], causal=True), Layout.contiguous(64, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_results_are_those_of_messages(
+    name: str,
+    reduce_dtype: torch.dtype | None,
+    kinds: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, got = PLANS[name], {}
+    for kind, comm in kinds.items():
+        connect(monkeypatch, comm)
+        got[kind] = passes(plan, torch.float32, times=3, reduce_dtype=reduce_dtype)
+    assert_alike(got["messages"], got["push"])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_whoever_is_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that runs ahead never writes over what another still reads."""
+    connect(monkeypatch, InProcessPush)
+    plan = PLANS[name]
+    first = passes(plan, torch.float32, times=4)
+    for seed in range(3):
+
+        def begin(comm: Any, seed: int = seed) -> None:
+            comm.memory.late = random.Random(seed * 10 + comm.rank)
+
+        assert_alike(first, passes(plan, torch.float32, times=4, begin=begin))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_plans_drawn_at_random(data: st.DataObject) -> None:
+    """Several plans one after the other over one group: places shrink, grow and are used again."""
+    ranks = data.draw(st.sampled_from([2, 3, 4]))
+    plans = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        length = data.draw(st.integers(1, 60))
+        layouts = [Layout.zigzag(length, ranks), Layout.contiguous(length, ranks)]
+        layouts.append(Layout.striped(length, ranks, block=data.draw(st.integers(1, 5))))
+        plans.append(
+            make_plan(
+                AttnMask.dense(length, causal=data.draw(st.booleans())),
+                data.draw(st.sampled_from(layouts)),
+                stages=data.draw(st.integers(0, 3)),
+                assignment=data.draw(st.sampled_from(["owner", "balanced"])),
+                heads=HEADS,
+            )
+        )
+
+    def body(comm: Comm) -> list[Tensor]:
+        results = []
+        for n, plan in enumerate([*plans, *plans]):
+            q, k, v, dout = draw(plan.mask, torch.float64, n)
+            own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
+            kernel, scoring = KERNELS["reference"], Scoring(0.25)
+            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            own_dout = plan.q_layout.shard(dout, comm.rank)
+            grads = attention_backward(plan, comm, kernel, own_dout, *own, out, lse, scoring)
+            results += [out, lse, *grads]
+        return results
+
+    want = run_ranks(ranks, body)
+    with pytest.MonkeyPatch.context() as patch:
+        connect(patch, InProcessPush)
+        got = run_ranks(ranks, body)
+    for a, b in zip(want, got, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+def test_without_places_it_sends_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layout ops know no pass."""
+    connect(monkeypatch, InProcessPush)
+    plan = PLANS["zigzag"]
+
+    def body(comm: Comm) -> Tensor:
+        exchange = plan.rank(comm.rank).stages[1].kv
+        assert exchange is not None
+        own = plan.k_layout.shard(torch.arange(64.0).view(1, 64, 1, 1), comm.rank)
+        (got,) = comm.fetch(exchange, [own], [ROWS]).wait()
+        return got.flatten()
+
+    for rank, got in enumerate(run_ranks(2, body)):
+        kv = plan.rank(rank).stages[1].kv
+        assert kv is not None and np.array_equal(got.numpy(), kv.indices)
+
+
+# ----------------------------------------------------------------------------- the arena
+
+
+class Counted:
+    """Memory of two ranks that counts what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def allocate(self, n_bytes: int) -> list[Tensor]:
+        """Two tensors."""
+        self.asked.append(n_bytes)
+        return [torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2)]
+
+
+def test_arena_grows_once_and_is_used_again() -> None:
+    memory = Counted()
+    arena = Arena(memory)  # type: ignore[arg-type]
+    sizes = [300, 1000, 0, 256]
+    addresses = []
+    for n in range(3):
+        assert arena.begin() == (n == 1), "what came in pieces becomes one at the second pass"
+        addresses.append([arena.take(size)[0].data_ptr() for size in sizes])
+        assert len(set(addresses[-1])) == len(sizes)
+    whole = [512, 1024, ALIGNED_BYTES, 256]
+    assert memory.asked == [*whole, sum(whole)] and addresses[1] == addresses[2]
+
+
+def test_late_memory_is_late() -> None:
+    """The tests above wait where they say so."""
+    memory = ThreadMemory(inprocess.World(1), 0)
+    memory.late = random.Random(0)
+    state = memory.late.getstate()
+    memory.put_signal(0, 0)
+    assert memory.late.getstate() != state

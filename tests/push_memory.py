@@ -1,0 +1,67 @@
+"""In-process ranks that write into one another's memory, as GPUs of one host do."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from customized_ops.ring_attention.core.inprocess import InProcessComm, World
+from customized_ops.ring_attention.core.push import Push
+
+POISON = 0xFF  # bytes of a NaN: what was not written shows
+
+
+class ThreadMemory:
+    """:class:`~.push.Memory` of threads; everything takes a random time where ``late`` is set."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self._allocated = 0
+        self.late: random.Random | None = None
+
+    def allocate(self, n_bytes: int) -> list[Tensor]:
+        """See :class:`~.push.Memory`."""
+        self._allocated += 1
+        mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
+        return self._world.local.comm.all_gather_object(mine)
+
+    def _flags(self) -> dict[tuple[int, int, int], bool]:
+        return self._world.__dict__.setdefault("flags", {})
+
+    def _wait(self) -> None:
+        if self.late is not None:
+            time.sleep(self.late.random() / 500)
+
+    def put_signal(self, peer: int, channel: int) -> None:
+        """See :class:`~.push.Memory`."""
+        self._wait()
+        key = (self._rank, peer, channel)
+        self._world.wait_for(lambda: not self._flags().get(key))
+        with self._world.changed:
+            self._flags()[key] = True
+            self._world.changed.notify_all()
+
+    def wait_signal(self, peer: int, channel: int) -> None:
+        """See :class:`~.push.Memory`."""
+        self._wait()
+        key = (peer, self._rank, channel)
+        self._world.wait_for(lambda: bool(self._flags().get(key)))
+        with self._world.changed:
+            self._flags()[key] = False
+            self._world.changed.notify_all()
+
+
+class InProcessPush(Push, InProcessComm):
+    """One thread's side of a world of them."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(ThreadMemory(world, rank), world, rank)
+
+    @property
+    def memory(self) -> Any:
+        """What the ranks write to."""
+        return self._memory
