@@ -3,6 +3,8 @@ import itertools
 import pytest
 import torch
 from dense import assert_same, dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.layout import Layout
@@ -144,6 +146,84 @@ def test_accumulation_dtype(dtype, wide):
     assert accumulation_dtype(dtype) == wide
 
 
+# ------------------------------------------------------------------- parts of some of the rows
+
+LENGTH = 12
+RANGES = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted), max_size=5)
+
+
+def most(ranges) -> int:
+    """Parts of the row that has most."""
+    return max(sum(start <= n < stop for start, stop in ranges) for n in range(LENGTH))
+
+
+def ranges_drawn(ranges, dtypes, seed):
+    """A part [2, n, 3, 4] and its lse for each range."""
+    draw = torch.Generator().manual_seed(seed)
+    for (start, stop), dtype in zip(ranges, dtypes, strict=False):
+        out = torch.randn(2, stop - start, 3, 4, generator=draw).to(dtype)
+        yield slice(start, stop), out, torch.randn(2, 3, stop - start, generator=draw)
+
+
+def assert_rounded_once(got, want) -> None:
+    """``got`` is within half a step of bf16 of ``want``, and what fp32 adds to that."""
+    assert got.shape == want.shape and not got.isnan().any()
+    half_step = 2.0 ** (torch.frexp(want).exponent - 9)
+    error = (got.double() - want).abs()
+    assert (error <= half_step + 1e-6).all(), "rounded to bf16 more than once"
+
+
+def test_rounding_twice_shows():
+    """A sum of three parts that is rounded after two is not what assert_rounded_once takes."""
+    a, b, c = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = a.double() + b.double() + c.double()
+    assert_rounded_once(want.float().bfloat16(), want)
+    with pytest.raises(AssertionError, match="more than once"):
+        assert_rounded_once(a + b + c, want)
+
+
+@settings(deadline=None, derandomize=True)
+@given(RANGES, st.booleans(), st.lists(st.booleans(), min_size=5, max_size=5), st.integers(0, 99))
+def test_ranges_of_rows_merge_as_whole_parts_do(ranges, known, wide, seed):
+    """Parts of some rows, in any dtypes: in fp64 with the rest unattended, then rounded once."""
+    dtypes = [torch.float32 if w else torch.bfloat16 for w in wide]
+    want = torch.zeros(2, LENGTH, 3, 4, dtype=torch.float64)
+    want_lse = torch.full((2, 3, LENGTH), -INF, dtype=torch.float64)
+    total = Accumulator(LENGTH, most(ranges) if known else None)
+    for rows, out, lse in ranges_drawn(ranges, dtypes, seed):
+        merge_(want[:, rows], want_lse[..., rows], out.double(), lse.double())
+        total.add(out.clone(), lse.clone(), None if rows == slice(0, LENGTH) else rows)
+    like = torch.zeros(2, LENGTH, 3, 4, dtype=torch.bfloat16)
+    got, got_lse = total.result(like, 4, torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    assert_rounded_once(got, want)
+    assert_same("lse", got_lse, want_lse, 1e-5)
+
+
+def test_two_parts_stay_narrow():
+    """Of each row; the first part's memory is the result's."""
+    for parts, dtype in ((2, torch.bfloat16), (3, torch.float32), (None, torch.float32)):
+        total = Accumulator(parts=parts)
+        first = torch.ones(1, 4, 1, 1, dtype=torch.bfloat16)
+        total.add(first, torch.zeros(1, 1, 4))
+        for rows in (slice(0, 1), slice(2, 4)):
+            count = rows.stop - rows.start
+            total.add(first[:, rows] + 1, torch.zeros(1, 1, count), rows)
+        out, lse = total.result(first, 1, dtype)
+        assert (out is first) == (parts == 2) and out.dtype == dtype
+        assert out.flatten().tolist() == [1.5, 1.0, 1.5, 1.5]
+        assert_same("lse", lse, torch.tensor([[[2.0, 1.0, 2.0, 2.0]]]).log(), 1e-6)
+
+
+def test_only_rows_without_a_part_are_filled():
+    """Parts of some rows first: 0 and -inf are written where no part was, and nothing else is."""
+    total = Accumulator(5, parts=2)
+    total.add(torch.ones(1, 2, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 2), slice(1, 3))
+    out, lse = total.result(torch.zeros(1, 5, 1, 1, dtype=torch.bfloat16), 1, torch.bfloat16)
+    assert out.flatten().tolist() == [0, 1, 1, 0, 0]
+    assert lse.flatten().tolist() == [-INF, 0, 0, -INF, -INF]
+
+
 # ------------------------------------------------------------------------------------ sums
 
 
@@ -225,3 +305,58 @@ def test_a_share_of_the_heads_is_added_in_its_place(team_size):
         want, first = torch.zeros(4), rank % team_size * each
         want[first : first + each] = 3.0
         assert_same("sum", total.so_far(), want[:, None].expand(1, 2, 4, 3), 0.0)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    RANGES,
+    st.booleans(),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.sampled_from(["result", "wide", "so_far"]),
+    st.integers(0, 99),
+)
+def test_ranges_of_rows_add_up_as_whole_parts_do(ranges, known, wide, how, seed):
+    dtypes = [torch.float32 if w else torch.bfloat16 for w in wide]
+    like = torch.zeros(2, LENGTH, 3, 4, dtype=torch.bfloat16)
+    want, total = like.double(), Sum(like, most(ranges) if known else None)
+    for rows, out, _ in ranges_drawn(ranges, dtypes, seed):
+        want[:, rows] += out.double()
+        total.add(out.clone(), None if rows == slice(0, LENGTH) else rows)
+    got = getattr(total, how)()
+    assert_rounded_once(got, want)
+    assert how != "result" or got.dtype == torch.bfloat16
+
+
+def test_two_parts_add_up_in_the_first_ones_memory():
+    for parts in (2, 3, None):
+        total, first = Sum(LIKE, parts), part(1.0, torch.bfloat16)
+        total.add(first)
+        total.add(part(2.0, torch.bfloat16)[:, :1], slice(0, 1))
+        assert (total.so_far() is first) == (parts == 2)
+        assert total.so_far().dtype == (torch.bfloat16 if parts == 2 else torch.float32)
+        assert (total.result()[:, 0] == 3).all() and (total.result()[:, 1] == 1).all()
+
+
+def test_a_narrow_sum_of_a_wide_tensor_widens():
+    """However few the parts: 1 + 2^-10 is no bf16."""
+    total = Sum(part(0.0, torch.float32), parts=2)
+    total.add(part(1.0, torch.bfloat16))
+    total.add(part(2.0**-10, torch.bfloat16))
+    assert (total.result() == 1 + 2.0**-10).all()
+
+
+@pytest.mark.parametrize("parts", [2, None])
+@pytest.mark.parametrize("first", [None, slice(1, 2), slice(0, 2)])
+def test_place_is_where_what_arrives_is_added(parts, first):
+    total = Sum(LIKE, parts)
+    if first is not None:
+        total.add(part(1.0, torch.bfloat16)[:, first], first)
+    place = total.place()
+    narrow = parts == 2 and first is not None
+    assert place.dtype == (torch.bfloat16 if narrow else torch.float32)
+    assert total.place() is place
+    place[:, 1:].add_(part(2.0, torch.float32)[:, 1:])
+    want = torch.zeros_like(LIKE)
+    want[:, slice(0, 0) if first is None else first] += 1
+    want[:, 1:] += 2
+    assert torch.equal(total.result(), want)

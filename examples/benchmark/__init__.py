@@ -1,0 +1,1 @@
+"""Attention on several GPUs beside its peers and beside the ideal; see ``attention.py``."""

@@ -1,0 +1,59 @@
+"""Attention over several GPUs, forward and backward, beside its peers and beside the ideal.
+
+    torchrun --nproc-per-node 2 examples/benchmark/attention.py --suite causal --json causal.jsonl
+    python examples/benchmark/attention.py --ranks 2 --suite all --json all.jsonl --plot all.png
+    python examples/benchmark/attention.py --from-json all.jsonl --plot all.png
+    python examples/benchmark/attention.py --ranks 2 --device cpu --dtype float32 --tokens 256 \
+--heads 4:2 --head-dim 16
+
+Ideal: the time of the fastest kernel for the whole problem on one GPU, over the number of GPUs. It
+is measured in the same run, on all GPUs at once, each by itself, so that they are as warm. All
+contestants of a case take turns in one process group; ranks start each run together; a time is the
+median of runs, of the slowest rank. Whoever computes something else than attention, or fails, is
+said to and has no time. Inputs lie in a contestant's layout before the clock starts, as in a model
+whose inputs were laid out so once.
+
+FLOP: 4 x attended pairs x query heads x head dim forward, 2.5 times that backward. Memory: the peak
+of a rank beyond its inputs, also in units of its q, k, v and out. "new ms": what the first call
+with another length costs beyond a later one: the plan, and what kernels make of it.
+
+Another contestant: see ``contestants.py``. Peers' schemes are in ``peers/``, written from their
+descriptions; peers' packages are measured too where installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The folder of this file is no place to import from: the package above it is.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.command import parse
+from benchmark.plot import draw
+from benchmark.ranks import spawn
+from benchmark.run import run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or draw what was measured."""
+    args = parse(arguments)
+    if args.from_json:
+        draw(args.from_json, args.plot)
+        return
+    if args.ranks:
+        spawn(run, args.ranks, args)
+    elif "WORLD_SIZE" in os.environ:
+        run(args)
+    else:
+        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+    if args.plot and os.environ.get("RANK", "0") == "0":
+        draw(args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()

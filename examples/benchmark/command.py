@@ -1,0 +1,86 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from .cases import SUITES, K
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description="Attention on several GPUs beside its peers.")
+    add = parser.add_argument
+    add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--suite", default="causal", choices=list(SUITES))
+    add("--tokens", nargs="+", type=tokens, help="lengths in place of the suite's; 64k, 1M")
+    add("--heads", default=(32, 8), type=heads, metavar="Q:KV", help="default 32:8")
+    add("--head-dim", type=count, default=128)
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--contestants", nargs="+", metavar="NAME", help="only those whose names start so")
+    add("--without", nargs="+", default=(), metavar="NAME", help="none whose names start so")
+    add("--fa2", action="store_true", help="the peers with torch's FlashAttention-2 too")
+    add("--kernel", default="auto", help="of seqshard's ops")
+    add("--reduce-dtype", choices=["bfloat16", "float16", "float32"], help="of seqshard's ops")
+    add("--deterministic", action="store_true", help="seqshard's ops, and its graphs' gradients")
+    add("--cuda-graph", action="store_true", help="seqshard as one CUDA graph too")
+    add("--runs", type=count, default=15, help="runs behind a median")
+    add("--least-runs", type=count, default=5, help="where they would take --case-seconds")
+    add("--case-seconds", type=float, default=25, help="most for the timed runs of a case")
+    add("--seconds", type=float, default=360, help="most for everything; the rest is left out")
+    add(
+        "--single-seconds",
+        type=float,
+        default=3,
+        help="most for one run on one GPU; beyond it"
+        " the baseline is that of fewer tokens, by attended pairs",
+    )
+    add(
+        "--lead-ms",
+        type=float,
+        default=0.5,
+        help="a device waits so long before each run, in"
+        " which its host queues calls; 0 shows what the host costs",
+    )
+    add(
+        "--document-multiple",
+        type=count,
+        default=16,
+        help="documents' lengths are a multiple of it; peers that cut each document need 2 x ranks",
+    )
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write every row there, one JSON object a line")
+    add("--plot", type=Path, metavar="FILE", help="draw shares of the ideal as a PNG")
+    add("--from-json", type=Path, metavar="FILE", help="only draw what --json wrote before")
+    add("--profile", type=Path, metavar="DIR", help="trace one run of seqshard for each case")
+    args = parser.parse_args(arguments)
+    if args.from_json and not args.plot:
+        parser.error("--from-json goes with --plot")
+    if args.plot and not (args.json or args.from_json):
+        parser.error("--plot draws what --json writes: give both")
+    return args
+
+
+def count(text: str) -> int:
+    """A positive number."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def tokens(text: str) -> int:
+    """A length, as 4096, 64k or 1M."""
+    units = {"k": K, "m": K * K}
+    unit = units.get(text[-1:].lower())
+    return count(text) if unit is None else count(text[:-1]) * unit
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Heads of q and of k and v, as 32:8."""
+    parts = [count(part) for part in text.split(":")]
+    if len(parts) != 2 or parts[0] % parts[1]:
+        raise argparse.ArgumentTypeError(f"{text} is not as 32:8, the second dividing the first")
+    return parts[0], parts[1]

@@ -1,0 +1,226 @@
+"""One case: every contestant is checked, then they take turns."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .cases import Case, short
+from .checking import WORST_ROW, Sample, both_passes, largest, tolerance
+from .contestants import Attention, Contestant
+from .graph import Captured
+from .problem import Problem
+from .ranks import Ranks
+from .rows import Row, heading, row_of, table
+from .timing import Runner, first_run, take_turns
+
+FAST = 600e12  # FLOP a second and GPU, to guess what would take too long
+OURS = "seqshard"
+
+
+class Match:
+    """A case and its contestants.
+
+    Attributes:
+        rows: one a contestant, in their order; graphs after their ops.
+        ready: those that are right, with their attention and runner, by name.
+        ideal: best times of one GPU, over the number of ranks, by pass.
+    """
+
+    def __init__(
+        self, case: Case, everyone: list[Contestant], args: argparse.Namespace, ranks: Ranks
+    ) -> None:
+        self.case, self.args, self.ranks = case, args, ranks
+        self.dtype = getattr(torch, args.dtype)
+        self.everyone = [c for c in everyone if c.missing is None]
+        self.rows: list[Row] = []
+        self.attentions: dict[str, Attention] = {}
+        self.runners: dict[str, Runner] = {}
+        self.ideal: dict[str, float] = {}
+        self.how = "no baseline"
+
+    @property
+    def huge(self) -> bool:
+        """Whether one GPU would take too long."""
+        return self.ranks.cuda and self.case.flop / FAST > self.args.single_seconds
+
+    def play(self) -> None:
+        """Measure all."""
+        made = self.ranks.attempt(self._make)
+        if made.failure:
+            self.how = f"nothing measured: {made.failure}"
+            return
+        for c in sorted(self.everyone, key=lambda c: not c.whole):  # baselines first
+            self._enter(c)
+        del self.right
+        self._enter_graphs()
+        self._measure()
+        self._shares()
+        for c in self.everyone:
+            if c.name in self.runners and c.name.startswith(OURS):
+                self._new_length(c)
+
+    def report(self) -> str:
+        """The table, for a person."""
+        return heading(self.case, self.ideal, self.how) + table(self.rows)
+
+    def _make(self) -> None:
+        self.problem = Problem(self.case, self.ranks, self.dtype, self.args.seed)
+        self.sample = Sample.of(self.case, self.problem.whole, self.ranks.size)
+        self.right: tuple[Tensor, ...] | None = None
+
+    def _enter(self, c: Contestant) -> None:
+        """Make a contestant's attention and check it."""
+        row = row_of(self.case, c, self.dtype, self.ranks.size)
+        self.rows.append(row)
+        why = c.refuses(self.case, self.ranks.size)
+        if why is None and self.huge and c.whole:
+            why = "would take too long"
+        if why is None and self.huge and c.name != OURS and self.args.contestants is None:
+            why = "left out at this length unless named by --contestants"
+        if why is not None:
+            row.note = why
+            return
+        outcome = self.ranks.attempt(partial(self._check, c, row))
+        if outcome.failure:
+            row.note = f"failed: {outcome.failure}"
+        elif row.checked is None or not self._fine(row.checked):
+            row.note = f"WRONG: relative error and worst row {row.checked}"
+        else:
+            self.attentions[c.name] = outcome.value
+            shards = self.problem.shards(c)
+            self.runners[c.name] = Runner.of(c.name, outcome.value, shards)
+            row.local_bytes = self.problem.local_bytes(c)
+
+    def _fine(self, errors: list[float]) -> bool:
+        return errors[0] < tolerance(self.dtype) and errors[1] < WORST_ROW
+
+    def _check(self, c: Contestant, row: Row) -> Attention:
+        """Its attention, after both comparisons of ``checking``."""
+        layout, rank = self.problem.layout(c)
+        row.layout = str(layout)
+        attention, shards = c.make(self.case, self.ranks), self.problem.shards(c)
+        row.checked = self.sample.errors(self.ranks, attention, shards, layout, rank)
+        if self.huge or not self._fine(row.checked):
+            return attention
+        given = both_passes(attention, shards)
+        if self.right is None and c.whole:
+            self.right = given
+        elif self.right is not None:
+            right = (layout.shard(t, rank) for t in self.right)
+            errors = largest(self.ranks, given, list(right))
+            row.checked = [max(pair) for pair in zip(row.checked, errors, strict=True)]
+        return attention
+
+    def _enter_graphs(self) -> None:
+        """This package's ops as CUDA graphs."""
+        if not (self.args.cuda_graph and self.ranks.cuda):
+            return
+        for c in [c for c in self.everyone if c.name in self.runners and c.name.startswith(OURS)]:
+            base = next(r for r in self.rows if r.contestant == c.name)
+            row = row_of(self.case, c, self.dtype, self.ranks.size)
+            row.contestant, row.layout = f"{c.name} graph", base.layout
+            row.local_bytes = base.local_bytes
+            self.rows.append(row)
+            shards = self.problem.shards(c)
+            outcome = self.ranks.attempt(partial(Captured, self.attentions[c.name], shards))
+            if outcome.failure:
+                row.note = f"failed: {outcome.failure}"
+                continue
+            row.note, row.checked = outcome.value.compare(self.ranks)
+            if self._fine(row.checked):
+                name = row.contestant
+                self.runners[name] = Runner(name, outcome.value.step)
+            else:
+                row.note = f"WRONG: {row.checked}; {row.note}"
+
+    def _measure(self) -> None:
+        """Times and memory of those that are ready."""
+        rows = {row.contestant: row for row in self.rows}
+        round_ms = 0.0
+        for name, runner in list(self.runners.items()):
+            outcome = self.ranks.attempt(partial(first_run, runner, self.ranks))
+            if outcome.failure:
+                rows[name].note = f"failed: {outcome.failure}"
+                del self.runners[name]
+                continue
+            rows[name].peak_bytes = outcome.value[1] or None
+            round_ms += outcome.value[0]
+        args, runners = self.args, list(self.runners.values())
+        runs = max(
+            args.least_runs, min(args.runs, int(1e3 * args.case_seconds / (round_ms + 1e-9)))
+        )
+        if not self.huge:  # else the first run is the one that there is
+            turns = partial(
+                take_turns, runners, self.ranks, runs, args.lead_ms, self._progress("runs")
+            )
+            outcome = self.ranks.attempt(turns)
+            if outcome.failure:
+                self.how = f"timed runs failed: {outcome.failure}"
+                self.runners = {}
+        for name, runner in self.runners.items():
+            rows[name].with_times(runner.medians(self.ranks))
+            rows[name].runs = len(runner.times)
+
+    def _progress(self, what: str) -> Callable[[Iterable[int]], Iterable[int]]:
+        hidden = self.ranks.rank > 0 or None
+        return lambda n: tqdm(n, desc=f"{self.case.name} {what}", leave=False, disable=hidden)
+
+    def _shares(self) -> None:
+        """The ideal, and every row's share of it."""
+        whole = [r for r in self.rows if r.whole and r.both is not None]
+        if self.huge:
+            self._from_fewer_tokens()
+        elif whole:
+            best = min(whole, key=lambda r: r.both or 0.0)
+            self.how = f"{best.contestant} over {self.ranks.size}"
+            for name in ("forward", "backward", "both"):
+                times = [getattr(r, name) for r in whole]
+                self.ideal[name] = min(times) / self.ranks.size
+        for row in self.rows:
+            row.share(self.ideal)
+
+    def _from_fewer_tokens(self) -> None:
+        """The ideal by the attended pairs of a length that one GPU attends in time."""
+        tokens = self.case.tokens
+        assert self.case.make is not None
+        while (case := self.case.make(tokens)).flop / FAST > self.args.single_seconds / 4:
+            tokens //= 2
+        singles = [c for c in self.everyone if c.whole]
+        smaller = Match(case, singles, self.args, self.ranks)
+        smaller.play()
+        ratio = self.case.mask.area / case.mask.area
+        self.ideal = {name: ms * ratio for name, ms in smaller.ideal.items()}
+        self.how = f"{smaller.how}, from {short(tokens)} tokens by attended pairs"
+
+    def _new_length(self, c: Contestant) -> None:
+        """What a first call with a length that was not met before costs this rank's host."""
+        fewer = self.case.tokens - 128 * self.ranks.size
+        if self.huge or fewer < self.case.tokens // 2 or self.case.make is None:
+            return
+        case = self.case.make(fewer - fewer % self.args.document_multiple)
+        outcome = self.ranks.attempt(partial(self._first_call, c, case))
+        row = next(r for r in self.rows if r.contestant == c.name)
+        if outcome.failure:
+            row.note += f" new length failed: {outcome.failure}"
+        else:
+            row.new_ms = max(self.ranks.gather(outcome.value))
+
+    def _first_call(self, c: Contestant, case: Case) -> float:
+        attention = c.make(case, self.ranks)
+        problem = Problem(case, self.ranks, self.dtype, self.args.seed)
+        *leaves, dout = problem.shards(c)
+        taken = []
+        for _ in range(2):
+            self.ranks.wait()
+            self.ranks.gather("ready")
+            began = perf_counter()
+            torch.autograd.grad(attention(*leaves), leaves, dout)
+            taken.append(1e3 * (perf_counter() - began))
+        return taken[0] - taken[1]

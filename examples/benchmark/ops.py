@@ -1,0 +1,74 @@
+"""This package's public ops, called as a model would call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from customized_ops.ring_attention import (
+    Layout,
+    wrap_masked_attn_func,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_sliding_window_attn_func,
+    wrap_streaming_attn_func,
+    wrap_zigzag_attn_func,
+)
+
+from .cases import Case
+
+
+@lru_cache(maxsize=64)
+def recommended(case: Case, ranks: int) -> Layout:
+    """What to apply once at a model's inputs: zigzag for causal masks, contiguous where rows see
+    their neighbours only, and else chunks dealt out evenly.
+    """
+    if case.kind == "causal":
+        return Layout.zigzag(case.tokens, ranks)
+    if case.kind in ("window", "streaming"):
+        return Layout.contiguous(case.tokens, ranks)
+    return Layout.balanced(case.mask, ranks)
+
+
+class Op:
+    """The op for a case.
+
+    Args:
+        group: None computes all of it here. rest: options by keyword, the same for all ops.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        layout: Layout,
+        group: dist.ProcessGroup | None,
+        rest: Mapping[str, Any],
+    ) -> None:
+        self.case, self.layout = case, layout
+        self.rest = {"process_group": group, **rest}
+        if group is not None:
+            self.rest["layout"] = layout
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out of [1, l, heads, d], this rank's tokens."""
+        case, rest = self.case, self.rest
+        if case.kind == "causal":
+            zigzag = self.layout == Layout.zigzag(case.tokens, self.layout.group_size)
+            function = wrap_zigzag_attn_func if zigzag else wrap_ring_attn_func
+            return function(q, k, v, causal=True, **rest)
+        if case.kind == "packed":
+            own = (t.squeeze(0) for t in (q, k, v))
+            bounds = list(case.bounds)
+            return wrap_ring_attn_varlen_func(*own, bounds, bounds, causal=True, **rest).unsqueeze(
+                0
+            )
+        if case.kind == "window":
+            window = (case.window, 0)
+            return wrap_sliding_window_attn_func(q, k, v, window_size=window, **rest)
+        if case.kind == "streaming":
+            return wrap_streaming_attn_func(q, k, v, case.window, case.sink_tokens, **rest)
+        return wrap_masked_attn_func(q, k, v, case.mask, **rest)

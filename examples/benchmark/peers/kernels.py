@@ -1,0 +1,220 @@
+"""The kernels that peers call on one device, behind one signature.
+
+    out, lse = forward(q, k, v, form)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, form)
+
+q, k, v, out and dout are [1, l, heads, d], lse is [heads, l], fp32 and the natural logarithm. out
+and lse that ``backward`` is given may be those of a whole row of which k and v are a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Which pairs attend, as libraries are told.
+
+    Attributes:
+        causal: to the diagonal at the bottom right. window: how far back, or -1.
+        cu_q, cu_k: int32 on the device, bounds of packed documents, or None.
+        most_q, most_k: tokens of the longest of them.
+    """
+
+    causal: bool
+    window: int = -1
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    most_q: int = 0
+    most_k: int = 0
+
+    @classmethod
+    def packed(
+        cls, q_bounds: Any, k_bounds: Any, device: torch.device, *, causal: bool, window: int = -1
+    ) -> Form:
+        """Of documents with these bounds in q and in k."""
+        cu = [
+            torch.tensor(np.asarray(b), dtype=torch.int32, device=device)
+            for b in (q_bounds, k_bounds)
+        ]
+        most = [int(np.diff(b).max()) for b in (q_bounds, k_bounds)]
+        return cls(causal, window, *cu, *most)
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Form], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel by name. missing: why it does not run here, or None."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+    missing: Callable[[torch.device], str | None]
+
+
+def _squeezed(form: Form, *tensors: Tensor) -> list[Tensor]:
+    return [t if form.cu_q is None else t.squeeze(0) for t in tensors]
+
+
+def _flash4_form(form: Form) -> dict[str, Any]:
+    given: dict[str, Any] = {"causal": form.causal and form.window < 0}
+    if form.window >= 0:
+        given |= {"window_size_left": form.window, "window_size_right": 0}
+    if form.cu_q is not None:
+        given |= {"cu_seqlens_q": form.cu_q, "cu_seqlens_k": form.cu_k}
+        given |= {"max_seqlen_q": form.most_q, "max_seqlen_k": form.most_k}
+    return given
+
+
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    q, k, v = _squeezed(form, q, k, v)
+    out, lse = _flash_attn_fwd(q=q, k=k, v=v, return_lse=True, **_flash4_form(form))[:2]
+    return (out, lse.squeeze(0)) if form.cu_q is None else (out.unsqueeze(0), lse)
+
+
+def _flash4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dout, q, k, v, out = _squeezed(form, dout, q, k, v, out)
+    lse = lse.contiguous() if form.cu_q is not None else lse.contiguous().unsqueeze(0)
+    grads = _flash_attn_bwd(q=q, k=k, v=v, out=out, dout=dout, lse=lse, **_flash4_form(form))[:3]
+    dq, dk, dv = grads if form.cu_q is None else (g.unsqueeze(0) for g in grads)
+    return dq, dk, dv
+
+
+def _flash4_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "needs a GPU"
+    try:
+        import_module("flash_attn.cute.interface")
+    except Exception as error:  # versions that do not go together raise anything
+        return f"flash-attn-4 is not installed ({type(error).__name__})"
+    return None
+
+
+def _aten_form(q: Tensor, k: Tensor, form: Form) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "cum_seq_q": form.cu_q,
+        "cum_seq_k": form.cu_k,
+        "max_q": form.most_q or q.shape[1],
+        "max_k": form.most_k or k.shape[1],
+        "dropout_p": 0.0,
+        "is_causal": form.causal and form.window < 0,
+    }
+    if form.window >= 0:
+        given |= {"window_size_left": form.window, "window_size_right": 0}
+    return given
+
+
+def _aten_forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    given = _aten_form(q, k, form)
+    q, k, v = _squeezed(form, q, k, v)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query=q, key=k, value=v, return_debug_mask=False, **given
+    )
+    return (out, lse.squeeze(0)) if form.cu_q is None else (out.unsqueeze(0), lse)
+
+
+def _aten_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = _aten_form(q, k, form)
+    dout, q, k, v, out = _squeezed(form, dout, q, k, v, out)
+    lse = lse.contiguous() if form.cu_q is not None else lse.contiguous().unsqueeze(0)
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
+    grads = torch.ops.aten._flash_attention_backward(
+        grad_out=dout.contiguous(),
+        query=q,
+        key=k,
+        value=v,
+        out=out.contiguous(),
+        logsumexp=lse,
+        rng_state=unused,
+        unused=unused,
+        **given,
+    )
+    dq, dk, dv = grads if form.cu_q is None else (g.unsqueeze(0) for g in grads)
+    return dq, dk, dv
+
+
+def _aten_missing(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "needs a GPU"
+
+
+def _pieces(q: Tensor, k: Tensor, form: Form) -> list[tuple[slice, slice]]:
+    """Rows and keys of each document."""
+    if form.cu_q is None or form.cu_k is None:
+        return [(slice(0, q.shape[1]), slice(0, k.shape[1]))]
+    cu_q, cu_k = form.cu_q.tolist(), form.cu_k.tolist()
+    return [
+        (slice(*rows), slice(*keys))
+        for rows, keys in zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+    ]
+
+
+def _scores(q: Tensor, k: Tensor, form: Form) -> Tensor:
+    """[heads, rows, keys], -inf where a pair does not attend; q and k are [heads, l, d]."""
+    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    if not form.causal:
+        return scores
+    last = k.shape[1] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+    keys = torch.arange(k.shape[1], device=q.device)
+    hidden = keys > last
+    if form.window >= 0:
+        hidden |= keys < last - form.window
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _by_heads(t: Tensor, heads: int) -> Tensor:
+    """[heads, l, d] in fp32 or wider, of [l, heads or fewer, d]."""
+    wide = t.transpose(0, 1).to(torch.promote_types(t.dtype, torch.float32))
+    return wide.repeat_interleave(heads // t.shape[1], 0)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    out, h = torch.zeros_like(q), q.shape[2]
+    lse = q.new_full((h, q.shape[1]), -torch.inf, dtype=torch.float32)
+    for rows, keys in _pieces(q, k, form):
+        scores = _scores(_by_heads(q[0, rows], h), _by_heads(k[0, keys], h), form)
+        lse[:, rows] = scores.logsumexp(-1)
+        out[0, rows] = (scores.softmax(-1) @ _by_heads(v[0, keys], h)).transpose(0, 1).to(q.dtype)
+    return out, lse
+
+
+def _plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    h, scale = q.shape[2], q.shape[-1] ** -0.5
+    for rows, keys in _pieces(q, k, form):
+        qs, ks, vs = (_by_heads(t, h) for t in (q[0, rows], k[0, keys], v[0, keys]))
+        given, made = (_by_heads(t, h) for t in (dout[0, rows], out[0, rows]))
+        p = (_scores(qs, ks, form) - lse[:, rows, None]).exp()
+        ds = p * (given @ vs.transpose(1, 2) - (given * made).sum(-1, keepdim=True)) * scale
+        dq[0, rows] = (ds @ ks).transpose(0, 1).to(q.dtype)
+        for grad, each in ((dk, ds.transpose(1, 2) @ qs), (dv, p.transpose(1, 2) @ given)):
+            grad[0, keys] = each.unflatten(0, (k.shape[2], -1)).sum(1).transpose(0, 1).to(k.dtype)
+    return dq, dk, dv
+
+
+KERNELS = {
+    "flash4": Kernel("flash4", _flash4_forward, _flash4_backward, _flash4_missing),
+    "fa2": Kernel("fa2", _aten_forward, _aten_backward, _aten_missing),
+    "plain": Kernel("plain", _plain_forward, _plain_backward, lambda device: None),
+}

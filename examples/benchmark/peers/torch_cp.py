@@ -1,0 +1,59 @@
+"""PyTorch's own context parallelism: the ring beneath ``context_parallel``.
+
+Its public context manager patches ``scaled_dot_product_attention`` for the whole process; here the
+functions that it leads to are called, with its own load balance (zigzag) and rotation.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def missing(device: torch.device) -> str | None:
+    """Why it does not run here."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    try:
+        library = import_module(MODULE)
+    except ImportError:
+        return f"this torch has no {MODULE}"
+    needed = ("_scaled_dot_product_ring_cudnn_attention_backward", "set_rotate_method")
+    lacking = [name for name in needed if not hasattr(library, name)]
+    return f"this torch's ring has no {lacking[0]}" if lacking else None
+
+
+class TorchRing:
+    """Causal attention through cuDNN on a ring; rotate: "allgather" or "alltoall"."""
+
+    def __init__(self, group: dist.ProcessGroup, rotate: str) -> None:
+        self.library, self.rotate = import_module(MODULE), rotate
+        self.mesh = DeviceMesh.from_group(group, "cuda")
+        self.rest: tuple[Any, ...] = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`~.scheme.Scheme`."""
+        self.library.set_rotate_method(self.rotate)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse, *rest = self.library._scaled_dot_product_ring_cudnn_attention(
+            self.mesh, q, k, v, is_causal=True
+        )
+        cu_q, cu_k, most_q, most_k, seed, offset, *_ = rest
+        self.rest = (None, cu_q, cu_k, most_q, most_k, 0.0, True)
+        return out.transpose(1, 2), (q, k, v, out, lse, seed, offset)
+
+    def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~.scheme.Scheme`."""
+        self.library.set_rotate_method(self.rotate)
+        grads = self.library._scaled_dot_product_ring_cudnn_attention_backward(
+            self.mesh, dout.transpose(1, 2), *saved, *self.rest
+        )
+        dq, dk, dv = (g.transpose(1, 2) for g in grads[:3])
+        return dq, dk, dv

@@ -1,0 +1,131 @@
+"""The ranks of a run: one process group, and agreement that works where a collective may not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ANSWER = timedelta(seconds=180)  # a rank that compiles kernels answers late
+
+
+class Lost(RuntimeError):
+    """A rank does not answer; what follows cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of something that every rank tried: this rank's value, or why it failed on some rank."""
+
+    value: Any
+    failure: str | None
+
+
+class Ranks:
+    """This rank among the others of the world.
+
+    What ranks tell each other outside of timed runs goes through the store, not through the
+    group: after a failure on one rank the group's collectives may be out of step.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.cuda = device == "cuda"
+        self.device = torch.device(device)
+        if self.cuda:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if self.cuda else "gloo",
+            device_id=self.device if self.cuda else None,
+            timeout=ANSWER,
+        )
+        assert dist.group.WORLD is not None
+        self.group: dist.ProcessGroup = dist.group.WORLD
+        self._store = dist.distributed_c10d._get_default_store()
+        # Where in a run this rank is: the attempt it is in, and what it has asked there.
+        self._scope, self._calls, self._ended = "benchmark/", 0, ""
+        self._mark = torch.zeros(1, device=self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank; anything that JSON can say.
+
+        Raises:
+            Lost: a rank gave nothing in time, or its attempt failed meanwhile.
+        """
+        self._calls += 1
+        keys = [f"{self._scope}{self._calls}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        return [json.loads(self._answer(key, rank)) for rank, key in enumerate(keys)]
+
+    def _answer(self, key: str, rank: int) -> bytes:
+        end = perf_counter() + ANSWER.total_seconds()
+        while not self._store.check([key]):
+            if self._ended and self._store.check([f"{self._ended}/{rank}"]):
+                raise Lost(f"rank {rank} failed")
+            if perf_counter() > end:
+                raise Lost(f"rank {rank} did not answer in {ANSWER.seconds} s")
+            sleep(1e-3)
+        return self._store.get(key)
+
+    def of_first(self, value: Any) -> Any:
+        """What rank 0 gave, on every rank."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def attempt(self, function: Callable[[], Any]) -> Outcome:
+        """Call it on every rank, and wait for the device. It failed if it did on any rank.
+
+        Where one rank fails in the middle of it, those that ask it something get an error too.
+        """
+        outer = self._scope, self._calls + 1, self._ended
+        self._scope = f"{outer[0]}{outer[1]}."
+        self._calls, self._ended = 0, f"{outer[0]}{outer[1]}"
+        value, failure = None, None
+        try:
+            value = function()
+            self.wait()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self._scope, self._calls, self._ended = outer[0], outer[1] - 1, outer[2]
+        failures = [f"rank {r}: {text}" for r, text in enumerate(self.gather(failure)) if text]
+        if failures and self.cuda:
+            with suppress(RuntimeError):  # of a broken GPU context, which what follows reports
+                torch.cuda.empty_cache()
+        return Outcome(None, failures[0]) if failures else Outcome(value, None)
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def together(self) -> None:
+        """The ranks start what comes next together: on the device's stream, or right now."""
+        dist.all_reduce(self._mark, group=self.group)
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Run ``function(*args)`` in so many processes with the environment that torchrun gives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_spawned, (ranks, port, function, args), nprocs=ranks)
+
+
+def _spawned(rank: int, ranks: int, port: int, function: Callable[..., None], args: Any) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    function(*args)

@@ -1,0 +1,208 @@
+"""What was measured: rows, as a table, and as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import BACKWARD_WORK, Case, short
+
+
+@dataclass
+class Row:
+    """A contestant in a case. Times in ms, the slowest rank's median; None: not measured.
+
+    Attributes:
+        area: attended pairs. ideal: the fastest single GPU's times over the number of ranks.
+        peak_bytes: of a rank beyond its inputs. local_bytes: of its q, k, v and out.
+        new_ms: what a first call with a new length costs the host beyond a later one.
+        checked: relative error and worst row, as in ``checking``.
+        note: why there are no figures, or what they lack.
+    """
+
+    mask: str
+    kind: str
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    ranks: int
+    area: int
+    contestant: str
+    kernel: str
+    whole: bool
+    layout: str = ""
+    forward: float | None = None
+    backward: float | None = None
+    both: float | None = None
+    runs: int = 0
+    tflops: float | None = None
+    share_forward: float | None = None
+    share_backward: float | None = None
+    share_both: float | None = None
+    peak_bytes: int | None = None
+    local_bytes: int | None = None
+    new_ms: float | None = None
+    checked: list[float] | None = None
+    note: str = ""
+
+    def with_times(self, medians: list[float]) -> None:
+        """Fill in times, and TFLOP/s a GPU."""
+        self.both = medians[-1]
+        if len(medians) > 1:
+            self.forward, self.backward = medians[:2]
+        gpus = 1 if self.whole else self.ranks
+        flop = (1 + BACKWARD_WORK) * 4 * self.area * self.q_heads * self.head_dim
+        self.tflops = flop / gpus / (1e9 * self.both)
+
+    def share(self, ideal: dict[str, float]) -> None:
+        """Fill in shares of the ideal, by pass; of one GPU, of the fastest one's."""
+        for name, best in ideal.items():
+            own = getattr(self, name)
+            if own:
+                setattr(self, f"share_{name}", best * (self.ranks if self.whole else 1) / own)
+
+
+def row_of(case: Case, contestant: Any, dtype: torch.dtype, ranks: int) -> Row:
+    """A row with nothing measured yet."""
+    h, g = case.heads
+    return Row(
+        mask=case.name,
+        kind=case.kind,
+        tokens=case.tokens,
+        q_heads=h,
+        kv_heads=g,
+        head_dim=case.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=ranks,
+        area=case.mask.area,
+        contestant=contestant.name,
+        kernel=contestant.kernel,
+        whole=contestant.whole,
+    )
+
+
+COLUMNS = (
+    *("contestant", "kernel", "layout", "fwd ms", "bwd ms", "both ms", "TFLOP/s", "fwd", "bwd"),
+    *("both", "peak GiB", "x local", "new ms", "runs", "error", "note"),
+)
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "" if value is None else f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.1f}%"
+
+    peak = times = None
+    if row.peak_bytes and row.local_bytes:
+        peak, times = row.peak_bytes / 2**30, row.peak_bytes / row.local_bytes
+    layout = row.layout if len(row.layout) < 28 else row.layout.split(":")[0]
+    return [
+        *(row.contestant, row.kernel, layout),
+        *(number(t, 4) for t in (row.forward, row.backward, row.both)),
+        number(row.tflops),
+        *(percent(s) for s in (row.share_forward, row.share_backward, row.share_both)),
+        *(number(peak), number(times), number(row.new_ms)),
+        str(row.runs or ""),
+        f"{row.checked[0]:.1e}" if row.checked else "",
+        row.note,
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows of one case in markdown, its columns aligned."""
+    head = [*COLUMNS[:-1], "note"]
+    lines = [head, *(cells(r) for r in rows)]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(head) - 1)]
+
+    def written(line: list[str]) -> str:
+        padded = [
+            c.ljust(w) if n < 3 else c.rjust(w)
+            for n, (c, w) in enumerate(zip(line, widths, strict=False))
+        ]
+        return f"| {' | '.join([*padded, line[-1]])} |"
+
+    rule = f"|{'|'.join('-' * (w + 2) for w in widths)}|---|"
+    return "\n".join([written(head), rule, *(written(line) for line in lines[1:])])
+
+
+class Lines:
+    """JSON, one object a line, written as it comes; nothing without a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is not None:
+            path.write_text("")
+
+    def add(self, kind: str, value: dict[str, Any]) -> None:
+        """A line; kind: "run", "row" or "profile"."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(json.dumps({"line": kind, **finite(value)}), file=file)
+
+    def row(self, row: Row) -> None:
+        """A row's line."""
+        self.add("row", asdict(row))
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: it is written as text."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and abs(value) == float("inf") else value
+
+
+def versions(cuda: bool) -> dict[str, str]:
+    """Of everything that is measured."""
+    found = {"torch": torch.__version__}
+    if cuda:
+        found["GPU"] = torch.cuda.get_device_name()
+        found["CUDA"] = str(torch.version.cuda)
+        found["driver"] = _driver()
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for package in ("flash-attn-4", "transformer-engine", "triton", "ring-flash-attn", "yunchang"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def heading(case: Case, ideal: dict[str, float], how: str) -> str:
+    """Above a case's table."""
+    flop = 1e-12 * case.forward_flop
+    lines = f"\n{case.title}: {case.mask.area} pairs, {flop:.4g} TFLOP forward\n"
+    if ideal:
+        times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in ideal.items())
+        lines += f"ideal ({how}): {times}\n"
+    else:
+        lines += f"ideal: {how}\n"
+    return lines
+
+
+def left_out(cases: list[Case], why: str) -> str:
+    """What no time was left for."""
+    names = "; ".join(f"{c.name} {short(c.tokens)} {c.heads[0]}:{c.heads[1]}" for c in cases)
+    return f"\nleft out, as {why}: {names}"

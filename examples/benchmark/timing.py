@@ -1,0 +1,126 @@
+"""Timed runs: contestants take turns, and ranks start together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contestants import Attention
+from .ranks import Ranks
+
+CYCLES_A_MS = 1_900_000  # of an H200's clock, about
+
+
+class Marks:
+    """Points in time, on the device's stream or, on a CPU, on the host."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda, self._points = cuda, []  # type: ignore[var-annotated]
+
+    def __call__(self) -> None:
+        """Mark this point."""
+        if self._cuda:
+            point = torch.cuda.Event(enable_timing=True)
+            point.record()
+        else:
+            point = perf_counter()
+        self._points.append(point)
+
+    def milliseconds(self) -> list[float]:
+        """From each point to the next; to be read when the device has passed the last one."""
+        pairs = zip(self._points, self._points[1:], strict=False)
+        if self._cuda:
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [1e3 * (b - a) for a, b in pairs]
+
+
+@dataclass
+class Runner:
+    """One contestant ready to run.
+
+    Attributes:
+        step: one forward and backward; marks its start, the end of the forward where that is
+            known, and the end.
+        times: of each run, the passes' milliseconds on this rank.
+    """
+
+    name: str
+    step: Callable[[Marks], Any]
+    times: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, attention: Attention, shards: Sequence[Tensor]) -> Runner:
+        """Of an attention and its tensors."""
+        *leaves, dout = shards
+
+        def step(mark: Marks) -> Any:
+            mark()
+            out = attention(*leaves)
+            mark()
+            grads = torch.autograd.grad(out, leaves, dout)
+            mark()
+            return out, grads
+
+        return cls(name, step)
+
+    def medians(self, ranks: Ranks) -> list[float]:
+        """Milliseconds of forward, backward and both, or of both alone: medians over runs, the
+        slowest rank's."""
+        columns = [list(c) for c in zip(*self.times, strict=True)]
+        if len(columns) > 1:
+            columns.append([sum(run) for run in self.times])
+        told = ranks.gather([median(c) for c in columns])
+        return [max(each) for each in zip(*told, strict=True)]
+
+
+def take_turns(
+    runners: Sequence[Runner],
+    ranks: Ranks,
+    runs: int,
+    lead_ms: float,
+    progress: Callable[[Iterable[int]], Iterable[int]],
+) -> None:
+    """So many runs of each, one after the other, a round at a time, each round from another on, so
+    that clocks and heat are the same for all.
+
+    Args:
+        lead_ms: how long a device waits before each run, in which its host queues the first calls,
+            as it does in a model, where attention follows other work.
+    """
+    marks: list[tuple[Runner, Marks]] = []
+    for run in progress(range(runs)):
+        for n in range(len(runners)):
+            runner, mark = runners[(n + run) % len(runners)], Marks(ranks.cuda)
+            if ranks.cuda and lead_ms:
+                torch.cuda._sleep(int(lead_ms * CYCLES_A_MS))
+            ranks.together()
+            runner.step(mark)
+            marks.append((runner, mark))
+    ranks.wait()
+    for runner in runners:
+        runner.times = [mark.milliseconds() for other, mark in marks if other is runner]
+
+
+def first_run(runner: Runner, ranks: Ranks) -> tuple[float, int]:
+    """One run by itself: its milliseconds, and the most bytes that it took beyond what was there
+    (0 where the device does not tell), both the largest of the ranks. ``runner`` keeps its time.
+    """
+    ranks.wait()
+    if ranks.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if ranks.cuda else 0
+    mark = Marks(ranks.cuda)
+    ranks.together()
+    kept = runner.step(mark)
+    ranks.wait()
+    del kept
+    most = torch.cuda.max_memory_allocated() - before if ranks.cuda else 0
+    runner.times = [mark.milliseconds()]
+    told = ranks.gather([sum(runner.times[0]), most])
+    return max(t for t, _ in told), max(m for _, m in told)
