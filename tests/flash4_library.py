@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from windows import dense_mask
 
-from customized_ops.ring_attention.core.kernels.windowed import Packing
+from customized_ops.ring_attention.core.kernels.steps import Packing
 
 FORWARD = (
     "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k "
@@ -85,7 +85,7 @@ class Library:
         out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v, q)).to(a.q.dtype)
         if a.cu_seqlens_q is not None:
             out, lse = out[0], lse[0]
-        return out, lse, None, None, None
+        return _written(out, a.out), _written(lse, a.lse), None, None, None
 
     def backward(self, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
         a = self._bind("_flash_attn_bwd", BACKWARD, 6, given)
@@ -108,7 +108,15 @@ class Library:
             torch.einsum("bhij,bihe->bjhe", p, dout).unflatten(2, groups).sum(3),
         )
         dq, dk, dv = (t if a.cu_seqlens_q is None else t[0] for t in gradients)
-        return dq, dk, dv
+        return _written(dq, a.dq), _written(dk, a.dk), _written(dv, a.dv)
+
+
+def _written(result: Tensor, into: Tensor | None) -> Tensor:
+    """``result``, in the caller's tensor if it gave one."""
+    if into is None:
+        return result
+    assert into.shape == result.shape and into.dtype == result.dtype and into.stride(-1) == 1
+    return into.copy_(result)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:

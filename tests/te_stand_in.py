@@ -166,7 +166,9 @@ def _refuse(given: dict[str, Any]) -> None:
     assert given["fused_attention_backend"] is FusedAttnBackend.F16_arbitrary_seqlen
     assert given["qkv_layout"] == "_".join([given["o_format"]] * 3)
     assert thd == mask.startswith("padding"), "packed calls are padded ones"
-    assert window == (-1, 0) or "causal" not in mask
+    assert ("causal" in mask) == (window[1] == 0)
+    if "causal" in mask:
+        assert mask.endswith("bottom_right") == given["bottom_right_diagonal"]
     reasons = {
         "head dims": d % 8 or e % 8 or max(d, e) > 256,
         "mixed head dims": min(d, e) >= 128 and d != e and (d, e) != (192, 128),
@@ -187,12 +189,12 @@ def _parts(given: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]
         cut = [(q[i], k[j], v[j]) for i, j in spans]
     else:
         cut = list(zip(q, k, v, strict=True))
-    assert given["bottom_right_diagonal"]
     left, right = given["window_size"]
     parts = []
     for one_q, one_k, one_v in cut:
         rows, keys = len(one_q), len(one_k)
-        ahead = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+        corner = keys - rows if given["bottom_right_diagonal"] else 0
+        ahead = torch.arange(keys)[None] - torch.arange(rows)[:, None] - corner
         mask = torch.ones_like(ahead, dtype=torch.bool)
         if left >= 0:
             mask &= ahead >= -left

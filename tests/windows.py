@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import Pairs, Scoring
-from customized_ops.ring_attention.core.kernels.windowed import Packing, Window
+from customized_ops.ring_attention.core.kernels.lowering import Window
+from customized_ops.ring_attention.core.kernels.steps import Packing
 from customized_ops.ring_attention.core.slices import as_slices, normalise
 
 WIDE = 999  # wider than any sequence here: no bound
@@ -106,8 +107,10 @@ def dense_mask(rows: int, keys: int, window: Window, packing: Packing | None) ->
 @dataclass
 class Library:
     """``forward`` and ``backward`` are an ``Attend`` and an ``AttendBackward``; ``calls`` holds
-    (window, sequences, q's shape) of each call, 0 sequences for one that is not packed."""
+    (window, sequences, q's shape) of each call, 0 sequences for one that is not packed. It
+    ``writes`` results where they belong, or leaves that to the caller."""
 
+    writes: bool = True
     calls: list[tuple[Window, int, tuple[int, ...]]] = field(default_factory=list)
 
     def forward(
@@ -118,6 +121,8 @@ class Library:
         window: Window,
         packing: Packing | None,
         scoring: Scoring,
+        *,
+        into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows without keys give lse +inf, as FlashAttention-2 does."""
         sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
@@ -128,7 +133,10 @@ class Library:
         p = _probabilities(scores, lse)
         out = torch.einsum("bhij,bjhe->bihe", p, _repeated(v4, q4).to(p.dtype)).to(q.dtype)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return (out, lse) if packing is None else (out[0], lse[0])
+        out, lse = (out, lse) if packing is None else (out[0], lse[0])
+        if into is None or not self.writes:
+            return out, lse
+        return into[0].copy_(out), into[1].copy_(lse)
 
     def backward(
         self,
@@ -144,9 +152,9 @@ class Library:
         *,
         dlse: Tensor | None,
         deterministic: bool,
+        into: tuple[Tensor | None, ...] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """lse is read as a C library would: by its address."""
-        assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+        """Gradients of the arguments of :meth:`forward`."""
         sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
         self.calls.append((window, sequences, tuple(q.shape)))
         rows = [dout, q, k, v, out] if packing is None else [t[None] for t in (dout, q, k, v, out)]
@@ -164,7 +172,11 @@ class Library:
         dk = torch.einsum("bhij,bihd->bjhd", ds, q4).unflatten(2, groups).sum(3)
         dv = torch.einsum("bhij,bihe->bjhe", p, dout4).unflatten(2, groups).sum(3)
         given = (t.to(q.dtype) for t in (dq, dk, dv))
-        dq, dk, dv = given if packing is None else (t[0] for t in given)
+        results = given if packing is None else (t[0] for t in given)
+        dq, dk, dv = (
+            result if place is None or not self.writes else place.copy_(result)
+            for result, place in zip(results, into, strict=True)
+        )
         return dq, dk, dv
 
 

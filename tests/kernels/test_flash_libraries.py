@@ -19,7 +19,7 @@ from customized_ops.ring_attention.core.kernels import (
     torch_ops,
 )
 from customized_ops.ring_attention.core.kernels.signatures import call, lacking, required
-from customized_ops.ring_attention.core.kernels.windowed import Packing
+from customized_ops.ring_attention.core.kernels.steps import Packing
 from customized_ops.ring_attention.core.slices import to_dense
 
 PLAIN, CAPPED = Scoring(0.35), Scoring(0.35, softcap=1.5)
@@ -66,6 +66,7 @@ class Standin:
 
     def backward(self, dout, q, k, v, out, lse, scale, softcap, window, causal, sequences, **told):
         assert len({t.shape[-1] for t in (dout, q, k, v, out)}) == 1 and q.shape[-1] % 8 == 0
+        assert lse.is_contiguous(), "it is read by its address"
         window, packing = self._arranged(q, k, window, causal, sequences, told)
         scoring = Scoring(scale, softcap)
         rest = {"dlse": None, "deterministic": False}

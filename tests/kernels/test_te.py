@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring, reference, te
-from customized_ops.ring_attention.core.kernels.windowed import Packing, Window
+from customized_ops.ring_attention.core.kernels.lowering import Window
+from customized_ops.ring_attention.core.kernels.steps import Packing
 from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
 
 WIDE = 999
@@ -160,6 +161,41 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for deterministic in (False, True):
         te.backward(dout, q, k, v, out, lse, pairs, SCORING, None, deterministic=deterministic)
     assert asked == [False, True]
+
+
+SQUARES = {"causal": "causal", "window": "no_mask", "documents": "padding_causal"}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_squares_have_their_diagonal_top_left(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """cuDNN's backward skips no tile where the diagonal is aligned bottom right."""
+    asked = []
+
+    def spy(**given: Any) -> Any:
+        asked.append((given["attn_mask_type"], given["bottom_right_diagonal"]))
+        return te_stand_in.fused_attn_bwd(**given)
+
+    te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
+    rows, keys, slices = SHAPES[name]
+    check(Pairs(normalise(as_slices(slices)), rows, keys), False)
+    if name in SQUARES:
+        assert set(asked) == {(SQUARES[name], False)}
+    elif name not in ("one pair", "rows twice"):  # which have squares among others
+        assert all(bottom_right for _, bottom_right in asked)
+
+
+def test_a_window_back_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lets cuDNN skip the tiles on both sides of it."""
+    asked = []
+
+    def spy(**given: Any) -> Any:
+        asked.append((given["attn_mask_type"], given["window_size"]))
+        return te_stand_in.fused_attn_bwd(**given)
+
+    te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
+    check(Pairs(normalise(as_slices([(0, 16, 0, 16, -3, 0)])), 16, 16), False)
+    check(Pairs(normalise(as_slices([(0, 9, 0, 16, 4, 7)])), 9, 16), False)
+    assert asked == [("causal", (3, 0)), ("causal_bottom_right", (3, 0))]
 
 
 def _raises() -> Callable[..., Any]:

@@ -15,9 +15,9 @@ SCORING = Scoring(0.35, softcap=1.5)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, **options):
+def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, **options):
     """Forward and backward equal the reference's; returns the library's calls of the forward."""
-    library = Library()
+    library = library or Library()
     want = reference.forward(q, k, v, pairs, scoring, None)
     got = windowed.forward(library.forward, q, k, v, pairs, scoring, **options)
     forward_calls = list(library.calls)
@@ -107,7 +107,8 @@ def test_operands_are_views_and_one_call_of_all_rows_is_returned_as_it_is():
     q, k, v, *_ = draw(1, 15, 15)
     seen = {}
 
-    def attend(q, k, v, *_):
+    def attend(q, k, v, *_, into):
+        assert into is None
         seen["operands"] = [t.data_ptr() for t in (q, k, v)]
         seen["out"], seen["lse"] = q[..., :5].clone(), q.new_zeros(4, 15)
         return seen["out"], seen["lse"]
@@ -128,23 +129,62 @@ def test_what_is_worked_out_once_is_not_again():
     assert pairs._made == made and len(made) == 2  # the calls, and the packing of one
 
 
-@pytest.mark.parametrize("kind", ["streaming", "several slices share rows", "documents, gaps"])
+THRICE = 10, 9, [(0, 10, n, n + 2, -WIDE, WIDE) for n in (0, 3, 6)]
+
+
+@pytest.mark.parametrize("kind", ["streaming", "documents, gaps", "thrice"])
 def test_low_precision_results(kind):
-    """One part a row stays in the inputs' dtype; merged ones are fp32, as all lse are."""
-    rows, keys, slices = KINDS[kind]
+    """Up to two parts a row stay in the inputs' dtype; more are merged in fp32, as all lse are."""
+    rows, keys, slices = THRICE if kind == "thrice" else KINDS[kind]
     pairs = pairs_of(slices, rows, keys)
     q, k, v, dout, _ = draw(1, rows, keys, dtype=torch.bfloat16)
     out, lse = windowed.forward(Library().forward, q, k, v, pairs, SCORING)
-    merged = kind != "documents, gaps"
-    assert out.dtype == (torch.float32 if merged else torch.bfloat16)
+    assert out.dtype == (torch.float32 if kind == "thrice" else torch.bfloat16)
     assert lse.dtype == torch.float32
     final = out.to(torch.bfloat16), lse
     rows_ = (dout, q, k, v, *final, pairs, SCORING)
-    dq, dk, dv = windowed.backward(Library().backward, *rows_)
-    assert dq.dtype == out.dtype and dk.dtype == dv.dtype
+    grads = windowed.backward(Library().backward, *rows_)
+    assert grads[0].dtype == out.dtype and grads[1].dtype == grads[2].dtype == torch.bfloat16
     want, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
     assert_same("out", out, want, 0.02)
     assert_same("lse", lse, want_lse, 1e-5)
+    wide = [t.float() for t in rows_[:5]]
+    for name, mine, his in zip(
+        ("dq", "dk", "dv"), grads, reference.backward(*wide, *rows_[5:], None), strict=True
+    ):
+        assert_same(name, mine, his, 0.02 * max(1.0, his.abs().max().item()))
+
+
+@over_kinds
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_library_may_leave_results_to_the_caller(kind, batch):
+    rows, keys, slices = KINDS[kind]
+    q, k, v, dout, dlse = draw(batch, rows, keys)
+    check(pairs_of(slices, rows, keys), q, k, v, dout, dlse, library=Library(writes=False))
+
+
+def test_results_are_written_where_they_belong():
+    """Of the calls that overlap no earlier one, by the library: no copy."""
+    rows, keys, slices = KINDS["streaming"]
+    pairs = pairs_of(slices, rows, keys)
+    q, k, v, dout, _ = draw(1, rows, keys)
+    library, given = Library(), []
+
+    def seen(function):
+        def call(*args, into, **rest):
+            given.append(into)
+            return function(*args, into=into, **rest)
+
+        return call
+
+    out, lse = windowed.forward(seen(library.forward), q, k, v, pairs, SCORING)
+    (first_out, first_lse), second = given
+    assert second is None
+    assert first_out.data_ptr() == out.data_ptr() and first_lse.data_ptr() == lse.data_ptr()
+    given.clear()
+    grads = windowed.backward(seen(library.backward), dout, q, k, v, out, lse, pairs, SCORING)
+    assert given[1] == (None, None, None)
+    assert [t.data_ptr() for t in given[0]] == [t.data_ptr() for t in grads]
 
 
 def test_check_notices():
@@ -153,8 +193,8 @@ def test_check_notices():
     pairs = pairs_of(slices, rows, keys)
     q, k, v, _, _ = draw(1, rows, keys)
 
-    def attend(q, k, v, window, packing, scoring):
-        return Library().forward(q, k, v, (-1, 0), packing, scoring)
+    def attend(q, k, v, window, packing, scoring, **rest):
+        return Library().forward(q, k, v, (-1, 0), packing, scoring, **rest)
 
     want, _ = reference.forward(q, k, v, pairs, SCORING, None)
     got, _ = windowed.forward(attend, q, k, v, pairs, SCORING)

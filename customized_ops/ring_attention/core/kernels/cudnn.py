@@ -2,7 +2,7 @@
 
 torch's op knows two shapes, all pairs and a causal square, and one sequence a batch entry. So a
 causal slice of more keys than rows takes two calls and each document takes its own; the rows of
-several calls are merged in fp32. Fine for one long sequence, slow for many short ones.
+several calls are merged. Fine for one long sequence, slow for many short ones.
 
 torch keeps the graphs that it builds for cuDNN by the shapes and strides of q, k and v. A graph is
 wrong for an out or dout with other strides than it was built with, so these two are contiguous
@@ -25,8 +25,8 @@ from .lse_apart import lse_apart
 from .pairs import Pairs
 from .protocol import Capabilities
 from .scoring import Scoring, Tokens
+from .spans import Gradient, Spans
 from .torch_sdpa import Tile
-from .windowed import Gradient, Spans
 
 NAME = "cudnn"
 CAPABILITIES = (
@@ -88,12 +88,11 @@ def forward(
     cut = _cut(pairs)
     if cut.rows.whole:
         return _attend(cut.tiles[0], q, k, v, scoring)
-    dtype = q.dtype if cut.rows.apart else accumulation_dtype(q.dtype)
-    out, lse = unattended(q, v.shape[-1], dtype)
-    for tile in cut.tiles:
+    out, lse = unattended(q, v.shape[-1], cut.rows.dtype(q.dtype))
+    for tile, fresh in zip(cut.tiles, cut.rows.fresh, strict=True):
         rows = slice(tile.q0, tile.q1)
         part, part_lse = _attend(tile, q, k, v, scoring)
-        if cut.rows.apart:
+        if fresh:
             out[:, rows], lse[..., rows] = part, part_lse
         else:
             merge_(out[:, rows], lse[..., rows], part, part_lse)
@@ -119,16 +118,16 @@ def backward(
     dq = Gradient(q, cut.rows)
     dk, dv = Gradient(k, cut.keys), Gradient(v, cut.keys)
     of_lse = None if dlse is None else lse_apart(dlse, out, v)
-    for tile in cut.tiles:
+    for n, tile in enumerate(cut.tiles):
         part_q, part_k, part_v = _gradients(tile, dout, q, k, v, out, lse, scoring)
         if of_lse is not None:
             dout_, out_, v_ = of_lse
             more_q, more_k, _ = _gradients(tile, dout_, q, k, v_, out_, lse, scoring)
             part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        dq.add(part_q, rows)
-        dk.add(part_k, keys)
-        dv.add(part_v, keys)
+        dq.add(n, part_q, dq.total[:, rows])
+        dk.add(n, part_k, dk.total[:, keys])
+        dv.add(n, part_v, dv.total[:, keys])
     return dq.total, dk.total, dv.total
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from . import windowed
+from .lowering import Window
 from .scoring import Scoring
 from .signatures import call, lacking
+from .steps import Packing
 from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
-from .windowed import Packing, Window
 
 NAME = "flash2"
 CAPABILITIES = (
@@ -68,6 +69,8 @@ def attend(
     window: Window,
     packing: Packing | None,
     scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.windowed.Attend`."""
     library = _library()
@@ -99,6 +102,7 @@ def attend_backward(
     *,
     dlse: Tensor | None,
     deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.windowed.AttendBackward`."""
     library = _library()
@@ -115,7 +119,7 @@ def attend_backward(
         k=k_,
         v=v_,
         out=out_,
-        softmax_lse=lse,
+        softmax_lse=lse.contiguous(),
         dq=grads[0],
         dk=grads[1],
         dv=grads[2],

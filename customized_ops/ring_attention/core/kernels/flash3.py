@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from . import windowed
+from .lowering import Window
 from .scoring import Scoring
 from .signatures import call, lacking, required
+from .steps import Packing
 from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
-from .windowed import Packing, Window
 
 NAME = "flash3"
 CAPABILITIES = (
@@ -74,6 +75,8 @@ def attend(
     window: Window,
     packing: Packing | None,
     scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.windowed.Attend`."""
     function = _library()._flash_attn_forward
@@ -95,6 +98,7 @@ def attend_backward(
     *,
     dlse: Tensor | None,
     deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.windowed.AttendBackward`."""
     function = _library()._flash_attn_backward
@@ -108,7 +112,7 @@ def attend_backward(
         k=k_,
         v=v_,
         out=out_,
-        softmax_lse=lse,
+        softmax_lse=lse.contiguous(),
         dq=grads[0],
         dk=grads[1],
         dv=grads[2],

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flash4_blocks, windowed
+from . import flash4_blocks, steps, windowed
 from .block_lists import blocks_touched
-from .lowering import tiles
+from .lowering import Window, tiles
 from .pairs import Pairs
 from .protocol import Capabilities, Request
 from .scoring import Scoring, Tokens
 from .signatures import lacking
+from .steps import Packing
 from .widths import cut_to, same_width
-from .windowed import Packing, Window
 
 NAME = "flash4"
 
@@ -73,13 +73,14 @@ NEEDS = {
         *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
         *("window_size_left", "window_size_right"),
         *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-        *("mask_mod", "aux_tensors", "block_sparse_tensors"),
+        *("mask_mod", "aux_tensors", "block_sparse_tensors", "out", "lse"),
     ),
     "flash_attn.cute.interface._flash_attn_bwd": (
         *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
         *("window_size_left", "window_size_right"),
         *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
+        *("dq", "dk", "dv"),
     ),
     "flash_attn.cute.block_sparsity.BlockSparseTensorsTorch": (
         *("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"),
@@ -187,11 +188,19 @@ def backward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, packing: Packing | None, scoring: Scoring
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    packing: Packing | None,
+    scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One window call; see :class:`~.windowed.Attend`."""
     from flash_attn.cute import interface
 
+    out, lse = (None, None) if into is None else into
     out, lse, *_ = interface._flash_attn_fwd(
         q=q,
         k=k,
@@ -199,6 +208,8 @@ def attend(
         softmax_scale=scoring.softmax_scale,
         softcap=scoring.softcap,
         return_lse=True,
+        out=out,
+        lse=lse,
         **_bounds(window),
         **_segments(packing),
     )
@@ -218,6 +229,7 @@ def attend_backward(
     *,
     dlse: Tensor | None,
     deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
     from flash_attn.cute import interface
@@ -233,12 +245,16 @@ def attend_backward(
         softcap=scoring.softcap,
         dlse=dlse,
         deterministic=deterministic,
+        dq=into[0],
+        dk=into[1],
+        dv=into[2],
         **_bounds(window),
         **_segments(packing),
     )
     return dq, dk, dv
 
 
+@cache
 def _bounds(window: Window) -> dict[str, Any]:
     """The library has kernels of their own for no bounds and for causal ones."""
     left, right = (None if bound < 0 else bound for bound in window)
@@ -268,7 +284,7 @@ def _blocks_if_faster(
     calls; decided once."""
 
     def make() -> flash4_blocks.Lists | None:
-        calls = windowed.lowered_of(pairs).calls
+        calls = steps.lowered(pairs)
         if len(calls) < 2 or torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
         block_k = flash4_blocks.block_k(q.shape[-1])

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ..merge import accumulation_dtype
 from . import windowed
+from .lowering import Window
 from .lse_apart import lse_apart
 from .protocol import Capabilities
 from .scoring import Scoring
-from .windowed import Packing, Window
+from .steps import Packing
 
 NAME = "te"
 CAPABILITIES = (
@@ -68,7 +69,14 @@ def _lacking() -> str | None:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, packing: Packing | None, scoring: Scoring
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    packing: Packing | None,
+    scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.windowed.Attend`."""
     call = _Call(q, k, v, window, packing)
@@ -91,6 +99,7 @@ def attend_backward(
     *,
     dlse: Tensor | None,
     deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.windowed.AttendBackward`. cuDNN knows no gradient of lse: that is a second
     call, whose dq and dk are added in fp32."""
@@ -144,12 +153,18 @@ class _Call:
         self.layout = "_".join([self.format] * 3)
         self._at = packing or _one_each(self._batch, q.shape[1], k.shape[1], q.device)
 
+    def _mask(self) -> str:
+        """The library's name for the window. In a square both diagonals are the same, and cuDNN's
+        backward skips the tiles beyond a top-left one only."""
+        packed, square = self.format == "thd", self._at.square
+        if self._window[1] != 0:
+            return "padding" if packed else "no_mask"
+        causal = "padding_causal" if packed else "causal"
+        return causal if square else f"{causal}_bottom_right"
+
     def settings(self, scoring: Scoring) -> dict[str, Any]:
         """What forward and backward are told alike."""
         packed, at = self.format == "thd", self._at
-        mask = "padding" if packed else "no_mask"
-        if self._window == (-1, 0):
-            mask = "padding_causal_bottom_right" if packed else "causal_bottom_right"
         # Longest keys: at least the longest rows, which TransformerEngine asks of windows though
         # cuDNN does not where sequences are packed; it is a bound, so more does no harm.
         return {
@@ -165,9 +180,9 @@ class _Call:
             "qkv_layout": self.layout,
             "o_format": self.format,
             "attn_bias_type": "no_bias",
-            "attn_mask_type": mask,
+            "attn_mask_type": self._mask(),
             "window_size": self._window,
-            "bottom_right_diagonal": True,
+            "bottom_right_diagonal": not at.square,
         }
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
@@ -219,7 +234,7 @@ def _refused_unpacked(rows: int, keys: int, window: Window) -> bool:
 def _one_each(batch: int, rows: int, keys: int, device: torch.device) -> Packing:
     """A batch's entries as packed sequences."""
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return Packing(starts * rows, starts * keys, rows, keys)
+    return Packing(starts * rows, starts * keys, rows, keys, square=rows == keys)
 
 
 def _width(d: int, e: int) -> int:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from . import windowed
+from .lowering import Window
 from .scoring import Scoring
+from .steps import Packing
 from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
-from .windowed import Packing, Window
 
 CAPABILITIES = WideningCapabilities(
     device="cuda",
@@ -36,6 +37,8 @@ def attend(
     window: Window,
     packing: Packing | None,
     scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.windowed.Attend`."""
     q_, k_, v_ = same_width(q, k, v)
@@ -71,6 +74,7 @@ def attend_backward(
     *,
     dlse: Tensor | None,
     deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :class:`~.windowed.AttendBackward`."""
     dout_, out_, v_ = widened_by_lse(dout, out, v, dlse)
@@ -83,7 +87,7 @@ def attend_backward(
             key=k_,
             value=v_,
             out=out_,
-            logsumexp=lse,
+            logsumexp=lse.contiguous(),
             cum_seq_q=cu_q,
             cum_seq_k=cu_k,
             max_q=max_q,
