@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from .errors import AnnotationError, PartitionError, Span
 from .grammar import Annotation, Reduce, Shape
@@ -54,6 +55,10 @@ class BoundAnnotation:
 
     def output_shapes(self) -> tuple[TensorShape | None, ...]:
         """The shape of each output; None where the annotation says '?'. '1' alone gives (1,)."""
+        return self._output_shapes
+
+    @cached_property
+    def _output_shapes(self) -> tuple[TensorShape | None, ...]:
         return tuple(
             None if shape.ignored else tuple(dim_size(dim, self.sizes) for dim in shape.dims)
             for shape in self.annotation.outputs

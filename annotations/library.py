@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .binding import BoundAnnotation
 from .errors import AnnotationError
+from .gradients import WANTED, differentiate
+from .memo import remembered
 from .registry import AnnotationLike, OpRecord
 from .rules import PartitionRule
-
-WANTED = "wanted"
 
 # A Library unregisters its ops when it is collected, so they are kept for good.
 _libraries: dict[str, torch.library.Library] = {}
@@ -80,8 +80,8 @@ def define(
         forward=getattr(ops, op_name).default,
         backward=getattr(ops, f"{op_name}_backward").default,
     )
-    _implement(lib, record, function, backward or _derived_backward(function, record))
-    _differentiate(record)
+    both = _implement(lib, record, function, backward or _derived_backward(function, record))
+    differentiate(lib, record, *both)
     return record
 
 
@@ -96,19 +96,26 @@ def _implement(
     record: OpRecord,
     function: Callable[..., Any],
     backward: Callable[..., Any],
-) -> None:
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Register what the forward and the backward op do, and return it."""
     op_name = record.name.split("::")[1]
 
     first = True
+    known: dict[Any, BoundAnnotation] = {}
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any) -> Any:
         nonlocal first
-        arguments = record.arguments(args, kwargs)
-        bound = record.bind(arguments)
+        arguments = record.arguments(args, {})
+        values = list(arguments.values())
+        tensors = [values[n] for n in record.tensor_at if values[n] is not None]
+        for n in record.tensor_at:
+            if values[n] is not None:
+                values[n] = values[n].shape, values[n].dtype
+        bound = remembered(known, tuple(values), lambda: record.bind(arguments))
         with _watched(record, arguments) if first else nullcontext():
             given = function(**arguments)
         first = False
-        results = _own(_as_tuple(given), arguments.values(), record.fake is None)
+        results = _own(_as_tuple(given), tensors, record.fake is None)
         _check_results(record, bound, results)
         return results if record.n_outputs > 1 else results[0]
 
@@ -125,13 +132,14 @@ def _implement(
         grads = [
             _zeros(value, args) if grad is None or value is None else grad for grad, value in given
         ]
-        results = _own(grads, args, contiguous=True)
+        results = _own(grads, [x for x in args if isinstance(x, Tensor)], contiguous=True)
         return results if len(results) != 1 else results[0]
 
     lib.impl(op_name, checked, "CompositeExplicitAutograd")
     lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(record.name, fake_forward, lib=lib)
     torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
+    return checked, real_backward
 
 
 @contextmanager
@@ -214,15 +222,19 @@ def _as_tuple(results: Any) -> tuple[Any, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _own(results: Sequence[Tensor], given: Iterable[Any], contiguous: bool) -> tuple[Tensor, ...]:
+def _own(
+    results: Sequence[Tensor], given: Iterable[Tensor], contiguous: bool
+) -> tuple[Tensor, ...]:
     """``results``, copied where they share memory with what was given or with each other."""
-    taken = {v.untyped_storage()._cdata for v in given if isinstance(v, Tensor)}
+    taken = {tensor.untyped_storage()._cdata for tensor in given}
     owned = []
     for result in results:
         result = result.contiguous() if contiguous else result
-        if result.untyped_storage()._cdata in taken:
+        storage = result.untyped_storage()._cdata
+        if storage in taken:
             result = result.clone()
-        taken.add(result.untyped_storage()._cdata)
+            storage = result.untyped_storage()._cdata
+        taken.add(storage)
         owned.append(result)
     return tuple(owned)
 
@@ -274,46 +286,3 @@ def autograd_on() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
-
-
-def _differentiate(record: OpRecord) -> None:
-    names = tuple(record.signature.parameters)
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = _as_tuple(output) if record.saves_results else ()
-        ctx.set_materialize_grads(False)
-        is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.rest = [
-            None if tensor else value for value, tensor in zip(inputs, is_tensor, strict=True)
-        ]
-        ctx.is_tensor = is_tensor
-        ctx.save_for_backward(
-            *(value for value, tensor in zip(inputs, is_tensor, strict=True) if tensor), *outputs
-        )
-
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not record.differentiable or all(grad is None for grad in grads):
-            return (None,) * len(names)
-        saved = list(ctx.saved_tensors)
-        n_inputs = sum(ctx.is_tensor)
-        tensors = iter(saved[:n_inputs])
-        inputs = [
-            next(tensors) if tensor else value
-            for value, tensor in zip(ctx.rest, ctx.is_tensor, strict=True)
-        ]
-        needs = dict(zip(names, ctx.needs_input_grad, strict=False))
-        if WANTED in names:
-            inputs[names.index(WANTED)] = [needs[name] for name in record.differentiable]
-        results = _as_tuple(record.backward(*grads, *inputs, *saved[n_inputs:]))
-        by_name = dict(zip(record.differentiable, results, strict=True))
-        return tuple(
-            by_name.get(name) if tensor and needs[name] else None
-            for name, tensor in zip(names, ctx.is_tensor, strict=True)
-        )
-
-    def backward_of_backward(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError(f"{record.title}: second derivatives are not supported")
-
-    torch.library.register_autograd(record.name, backward, setup_context=setup_context)
-    if record.differentiable:  # without this, torch would take the gradients for constants
-        torch.library.register_autograd(f"{record.name}_backward", backward_of_backward)

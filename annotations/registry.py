@@ -16,6 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,8 +67,17 @@ class OpRecord:
     backward: Any
     _checked: set[str] = field(default_factory=set, repr=False)
 
+    @cached_property
+    def tensor_at(self) -> tuple[int, ...]:
+        """Where the arguments that are tensors, or may be, stand."""
+        kinds = [str(argument.type) for argument in self.forward._schema.arguments]
+        return tuple(n for n, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
+
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name, defaults filled in."""
+        names = self.signature.parameters
+        if len(args) == len(names):
+            return dict(zip(names, args, strict=True))
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -168,8 +167,7 @@ def kernel_of(op: str, kernel: str, use_cute: bool) -> str:
     return "flash4"
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Arguments that every attention op takes alike, as the user passed them.
 
     Attributes:
@@ -190,9 +188,6 @@ class Options:
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
-    dropout_seed: int | Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sink: Tensor | None = None
     return_lse: bool = False
     kernel: str = "auto"
     layout: Layout | None = None
@@ -202,6 +197,14 @@ class Options:
     use_cute: bool = False
     q_rows: tuple[int, int] | None = None
     q_heads: tuple[int, int] | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_seed: int | Tensor | None = None
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        """All but what may be tensors, which stand last."""
+        return self[:-3]
 
     def tensors(self, op: str, q: Tensor) -> dict[str, Tensor | None]:
         """The optional tensors of the op; ``dropout_p`` must be sound.

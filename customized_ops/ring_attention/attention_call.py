@@ -13,14 +13,17 @@ With lse' and out' in the place of lse and out the gradients of q, k, v are what
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from annotations.memo import remembered
 
 from . import agreement, te_cp
 from .arguments import REDUCE_DTYPES, ArgumentError, check_tensors
@@ -39,35 +42,65 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """An op call, resolved: what to run, over which group, with which kernel.
+    """What an op call needs beside its tensors and its group: the same for all calls alike.
 
     Attributes:
+        scoring: None where it has tensors, which are each call's own.
         lse_used: whether a gradient may flow into lse. Every rank must know that alike, because it
             changes what the backward sends, and autograd tells a rank only of its own loss.
         key_positions: see :func:`~.core.executor.attention_forward`.
     """
 
     plan: Plan
-    comm: Comm
     kernel: Kernel | te_cp.ContextParallel
-    scoring: Scoring
+    scoring: Scoring | None
     lse_used: bool
     key_positions: Tensor | None
 
+    def scoring_of(self, given: Given) -> Scoring:
+        """How scores become probabilities in one call."""
+        return self.scoring or scoring_of(given)
+
+
+# By group, so that a new group of an old one's name starts afresh, and what was found goes with it.
+_resolved: WeakKeyDictionary[Comm, dict[Any, Call]] = WeakKeyDictionary()
+# As many as there are plans kept: a plan of many pieces may take megabytes.
+MOST_RESOLVED = 32
+
 
 def resolve(
-    op: str, given: Given, make: Callable[[Comm], tuple[Plan, Any]], *, compare: bool
-) -> Call:
+    op: str,
+    given: Given,
+    values: Hashable,
+    make: Callable[[Comm], tuple[Plan, Any]],
+    *,
+    compare: bool,
+) -> tuple[Call, Comm]:
     """Check the call, make its plan, and with ``SEQSHARD_CHECK=1`` compare it over the group.
 
     Args:
         given: the op's arguments by name.
+        values: all that ``make``, kernel and scoring depend on, tensors by their shapes or values.
         make: the plan on a given group, and the positions of keys or None; raises ValueError where
             the arguments contradict one another.
         compare: False where the ranks have compared this call before (in the backward).
     """
-    q, k, v = (given[name] for name in ("q", "k", "v"))
     comm = comm_by_name(given["group"])
+    known = _resolved.get(comm)
+    if known is None:
+        known = _resolved.setdefault(comm, {})
+    call = known.get(values)
+    if call is None or (compare and agreement.enabled()):
+        call = _resolve(op, given, comm, make, compare=compare)
+        if not isinstance(call.kernel, te_cp.ContextParallel):  # which keeps its group
+            remembered(known, values, lambda: call, MOST_RESOLVED)
+    return call, comm
+
+
+def _resolve(
+    op: str, given: Given, comm: Comm, make: Callable[[Comm], tuple[Plan, Any]], *, compare: bool
+) -> Call:
+    q, k, v = (given[name] for name in ("q", "k", "v"))
     problem: Exception | None = None
     plan = positions = scoring = kernel = None
     try:
@@ -85,7 +118,8 @@ def resolve(
     assert plan is not None and scoring is not None and kernel is not None
     if positions is not None:
         positions = _on_device(positions.tobytes(), q.device)
-    return Call(plan, comm, kernel, scoring, given["return_lse"], positions)
+    own = None if scoring.needs_tokens else scoring  # those are with ALiBi and with dropout
+    return Call(plan, kernel, own, given["return_lse"], positions)
 
 
 def scoring_of(given: Given) -> Scoring:
@@ -241,7 +275,7 @@ def _compare_lengths(op: str, comm: Comm, local: int) -> None:
     comm.common_lengths.add(local)
 
 
-def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
+def forward(call: Call, comm: Comm, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, shaped as q."""
     if isinstance(call.kernel, te_cp.ContextParallel):
         return call.kernel.forward(given["q"], given["k"], given["v"])
@@ -251,7 +285,7 @@ def forward(call: Call, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
         out, lse = q.new_empty((b, length, h, v.shape[-1])), lse_like(q, (b, h, length))
     else:
         out, lse = attention_forward(
-            call.plan, call.comm, call.kernel, q, k, v, call.scoring, call.key_positions
+            call.plan, comm, call.kernel, q, k, v, call.scoring_of(given), call.key_positions
         )
         if given["sink"] is not None:
             out, lse = _with_sink(out, lse, given["sink"])
@@ -272,6 +306,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 def backward(
     call: Call,
+    comm: Comm,
     dout: Tensor | None,
     dlse: Tensor | None,
     given: Given,
@@ -291,12 +326,12 @@ def backward(
         return (*_unbatched(packed, *grads), None if sink is None else torch.zeros_like(sink))
     if dout is None:
         dout = torch.zeros_like(out)
-    if dlse is None and call.lse_used and call.comm.size > 1:
+    if dlse is None and call.lse_used and comm.size > 1:
         dlse = torch.zeros_like(lse)
     dsink = None if sink is None else _sink_gradient(dout, dlse, out, lse, sink)
     dq, dk, dv = attention_backward(
         call.plan,
-        call.comm,
+        comm,
         call.kernel,
         dout,
         q,
@@ -304,7 +339,7 @@ def backward(
         v,
         out,
         lse,
-        call.scoring,
+        call.scoring_of(given),
         call.key_positions,
         dlse=dlse,
         deterministic=given["deterministic"],

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from annotations import AnnotatedOp, register_op
 from annotations.binding import BoundAnnotation
+from annotations.memo import alike, remembered
 from annotations.rules import SplitSite
 
 from .arguments import (
@@ -31,7 +33,7 @@ from .arguments import (
     dropout_of,
     refuse_unsupported,
 )
-from .attention_call import backward, forward, lse_like, resolve
+from .attention_call import Call, backward, forward, lse_like, resolve
 from .attention_family import OPTIONAL_TENSORS, OPTIONS, Family, Given, Problem
 from .attention_rule import annotation, rule_of, sizes
 from .core.comm import Comm
@@ -40,6 +42,7 @@ from .core.inprocess import InProcessComm
 from .core.layout import Layout
 from .core.plan import Plan, make_plan
 from .parts import KeyHeads, part_numbers, refuse_with_parts, rows_of
+from .varlen_utils import on_host
 
 
 def declare(
@@ -53,6 +56,7 @@ def declare(
         split_heads: whether the op may split heads over ranks inside, where that is faster.
     """
     arguments = family.arguments
+    n_tensors = sum(kind in (Tensor, Tensor | None) for kind in arguments.values())
 
     def plan(problem: Problem, heads: tuple[int, int]) -> Plan:
         return make_plan(
@@ -64,7 +68,7 @@ def declare(
             team_size=None if split_heads else 1,
         )
 
-    def resolved(given: Given, compare: bool) -> Any:
+    def resolved(given: Given, compare: bool) -> tuple[Call, Comm]:
         def make(comm: Comm) -> tuple[Plan, Any]:
             refuse_with_parts(title, given, comm.size)
             part_of_rows = given["row_parts"] > 0
@@ -75,7 +79,15 @@ def declare(
             heads = given["q"].shape[-2], given["k"].shape[-2]
             return plan(problem, heads), problem.key_positions
 
-        return resolve(title, given, make, compare=compare)
+        qkv = given["q"], given["k"], given["v"]
+        values = (
+            title,
+            *[(t.shape, t.dtype, t.device) for t in qkv],
+            *[on_host(given[name]).tobytes() for name in family.tensors],
+            *[given[name] is None for name in OPTIONAL_TENSORS],
+            *list(given.values())[n_tensors:],
+        )
+        return resolve(title, given, values, make, compare=compare)
 
     def of_own_heads(given: dict[str, Any]) -> tuple[dict[str, Any], KeyHeads | None]:
         own = KeyHeads.of_call(title, given)
@@ -83,13 +95,13 @@ def declare(
 
     def attend(**given: Any) -> tuple[Tensor, Tensor]:
         given, _ = of_own_heads(given)
-        return forward(resolved(given, True), given, family.packed)
+        return forward(*resolved(given, True), given, family.packed)
 
     def run_backward(dout: Any, dlse: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = args
         whole = dict(zip(arguments, inputs, strict=True))
         given, own = of_own_heads(whole)
-        grads = backward(resolved(given, False), dout, dlse, given, out, lse, family.packed)
+        grads = backward(*resolved(given, False), dout, dlse, given, out, lse, family.packed)
         if own is None:
             return grads
         dq, dk, dv, dsink = grads
@@ -124,12 +136,31 @@ def declare(
     )(attend)
 
 
+class Pattern(NamedTuple):
+    """How a user said which pairs attend.
+
+    Attributes:
+        said: what was passed, but for tensors.
+        numbers: checks ``said``, and makes the family's numbers of nothing else.
+        tensors: checks and returns the family's integer tensors.
+    """
+
+    said: tuple[Any, ...]
+    numbers: Callable[[], Mapping[str, Any]]
+    tensors: Callable[[], Mapping[str, Tensor]] = dict
+
+
+# Of calls that were found sound: by all that was passed, tensors by their shapes.
+_numbers: dict[Any, Mapping[str, Any]] = {}
+_fitting: dict[Any, BoundAnnotation] = {}
+
+
 def call_op(
     op: AnnotatedOp,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]],
+    pattern: Pattern,
     options: Options,
     process_group: GroupLike,
     **unsupported: object,
@@ -137,46 +168,63 @@ def call_op(
     """Check a user's call and make it; returns out, and lse if asked for.
 
     Args:
-        pattern: checks and returns the family's integer tensors and its numbers.
         unsupported: arguments of the public function that must be at their defaults.
     """
-    record = op.record
-    title = record.title
+    title = op.record.title
 
     def check() -> list[Any]:
         refuse_unsupported(title, **unsupported)
         check_tensors(title, q, k, v)
-        tensors, numbers = pattern()
-        named: dict[str, Any] = {"q": q, "k": k, "v": v, **tensors}
-        named |= dict.fromkeys(OPTIONAL_TENSORS)
-        named |= {
-            **numbers,
-            **dict.fromkeys(OPTIONS),
-            "dropout_p": dropout_of(title, options.dropout_p),
-            **part_numbers(title, "q_rows", options.q_rows, "row"),
-            **part_numbers(title, "q_heads", options.q_heads, "head"),
-            "head_total": 0,
-        }
-        if named["head_parts"] and q.ndim > 1:
-            named["head_total"] = named["head_parts"] * int(q.shape[-2])
-        if options.dropout_p and options.dropout_seed is None and _threads(process_group):
-            raise ArgumentError(
-                f"{title}: ranks that are threads share one generator, so each would draw another "
-                "seed; give dropout_seed"
-            )
-        watched = not torch.compiler.is_compiling()
-        if watched:  # the shapes of q, k, v first: the rest is checked against them
-            record.bind(named)
-        named |= {**options.tensors(title, q), **options.numbers(title, q)}
-        refuse_with_parts(title, named, ranks=1)
-        if watched and any(named[name] is not None for name in OPTIONAL_TENSORS):
-            record.bind(named)
-        return list(named.values())[3:-1]
+        tensors = {"q": q, "k": k, "v": v, **pattern.tensors()}
+        if torch.compiler.is_compiling():
+            numbers = _numbers_of(op, tensors, pattern, options)
+            optional = options.tensors(title, q)
+        else:
+            shapes = q.shape, k.shape, v.shape, q.dtype
+            switch = torch.are_deterministic_algorithms_enabled()
+            key = op, shapes, alike(options.said), alike(pattern.said), switch
+            make = partial(_numbers_of, op, tensors, pattern, options)
+            numbers = remembered(_numbers, key, make)
+            optional = options.tensors(title, q)
+            given = tuple([None if t is None else t.shape for t in optional.values()])
+            if any(given):
+                bind = partial(op.record.bind, {**tensors, **optional, **numbers, "group": None})
+                remembered(_fitting, (key, given), bind)
+        _refuse_unseeded(title, options, process_group)
+        return [*tensors.values(), *optional.values(), *numbers.values()]
 
-    rest = checked(title, process_group, check)
-    out, lse = op(q, k, v, *rest, group_name(process_group))
+    given = checked(title, process_group, check)
+    out, lse = op(*given, group_name(process_group))
     return (out, lse) if options.return_lse else out
 
 
-def _threads(process_group: GroupLike) -> bool:
-    return isinstance(process_group, InProcessComm) and process_group.size > 1
+def _numbers_of(
+    op: AnnotatedOp, tensors: Mapping[str, Tensor], pattern: Pattern, options: Options
+) -> Mapping[str, Any]:
+    """The numbers of an op call, in the op's order, its group left out."""
+    title, q = op.record.title, tensors["q"]
+    named: dict[str, Any] = {
+        **pattern.numbers(),
+        **dict.fromkeys(OPTIONS),
+        "dropout_p": dropout_of(title, options.dropout_p),
+        **part_numbers(title, "q_rows", options.q_rows, "row"),
+        **part_numbers(title, "q_heads", options.q_heads, "head"),
+        "head_total": 0,
+    }
+    if named["head_parts"] and q.ndim > 1:
+        named["head_total"] = named["head_parts"] * int(q.shape[-2])
+    if not torch.compiler.is_compiling():  # shapes first: the rest is checked against them
+        op.record.bind({**tensors, **dict.fromkeys(OPTIONAL_TENSORS), **named})
+    named |= options.numbers(title, q)
+    refuse_with_parts(title, named, ranks=1)
+    del named["group"]
+    return named
+
+
+def _refuse_unseeded(op: str, options: Options, process_group: GroupLike) -> None:
+    threads = isinstance(process_group, InProcessComm) and process_group.size > 1
+    if options.dropout_p and options.dropout_seed is None and threads:
+        raise ArgumentError(
+            f"{op}: ranks that are threads share one generator, so each would draw another seed; "
+            "give dropout_seed"
+        )

@@ -24,7 +24,7 @@ from .arguments import (
 )
 from .attention_call import layout_of
 from .attention_family import Family, Given, Problem
-from .attention_op import call_op
+from .attention_op import Pattern, call_op
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.mask import AttnMask
@@ -78,7 +78,7 @@ def dense_attention(
     """Check a user's call of a dense attention op and make it; out, and lse if asked for."""
     title = op.record.title
 
-    def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def numbers() -> dict[str, Any]:
         flag_of(title, "enable_ring", enable_ring)
         for side, longest in zip("qk", max_seqlens, strict=True):
             if longest is not None:
@@ -87,12 +87,13 @@ def dense_attention(
                     f"are not given; leave it None, got {longest!r}"
                 )
         left, right = window_bounds(title, window_size)
-        return {}, {
+        return {
             "causal": flag_of(title, "causal", causal),
             "window_left": left,
             "window_right": right,
             "sink_tokens": tokens_of(title, "sink_tokens", sink_tokens),
         }
 
+    pattern = Pattern((causal, window_size, sink_tokens, enable_ring, max_seqlens), numbers)
     group = ring_group(enable_ring, process_group)
     return call_op(op, q, k, v, pattern, options, group, **unsupported)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .arguments import ArgumentError, Options
 from .attention_call import layout_of
 from .attention_family import Family, Given, Problem
-from .attention_op import call_op, declare
+from .attention_op import Pattern, call_op, declare
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.layout import Layout
@@ -162,13 +162,15 @@ def wrap_masked_attn_func(
     have them as special cases.
     """
 
-    def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors() -> dict[str, Tensor]:
         if not isinstance(mask, AttnMask):
             raise ArgumentError(
                 f"{TITLE}: mask must be an AttnMask, such as AttnMask.causal(l), got {mask!r}"
             )
-        numbers = {"q_len": mask.q_len, "k_len": mask.k_len}
-        return {"mask_slices": _as_tensor(mask.key[2])}, numbers
+        return {"mask_slices": _as_tensor(mask.key[2])}
+
+    def numbers() -> dict[str, Any]:
+        return {"q_len": mask.q_len, "k_len": mask.k_len}
 
     options = Options(
         softmax_scale=softmax_scale,
@@ -186,4 +188,6 @@ def wrap_masked_attn_func(
         q_rows=q_rows,
         q_heads=q_heads,
     )
+    lengths = getattr(mask, "q_len", None), getattr(mask, "k_len", None)
+    pattern = Pattern(lengths, numbers, tensors)
     return call_op(MASKED_ATTN, q, k, v, pattern, options, process_group)

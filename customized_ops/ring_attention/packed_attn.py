@@ -20,7 +20,7 @@ from .arguments import (
 )
 from .attention_call import layout_of
 from .attention_family import Family, Given, Problem
-from .attention_op import call_op
+from .attention_op import Pattern, call_op
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .dense_attn import sequence_mask
@@ -110,23 +110,27 @@ def packed_attention(
     """Check a user's call of a packed attention op and make it; out, and lse if asked for."""
     title = op.record.title
 
-    def pattern() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors() -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for side, cu in zip("qk", (cu_seqlens_q, cu_seqlens_k), strict=True):
+            name = f"cu_seqlens_{side}"
+            if cu is None:
+                raise ArgumentError(f"{title}: {name} is missing; give both, for q and for k")
+            found[name] = as_tensor(title, name, cu)
+        return found
+
+    def numbers() -> dict[str, Any]:
         if not flag_of(title, "enable_ring", enable_ring) and torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{title}: enable_ring=False is not supported in a captured graph, where an engine "
                 "gives the op its group"
             )
         left, right = window_bounds(title, window_size)
-        longest: dict[str, int] = {}
-        tensors: dict[str, Tensor] = {}
-        for side, cu, most in zip("qk", (cu_seqlens_q, cu_seqlens_k), max_seqlens, strict=True):
-            name = f"cu_seqlens_{side}"
-            if cu is None:
-                raise ArgumentError(f"{title}: {name} is missing; give both, for q and for k")
-            tensors[name] = as_tensor(title, name, cu)
+        longest = {}
+        for side, most in zip("qk", max_seqlens, strict=True):
             name = f"max_seqlen_{side}"
             longest[name] = -1 if most is None else tokens_of(title, name, most)
-        return tensors, {
+        return {
             "causal": flag_of(title, "causal", causal),
             "window_left": left,
             "window_right": right,
@@ -134,5 +138,6 @@ def packed_attention(
             **longest,
         }
 
+    said = causal, window_size, sink_tokens, enable_ring, max_seqlens
     group = ring_group(enable_ring, process_group)
-    return call_op(op, q, k, v, pattern, options, group, **unsupported)
+    return call_op(op, q, k, v, Pattern(said, numbers, tensors), options, group, **unsupported)
