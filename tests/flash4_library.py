@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from windows import dense_mask
 
+from customized_ops.ring_attention.core.kernels import flash4_blocks
 from customized_ops.ring_attention.core.kernels.steps import Packing
 
 FORWARD = (
@@ -149,6 +150,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
         "flash_attn.cute", interface=interface, block_sparsity=sparsity, utils=utils, __path__=[]
     )
     module("flash_attn", cute=cute, __path__=[], __spec__=SimpleNamespace())
+    monkeypatch.setattr(flash4_blocks, "interface", lambda: interface)
     # What mask_mod functions are written in, on tensors instead of a kernel's values.
     jit = module("cutlass.cute", jit=lambda function: function)
     module("cutlass", cute=jit, Int32=torch.int32, range_constexpr=range, __path__=[])

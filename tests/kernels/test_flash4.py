@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.kernels import (
     flash4,
     flash4_blocks,
     reference,
-    windowed,
+    steps,
 )
 from customized_ops.ring_attention.core.slices import as_slices, normalise
 
@@ -199,7 +199,7 @@ def test_lists_are_made_once(library, monkeypatch):
     tensors = draw(pairs)
     check(pairs, *tensors)
     monkeypatch.setattr(flash4_blocks, "block_lists", None)
-    monkeypatch.setattr(windowed, "lower", None)
+    monkeypatch.setattr(steps, "lower", None)
     flash4.forward(*tensors[:3], pairs, SCORINGS["plain"], None)
     mods = [given["mask_mod"] for _, given in library.calls]
     assert len(mods) == 3 and len(set(mods)) == 1, "another object is another kernel to compile"

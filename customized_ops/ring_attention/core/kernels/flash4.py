@@ -136,13 +136,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """See :class:`~.protocol.Kernel`."""
     v_dim = v.shape[-1]
-    q, k, v = _fitting(q, k, v, heads=k.shape[2], v_dim=v_dim)
+    q, k, v = _fitting(q, k, v, heads=v.shape[2], v_dim=v_dim)
     blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
     if blocks is not None:
         out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
     else:
         out, lse = windowed.forward(attend, q, k, v, pairs, scoring)
-    return out[..., :v_dim], lse
+    return (out if out.shape[-1] == v_dim else out[..., :v_dim]), lse
 
 
 def backward(
@@ -198,10 +198,8 @@ def attend(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One window call; see :class:`~.windowed.Attend`."""
-    from flash_attn.cute import interface
-
     out, lse = (None, None) if into is None else into
-    out, lse, *_ = interface._flash_attn_fwd(
+    out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
         q=q,
         k=k,
         v=v,
@@ -232,9 +230,7 @@ def attend_backward(
     into: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
-    from flash_attn.cute import interface
-
-    dq, dk, dv = interface._flash_attn_bwd(
+    dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
         q=q,
         k=k,
         v=v,
@@ -300,7 +296,7 @@ def _blocks_if_faster(
             return None
         return flash4_blocks.lists(pairs, q.shape[-1], q.device)
 
-    key = (_blocks_if_faster, backward, q.shape, k.shape, v.shape, q.device)
+    key = (_blocks_if_faster, backward, q.shape, v.shape, q.device)
     return pairs.made(key, make)
 
 

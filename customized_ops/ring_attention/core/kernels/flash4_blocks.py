@@ -7,9 +7,11 @@ function reads the row's intervals of keys from a table.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,12 @@ class Lists:
     intervals: int
 
 
+@cache  # an import statement in each call would cost microseconds
+def interface() -> ModuleType:
+    """The library's functions."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
 def block_k(head_dim: int) -> int:
     """Keys of a block: the library's backward on Hopper wants exactly this many, and its forward
     takes them. The same blocks both ways make one list the other's transpose."""
@@ -70,9 +78,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
-    from flash_attn.cute import interface
-
-    out, lse, *_ = interface._flash_attn_fwd(
+    out, lse, *_ = interface()._flash_attn_fwd(
         q=q,
         k=k,
         v=v,
@@ -98,9 +104,7 @@ def backward(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
-    from flash_attn.cute import interface
-
-    dq, dk, dv = interface._flash_attn_bwd(
+    dq, dk, dv = interface()._flash_attn_bwd(
         q=q,
         k=k,
         v=v,

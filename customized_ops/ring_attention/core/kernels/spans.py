@@ -71,7 +71,7 @@ class Gradient:
         if not spans.whole:
             self.total = like.new_empty(like.shape, dtype=spans.dtype(like.dtype))
             for start, stop in spans.outside:
-                self.total[:, start:stop] = 0
+                self.total.narrow(1, start, stop - start).zero_()
 
     def takes(self, n: int) -> bool:
         """Whether call ``n`` may write its part into the total itself."""

@@ -88,18 +88,18 @@ class Step:
 
     def pack_stats(self, t: Tensor) -> Tensor:
         """[b, h, l] -> packed [h, b l], a view if :attr:`stats_are_views`."""
-        if self.packing is None:
-            return t
-        return t.squeeze(0) if self.entries == 1 else t.transpose(0, 1).flatten(1)
+        return self.pack(t) if self.stats_are_views else t.transpose(0, 1).flatten(1)
 
     def unpack(self, t: Tensor) -> Tensor:
         """:meth:`pack` undone."""
-        return t if self.packing is None else t.view(self.entries, -1, *t.shape[1:])
+        if self.packing is None:
+            return t
+        return t.unsqueeze(0) if self.entries == 1 else t.unflatten(0, (self.entries, -1))
 
     def unpack_stats(self, t: Tensor) -> Tensor:
         """:meth:`pack_stats` undone."""
-        if self.packing is None:
-            return t
+        if self.stats_are_views:
+            return self.unpack(t)
         return t.unflatten(1, (self.entries, -1)).transpose(0, 1)
 
 

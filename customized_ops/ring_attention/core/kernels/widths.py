@@ -53,5 +53,8 @@ def widened_by_lse(
 
 
 def cut_to(grads: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each without the columns that its own tensor does not have, a view."""
-    return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, likes, strict=True))
+    """Each without the columns that its own tensor does not have, a view; itself if it has all."""
+    return tuple(
+        g if g.shape[-1] == t.shape[-1] else g[..., : t.shape[-1]]
+        for g, t in zip(grads, likes, strict=True)
+    )

@@ -96,8 +96,8 @@ def forward(
     out = q.new_empty((b, rows, h, v.shape[-1]), dtype=dtype)
     lse = q.new_empty((b, h, rows), dtype=wide)
     for start, stop in todo.rows.outside:
-        out[:, start:stop] = 0
-        lse[..., start:stop] = -torch.inf
+        out.narrow(1, start, stop - start).zero_()
+        lse.narrow(2, start, stop - start).fill_(-torch.inf)
     for step in todo.steps:
         place = step.cut_rows(out), step.cut_stats(lse)
         if not todo.rows.fresh[step.call]:
