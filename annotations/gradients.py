@@ -31,7 +31,8 @@ def differentiate(
     """Register the autograd of a record's two ops.
 
     Args:
-        forward_function, backward_function: what the ops do to tensors with data.
+        forward_function, backward_function: what the ops do to tensors with data; the second may
+            return None where no gradient is wanted.
     """
     op_name = record.name.split("::")[1]
     defaults = [argument.default_value for argument in record.forward._schema.arguments]
@@ -40,9 +41,10 @@ def differentiate(
     order = [(*tensor_at, *number_at).index(n) for n in range(len(names))]
 
     def forward(ctx: Any, keyset: Any, inputs: tuple[Any, ...], *tensors: Tensor | None) -> Any:
-        results = below(keyset, inputs)
+        plain = _is_backend(keyset)
+        results = below(plain, keyset, inputs)
         ctx.set_materialize_grads(False)
-        ctx.plain = _is_backend(keyset)
+        ctx.plain = plain
         ctx.numbers = [inputs[n] for n in number_at]
         ctx.save_for_backward(*tensors, *(_as_tuple(results) if record.saves_results else ()))
         return results
@@ -62,10 +64,10 @@ def differentiate(
         found = dict(zip(record.differentiable, _as_tuple(results), strict=True))
         return (None, None, *[found.get(name) if need else None for name, need in needs.items()])
 
-    def below(keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    def below(plain: bool, keyset: Any, inputs: tuple[Any, ...]) -> Any:
         """The op below autograd: past the dispatcher where it would only come back here."""
         with torch._C._AutoDispatchBelowAutograd():
-            if _is_backend(keyset):
+            if plain:
                 return forward_function(*inputs)
             return record.forward.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
@@ -74,11 +76,12 @@ def differentiate(
     recorded: Any = type(op_name, (torch.autograd.Function,), methods)
 
     def autograd(keyset: Any, *inputs: Any) -> Any:
-        inputs += tuple(defaults[len(inputs) :])  # the dispatcher leaves them out
+        if len(inputs) < len(names):  # the dispatcher leaves out what is at its default
+            inputs += tuple(defaults[len(inputs) :])
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             # Its gradients go to tensors that are passed by themselves.
             return recorded.apply(keyset, inputs, *[inputs[n] for n in tensor_at])
-        return below(keyset, inputs)
+        return below(_is_backend(keyset), keyset, inputs)
 
     lib.impl(op_name, autograd, "Autograd", with_keyset=True)
     if record.differentiable:  # without this, torch would take the gradients for constants

@@ -97,7 +97,8 @@ def _implement(
     function: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Register what the forward and the backward op do, and return it."""
+    """Register what the forward and the backward op do; returns the first, and the second with None
+    where no gradient is wanted."""
     op_name = record.name.split("::")[1]
 
     first = True
@@ -107,7 +108,7 @@ def _implement(
         nonlocal first
         arguments = record.arguments(args, {})
         values = list(arguments.values())
-        tensors = [values[n] for n in record.tensor_at if values[n] is not None]
+        tensors = [values[n] for n in record.tensor_at]
         for n in record.tensor_at:
             if values[n] is not None:
                 values[n] = values[n].shape, values[n].dtype
@@ -127,19 +128,26 @@ def _implement(
         results = tuple(_zeros(value, args) for value in _differentiated(record, args).values())
         return results if len(results) != 1 else results[0]
 
-    def real_backward(*args: Any) -> Any:
-        given = zip(_as_tuple(backward(*args)), _differentiated(record, args).values(), strict=True)
+    def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+        wanted = _differentiated(record, args).values()
         grads = [
-            _zeros(value, args) if grad is None or value is None else grad for grad, value in given
+            value.new_zeros(value.shape) if grad is None and value is not None else grad
+            for grad, value in zip(_as_tuple(backward(*args)), wanted, strict=True)
         ]
-        results = _own(grads, [x for x in args if isinstance(x, Tensor)], contiguous=True)
+        kept = [None if value is None else grad for grad, value in zip(grads, wanted, strict=True)]
+        n, last = record.n_outputs, record.n_outputs + len(record.signature.parameters)
+        tensors = (*args[:n], *[args[n + at] for at in record.tensor_at], *args[last:])
+        return _own(kept, tensors, contiguous=True)
+
+    def real_backward(*args: Any) -> Any:
+        results = tuple(_zeros(None, args) if x is None else x for x in gradients(*args))
         return results if len(results) != 1 else results[0]
 
     lib.impl(op_name, checked, "CompositeExplicitAutograd")
     lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(record.name, fake_forward, lib=lib)
     torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
-    return checked, real_backward
+    return checked, gradients
 
 
 @contextmanager
@@ -191,11 +199,11 @@ def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
 def _differentiated(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
     """The differentiable arguments, from the backward op's; None where no gradient is wanted."""
     inputs = _named_inputs(record, args)
-    wanted = inputs.get(WANTED) or [True] * len(record.differentiable)
-    return {
-        name: inputs[name] if want else None
-        for name, want in zip(record.differentiable, wanted, strict=True)
-    }
+    found = {name: inputs[name] for name in record.differentiable}
+    if not inputs.get(WANTED):
+        return found
+    needs = zip(found, inputs[WANTED], strict=True)
+    return {name: found[name] if need else None for name, need in needs}
 
 
 def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
@@ -222,21 +230,22 @@ def _as_tuple(results: Any) -> tuple[Any, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _own(
-    results: Sequence[Tensor], given: Iterable[Tensor], contiguous: bool
-) -> tuple[Tensor, ...]:
+def _own(results: Sequence[Any], given: Iterable[Tensor | None], contiguous: bool) -> Any:
     """``results``, copied where they share memory with what was given or with each other."""
-    taken = {tensor.untyped_storage()._cdata for tensor in given}
+    taken = {_memory(tensor) for tensor in given if tensor is not None}
     owned = []
     for result in results:
-        result = result.contiguous() if contiguous else result
-        storage = result.untyped_storage()._cdata
-        if storage in taken:
-            result = result.clone()
-            storage = result.untyped_storage()._cdata
-        taken.add(storage)
+        if result is not None:
+            result = result.contiguous() if contiguous else result
+            if _memory(result) in taken:
+                result = result.clone()
+            taken.add(_memory(result))
         owned.append(result)
     return tuple(owned)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _derived_backward(

@@ -219,7 +219,8 @@ def register_op(
 
     Args:
         annotation: e.g. ``"m k+, k+ n -> m n"``, one entry per leading argument; or a function from
-            the op's arguments to the string. A tuple of strings are alternatives: later ones allow
+            the op's arguments to the string, of tensors by shape and dtype alone: it is not asked
+            again for a call alike. A tuple of strings are alternatives: later ones allow
             splits that the first cannot be cut into. The first must fit every call, also on parts:
             where an op is told that it has a part, its arguments choose the string.
         name: ``namespace::op``; by default ``seqshard::<function's name>``.

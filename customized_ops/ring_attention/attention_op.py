@@ -180,14 +180,14 @@ def call_op(
             numbers = _numbers_of(op, tensors, pattern, options)
             optional = options.tensors(title, q)
         else:
-            shapes = q.shape, k.shape, v.shape, q.dtype
+            said = alike(options.said + pattern.said)
             switch = torch.are_deterministic_algorithms_enabled()
-            key = op, shapes, alike(options.said), alike(pattern.said), switch
+            key = op, q.shape, k.shape, v.shape, q.dtype, said, switch
             make = partial(_numbers_of, op, tensors, pattern, options)
             numbers = remembered(_numbers, key, make)
             optional = options.tensors(title, q)
-            given = tuple([None if t is None else t.shape for t in optional.values()])
-            if any(given):
+            if any(t is not None for t in optional.values()):
+                given = tuple([None if t is None else t.shape for t in optional.values()])
                 bind = partial(op.record.bind, {**tensors, **optional, **numbers, "group": None})
                 remembered(_fitting, (key, given), bind)
         _refuse_unseeded(title, options, process_group)

@@ -22,8 +22,8 @@ from .arguments import (
     tokens_of,
     window_bounds,
 )
-from .attention_call import layout_of
 from .attention_family import Family, Given, Problem
+from .attention_layout import layout_of
 from .attention_op import Pattern, call_op
 from .core.comm import Comm
 from .core.groups import GroupLike

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import ArgumentError, Options
-from .attention_call import layout_of
 from .attention_family import Family, Given, Problem
+from .attention_layout import layout_of
 from .attention_op import Pattern, call_op, declare
 from .core.comm import Comm
 from .core.groups import GroupLike

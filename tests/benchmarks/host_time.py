@@ -49,7 +49,7 @@ from customized_ops.ring_attention.core.rehearsal import RehearsalComm
 
 TOKENS, HEADS, KV_HEADS, DIM = 128, 4, 2, 32
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-ROUNDS = 9
+ROUNDS = 100
 
 Attend = Callable[..., Any]
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--calls", type=int, default=100, help="calls in one round")
+    parser.add_argument("--calls", type=int, default=10, help="calls in one round")
     parser.add_argument("--executor", action="store_true", help="run the executor too")
     parser.add_argument("--kernel", default=None, help="run the executor and this kernel too")
     parser.add_argument("--op", action="append", help="only this op; may be given again")

@@ -1,0 +1,46 @@
+"""What is remembered of calls, and which calls are alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from annotations.memo import alike, remembered
+
+
+def test_is_made_once_and_the_oldest_makes_room() -> None:
+    known: dict[int, str] = {}
+    made: list[int] = []
+
+    def ask(key: int) -> str:
+        def make() -> str:
+            made.append(key)
+            return str(key)
+
+        return remembered(known, key, make, most=2)
+
+    assert [ask(1), ask(2), ask(1), ask(3), ask(2)] == ["1", "2", "1", "3", "2"]
+    assert made == [1, 2, 3]
+    assert ask(1) == "1"
+    assert made == [1, 2, 3, 1]
+
+
+def test_a_key_without_hash_and_an_error_are_not_remembered() -> None:
+    known: dict[object, int] = {}
+    assert remembered(known, ([],), lambda: 1) == 1
+
+    def fails() -> int:
+        raise TypeError("wrong")
+
+    for _ in range(2):
+        with pytest.raises(TypeError, match="wrong"):
+            remembered(known, 0, fails)
+    assert known == {}
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(1, True), (1, 1.0), ((4, 0), (4.0, 0)), ((4, 0), [4, 0]), (((1,),), ((True,),))]
+)
+def test_equal_is_not_alike(a: object, b: object) -> None:
+    assert alike([a]) != alike([b])
+    assert alike([a]) == alike([a])
+    assert hash(alike([a])) == hash(alike([a]))
