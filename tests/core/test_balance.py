@@ -300,9 +300,9 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_balanced_is_even(name, group_size):
     mask = REAL[name]
-    layout = Layout.balanced(mask, group_size)
-    chunk = int(layout.spec.split(":")[3])
-    assert chunk == mask.q_len // (16 * group_size) // 128 * 128
+    chunk = mask.q_len // (16 * group_size) // 128 * 128
+    layout = Layout.balanced(mask, group_size, chunk)
+    assert layout.spec.split(":")[3] == str(chunk)
     rank_of = np.array(layout.spec.split(":")[4].split(","), dtype=np.int64)
     assert_even_counts(rank_of, group_size)
     areas, need = chunk_work(mask.slices, mask.q_len, chunk)
@@ -316,6 +316,8 @@ def test_balanced_is_even(name, group_size):
     dealt_like_cards = crossing(need, tokens, np.arange(len(areas)) % group_size, group_size)
     share = {"causal": 1, "window": 0.25, "short documents": 0.5}.get(name, 0.9)
     assert crossing(need, tokens, rank_of, group_size) <= share * dealt_like_cards
+    if name in ("causal", "window"):
+        assert layout == Layout.balanced(mask, group_size), "chunk is that by default"
 
 
 def test_equal_documents_stay_whole():
@@ -398,6 +400,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 
 mask = AttnMask.varlen({cu_seqlens}, causal=True)
+print(Layout.balanced(mask, 2).spec)  # whole documents
 print(Layout.balanced(mask, 6).spec)
 print(Layout.balanced([(mask, 0.3), (AttnMask.dense(9000, window=(50, 0)), 0.7)], 6).spec)
 print(Layout.balanced(mask, 8, 400).spec)
@@ -416,5 +419,5 @@ def test_every_process_deals_alike():
         ).stdout
 
     first = specs("1")
-    assert first.count("chunks:9000:") == 4
+    assert (first.count("chunks:9000:"), first.count("ranges:")) == (4, 1)
     assert specs("2") == first

@@ -9,7 +9,13 @@ from customized_ops.ring_attention.core.plan import make_plan
 
 CAUSAL = AttnMask.dense(4096, causal=True)
 SIZES = (8, 4, 64, 32, 2)
-ROUND = CostModel(forward_flops=1e12, backward_flops=0.5e12, link_bytes=1e9, step_seconds=1e-6)
+ROUND = CostModel(
+    forward_flops=1e12,
+    backward_flops=0.5e12,
+    link_bytes=1e9,
+    step_seconds=1e-6,
+    call_seconds=0.0,
+)
 
 
 def plans():

@@ -14,7 +14,7 @@ from customized_ops.ring_attention.core.exchange import RECV, SEND, SEND_OFFSET,
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.moves import located, ring_stage
-from customized_ops.ring_attention.core.plan import GATHER_TOKENS, Plan, make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.slices import to_dense
 from customized_ops.ring_attention.core.work import ASSIGNMENTS, TEAM
 
@@ -392,7 +392,9 @@ def test_team_size_is_chosen_by_cost():
 def test_slow_links_change_the_plan():
     """Where a byte costs much, moving few rows is not worth it; where none, balance is."""
     mask, layout = AttnMask.dense(4096, causal=True), Layout.contiguous(4096, 4)
-    eager = make_plan(mask, layout, costs=CostModel(link_bytes=1e15, step_seconds=0))
+    eager = make_plan(
+        mask, layout, costs=CostModel(link_bytes=1e15, step_seconds=0, call_seconds=0)
+    )
     assert eager.q_tokens().sum() > 0
     lazy = make_plan(mask, layout, costs=CostModel(step_seconds=1.0))
     assert lazy.q_tokens().sum() == 0
@@ -416,12 +418,30 @@ def test_documents_within_shards_move_nothing():
 
 
 def test_default_stages():
-    def default(tokens):
-        return make_plan(AttnMask.dense(tokens, causal=True), Layout.zigzag(tokens, 2))
+    """Keys are gathered where so little is attended that the host would be what takes time."""
 
-    assert default(GATHER_TOKENS).gathered and default(GATHER_TOKENS).n_stages == 1
-    longer = default(GATHER_TOKENS + 4)
-    assert not longer.gathered and longer.n_stages == 2
+    def default(tokens, **options):
+        return make_plan(AttnMask.causal(tokens), Layout.zigzag(tokens, 2), **options)
+
+    for tokens in (256, 1024):
+        assert default(tokens).gathered and default(tokens).n_stages == 1
+    for tokens in (8192, 16384, 131072):
+        assert not default(tokens).gathered and default(tokens).n_stages == 2
+    assert default(8192, costs=CostModel(call_seconds=1e-3)).gathered
+    assert not default(1024, costs=CostModel(call_seconds=0.0)).gathered
+    alone = make_plan(AttnMask.varlen([0, 128, 256]), Layout.contiguous(256, 2))
+    assert not alone.gathered and alone.n_stages == 1, "nothing moves"
+
+
+def test_small_work_is_not_evened_out():
+    """Moving rows is two calls more on a rank: on short documents that takes longer than it saves,
+    but not on long ones."""
+
+    def moved(scale):
+        mask = AttnMask.varlen([scale * n for n in (0, 3, 4, 5, 6)], causal=True)
+        return int(make_plan(mask, Layout.contiguous(6 * scale, 2)).q_tokens().sum())
+
+    assert moved(256) == 0 < moved(8192)
 
 
 def test_stages_go_by_ring_distance():

@@ -141,6 +141,11 @@ class Certificate:
     proven_best: bool
 
     @property
+    def imbalance(self) -> float:
+        """The largest rank's area over the mean; 1.0 where there is nothing to do."""
+        return self.largest / self.mean if self.mean else 1.0
+
+    @property
     def good(self) -> bool:
         """Whether it is no use to look for a more even deal."""
         return self.within_one_percent or self.proven_best

@@ -27,18 +27,25 @@ class Pass:
 
     Attributes:
         compute, link: float64[P]: each rank's time in kernels and on its links.
+        launch: float64[P]: time that each rank's host takes to start kernels, beside these.
         overlap: whether keys arrive while others are attended.
     """
 
     compute: Seconds
     link: Seconds
+    launch: Seconds
     overlap: bool
+
+    @property
+    def attend_seconds(self) -> float:
+        """Of the slowest rank, in kernels or in starting them."""
+        return float(np.maximum(self.compute, self.launch).max())
 
     @property
     def seconds(self) -> float:
         """Of the pass: the slowest rank in computing and the busiest link."""
-        compute, link = float(self.compute.max()), float(self.link.max())
-        return max(compute, link) if self.overlap else compute + link
+        attend, link = self.attend_seconds, float(self.link.max())
+        return max(attend, link) if self.overlap else attend + link
 
 
 class Span(NamedTuple):
@@ -56,19 +63,23 @@ class CostModel:
     """Rates of one device and its links.
 
     The defaults were measured on two H200s over NVLink in bf16 with 32 query and 8 key heads of 128
-    (flash-attn-4, causal, 32k tokens; NCCL send and receive).
+    (flash-attn-4, causal, 32k tokens; pushes by the copy engine over symmetric memory, which take
+    49, 177 and 690 us for 16, 64 and 256 MiB, and 12 us until the first byte can be used).
 
     Attributes:
         forward_flops, backward_flops: floating-point operations a second of the kernel; backward
             does 2.5 times as many.
         link_bytes: bytes a second that a rank sends, and as many that it receives meanwhile.
         step_seconds: time before the first byte of an exchange arrives.
+        call_seconds: time of the host for one kernel call, hidden behind longer kernels; 0 where
+            calls are replayed from a CUDA graph.
     """
 
     forward_flops: float = 650e12
     backward_flops: float = 590e12
-    link_bytes: float = 300e9
-    step_seconds: float = 20e-6
+    link_bytes: float = 390e9
+    step_seconds: float = 12e-6
+    call_seconds: float = 110e-6
 
     def attend_seconds(
         self, pairs: npt.ArrayLike, heads: float, head_dim: int, v_dim: int
@@ -83,6 +94,13 @@ class CostModel:
         rows = plan.q_tokens().any(axis=1)
         steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
         return steps * self.step_seconds
+
+    def _launch_seconds(self, plan: Plan) -> Seconds:
+        """float64[P]: time of the host for a pass's calls: one for own rows, one more where keys of
+        others are attended by themselves, and one where rows of others are."""
+        keys, rows = plan.kv_tokens()[:, 1] > 0, plan.q_tokens()[:, 1] > 0
+        calls = 1 + (keys & (not plan.gathered)) + rows
+        return np.where(plan.area > 0, calls, 0) * self.call_seconds
 
     def passes(
         self,
@@ -101,8 +119,8 @@ class CostModel:
         start = self._start_seconds(plan)
         there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
         back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
-        overlap = not plan.gathered
-        return Pass(forward, there, overlap), Pass(backward, back, overlap)
+        launch, overlap = self._launch_seconds(plan), not plan.gathered
+        return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
 
     def forward_spans(
         self,
@@ -154,3 +172,5 @@ class CostModel:
 
 
 H200 = CostModel()
+# The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
+H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from . import balance
 from . import layout_tables as tables
+from .balance_documents import deal_documents
 from .layout_arguments import (
     LayoutError,
     cumulative,
@@ -163,20 +164,26 @@ class Layout:
         group_size: int,
         chunk: int | None = None,
     ) -> Layout:
-        """Chunks dealt to ranks so that each rank's tokens attend the same number of pairs.
+        """Tokens dealt to ranks so that each rank's attend the same number of pairs.
 
-        Every rank holds the same number of chunks, up to one: attention's work follows the pairs,
-        but the rest of the model (its linear layers, its memory) follows the tokens. Within that
-        rule the largest rank's work is within 1% of the mean, or the least that can be, where
-        :func:`.balance.deal` finds such a deal; where it does not, or cannot prove it, a warning
-        gives the figures. Among those deals it seeks one where few keys cross ranks, which keeps
-        documents together. A rank holds its chunks in the order of the sequence.
+        Ranks hold equal numbers of tokens all the same, as :meth:`contiguous` would give them or
+        the same number of chunks, up to one: attention's work follows the pairs, but the rest of
+        the model (its linear layers, its memory) follows the tokens. Within that rule the largest
+        rank's work is within 1% of the mean, or the least that can be, where such a deal is found;
+        where not, or where that is not proven, a warning gives the figures.
+
+        Packed documents are dealt whole, but for a few large ones (:mod:`.balance_documents`), so
+        that next to no key crosses ranks and each rank makes one or two kernel calls; if all stay
+        whole, work may also differ by what a call more would take. Other masks, or documents too
+        few for that, are dealt in chunks (:func:`.balance.deal`), so that few keys cross ranks. A
+        rank holds its tokens in the order of the sequence, but those of split documents first.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
                 ``[(full, 8), (window, 24)]``: then the weighted sum of the work is balanced.
-            chunk: tokens per chunk, the last may be shorter. None means about
-                total / (16 * group_size), and a multiple of 128 from there on.
+            chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
+                None deals documents where they can be, else chunks of about
+                total / (16 * group_size), a multiple of 128 from there on.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
                 that is not positive; ``group_size`` or ``chunk`` is not positive.
@@ -184,12 +191,18 @@ class Layout:
         group_size = whole("Layout.balanced: group_size", group_size, 1)
         weighted = weighted_masks(mask)
         total = weighted[0][0].q_len
+        slices = [(each.slices, weight) for each, weight in weighted]
+        whole_documents = None
         if chunk is None:
+            whole_documents = deal_documents(slices, total, group_size)
+            if whole_documents is not None and whole_documents.good:
+                return Layout(whole_documents.table, group_size)
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)
-        slices = [(each.slices, weight) for each, weight in weighted]
         rank_of, certificate = balance.deal_masks(slices, total, chunk, group_size)
+        if whole_documents is not None and whole_documents.imbalance <= certificate.imbalance:
+            return Layout(whole_documents.table, group_size)
         if not certificate.good:
             warnings.warn(uneven(certificate, chunk), stacklevel=2)
         return Layout.from_chunks(total, group_size, chunk, rank_of)

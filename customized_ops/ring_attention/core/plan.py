@@ -27,9 +27,6 @@ from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
 from .work import ASSIGNMENTS, TEAM, WORTH, Work
 
-# Up to here one gather and one merge-free kernel call beat overlapping (see make_plan).
-GATHER_TOKENS = 16_384
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -265,8 +262,9 @@ def make_plan(
             are the fastest, within a twentieth, the one that moves least, and of those the first.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, the next step's keys
-            arriving meanwhile. None chooses: 0 up to 16,384 keys and 1 beyond, which is what two
-            H200s over NVLink do fastest.
+            arriving meanwhile. None chooses 1, or 0 where ``costs`` say that it is faster by more
+            than a twentieth: where so little is attended that starting another call takes longer
+            than waiting for the keys.
         heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
             bound ``team_size``.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
@@ -316,16 +314,30 @@ def _make_plan(
     most = gcd(ranks, *heads)
     sizes = [team_size] if team_size else [n for n in range(1, most + 1) if most % n == 0]
     row_cost = heads[0] / heads[1]
-    if stages is None:
-        stages = 0 if mask.k_len <= GATHER_TOKENS else 1
     plans: list[Plan] = []
     for size in sizes:
         if plans and not _may_be_faster(plans, costs, heads):
             break
         works = ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
-        steps = min(stages, max(ranks // size - 1, 1))
+        steps = min(1 if stages is None else stages, max(ranks // size - 1, 1))
         plans += [Plan(mask, q_layout, k_layout, work, size, steps) for work in works]
+    if stages is None:
+        plans = [_staged_or_gathered(plan, costs, heads) for plan in plans]
     return plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+
+
+def _staged_or_gathered(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> Plan:
+    """``plan``, or the same without stages where that is faster by more than a twentieth."""
+    if plan.n_stages == 1:
+        return plan
+    gathered = Plan(plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, steps=0)
+    staged_seconds, gathered_seconds = (_seconds(each, costs, heads) for each in (plan, gathered))
+    return gathered if gathered_seconds < 0.95 * staged_seconds else plan
+
+
+def _seconds(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> float:
+    """Of a forward and a backward pass."""
+    return sum(each.seconds for each in costs.passes(plan, *heads, 128, 128, 2))
 
 
 def _may_be_faster(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> bool:

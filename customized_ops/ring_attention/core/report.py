@@ -237,7 +237,7 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"backward  {_times(figures.backward)}",
         f"          at {costs.forward_flops / 1e12:.0f} and {costs.backward_flops / 1e12:.0f} "
         f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way, "
-        f"{costs.step_seconds * 1e6:.0f} us to start",
+        f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call",
         f"received  {format_bytes(received.sum())} by all ranks; "
         + _at_least(format_bytes(bounds.total), figures.bytes_gap)
         + " for these pairs a rank",
@@ -260,10 +260,11 @@ def _at_least(least: str, ratio: float) -> str:
 
 
 def _times(pass_: Pass) -> str:
-    compute, link = float(pass_.compute.max()), float(pass_.link.max())
+    attend, link = pass_.attend_seconds, float(pass_.link.max())
+    what = "in kernels" if attend == pass_.compute.max() else "starting kernels"
     how = "while" if pass_.overlap else "after"
     return (
-        f"{format_seconds(pass_.seconds):>8}: {format_seconds(compute)} in kernels {how} "
+        f"{format_seconds(pass_.seconds):>8}: {format_seconds(attend)} {what} {how} "
         f"{format_seconds(link)} on links"
     )
 

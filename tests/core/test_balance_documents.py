@@ -1,0 +1,152 @@
+"""Documents dealt whole, or split from both ends."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from customized_ops.ring_attention.core.balance_documents import (
+    CALL_PAIRS,
+    EVEN,
+    deal_documents,
+    documents,
+)
+from customized_ops.ring_attention.core.bounds import row_sums
+from customized_ops.ring_attention.core.kernels.lowering import lower
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=10)
+some = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def packed(tokens: list[int]) -> AttnMask:
+    return AttnMask.varlen([0, *itertools.accumulate(tokens)], causal=True)
+
+
+def mixed(total: int, longest: int, seed: int) -> AttnMask:
+    """Many short documents and a few long ones."""
+    draw, tokens = np.random.default_rng(seed), []
+    while sum(tokens) < total:
+        length = int(draw.lognormal(np.log(longest / 16), 1.3))
+        tokens.append(min(max(length, 1), longest, total - sum(tokens)))
+    return packed(tokens)
+
+
+def loads(mask: AttnMask, layout: Layout) -> np.ndarray:
+    """Pairs of each rank's rows."""
+    rows = row_sums(mask.slices, mask.q_len)
+    return np.array([rows[layout.positions(r)].sum() for r in range(layout.group_size)])
+
+
+def crossing(mask: AttnMask, layout: Layout) -> int:
+    return int(make_plan(mask, layout, assignment="owner").kv_tokens()[:, 1].sum())
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 15)] * 4), max_size=5))
+@some
+def test_documents_attend_themselves_only(corners):
+    seen = np.zeros((16, 16), dtype=bool)
+    rows = []
+    for q0, q1, k0, k1 in corners:
+        if q0 < q1 and k0 < k1 and not seen[q0:q1, k0:k1].any():
+            seen[q0:q1, k0:k1] = True
+            rows.append((q0, q1, k0, k1, -99, 99))
+    bounds = documents(AttnMask.from_slices(rows, 16, 16).slices, 16).tolist()
+    # A token in no slice attends nothing; such tokens side by side stay together.
+    touched = seen.any(axis=0) | seen.any(axis=1)
+    for cut in range(1, 16):
+        apart = not (seen[:cut, cut:].any() or seen[cut:, :cut].any())
+        hull = any(min(q0, k0) < cut < max(q1, k1) for q0, q1, k0, k1, *_ in rows)
+        assert (cut in bounds) == (not hull and (touched[cut - 1] or touched[cut]))
+        assert cut not in bounds or apart
+    assert bounds[0] == 0 and bounds[-1] == 16
+
+
+@given(lengths)
+@some
+def test_two_ranks_get_the_best_deal_of_few_documents(tokens):
+    """Against all ways to give rank 0 half of the tokens in whole documents."""
+    mask, half = packed(tokens), -(-sum(tokens) // 2)
+    area = [n * (n + 1) // 2 for n in tokens]
+    best = min(
+        (
+            max(sum(area[n] for n in chosen), sum(area) - sum(area[n] for n in chosen))
+            for size in range(len(tokens))
+            for chosen in itertools.combinations(range(len(tokens)), size)
+            if sum(tokens[n] for n in chosen) == half
+        ),
+        default=None,
+    )
+    found = deal_documents([(mask.slices, 1.0)], mask.q_len, 2)
+    if found is None or len(tokens) < 4:
+        too_large = 2 * max(area, default=0) > EVEN * sum(area) or max(tokens) > sum(tokens) // 2
+        assert best is None or too_large or len(tokens) < 4
+        return
+    layout = Layout(found.table, 2)
+    assert layout.sizes == Layout.contiguous(mask.q_len, 2).sizes
+    assert found.imbalance == pytest.approx(loads(mask, layout).max() * 2 / mask.area)
+    if crossing(mask, layout) == 0:
+        assert best is not None
+        assert loads(mask, layout).max() <= max(best, EVEN * mask.area / 2) + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("group_size", "total"), [(2, 16384), (2, 65536), (4, 65536), (4, 131072)])
+def test_packed_documents_are_even_and_take_a_call_or_two(group_size, total, seed):
+    mask = mixed(total, total // 4, seed)
+    layout = Layout.balanced(mask, group_size)
+    assert layout.sizes == (total // group_size,) * group_size
+    spare = max((EVEN - 1) * mask.area / group_size, CALL_PAIRS)
+    assert loads(mask, layout).max() <= mask.area / group_size + spare
+    assert crossing(mask, layout) <= 0.75 * crossing(mask, Layout.striped(total, group_size, 512))
+    plan = make_plan(mask, layout, assignment="owner", stages=1)
+    for rank in range(group_size):
+        calls = [len(lower(stage.own)) for stage in plan.rank(rank).stages]
+        assert calls[0] == 1 and sum(calls[1:]) <= 2 * group_size - 3
+
+
+def test_a_document_larger_than_a_share_is_split_from_both_ends():
+    """Of 4096 tokens, rank 0 holds the first and the last 1024."""
+    layout = Layout.balanced(packed([4096, 512, 512, 512, 512]), 2)
+    front = layout.positions(0)[:2048]
+    assert front.tolist() == [*range(1024), *range(3072, 4096)]
+    assert layout.positions(1)[:2048].tolist() == list(range(1024, 3072))
+    assert layout.sizes == (3072, 3072)
+
+
+def test_split_documents_lie_first():
+    """So that the rows that attend others' keys are next to one another."""
+    layout = Layout.balanced(packed([512, 512, 4096, 512, 512]), 2)
+    assert layout.positions(1)[:2048].tolist() == list(range(2048, 4096))
+    assert layout.ranges[1][1:] and layout.ranges[1][1][0] in (0, 512, 5120, 5632)
+
+
+@pytest.mark.parametrize(
+    ("mask", "group_size"),
+    [
+        (AttnMask.causal(64), 2),
+        (packed([8, 8, 8]), 2),
+        (packed([8] * 9), 1),
+        (packed([7] * 9), 2),  # no whole documents make half of the tokens
+        (AttnMask.from_slices([], 64, 64), 2),
+        (AttnMask.dense(0), 2),
+    ],
+)
+def test_where_documents_cannot_be_dealt(mask, group_size):
+    assert deal_documents([(mask.slices, 1.0)], mask.q_len, group_size) is None
+    assert sum(Layout.balanced(mask, group_size, 1).sizes) == mask.q_len
+
+
+def test_weights_count():
+    """What is even for the sum of two masks is not for one of them."""
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(100, 2000, 30).tolist()
+    full = AttnMask.varlen([0, *itertools.accumulate(tokens)])
+    window = AttnMask.varlen([0, *itertools.accumulate(tokens)], causal=True, window=(64, 0))
+    layout = Layout.balanced([(full, 1), (window, 3)], 2)
+    both = loads(full, layout) + 3 * loads(window, layout)
+    assert both.max() - both.mean() <= max((EVEN - 1) * both.mean(), 4 * CALL_PAIRS)
