@@ -36,10 +36,20 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-2 if dtype.itemsize < 4 else 1e-4
 
 
-def both_passes(attention: Attention, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv."""
+def both_passes(
+    attention: Attention, shards: Sequence[Tensor], ranks: Ranks | None = None
+) -> tuple[Tensor, ...]:
+    """out, dq, dk and dv.
+
+    Args:
+        ranks: wait for each other between the passes, so that what fails on one rank in the forward
+            leaves no other waiting in the backward.
+    """
     *leaves, dout = shards
     out = attention(*leaves)
+    if ranks is not None:
+        ranks.wait()
+        ranks.gather("forward")
     return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
@@ -85,7 +95,7 @@ class Sample:
             rank: of ``layout``.
         """
         dout = layout.shard(self.dout, rank).contiguous()
-        out, dq, dk, dv = both_passes(attention, (*shards[:3], dout))
+        out, dq, dk, dv = both_passes(attention, (*shards[:3], dout), ranks)
         place = torch.full((layout.total,), -1, dtype=torch.int64)
         place[torch.from_numpy(layout.positions(rank))] = torch.arange(layout.sizes[rank])
         held = place[self.rows.cpu()]

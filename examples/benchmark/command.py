@@ -24,6 +24,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--without", nargs="+", default=(), metavar="NAME", help="none whose names start so")
     add("--fa2", action="store_true", help="the peers with torch's FlashAttention-2 too")
     add("--kernel", default="auto", help="of seqshard's ops")
+    add(
+        "--single",
+        nargs="+",
+        default=["auto", "te"],
+        help="kernels of the op on one GPU, beside the libraries' own calls",
+    )
     add("--reduce-dtype", choices=["bfloat16", "float16", "float32"], help="of seqshard's ops")
     add("--deterministic", action="store_true", help="seqshard's ops, and its graphs' gradients")
     add("--cuda-graph", action="store_true", help="seqshard as one CUDA graph too")

@@ -60,6 +60,7 @@ class Choice:
     reduce_dtype: torch.dtype | None = None
     deterministic: bool = False
     fa2: bool = False
+    single: tuple[str, ...] = ("auto",)
     extra: tuple[Contestant, ...] = field(default=())
 
 
@@ -101,10 +102,7 @@ def single(choice: Choice) -> list[Contestant]:
         missing = kernel.missing(choice.device)
         name = f"single {kernel.name}"
         found.append(Contestant(name, kernel.name, make, alone, _no_library_call, True, missing))
-    names = ["auto"]
-    if choice.device.type == "cuda":
-        names.append("te")
-    for name in names:
+    for name in choice.single:
 
         def make_op(case: Case, ranks: Ranks, name: str = name) -> Attention:
             return Op(case, alone(case, 1), None, {"kernel": name})
@@ -258,7 +256,7 @@ def only(*kinds: str, even: bool = False, heads: bool = False) -> Callable[[Case
 
     def refuses(case: Case, ranks: int) -> str | None:
         if case.kind not in kinds:
-            return f"knows {', '.join(kinds)} masks, not {case.name}"
+            return f"knows {', '.join(kinds)} masks"
         parts = ranks if even else 2 * ranks
         lengths = [case.tokens] if even else [b - a for a, b in pairwise(case.bounds)]
         if any(n % parts for n in lengths):

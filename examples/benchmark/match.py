@@ -28,7 +28,8 @@ class Match:
     """A case and its contestants.
 
     Attributes:
-        rows: one a contestant, in their order; graphs after their ops.
+        rows: one a contestant; graphs after the others.
+        refused: why a contestant cannot do this case, by name.
         ready: those that are right, with their attention and runner, by name.
         ideal: best times of one GPU, over the number of ranks, by pass.
     """
@@ -40,6 +41,7 @@ class Match:
         self.dtype = getattr(torch, args.dtype)
         self.everyone = [c for c in everyone if c.missing is None]
         self.rows: list[Row] = []
+        self.refused: dict[str, str] = {}
         self.attentions: dict[str, Attention] = {}
         self.runners: dict[str, Runner] = {}
         self.ideal: dict[str, float] = {}
@@ -48,7 +50,7 @@ class Match:
     @property
     def huge(self) -> bool:
         """Whether one GPU would take too long."""
-        return self.ranks.cuda and self.case.flop / FAST > self.args.single_seconds
+        return self.case.flop / FAST > self.args.single_seconds
 
     def play(self) -> None:
         """Measure all."""
@@ -58,7 +60,8 @@ class Match:
             return
         for c in sorted(self.everyone, key=lambda c: not c.whole):  # baselines first
             self._enter(c)
-        del self.right
+        del self.right, self.sample
+        self.problem.whole = ()  # all have their shards
         self._enter_graphs()
         self._measure()
         self._shares()
@@ -68,7 +71,11 @@ class Match:
 
     def report(self) -> str:
         """The table, for a person."""
-        return heading(self.case, self.ideal, self.how) + table(self.rows)
+        return heading(self.case, self.ideal, self.how) + table(self.rows) + self._refusals()
+
+    def _refusals(self) -> str:
+        why = [f"{name} ({reason})" for name, reason in self.refused.items()]
+        return f"\nnot here: {'; '.join(why)}" if why else ""
 
     def _make(self) -> None:
         self.problem = Problem(self.case, self.ranks, self.dtype, self.args.seed)
@@ -77,16 +84,16 @@ class Match:
 
     def _enter(self, c: Contestant) -> None:
         """Make a contestant's attention and check it."""
-        row = row_of(self.case, c, self.dtype, self.ranks.size)
-        self.rows.append(row)
         why = c.refuses(self.case, self.ranks.size)
         if why is None and self.huge and c.whole:
             why = "would take too long"
         if why is None and self.huge and c.name != OURS and self.args.contestants is None:
             why = "left out at this length unless named by --contestants"
         if why is not None:
-            row.note = why
+            self.refused[c.name] = why
             return
+        row = row_of(self.case, c, self.dtype, self.ranks.size)
+        self.rows.append(row)
         outcome = self.ranks.attempt(partial(self._check, c, row))
         if outcome.failure:
             row.note = f"failed: {outcome.failure}"
@@ -109,7 +116,7 @@ class Match:
         row.checked = self.sample.errors(self.ranks, attention, shards, layout, rank)
         if self.huge or not self._fine(row.checked):
             return attention
-        given = both_passes(attention, shards)
+        given = both_passes(attention, shards, self.ranks)
         if self.right is None and c.whole:
             self.right = given
         elif self.right is not None:
@@ -154,7 +161,8 @@ class Match:
             round_ms += outcome.value[0]
         args, runners = self.args, list(self.runners.values())
         runs = max(
-            args.least_runs, min(args.runs, int(1e3 * args.case_seconds / (round_ms + 1e-9)))
+            min(args.least_runs, args.runs),
+            min(args.runs, int(1e3 * args.case_seconds / max(round_ms, 1e-3))),
         )
         if not self.huge:  # else the first run is the one that there is
             turns = partial(

@@ -71,6 +71,8 @@ class Ranks:
         end = perf_counter() + ANSWER.total_seconds()
         while not self._store.check([key]):
             if self._ended and self._store.check([f"{self._ended}/{rank}"]):
+                if self._store.check([key]):  # it went on between the two questions
+                    break
                 raise Lost(f"rank {rank} failed")
             if perf_counter() > end:
                 raise Lost(f"rank {rank} did not answer in {ANSWER.seconds} s")
@@ -96,7 +98,9 @@ class Ranks:
         except Exception as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self._scope, self._calls, self._ended = outer[0], outer[1] - 1, outer[2]
-        failures = [f"rank {r}: {text}" for r, text in enumerate(self.gather(failure)) if text]
+        told = enumerate(self.gather(failure))
+        failures = [f"rank {r}: {text}" for r, text in told if text]
+        failures.sort(key=lambda text: Lost.__name__ in text)  # the cause first
         if failures and self.cuda:
             with suppress(RuntimeError):  # of a broken GPU context, which what follows reports
                 torch.cuda.empty_cache()

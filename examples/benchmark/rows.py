@@ -107,7 +107,7 @@ def cells(row: Row) -> list[str]:
     peak = times = None
     if row.peak_bytes and row.local_bytes:
         peak, times = row.peak_bytes / 2**30, row.peak_bytes / row.local_bytes
-    layout = row.layout if len(row.layout) < 28 else row.layout.split(":")[0]
+    layout = row.layout.split(":")[0].replace("chunks", "balanced")
     return [
         *(row.contestant, row.kernel, layout),
         *(number(t, 4) for t in (row.forward, row.backward, row.both)),

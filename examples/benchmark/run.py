@@ -48,6 +48,8 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
             _say(ranks, match.report())
             for row in match.rows:
                 lines.row(row)
+            if match.refused:
+                lines.add("refused", {"mask": case.name, "tokens": case.tokens, **match.refused})
             if args.profile:
                 summary = profile_case(match, args.profile)
                 _say(ranks, summary.text)
@@ -62,7 +64,15 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
 def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Contestant]) -> Choice:
     """What the command line says of contestants."""
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
-    return Choice(device, args.kernel, reduce_dtype, args.deterministic, args.fa2, tuple(extra))
+    return Choice(
+        device=device,
+        kernel=args.kernel,
+        reduce_dtype=reduce_dtype,
+        deterministic=args.deterministic,
+        fa2=args.fa2,
+        single=tuple(args.single),
+        extra=tuple(extra),
+    )
 
 
 def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:

@@ -16,13 +16,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from .match import OURS, Match
 from .timing import Marks
 
 ATTENTION = re.compile(r"flash|fmha|attention|attn|sdpa|cudnn_generated", re.IGNORECASE)
 NCCL = re.compile(r"nccl", re.IGNORECASE)
+
+STEP = "benchmark step"
 
 Spans = list[tuple[float, float]]
 
@@ -61,12 +63,14 @@ def _traced(match: Match, title: str, runner: Any, folder: Path) -> dict[str, fl
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ranks.cuda
     ranks.wait()
     with profile(activities=activities) as traced:
-        ranks.together()
-        ranks.wait()
-        began = perf_counter()
-        runner.step(Marks(ranks.cuda))
-        host = 1e3 * (perf_counter() - began)
-        ranks.wait()
+        for name in ("warm up", STEP):
+            ranks.together()
+            ranks.wait()
+            with record_function(name):
+                began = perf_counter()
+                runner.step(Marks(ranks.cuda))
+                host = 1e3 * (perf_counter() - began)
+            ranks.wait()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', title)}.rank{ranks.rank}.json"
     traced.export_chrome_trace(str(path))
@@ -74,13 +78,17 @@ def _traced(match: Match, title: str, runner: Any, folder: Path) -> dict[str, fl
 
 
 def summarize(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds by what the device did, from the events of a chrome trace."""
+    """Milliseconds by what the device did, from the events of a chrome trace,
+    from the start of STEP on."""
     spans: dict[str, Spans] = {"attention": [], "other": [], "copies": []}
+    began = min((float(e["ts"]) for e in events if e.get("name") == STEP), default=0.0)
     for event in events:
         category = event.get("cat")
         if event.get("ph") != "X" or category not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         name, start = event["name"], float(event["ts"])
+        if start < began:
+            continue
         kind = "other"
         if category == "gpu_memcpy" or NCCL.search(name):
             kind = "copies"

@@ -38,9 +38,14 @@ class TorchRing:
         self.mesh = DeviceMesh.from_group(group, "cuda")
         self.rest: tuple[Any, ...] = ()
 
+    def _set(self) -> None:
+        """The library's options are the process's, and other contestants set them too."""
+        self.library._cp_options.enable_load_balance = True
+        self.library.set_rotate_method(self.rotate)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See :class:`~.scheme.Scheme`."""
-        self.library.set_rotate_method(self.rotate)
+        self._set()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *rest = self.library._scaled_dot_product_ring_cudnn_attention(
             self.mesh, q, k, v, is_causal=True
@@ -51,7 +56,7 @@ class TorchRing:
 
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~.scheme.Scheme`."""
-        self.library.set_rotate_method(self.rotate)
+        self._set()
         grads = self.library._scaled_dot_product_ring_cudnn_attention_backward(
             self.mesh, dout.transpose(1, 2), *saved, *self.rest
         )
