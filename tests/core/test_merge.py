@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 from dense import assert_same, dense_attention
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.kernels import Scoring
@@ -184,6 +184,7 @@ def test_rounding_twice_shows():
 
 @settings(deadline=None, derandomize=True)
 @given(RANGES, st.booleans(), st.lists(st.booleans(), min_size=5, max_size=5), st.integers(0, 99))
+@example([[0, 2], [2, 12], [2, 12]], True, [False, True, False, True, True], 0)
 def test_ranges_of_rows_merge_as_whole_parts_do(ranges, known, wide, seed):
     """Parts of some rows, in any dtypes: in fp64 with the rest unattended, then rounded once."""
     dtypes = [torch.float32 if w else torch.bfloat16 for w in wide]

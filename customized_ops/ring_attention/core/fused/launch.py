@@ -8,7 +8,7 @@ Nothing waits for the device, and a CUDA graph may capture all but the first cal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,28 @@ LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory 
 MOST_COPIES = 3  # tensors in one launch
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+
+class _Variant(NamedTuple):
+    """A compiled kernel and its tile."""
+
+    compiled: Any  # None where kernels are interpreted
+    tile_rows: int
+    head_tiles: int
+    constants: tuple[Any, ...]
+
+
+_variants: dict[tuple[Any, ...], _Variant] = {}
 
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of rows, [b, l, h, d]: a dense, aligned d of a dtype
     that adds up in fp32, no matter the other strides."""
     for t in tensors:
-        *outer, dense = t.stride()
-        if (
-            t.dtype not in _DTYPES
-            or dense != 1
-            or t.shape[3] % VECTOR_ELEMENTS
-            or t.data_ptr() % 16
-            or any(stride % VECTOR_ELEMENTS for stride in outer)
-        ):
+        b, l, h, dense = t.stride()
+        # Of numbers that are all multiples of a power of two, the bitwise or is one too.
+        if (b | l | h | t.shape[3]) % VECTOR_ELEMENTS or t.data_ptr() % 16 or dense != 1:
+            return False
+        if t.dtype not in _DTYPES:
             return False
     return True
 
@@ -77,7 +84,8 @@ def _launch(
     strides: Sequence[int],
     constants: tuple[Any, ...] = (),
 ) -> None:
-    """Launch a kernel over all rows and heads of ``counted``, on the current stream of its device.
+    """Launch a kernel over all rows and heads of ``counted``, on the current stream of the first
+    tensor's device.
 
     Args:
         tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
@@ -85,25 +93,33 @@ def _launch(
     b, length, heads, dim = counted.shape
     if counted.numel() == 0:
         return
-    device = counted.device
+    assert tensors[0] is not None
+    device = tensors[0].device  # what is written may be memory of a peer
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _launch(kernel, counted, tensors, strides, constants)
         return
+    dtypes = [None if t is None else t.dtype for t in tensors]
+    key = (id(kernel), device, heads, dim, *constants, *dtypes)
+    known = _variants.get(key)
+    _, tile_rows, head_tiles, constants = variant = known or _tiled(heads, dim, constants)
+    grid = (-(-length // tile_rows) * head_tiles, b, 1)
+    if variant.compiled is None:
+        compiled = kernel[grid](*tensors, length, heads, *strides, *constants)
+        _variants[key] = variant._replace(compiled=compiled)
+    else:
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        variant.compiled[grid](*addresses, length, heads, *strides, *constants)
+
+
+def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Variant:
+    """A variant that is yet to be compiled."""
     block = _power_of_two(dim)
     tile_pairs = max(TILE_ELEMENTS // block, 1)
     tile_heads = min(_power_of_two(heads), max(tile_pairs // LSE_ROWS, 1))
     tile_rows = tile_pairs // tile_heads
-    grid = (-(-length // tile_rows) * -(-heads // tile_heads), b, 1)
     constants = (*constants, dim, block, tile_rows, tile_heads)
-    dtypes = [None if t is None else t.dtype for t in tensors]
-    variant = (kernel, device.index, *dtypes, *constants)
-    compiled = _compiled.get(variant)
-    if compiled is None:
-        _compiled[variant] = kernel[grid](*tensors, length, heads, *strides, *constants)
-    else:
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        compiled[grid](*addresses, length, heads, *strides, *constants)
+    return _Variant(None, tile_rows, -(-heads // tile_heads), constants)
 
 
 def _power_of_two(n: int) -> int:
