@@ -73,6 +73,9 @@ def attention_forward(
     q, k, v = (_dense(t) for t in (q, k, v))
     share = Share(plan, comm.rank, q, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share)
+    if run.alone(q.shape[1]):
+        out, lse = run.forward(0, q, k, v)
+        return out.to(q.dtype), lse
     mine, own_q, v_dim = run.mine, share.of(q), v.shape[-1]
     own = Accumulator(own_q.shape[1], mine.row_parts)
     results: list[Tensor] = []
@@ -141,6 +144,9 @@ def attention_backward(
     share = Share(plan, comm.rank, q, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
+    if run.alone(q.shape[1]):
+        grads = run.backward(0, [dout, q, out, lse] + ([] if dlse is None else [dlse]), k, v)
+        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
     rows, dims = [dout, q, out, lse], [ROWS, ROWS, ROWS, STATS]
     if dlse is not None:
@@ -199,8 +205,7 @@ class _Pass:
 
     Attributes:
         mine: the rank's part of the plan.
-        local: the stage of the rank's own keys, if its own rows attend some of them.
-        late: from the first own row that attends keys of other stages to the last.
+        local, late: see :class:`~.rank_plan.RankPlan`.
     """
 
     def __init__(
@@ -209,15 +214,13 @@ class _Pass:
         self._plan, self._comm, self._kernel, self._share = plan, comm, kernel, share
         self._deterministic = deterministic
         self.mine = plan.rank(comm.rank)
-        first = self.mine.stages[0]
-        self.local = first if first.kv is None and len(first.own) else None
-        hulls = [s.own_hull for s in self.mine.stages if len(s.own) and s is not self.local]
-        self.late: Range = (
-            min((a for a, _ in hulls), default=0),
-            max((b for _, b in hulls), default=0),
-        )
+        self.local, self.late = self.mine.local, self.mine.late_rows
         self._moves = plan.rows_move or plan.keys_move
         self._lanes = Lanes(share.device, two=self._moves)
+
+    def alone(self, rows: int) -> bool:
+        """Whether there is one call, of all of so many rows over the rank's own keys, no more."""
+        return not self._moves and self.local is not None and self.local.own_hull == (0, rows)
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the stream for what waits for peers."""
@@ -239,10 +242,9 @@ class _Pass:
             self._comm.end()
 
     def ask_rows(self, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
-        """Rows that this rank computes for others."""
+        """Rows that this rank computes for others; where none move, any: no stage has guests."""
         if not self._plan.rows_move:
-            none = [t.narrow(dim.tokens, 0, 0) for t, dim in zip(tensors, dims, strict=True)]
-            return Pending(lambda: none)
+            return Pending(lambda: tensors)
         return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
 
     def ask_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:

@@ -15,6 +15,11 @@ class Given:
         """Take in rows start .. stop - 1; their pieces, in order."""
         if start == stop:
             return []
+        if not self._ranges:
+            self._ranges = [(start, stop)]
+            return [(start, stop, False)]
+        if len(self._ranges) == 1 and self._ranges[0][0] <= start and stop <= self._ranges[0][1]:
+            return [(start, stop, True)]
         before = [r for r in self._ranges if r[1] < start]
         after = [r for r in self._ranges if r[0] > stop]
         met = self._ranges[len(before) : len(self._ranges) - len(after)]
@@ -35,4 +40,6 @@ class Given:
 
     def rest(self, length: int) -> list[Piece]:
         """Take in the rows of 0 .. length - 1 that were not there; their pieces, in order."""
+        if self._ranges == [(0, length)]:
+            return []
         return [piece for piece in self.add(0, length) if not piece[2]]

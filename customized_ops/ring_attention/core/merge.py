@@ -103,16 +103,16 @@ class Accumulator:
             self._out = _empty(out, 1, length, wide if self._wide else out.dtype)
             self._lse = _empty(lse, 2, length, lse.dtype)
         for start, stop, again in self._given.add(first, first + count):
-            part = slice(start - first, stop - first)
             # A place of another dtype would round what a second part may follow.
             if self._wide if again else self._out.dtype != out.dtype:
                 self._out = self._out.to(wide)
-            here = self._out[:, start:stop], self._lse[..., start:stop]
+            here = _range(self._out, 1, start, stop), _range(self._lse, 2, start, stop)
+            part = [_range(t, dim, start - first, stop - first) for t, dim in ((out, 1), (lse, 2))]
             if again:
-                merge_(*here, out[:, part], lse[..., part])
+                merge_(*here, *part)
             else:
-                here[0].copy_(out[:, part])
-                here[1].copy_(lse[..., part])
+                here[0].copy_(part[0])
+                here[1].copy_(part[1])
 
     def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
@@ -122,6 +122,11 @@ class Accumulator:
             self._out[:, start:stop].zero_()
             self._lse[..., start:stop].fill_(-torch.inf)
         return self._out.to(dtype), self._lse
+
+
+def _range(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Some rows of a tensor; itself if all."""
+    return t if stop - start == t.shape[dim] else t.narrow(dim, start, stop - start)
 
 
 def _empty(like: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -175,7 +180,8 @@ class Sum:
             # A place of another dtype would round what a second part may follow.
             if not self._may_round(self._total) if again else self._total.dtype != part.dtype:
                 self._total = self._total.to(accumulation_dtype(self._like.dtype))
-            here, piece = self._total[:, start:stop], part[:, start - first : stop - first]
+            here = _range(self._total, 1, start, stop)
+            piece = _range(part, 1, start - first, stop - first)
             if again:
                 here.add_(piece)
             else:

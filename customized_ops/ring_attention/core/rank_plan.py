@@ -85,6 +85,19 @@ class RankPlan:
         return sum((len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages)
 
     @cached_property
+    def local(self) -> Stage | None:
+        """The stage of the rank's own keys, read in place, if own rows attend some of them."""
+        first = self.stages[0]
+        return first if first.kv is None and len(first.own) else None
+
+    @cached_property
+    def late_rows(self) -> Range:
+        """From the first own row that attends keys of another stage to the last; (0, 0): none."""
+        late = [stage.own_hull for stage in self.stages if stage is not self.local]
+        late = [hull for hull in late if hull != (0, 0)]
+        return min((a for a, _ in late), default=0), max((b for _, b in late), default=0)
+
+    @cached_property
     def row_parts(self) -> int:
         """The most parts that the result of one own row, and its dq, comes in: from stages here and
         from other teams. At most 1: there is nothing to merge."""
