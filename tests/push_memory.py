@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from customized_ops.ring_attention.core.inprocess import InProcessComm, World
-from customized_ops.ring_attention.core.push import Push
+from customized_ops.ring_attention.core.push import Piece, Push
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 
@@ -23,11 +22,11 @@ class ThreadMemory:
         self._allocated = 0
         self.late: random.Random | None = None
 
-    def allocate(self, n_bytes: int) -> list[Tensor]:
+    def allocate(self, n_bytes: int) -> Piece:
         """See :class:`~.push.Memory`."""
         self._allocated += 1
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
-        return self._world.local.comm.all_gather_object(mine)
+        return Piece(self._world.local.comm.all_gather_object(mine), None)
 
     def _flags(self) -> dict[tuple[int, int, int], bool]:
         return self._world.__dict__.setdefault("flags", {})

@@ -22,7 +22,7 @@ from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.push import ALIGNED_BYTES, Arena
+from customized_ops.ring_attention.core.push import ALIGNED_BYTES, Arena, Piece
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -198,10 +198,10 @@ class Counted:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def allocate(self, n_bytes: int) -> list[Tensor]:
+    def allocate(self, n_bytes: int) -> Piece:
         """Two tensors."""
         self.asked.append(n_bytes)
-        return [torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2)]
+        return Piece([torch.zeros(n_bytes, dtype=torch.uint8) for _ in range(2)], None)
 
 
 def test_arena_grows_once_and_is_used_again() -> None:

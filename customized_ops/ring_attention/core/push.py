@@ -33,12 +33,27 @@ DONE = 0  # channel; those of exchanges follow
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some memory of every rank.
+
+    Attributes:
+        of_ranks: uint8[n] tensors in rank order.
+        holder: what keeps the memory; tensors do not.
+    """
+
+    of_ranks: list[Tensor]
+    holder: object
+
+    def __len__(self) -> int:
+        return len(self.of_ranks[0])
+
+
 class Memory(Protocol):
     """Memory of every rank of a group that all of them can write to."""
 
-    def allocate(self, n_bytes: int) -> list[Tensor]:
-        """New memory, uint8[n_bytes] of every rank, in rank order. All ranks call this together;
-        it returns when no rank has work under way."""
+    def allocate(self, n_bytes: int) -> Piece:
+        """New memory. All ranks call this together; it returns when no rank has work under way."""
         ...
 
     def put_signal(self, peer: int, channel: int) -> None:
@@ -60,7 +75,7 @@ class Arena:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._pieces: list[list[Tensor]] = []
+        self._pieces: list[Piece] = []
         self.at = (0, 0, 0)
 
     def begin(self) -> bool:
@@ -73,7 +88,7 @@ class Arena:
         grown = len(self._pieces) > 1
         if grown:
             # The old pieces are let go only after that: peers may have been using them.
-            self._pieces = [self._memory.allocate(sum(len(piece[0]) for piece in self._pieces))]
+            self._pieces = [self._memory.allocate(sum(map(len, self._pieces)))]
             generation += 1
         self.at = (generation, 0, 0)
         return grown
@@ -82,12 +97,12 @@ class Arena:
         """The next place, uint8[n_bytes] of every rank."""
         generation, n, used = self.at
         n_bytes = max(_aligned(n_bytes), ALIGNED_BYTES)
-        while n < len(self._pieces) and used + n_bytes > len(self._pieces[n][0]):
+        while n < len(self._pieces) and used + n_bytes > len(self._pieces[n]):
             n, used = n + 1, 0
         if n == len(self._pieces):
             self._pieces.append(self._memory.allocate(n_bytes))
         self.at = (generation, n, used + n_bytes)
-        return [t[used : used + n_bytes] for t in self._pieces[n]]
+        return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
 
 
 @dataclass(frozen=True)

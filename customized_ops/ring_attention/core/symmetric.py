@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import DistComm
-from .push import Push
+from .push import Piece, Push
 
 SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
@@ -23,15 +23,16 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._signals = self._rendezvous(SIGNAL_BYTES)
+        self._signals, self._signals_memory = self._rendezvous(SIGNAL_BYTES)
 
-    def _rendezvous(self, n_bytes: int) -> Any:
+    def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
+        """A handle on new memory of all ranks, and the rank's own, which must be kept."""
         from torch.distributed import _symmetric_memory as symmetric
 
         memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=self._device)
-        return symmetric.rendezvous(memory, self._group.group_name)
+        return symmetric.rendezvous(memory, self._group.group_name), memory
 
-    def allocate(self, n_bytes: int) -> list[Tensor]:
+    def allocate(self, n_bytes: int) -> Piece:
         """See :class:`~.push.Memory`.
 
         Raises:
@@ -44,10 +45,10 @@ class SymmetricMemory:
             )
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        handle = self._rendezvous(n_bytes)
-        return [
-            handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(self._group.size())
-        ]
+        handle, memory = self._rendezvous(n_bytes)
+        ranks = range(self._group.size())
+        buffers = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in ranks]
+        return Piece(buffers, (handle, memory))
 
     def put_signal(self, peer: int, channel: int) -> None:
         """See :class:`~.push.Memory`."""
