@@ -58,9 +58,9 @@ def tensors(of: Case) -> list[torch.Tensor]:
     return [torch.randn(1, of.tokens, heads, d) for heads in (h, g, g, h)]
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(
-    tokens=st.integers(1, 4000),
+    tokens=st.integers(1, 1000),
     seed=st.integers(0, 99),
     multiple=st.sampled_from([1, 4, 16]),
 )
@@ -262,7 +262,7 @@ run(parse(), [
 def launch(script: Path, *arguments: str, ranks: bool = True) -> str:
     start = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if ranks else []
     command = [sys.executable, *start, str(script), *SMALL, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -316,7 +316,7 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
         assert row["both"] > 0
     assert rows["seqshard"]["new_ms"] is not None
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert len(list((tmp_path / "traces").glob("packed*seqshard_rank*.json"))) == 2
+    assert len(list((tmp_path / "traces").glob("packed*seqshard.rank*.json"))) == 2
     assert "trace of seqshard, rank 1" in shown
     assert lines(figures, "run")[0]["versions"]["torch"] == torch.__version__
     picture.unlink()
