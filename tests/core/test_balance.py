@@ -330,6 +330,13 @@ def test_equal_documents_stay_whole():
     assert (held_by.reshape(8, 512) == held_by[::512, None]).all()
 
 
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+def test_a_causal_mask_is_dealt_zigzag(group_size):
+    """Long runs of chunks are few kernel calls; and no deal as even is known to move fewer keys."""
+    layout = Layout.balanced(AttnMask.causal(16384), group_size)
+    assert layout == Layout.zigzag(16384, group_size)
+
+
 def test_interleaved_documents_are_brought_together():
     """Neither beginning has them together: gathering does it."""
     n, group_size = 32, 4

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from customized_ops.ring_attention.core.cost import CostModel
+from customized_ops.ring_attention.core.cost import H200, H200_NCCL, CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
@@ -96,3 +96,13 @@ def test_spans_wait_for_what_they_need():
                 if span.kind == "results":
                     assert span.start_seconds >= kernels[-1].stop_seconds
     assert waited > 10
+
+
+@pytest.mark.parametrize(
+    ("costs", "measured_us"),
+    [(H200, {16: 49, 64: 177, 256: 690}), (H200_NCCL, {16: 103, 64: 249, 256: 886})],
+)
+def test_links_are_as_fast_as_measured(costs, measured_us):
+    for mebibytes, us in measured_us.items():
+        predicted = costs.step_seconds + mebibytes * 2**20 / costs.link_bytes
+        assert predicted == pytest.approx(us * 1e-6, rel=0.15)

@@ -32,6 +32,8 @@ NEED_UNITS = 64
 TOLERANCE = 0.01
 # The search begins with loads let loose by so much and ends within TOLERANCE.
 SLACKS = (0.5, 0.2, 0.1, 0.05, TOLERANCE)
+# Zigzag is tried where a rank has so many chunks: of fewer it has no long runs.
+ZIGZAG_CHUNKS = 8
 # Pairs of slice and chunk worked on at a time.
 BATCH_ROWS = 1 << 20
 
@@ -206,7 +208,8 @@ def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
     - Among such deals one is sought that moves few keys.
 
     Two deals are begun, in sequence order (keeps neighbours together, so it suits windows and
-    documents) and largest chunk first (even from the start); the better one is returned.
+    documents) and largest chunk first (even from the start); the better one is returned, or zigzag
+    where that is better than both: of long runs of chunks, as a causal mask is dealt best.
 
     Args:
         areas: number[n], 0 or more: the work in each chunk's rows.
@@ -233,6 +236,10 @@ def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
             search.level(max(enough, (1 + slack) * mean))
             search.gather(max(enough, (1 + slack) * mean))
         searches.append(search)
+    if n % (2 * group_size) == 0 and n >= ZIGZAG_CHUNKS * group_size:
+        part = np.arange(n) * 2 * group_size // n
+        zigzag = np.minimum(part, 2 * group_size - 1 - part)
+        searches.append(Search(work, need, zigzag, group_size))
     best = min(searches, key=score)
     if best.loads.max() > enough:
         even = Search(work, need, _evened(work, best.rank_of[:n], group_size, enough), group_size)
