@@ -20,7 +20,7 @@ def message(value: float) -> torch.Tensor:
 def wait_for_next(comm) -> torch.Tensor:
     """Receive from the next rank, which only some tests' ranks send to."""
     buffer = message(-1.0)
-    comm.start({}, {(comm.rank + 1) % comm.size: buffer})()
+    comm.start({}, {(comm.rank + 1) % comm.size: [buffer]})()
     return buffer
 
 
@@ -38,7 +38,7 @@ def test_messages_arrive_in_the_order_sent():
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         buffers = [message(-1.0) for _ in range(3)]
         waits = [
-            comm.start({after: message(10.0 * n + comm.rank)}, {before: buffer})
+            comm.start({after: [message(10.0 * n + comm.rank)]}, {before: [buffer]})
             for n, buffer in enumerate(buffers)
         ]
         for wait in reversed(waits):
@@ -128,7 +128,7 @@ def test_a_message_that_nobody_sends(monkeypatch):
 def test_a_message_that_nobody_receives():
     def body(comm):
         if comm.rank == 2:
-            comm.start({0: message(1.0), 1: message(2.0)}, {})()
+            comm.start({0: [message(1.0)], 1: [message(2.0)]}, {})()
 
     with pytest.raises(AssertionError) as info:
         run_ranks(3, body)
@@ -138,7 +138,7 @@ def test_a_message_that_nobody_receives():
 
 def test_a_message_of_the_wrong_length():
     def body(comm):
-        comm.start({1 - comm.rank: torch.zeros(3)}, {1 - comm.rank: torch.zeros(4)})()
+        comm.start({1 - comm.rank: [torch.zeros(3)]}, {1 - comm.rank: [torch.zeros(4)]})()
 
     with pytest.raises(RuntimeError, match="size"):
         run_ranks(2, body)

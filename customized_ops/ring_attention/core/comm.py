@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .exchange import Exchange, Where
 
-Messages = dict[int, Tensor]  # peer -> flat buffer
+Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
 
 
@@ -92,7 +92,7 @@ class Comm(ABC):
 
     @abstractmethod
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """Begin passing buffers between peers; the returned function waits for all of them.
+        """Begin passing buffers between peers, all at once; the returned function waits for them.
 
         Every rank of the group calls this in the same order with matching buffers.
         """
@@ -191,37 +191,38 @@ class Comm(ABC):
         shape: Callable[[int, int], list[int]],
         dtype: torch.dtype | None = None,
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        """One message a peer and tensor.
+        """The parts of all tensors at once, so that NCCL moves them in one kernel.
 
         Args:
             peers: who sends something here. shape: of the n-th tensor's part from a peer.
         Returns:
             Waits for the parts of each peer and returns them; one's own are as they were.
         """
-        waits, messages = [], []
-        for n, tensor in enumerate(source.tensors):
-            wire = dtype or tensor.dtype
-            # Where the part is one block of memory it is sent from where it lies.
-            send = {
-                p: source.take(n, p).to(wire).reshape(-1).contiguous()
-                for p in source.peers
-                if p != self.rank
-            }
-            receive = {
-                p: tensor.new_empty(prod(shape(n, p)), dtype=wire) for p in peers if p != self.rank
-            }
-            self.counters.sent_bytes += sum(m.nbytes for m in send.values())
-            self.counters.received_bytes += sum(m.nbytes for m in receive.values())
-            waits.append(self.start(send, receive))
-            messages.append(receive)
+        wires = [dtype or tensor.dtype for tensor in source.tensors]
+        # Where a part is one block of memory it is sent from where it lies.
+        send = {
+            p: [source.take(n, p).to(wire).reshape(-1).contiguous() for n, wire in enumerate(wires)]
+            for p in source.peers
+            if p != self.rank
+        }
+        receive = {
+            p: [
+                source.tensors[n].new_empty(prod(shape(n, p)), dtype=wire)
+                for n, wire in enumerate(wires)
+            ]
+            for p in peers
+            if p != self.rank
+        }
+        self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
+        self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
+        wait = self.start(send, receive)
 
         def arrive() -> dict[int, list[Tensor]]:
-            for wait in waits:
-                wait()
+            wait()
             return {
                 p: [
-                    source.take(n, p) if p == self.rank else message[p].view(shape(n, p))
-                    for n, message in enumerate(messages)
+                    source.take(n, p) if p == self.rank else receive[p][n].view(shape(n, p))
+                    for n in range(len(wires))
                 ]
                 for p in peers
             }
@@ -309,11 +310,13 @@ class DistComm(Comm):
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         ops = [
-            dist.P2POp(dist.isend, send[p], group=self._group, group_peer=p)
+            dist.P2POp(dist.isend, message, group=self._group, group_peer=p)
             for p in sorted(send, key=after)
+            for message in send[p]
         ] + [
-            dist.P2POp(dist.irecv, receive[p], group=self._group, group_peer=p)
+            dist.P2POp(dist.irecv, message, group=self._group, group_peer=p)
             for p in sorted(receive, key=after)
+            for message in receive[p]
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
 

@@ -66,19 +66,21 @@ class InProcessComm(Comm):
         """See :meth:`Comm.start`. Messages are matched by count, as gloo and NCCL match them."""
         world = self._world
         with world.changed:
-            for peer, message in send.items():
-                world.mail[self.rank, peer, self._sent[peer]] = message
-                self._sent[peer] += 1
+            for peer, messages in send.items():
+                for message in messages:
+                    world.mail[self.rank, peer, self._sent[peer]] = message
+                    self._sent[peer] += 1
             world.changed.notify_all()
-        expected = {}
-        for peer in receive:
-            expected[peer] = (peer, self.rank, self._received[peer])
-            self._received[peer] += 1
+        expected = []
+        for peer, buffers in receive.items():
+            for buffer in buffers:
+                expected.append(((peer, self.rank, self._received[peer]), buffer))
+                self._received[peer] += 1
 
         def finish() -> None:
-            for peer, buffer in receive.items():
-                world.wait_for(lambda key=expected[peer]: key in world.mail)  # type: ignore[misc]
-                buffer.copy_(world.mail.pop(expected[peer]))
+            for key, buffer in expected:
+                world.wait_for(lambda key=key: key in world.mail)  # type: ignore[misc]
+                buffer.copy_(world.mail.pop(key))
 
         return finish
 
