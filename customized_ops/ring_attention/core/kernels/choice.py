@@ -21,10 +21,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 # What is taken only by name, and why.
-UNPROVEN = {
-    kernel.NAME: "only by name: not yet verified on a GPU"
-    for kernel in (flash3, flash2, cudnn, flex)
-}
+UNPROVEN = {kernel.NAME: "only by name: not yet verified on a GPU" for kernel in (flash3, flash2)}
 
 log = logging.getLogger("seqshard")
 _choosing = Lock()  # a cache alone lets two threads choose, and say so, at once
