@@ -137,11 +137,11 @@ def test_costs_are_named_and_used():
 def test_gradients_may_travel_in_fewer_bytes():
     plan = causal(65536, 4, assignment="owner")
     costs = CostModel(step_seconds=0.0)
-    usual, halved = (measures(plan, 8, 2, 64, costs=costs, reduce_itemsize=n) for n in (None, 2))
-    assert halved.backward.link.max() == pytest.approx(usual.backward.link.max() / 2)
-    assert halved.forward.link.tolist() == usual.forward.link.tolist()
-    text = plan.report(8, 2, 64, reduce_itemsize=2)
-    assert text == report(plan, 8, 2, 64, reduce_itemsize=2) != plan.report(8, 2, 64)
+    wide, halved = (measures(plan, 8, 2, 64, costs=costs, reduce_itemsize=n) for n in (4, 2))
+    assert halved.backward.link.max() == pytest.approx(wide.backward.link.max() / 2)
+    assert halved.forward.link.tolist() == wide.forward.link.tolist()
+    text = plan.report(8, 2, 64, reduce_itemsize=4)
+    assert text == report(plan, 8, 2, 64, reduce_itemsize=4) != plan.report(8, 2, 64)
 
 
 def test_teams_are_named():
