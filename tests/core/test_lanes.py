@@ -1,0 +1,368 @@
+"""Work on two streams: nothing reads what another stream makes without having waited for it.
+
+A CPU runs one thing after the other, so a wrong order never shows in results. Here streams are
+stand-ins that know what they have done and waited for, and every torch op is held against that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from customized_ops.ring_attention.core import executor, lanes
+from customized_ops.ring_attention.core.comm import Comm, Messages, Pending, Reduction
+from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.lanes import Lanes
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+
+HEADS, DIM, V_DIM = (4, 2), 8, 4
+GPU = torch.device("cuda", 0)
+
+
+class Race(AssertionError):
+    """Something was used on a stream that had not waited for it."""
+
+
+class Stream:
+    """What a stream has done, or waited for: numbers of events."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        """As torch's."""
+        self.seen |= other.seen
+
+
+@dataclass
+class Block:
+    """Memory of one tensor, and of its views.
+
+    Attributes:
+        home: the stream it was allocated on: freed, it is at once given to that stream's next.
+        written: the last write. used: all events of it.
+    """
+
+    home: Stream
+    written: int
+    used: set[int] = field(default_factory=set)
+
+
+class Order(TorchDispatchMode):
+    """Holds every op against what its stream has seen.
+
+    Attributes:
+        main, second: the streams. log: what else happened, in order, and on which stream.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.second = Stream(), Stream()
+        self.now = self.main
+        self.log: list[tuple[str, Stream]] = []
+        self._blocks: dict[StorageWeakRef, Block] = {}
+        self._events = 0
+
+    def note(self, what: str) -> int:
+        """Something happens on the current stream."""
+        self.log.append((what, self.now))
+        return self._event()
+
+    def uses(self, tensor: Tensor) -> set[int]:
+        """All events of its memory, those to come too."""
+        return self._blocks[StorageWeakRef(tensor.untyped_storage())].used
+
+    def require(self, events: set[int], what: str) -> None:
+        """Raise if the current stream has not seen them."""
+        if not events <= self.now.seen:
+            raise Race(what)
+
+    def _event(self) -> int:
+        self._events += 1
+        self.now.seen.add(self._events)
+        return self._events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = _memory([*args, *kwargs.values()])
+        fresh = _memory([result]) - given
+        schema = func._schema.arguments
+        written = _memory(
+            [
+                kwargs.get(a.name, args[n] if n < len(args) else None)
+                for n, a in enumerate(schema)
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
+        )
+        view = any(r.alias_info is not None for r in func._schema.returns) and not written
+        if fresh:
+            self._reuse()
+        if not view or fresh:
+            self._op(str(func), given, written, fresh)
+        return result
+
+    def _op(
+        self,
+        name: str,
+        given: set[StorageWeakRef],
+        written: set[StorageWeakRef],
+        fresh: set[StorageWeakRef],
+    ) -> None:
+        before = {key: self._blocks[key] for key in given if key in self._blocks}
+        for key, block in before.items():
+            self.require({block.written}, f"{name} reads what another stream may be writing")
+            if key in written:
+                self.require(block.used, f"{name} writes what another stream may be using")
+        event = self._event()
+        for key in given | fresh:
+            block = before.get(key)
+            if block is None:
+                block = self._blocks[key] = Block(self.now, event)
+            if key in written:
+                block.written = event
+            block.used.add(event)
+
+    def _reuse(self) -> None:
+        """A stream's next tensor may lie where one was that it had made and that is gone."""
+        for key in [key for key in self._blocks if key.expired()]:
+            if self._blocks[key].home is self.now:
+                used = self._blocks.pop(key).used
+                self.require(used, "memory is given away that another stream may be using")
+
+
+def _memory(values: Any) -> set[StorageWeakRef]:
+    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.numel())
+    return {StorageWeakRef(t.untyped_storage()) for t in tensors}
+
+
+class Unheard(Comm):
+    """Rank 0 of a group whose peers send zeros: they arrive on the stream that waits for them."""
+
+    def __init__(self, size: int, order: Order) -> None:
+        super().__init__("unheard", 0, size)
+        self._order = order
+        self._begun: set[int] = set()
+        self._arrived: list[set[int]] = []
+
+    def begin(self) -> None:
+        """See :meth:`Comm.begin`."""
+        assert not self._begun, "a pass begins in another"
+        self._begun = {self._order.note("begin")}
+
+    def end(self) -> None:
+        """See :meth:`Comm.end`."""
+        for uses in self._arrived:
+            self._order.require(uses, "the end, while what peers sent may be in use")
+        self._order.note("end")
+        self._begun, self._arrived = set(), []
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """See :meth:`Comm.start`."""
+        assert self._begun, "a message outside of a pass"
+        self._order.require(self._begun, "a message before the pass has begun")
+        self._order.note("message")
+        for message in send.values():
+            message.clone()
+
+        def finish() -> None:
+            for buffer in receive.values():
+                buffer.zero_()
+            self._here(receive.values())
+
+        return finish
+
+    def fetch(self, *args: Any) -> Pending:
+        """See :meth:`Comm.fetch`; other Comms have peers write to what it returns."""
+        coming = super().fetch(*args)
+
+        def finish() -> list[Tensor]:
+            buffers: list[Tensor] = coming.wait()
+            self._here(buffers)
+            return buffers
+
+        return Pending(finish)
+
+    def _here(self, buffers: Iterable[Tensor]) -> None:
+        self._arrived += [self._order.uses(buffer) for buffer in buffers if buffer.numel()]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        raise AssertionError("not for the hot path")
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`."""
+        raise AssertionError("attention reduces nothing over all ranks")
+
+
+class Noted:
+    """The reference kernel; notes each call."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def forward(self, *args: Any) -> Any:
+        """See :class:`~.protocol.Kernel`."""
+        self._order.note("kernel")
+        return KERNELS["reference"].forward(*args)
+
+    def backward(self, *args: Any, **options: Any) -> Any:
+        """See :class:`~.protocol.Kernel`."""
+        self._order.note("kernel")
+        return KERNELS["reference"].backward(*args, **options)
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
+    """Stand-ins for torch's streams, which the executor takes CPU tensors to need."""
+    order = Order()
+
+    @contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        before, order.now = order.now, chosen
+        yield
+        order.now = before
+
+    def second(device: torch.device, priority: int) -> Stream:
+        assert device == GPU and priority < 0, "what waits for peers goes first"
+        return order.second
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: order.now)
+    monkeypatch.setattr(torch.cuda, "Stream", second)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(executor, "Lanes", lambda device, two: Lanes(GPU, two=two))
+    lanes._second.cache_clear()
+    yield order
+    lanes._second.cache_clear()
+
+
+CAUSAL = AttnMask.dense(48, causal=True)
+BALANCED = {"heads": HEADS, "assignment": "balanced"}
+PLANS = {
+    "zigzag": make_plan(CAUSAL, Layout.zigzag(48, 2), stages=1, heads=HEADS),
+    "rows move": make_plan(CAUSAL, Layout.contiguous(48, 2), stages=1, **BALANCED),
+    "gathered": make_plan(CAUSAL, Layout.contiguous(48, 4), stages=0, **BALANCED),
+    "three steps": make_plan(CAUSAL, Layout.zigzag(48, 4), stages=3, heads=HEADS),
+    "scattered": make_plan(CAUSAL, Layout.striped(48, 3, block=4), stages=1, heads=HEADS),
+    "teams": make_plan(CAUSAL, Layout.zigzag(48, 4), stages=1, team_size=2, **BALANCED),
+    "rows of several ranks": make_plan(
+        AttnMask.dense(4, 96), Layout.contiguous(4, 2), Layout.contiguous(96, 2),
+        assignment="nearest", heads=HEADS,
+    ),
+}  # fmt: skip
+ALONE = make_plan(AttnMask.varlen([0, 24, 48], causal=True), Layout.contiguous(48, 2))
+
+
+def passes(plan: Plan, order: Order, times: int = 2, *, with_dlse: bool = False) -> list[Tensor]:
+    """Forwards and backwards of rank 0, and what they return is read on the caller's stream."""
+    comm, kernel, scoring = Unheard(plan.group_size, order), Noted(order), Scoring(0.3)
+    rows, keys = plan.q_layout.sizes[0], plan.k_layout.sizes[0]
+    (h, g), read = HEADS, []
+    with order:
+        for _ in range(times):
+            q, k = torch.randn(1, rows, h, DIM), torch.randn(1, keys, g, DIM)
+            v, dout = torch.randn(1, keys, g, V_DIM), torch.randn(1, rows, h, V_DIM)
+            dlse = torch.randn(1, h, rows) if with_dlse else None
+            out, lse = attention_forward(plan, comm, kernel, q, k, v, scoring)
+            grads = attention_backward(
+                plan, comm, kernel, dout, q, k, v, out, lse, scoring, dlse=dlse
+            )
+            read += [t + 0 for t in (out, lse, *grads)]
+            del q, k, v, dout, dlse, out, lse, grads
+    return read
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_use_is_in_order(name: str, with_dlse: bool, order: Order) -> None:
+    """Of inputs, of what arrives, of results, and of memory that is used again."""
+    passes(PLANS[name], order, with_dlse=with_dlse)
+    assert [what for what, _ in order.log if what in ("begin", "end")] == ["begin", "end"] * 4
+
+
+def assert_laid_out(plan: Plan, order: Order) -> None:
+    """Attending own keys with own rows is on the caller's stream; all other calls, and all
+    messages, are on the second."""
+    kernels = [stream for what, stream in order.log if what == "kernel"]
+    half = len(kernels) // 2
+    assert kernels[:half] == kernels[half:], "the backward is laid out as the forward"
+    assert half == plan.rank(0).calls
+    assert kernels[:half].count(order.main) == (plan.rank(0).local is not None)
+    messages = [stream for what, stream in order.log if what == "message"]
+    assert messages == [order.second] * len(messages) != []
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_waits_for_peers_is_on_the_second_stream(name: str, order: Order) -> None:
+    passes(PLANS[name], order, times=1)
+    assert_laid_out(PLANS[name], order)
+
+
+def test_a_rank_that_needs_nobody_uses_one_stream(order: Order) -> None:
+    passes(ALONE, order)
+    assert not order.second.seen
+    assert order.log == [("kernel", order.main)] * 4
+
+
+# ------------------------------------------------------------------- the tests above can fail
+
+
+@pytest.mark.parametrize("step", ["fork", "join"])
+@pytest.mark.parametrize("name", ["zigzag", "rows move"])
+def test_a_missing_step_is_noticed(
+    name: str, step: str, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lanes, step, lambda self: None)
+    with pytest.raises(Race):
+        passes(PLANS[name], order)
+
+
+def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lanes, "second", lambda self: lanes.NOTHING)
+    passes(PLANS["zigzag"], order, times=1)
+    with pytest.raises(AssertionError):
+        assert_laid_out(PLANS["zigzag"], order)
+
+
+def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor._Pass, "join", lambda self: self.end())
+    with pytest.raises(Race, match="the end, while what peers sent may be in use"):
+        passes(PLANS["zigzag"], order)
+
+
+def test_memory_given_away_early_is_noticed(order: Order) -> None:
+    with order:
+        one = torch.ones(4)
+        order.second.wait_stream(order.main)
+        with torch.cuda.stream(order.second):  # type: ignore[arg-type]
+            kept = one + 1
+        del one
+        with pytest.raises(Race, match="memory is given away"):
+            torch.ones(4)
+    assert kept.sum() == 8
+
+
+# ----------------------------------------------------------------------------- without streams
+
+
+def test_on_a_cpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: pytest.fail("a stream"))
+    for device, two in ((torch.device("cpu"), True), (torch.device("cpu"), False), (GPU, False)):
+        lane = Lanes(device, two=two)
+        lane.fork()
+        with lane.second() as inside:
+            assert inside is None
+        lane.join()

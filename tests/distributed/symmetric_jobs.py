@@ -1,0 +1,229 @@
+"""Jobs for two GPUs whose ranks write into one another's memory; see ``ranks.Pool``.
+
+A job returns what is wrong on its rank, as text, and goes on: a rank that stops leaves the other
+waiting. Ranks do not compare what they call (``SEQSHARD_CHECK``), for that would keep them in step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from op_cases import Case
+from torch import Tensor
+
+from customized_ops.ring_attention.core.comm import DistComm
+from customized_ops.ring_attention.core.groups import comm_by_name
+from customized_ops.ring_attention.core.symmetric import CHOICE, SymmetricComm
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LATE_SECONDS = 0.3
+
+in_their_own_time = mock.patch.dict(os.environ, {"SEQSHARD_CHECK": "0"})
+
+
+@cache
+def group_of(kind: str, purpose: str = "") -> dist.ProcessGroup:
+    """A group of all ranks that are connected so; another for each purpose."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with mock.patch.dict(os.environ, {CHOICE: kind}):
+        comm = comm_by_name(group.group_name)
+    assert type(comm) is {"nccl": DistComm, "symmetric": SymmetricComm}[kind]
+    return group
+
+
+def drawn(case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
+    """This rank's q, k, v and the gradient of its out."""
+    rank = dist.get_rank()
+    source = torch.Generator(case.device).manual_seed(1000 * seed + rank)
+    lead = () if case.packed else (case.batch,)
+    q_layout, k_layout = case.layouts(dist.get_world_size())
+    (h, g), (d, e) = case.heads, case.dims
+
+    def made(tokens: int, heads: int, dim: int) -> Tensor:
+        shape = (*lead, tokens, heads, dim)
+        return torch.randn(shape, generator=source, device=case.device, dtype=case.dtype)
+
+    rows, keys = q_layout.sizes[rank], k_layout.sizes[rank]
+    q, k, v = made(rows, h, d), made(keys, g, d), made(keys, g, e)
+    if case.fused:
+        q, k, v = torch.cat([q, k, v], -2).split([h, g, g], -2)
+        assert not k.is_contiguous()
+    return [t.detach().requires_grad_() for t in (q, k, v)], made(rows, h, e)
+
+
+def attend(
+    case: Case, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's rows."""
+    layout = case.layout_of(dist.get_world_size())
+    return case.call(q, k, v, process_group=group, layout=layout, deterministic=True)
+
+
+def step(
+    case: Case, group: dist.ProcessGroup, leaves: Sequence[Tensor], dout: Tensor
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv; nothing of autograd's is kept."""
+    out, lse = attend(case, group, *leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def differing(what: Any, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[str]:
+    """Which results are not the same bit for bit, or are nothing."""
+    wrong = []
+    for n, (a, b) in enumerate(zip(got, want, strict=True)):
+        name = f"{what}: {NAMES[n] if n < len(NAMES) else n}"
+        if not torch.equal(a, b):
+            wrong.append(f"{name} differs by {(a.double() - b.double()).abs().max().item()}")
+        if not b.any():
+            wrong.append(f"{name} is all zeros")
+    return wrong
+
+
+@in_their_own_time
+def against_messages(cases: dict[str, Case]) -> list[str]:
+    """Every case over both kinds of group, in turn, so that plans follow one another."""
+    wrong = []
+    for seed in range(2):
+        for name, case in cases.items():
+            given = drawn(case, seed)
+            got, want = (step(case, group_of(kind), *given) for kind in ("symmetric", "nccl"))
+            wrong += differing(f"{name}, {seed}", got, want)
+    return wrong
+
+
+@in_their_own_time
+def captured(case: Case) -> list[str]:
+    """A step in a CUDA graph, replayed on new inputs, each time beside an eager one."""
+    group = group_of("symmetric", "captured")
+    leaves, dout = drawn(case, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(case, group, leaves, dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Of this thread only: NCCL's own thread may look at what is long done meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = step(case, group, leaves, dout)
+    wrong = []
+    for seed in (1, 2, 3):
+        new_leaves, new_dout = drawn(case, seed)
+        with torch.no_grad():
+            for static, new in zip([*leaves, dout], [*new_leaves, new_dout], strict=True):
+                static.copy_(new)
+        graph.replay()
+        replayed = [t.clone() for t in results]
+        wrong += differing(f"replay {seed}", replayed, step(case, group, new_leaves, new_dout))
+    torch.cuda.synchronize()
+    graph.reset()
+    return wrong
+
+
+@in_their_own_time
+def without_waiting(cases: dict[str, Case]) -> list[str]:
+    """Repeated steps in which torch refuses whatever makes the host wait for the GPU."""
+    group = group_of("symmetric")
+    given = {name: drawn(case, 0) for name, case in cases.items()}
+    for _ in range(2):
+        for name, case in cases.items():
+            step(case, group, *given[name])
+    probe = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name, case in cases.items():
+            for _ in range(2):
+                step(case, group, *given[name])
+        try:
+            probe.item()
+        except RuntimeError:
+            return []
+        return ["a wait was not noticed"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+Held = tuple[int, tuple[tuple[int, int], ...]]
+
+
+@in_their_own_time
+def memory_of_steps(case: Case, layers: Sequence[int]) -> list[tuple[int, Held]]:
+    """Bytes allocated, and what the arena holds, after each of some steps of so many layers."""
+    group = group_of("symmetric", "memory of steps")
+    leaves, dout = drawn(case, 0)
+    after = []
+    for count in layers:
+        outs = [attend(case, group, *leaves)[0] for _ in range(count)]
+        grads = torch.autograd.grad(outs, leaves, [dout] * count)
+        del outs, grads
+        torch.cuda.synchronize()
+        time.sleep(LATE_SECONDS)  # until NCCL's own thread has let go of what it was given
+        after.append((torch.cuda.memory_allocated(), _held(group)))
+    return after
+
+
+@in_their_own_time
+def memory_of_plans(case: Case, lengths: Sequence[int], rounds: int) -> list[list[Held]]:
+    """What the arena holds after steps of each length, round by round."""
+    group = group_of("symmetric", "memory of plans")
+    sizes = [replace(case, length=length) for length in lengths]
+    given = [drawn(each, 0) for each in sizes]
+    after: list[list[Held]] = []
+    for _ in range(rounds):
+        after.append([])
+        for each, (leaves, dout) in zip(sizes, given, strict=True):
+            step(each, group, leaves, dout)
+            after[-1].append(_held(group))
+    return after
+
+
+def _held(group: dist.ProcessGroup) -> Held:
+    """The arena's generation, and address and bytes of its pieces here."""
+    arena: Any = comm_by_name(group.group_name)._arena  # type: ignore[attr-defined]
+    here = group.rank()
+    pieces = tuple((piece.of_ranks[here].data_ptr(), len(piece)) for piece in arena._pieces)
+    return arena.at[0], pieces
+
+
+@in_their_own_time
+def one_late(case: Case, steps: int) -> list[str]:
+    """Steps at which one rank after the other comes late, against steps at which none does."""
+    group = group_of("symmetric")
+    given = [drawn(case, seed) for seed in range(steps)]
+
+    def all_steps(late: bool) -> list[list[Tensor]]:
+        results = []
+        for n, (leaves, dout) in enumerate(given):
+            if late and n % group.size() == group.rank():
+                time.sleep(LATE_SECONDS)
+            results.append(step(case, group, leaves, dout))
+        return results
+
+    wanted, got = all_steps(False), all_steps(True)
+    return [
+        line for n in range(steps) for line in differing(f"{case.op}, step {n}", got[n], wanted[n])
+    ]
+
+
+@in_their_own_time
+def layer_on_layer(case: Case) -> list[str]:
+    """What one call returns is the next one's q; their backward passes follow one another too."""
+    (q, k, v), _ = drawn(case, 0)
+    (_, next_k, next_v), dout = drawn(case, 1)
+    leaves = [q, k, v, next_k, next_v]
+    results = []
+    for kind in ("symmetric", "nccl"):
+        between, _ = attend(case, group_of(kind), q, k, v)
+        out, lse = attend(case, group_of(kind), between, next_k, next_v)
+        grads = torch.autograd.grad(out, leaves, dout)
+        results.append([out.detach(), lse.detach(), *grads])
+    return differing("two layers", *results)
