@@ -48,8 +48,12 @@ def define(
     differentiable: tuple[str, ...],
     fake: Callable[..., Any] | None,
     backward: Callable[..., Any] | None,
-) -> OpRecord:
-    """Register the forward and the backward op; returns their record."""
+) -> tuple[OpRecord, Callable[..., Any]]:
+    """Register the forward and the backward op.
+
+    Returns:
+        their record, and the op for calls that are alike (:func:`~.gradients.differentiate`).
+    """
     namespace, op_name = name.split("::")
     schema = torch.library.infer_schema(function, mutates_args=())
     arguments, results = _split_schema(schema)
@@ -81,8 +85,7 @@ def define(
         backward=getattr(ops, f"{op_name}_backward").default,
     )
     both = _implement(lib, record, function, backward or _derived_backward(function, record))
-    differentiate(lib, record, *both)
-    return record
+    return record, differentiate(lib, record, *both)
 
 
 def _split_schema(schema: str) -> tuple[list[str], str]:

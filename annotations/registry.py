@@ -180,10 +180,14 @@ class AnnotatedOp:
 
     Attributes:
         record: what engines read.
+        again: the op for calls that are alike, from a :class:`~.gradients.Repeat` and the tensor
+            arguments to the results; only where :func:`~.plain.goes_straight`.
     """
 
-    def __init__(self, record: OpRecord, function: Callable[..., Any]) -> None:
-        self.record = record
+    def __init__(
+        self, record: OpRecord, function: Callable[..., Any], again: Callable[..., Any]
+    ) -> None:
+        self.record, self.again = record, again
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +278,7 @@ def register_op(
             n_outputs = schema.rpartition("->")[2].count("Tensor")
             parsed = Annotation.parse(text)
             check_declaration(called, parsed, signature.parameters, n_outputs, splits)
-        record = define(
+        record, again = define(
             function,
             name=qualified,
             title=called,
@@ -288,7 +292,7 @@ def register_op(
         _OPS[record.forward] = record
         dtensor.install(record)
 
-        op = AnnotatedOp(record, function)
+        op = AnnotatedOp(record, function, again)
         _CALLABLE.append(op)
         return op
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from .core.comm import Comm
 
 LAYOUT_HINT = (
     "\nwithout layout= each rank takes the others to hold as many tokens as itself; "
     "say what they hold with layout=Layout.from_sizes([...])"
+)
+
+# Asked at each call: what lies below os.environ, which takes ten times as long.
+_SET: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_NAME, *_OFF = (
+    os.environ.encodekey(text) if _SET is not os.environ else text  # type: ignore[attr-defined]
+    for text in ("SEQSHARD_CHECK", "0", "")
 )
 
 
@@ -23,7 +31,7 @@ class DisagreementError(ValueError):
 
 def enabled() -> bool:
     """Whether ``SEQSHARD_CHECK`` is set to something other than 0."""
-    return os.environ.get("SEQSHARD_CHECK", "0") not in ("", "0")
+    return _SET.get(_NAME, _OFF[0]) not in _OFF
 
 
 def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | None) -> None:

@@ -55,6 +55,8 @@ class Call:
     scoring: Scoring | None
     lse_used: bool
     key_positions: Tensor | None
+    deterministic: bool
+    reduce_dtype: torch.dtype | None
 
     def scoring_of(self, given: Given) -> Scoring:
         """How scores become probabilities in one call."""
@@ -121,7 +123,10 @@ def _resolve(
     if positions is not None:
         positions = _on_device(positions.tobytes(), q.device)
     own = None if scoring.needs_tokens else scoring  # those are with ALiBi and with dropout
-    return Call(plan, kernel, own, given["return_lse"], positions)
+    reduce_dtype = REDUCE_DTYPES[given["reduce_dtype"]]
+    return Call(
+        plan, kernel, own, given["return_lse"], positions, given["deterministic"], reduce_dtype
+    )
 
 
 def scoring_of(given: Given) -> Scoring:
@@ -222,20 +227,30 @@ def _without_tokens(t: Tensor) -> str:
     return f"({', '.join(shape)})"
 
 
-def forward(call: Call, comm: Comm, given: Given, packed: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Call,
+    comm: Comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    sink: Tensor | None,
+    packed: bool,
+) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, shaped as q."""
     if isinstance(call.kernel, te_cp.ContextParallel):
-        return call.kernel.forward(given["q"], given["k"], given["v"])
-    q, k, v = _batched(packed, *(given[name] for name in ("q", "k", "v")))
+        return call.kernel.forward(q, k, v)
+    if packed:
+        q, k, v = _batched(q, k, v)
     if _nothing(q):
         b, length, h, _ = q.shape
         out, lse = q.new_empty((b, length, h, v.shape[-1])), lse_like(q, (b, h, length))
     else:
         out, lse = attention_forward(
-            call.plan, comm, call.kernel, q, k, v, call.scoring_of(given), call.key_positions
+            call.plan, comm, call.kernel, q, k, v, scoring, call.key_positions
         )
-        if given["sink"] is not None:
-            out, lse = _with_sink(out, lse, given["sink"])
+        if sink is not None:
+            out, lse = _with_sink(out, lse, sink)
     out, lse = out.contiguous(), lse.contiguous()
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
@@ -256,21 +271,25 @@ def backward(
     comm: Comm,
     dout: Tensor | None,
     dlse: Tensor | None,
-    given: Given,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     out: Tensor,
     lse: Tensor,
+    scoring: Scoring,
+    sink: Tensor | None,
     packed: bool,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and the gradient of the sink from those of out and of lse."""
     if isinstance(call.kernel, te_cp.ContextParallel):
         dout = torch.zeros_like(out) if dout is None else dout
-        return (*call.kernel.backward(dout, given["q"], given["k"], given["v"]), None)
-    sink = given["sink"]
-    q, k, v, out, lse = _batched(packed, *(given[n] for n in ("q", "k", "v")), out, lse)
-    dout, dlse = _batched(packed, dout, dlse)
+        return (*call.kernel.backward(dout, q, k, v), None)
+    if packed:
+        q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)
     if _nothing(q):
-        grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        return (*_unbatched(packed, *grads), None if sink is None else torch.zeros_like(sink))
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        dsink = None if sink is None else torch.zeros_like(sink)
+        return (*_unbatched(dq, dk, dv), dsink) if packed else (dq, dk, dv, dsink)
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is None and call.lse_used and comm.size > 1:
@@ -286,13 +305,13 @@ def backward(
         v,
         out,
         lse,
-        call.scoring_of(given),
+        scoring,
         call.key_positions,
         dlse=dlse,
-        deterministic=given["deterministic"],
-        reduce_dtype=REDUCE_DTYPES[given["reduce_dtype"]],
+        deterministic=call.deterministic,
+        reduce_dtype=call.reduce_dtype,
     )
-    return (*_unbatched(packed, dq, dk, dv), dsink)
+    return (*_unbatched(dq, dk, dv), dsink) if packed else (dq, dk, dv, dsink)
 
 
 def _sink_gradient(
@@ -308,13 +327,13 @@ def _sink_gradient(
     )
 
 
-def _batched(packed: bool, *tensors: Any) -> list[Any]:
+def _batched(*tensors: Any) -> list[Any]:
     """Packed tensors get a batch of one in front."""
-    return [t.unsqueeze(0) if packed and t is not None else t for t in tensors]
+    return [None if t is None else t.unsqueeze(0) for t in tensors]
 
 
-def _unbatched(packed: bool, *tensors: Tensor) -> list[Tensor]:
-    return [t.squeeze(0) if packed else t for t in tensors]
+def _unbatched(*tensors: Tensor) -> list[Tensor]:
+    return [t.squeeze(0) for t in tensors]
 
 
 def _nothing(q: Tensor) -> bool:

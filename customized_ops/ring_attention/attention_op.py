@@ -13,18 +13,21 @@ All ops have the same arguments but for those that say which pairs attend: q, k,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from annotations import AnnotatedOp, register_op
 from annotations.binding import BoundAnnotation
+from annotations.gradients import Repeat
 from annotations.memo import alike, remembered
+from annotations.plain import goes_straight
 from annotations.rules import SplitSite
 
+from . import agreement
 from .arguments import (
     ArgumentError,
     Options,
@@ -35,6 +38,7 @@ from .arguments import (
 )
 from .attention_call import Call, backward, forward, lse_like, resolve
 from .attention_family import OPTIONAL_TENSORS, OPTIONS, Family, Given, Problem
+from .attention_repeat import Pattern, find, key_of, note, repeat_of
 from .attention_rule import annotation, rule_of, sizes
 from .core.comm import Comm
 from .core.groups import GroupLike, group_name
@@ -95,18 +99,30 @@ def declare(
 
     def attend(**given: Any) -> tuple[Tensor, Tensor]:
         given, _ = of_own_heads(given)
-        return forward(*resolved(given, True), given, family.packed)
+        call, comm = resolved(given, True)
+        q, k, v, sink = (given[name] for name in ("q", "k", "v", "sink"))
+        return forward(call, comm, q, k, v, call.scoring_of(given), sink, family.packed)
 
     def run_backward(dout: Any, dlse: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = args
         whole = dict(zip(arguments, inputs, strict=True))
         given, own = of_own_heads(whole)
-        grads = backward(*resolved(given, False), dout, dlse, given, out, lse, family.packed)
+        call, comm = resolved(given, False)
+        q, k, v, sink = (given[name] for name in ("q", "k", "v", "sink"))
+        rest = out, lse, call.scoring_of(given), sink, family.packed
+        grads = backward(call, comm, dout, dlse, q, k, v, *rest)
         if own is None:
             return grads
         dq, dk, dv, dsink = grads
         assert dk is not None and dv is not None
         return dq, own.spread(dk, whole["k"]), own.spread(dv, whole["v"]), dsink
+
+    def repeat(values: Sequence[Any]) -> tuple[Comm, Repeat] | None:
+        given = dict(zip(arguments, values, strict=True))
+        call, comm = resolved(given, False)
+        if given["head_parts"] or call.scoring is None or given["q"].numel() == 0:
+            return None
+        return comm, repeat_of(call, comm, values[n_tensors:], family.packed)
 
     def fake(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         check_tensors(title, q, k, v)
@@ -125,7 +141,7 @@ def declare(
     )
     attend.__name__ = name.split("::")[1]
     attend.__doc__ = f"The op below :func:`{title}`, as it stands in a graph."
-    return register_op(
+    op = register_op(
         lambda **given: annotation(title, family, given),
         name=name,
         title=title,
@@ -134,21 +150,14 @@ def declare(
         fake=fake,
         backward=run_backward,
     )(attend)
+    _repeats[op] = repeat
+    return op
 
 
-class Pattern(NamedTuple):
-    """How a user said which pairs attend.
+# From the op call's arguments to what calls alike do on its group; None where each is its own.
+_repeats: dict[AnnotatedOp, Callable[[Sequence[Any]], tuple[Comm, Repeat] | None]] = {}
 
-    Attributes:
-        said: what was passed, but for tensors.
-        numbers: checks ``said``, and makes the family's numbers of nothing else.
-        tensors: checks and returns the family's integer tensors.
-    """
-
-    said: tuple[Any, ...]
-    numbers: Callable[[], Mapping[str, Any]]
-    tensors: Callable[[], Mapping[str, Tensor]] = dict
-
+_NO_TENSORS = (None,) * len(OPTIONAL_TENSORS)
 
 # Of calls that were found sound: by all that was passed, tensors by their shapes.
 _numbers: dict[Any, Mapping[str, Any]] = {}
@@ -170,7 +179,16 @@ def call_op(
     Args:
         unsupported: arguments of the public function that must be at their defaults.
     """
-    title = op.record.title
+    title, key = op.record.title, None
+    looked_on = torch.compiler.is_compiling() or not goes_straight(q, k, v)
+    if not looked_on and not agreement.enabled():
+        key = key_of(op, q, k, v, pattern, options, unsupported)
+        known = None if key is None else find(key, process_group)
+        if known is not None:
+            own = known.tensors
+            tensors = pattern.tensors().values() if own is None else own
+            out, lse = op.again(known.repeat, q, k, v, *tensors, *_NO_TENSORS)
+            return (out, lse) if options.return_lse else out
 
     def check() -> list[Any]:
         refuse_unsupported(title, **unsupported)
@@ -194,7 +212,12 @@ def call_op(
         return [*tensors.values(), *optional.values(), *numbers.values()]
 
     given = checked(title, process_group, check)
-    out, lse = op(*given, group_name(process_group))
+    given.append(group_name(process_group))
+    out, lse = op(*given)
+    repeat = None if key is None else _repeats[op](given)
+    if repeat is not None:
+        n_tensors = len(op.record.tensor_at) - len(OPTIONAL_TENSORS)
+        note(key, *repeat, given[3:n_tensors])
     return (out, lse) if options.return_lse else out
 
 

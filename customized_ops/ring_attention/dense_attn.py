@@ -24,7 +24,8 @@ from .arguments import (
 )
 from .attention_family import Family, Given, Problem
 from .attention_layout import layout_of
-from .attention_op import Pattern, call_op
+from .attention_op import call_op
+from .attention_repeat import Pattern
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.mask import AttnMask

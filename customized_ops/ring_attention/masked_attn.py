@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .arguments import ArgumentError, Options
 from .attention_family import Family, Given, Problem
 from .attention_layout import layout_of
-from .attention_op import Pattern, call_op, declare
+from .attention_op import call_op, declare
+from .attention_repeat import Pattern
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .core.layout import Layout
@@ -188,6 +189,10 @@ def wrap_masked_attn_func(
         q_rows=q_rows,
         q_heads=q_heads,
     )
+
+    def values() -> tuple[Any, ...] | None:
+        return mask.key if isinstance(mask, AttnMask) else None
+
     lengths = getattr(mask, "q_len", None), getattr(mask, "k_len", None)
-    pattern = Pattern(lengths, numbers, tensors)
+    pattern = Pattern(lengths, numbers, tensors, values)
     return call_op(MASKED_ATTN, q, k, v, pattern, options, process_group)

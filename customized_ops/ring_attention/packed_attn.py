@@ -20,7 +20,8 @@ from .arguments import (
 )
 from .attention_family import Family, Given, Problem
 from .attention_layout import layout_of
-from .attention_op import Pattern, call_op
+from .attention_op import call_op
+from .attention_repeat import Pattern
 from .core.comm import Comm
 from .core.groups import GroupLike
 from .dense_attn import sequence_mask
@@ -33,6 +34,7 @@ from .varlen_utils import (
     document_mask,
     document_positions,
     on_host,
+    value_of,
 )
 
 
@@ -138,6 +140,12 @@ def packed_attention(
             **longest,
         }
 
+    def values() -> tuple[Any, ...] | None:
+        q_values = value_of(cu_seqlens_q)
+        k_values = q_values if cu_seqlens_k is cu_seqlens_q else value_of(cu_seqlens_k)
+        return None if q_values is None or k_values is None else (q_values, k_values)
+
     said = causal, window_size, sink_tokens, enable_ring, max_seqlens
     group = ring_group(enable_ring, process_group)
-    return call_op(op, q, k, v, Pattern(said, numbers, tensors), options, group, **unsupported)
+    pattern = Pattern(said, numbers, tensors, values)
+    return call_op(op, q, k, v, pattern, options, group, **unsupported)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,12 +65,28 @@ def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
         return cu_seqlens.detach().numpy().astype(np.int64)
     if cu_seqlens.is_inference():  # has no version to notice changes by
         return cu_seqlens.cpu().numpy().astype(np.int64)
-    version = cu_seqlens._version
+    state = cu_seqlens._version, cu_seqlens.data_ptr()
     known = _host_copies.get(cu_seqlens)
-    if known is None or known[0] != version:
-        known = (version, cu_seqlens.detach().cpu().numpy().astype(np.int64))
+    if known is None or known[0] != state:
+        known = (state, cu_seqlens.detach().cpu().numpy().astype(np.int64))
         _host_copies[cu_seqlens] = known
     return known[1]
+
+
+def value_of(cu_seqlens: CuSeqlens | None) -> tuple[Any, ...] | None:
+    """What tells a tensor from others of other shape, dtype, device or values, with a hash; None
+    for what is no such tensor as :func:`as_tensor` takes. A device is waited for as in
+    :func:`on_host`."""
+    if type(cu_seqlens) is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return None
+    device = cu_seqlens.device
+    if device.type == "cpu":  # bytes as they are: cheaper, and the dtype is told too
+        values = cu_seqlens.numpy()
+    elif device.type == "cuda" and not cu_seqlens.is_inference():
+        values = on_host(cu_seqlens)
+    else:
+        return None
+    return cu_seqlens.shape, cu_seqlens.dtype, device, values.tobytes()
 
 
 def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
