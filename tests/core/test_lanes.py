@@ -174,13 +174,15 @@ class Unheard(Comm):
         assert self._begun, "a message outside of a pass"
         self._order.require(self._begun, "a message before the pass has begun")
         self._order.note("message")
-        for message in send.values():
-            message.clone()
+        for messages in send.values():
+            for message in messages:
+                message.clone()
+        buffers = [buffer for each in receive.values() for buffer in each]
 
         def finish() -> None:
-            for buffer in receive.values():
+            for buffer in buffers:
                 buffer.zero_()
-            self._here(receive.values())
+            self._here(buffers)
 
         return finish
 
