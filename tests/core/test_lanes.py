@@ -155,6 +155,7 @@ class Unheard(Comm):
         super().__init__("unheard", 0, size)
         self._order = order
         self._begun: set[int] = set()
+        self._under_way = 0
         self._arrived: list[set[int]] = []
 
     def begin(self) -> None:
@@ -164,6 +165,7 @@ class Unheard(Comm):
 
     def end(self) -> None:
         """See :meth:`Comm.end`."""
+        assert not self._under_way, "the end, while messages are under way"
         for uses in self._arrived:
             self._order.require(uses, "the end, while what peers sent may be in use")
         self._order.note("end")
@@ -174,6 +176,7 @@ class Unheard(Comm):
         assert self._begun, "a message outside of a pass"
         self._order.require(self._begun, "a message before the pass has begun")
         self._order.note("message")
+        self._under_way += 1
         for messages in send.values():
             for message in messages:
                 message.clone()
@@ -183,6 +186,7 @@ class Unheard(Comm):
             for buffer in buffers:
                 buffer.zero_()
             self._here(buffers)
+            self._under_way -= 1
 
         return finish
 
