@@ -28,6 +28,10 @@ class ThreadMemory:
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
         return Piece(self._world.local.comm.all_gather_object(mine), None)
 
+    def capturing(self) -> bool:
+        """See :class:`~.push.Memory`."""
+        return False
+
     def _flags(self) -> dict[tuple[int, int, int], bool]:
         return self._world.__dict__.setdefault("flags", {})
 

@@ -40,6 +40,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.seen: set[int] = set()
+        self.cuda_stream = id(self)
 
     def wait_stream(self, other: Stream) -> None:
         """As torch's."""
@@ -249,9 +250,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     monkeypatch.setattr(torch.cuda, "Stream", second)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(executor, "Lanes", lambda device, two: Lanes(GPU, two=two))
-    lanes._second.cache_clear()
+    lanes._beside.cache_clear()
     yield order
-    lanes._second.cache_clear()
+    lanes._beside.cache_clear()
 
 
 CAUSAL = AttnMask.dense(48, causal=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +199,11 @@ class Counted:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.in_graph = False
+
+    def capturing(self) -> bool:
+        """As told."""
+        return self.in_graph
 
     def allocate(self, n_bytes: int) -> Piece:
         """Two tensors."""
@@ -215,6 +222,28 @@ def test_arena_grows_once_and_is_used_again() -> None:
         assert len(set(addresses[-1])) == len(sizes)
     whole = [512, 1024, ALIGNED_BYTES, 256]
     assert memory.asked == [*whole, sum(whole)] and addresses[1] == addresses[2]
+
+
+def test_what_a_graph_uses_is_kept() -> None:
+    """A graph that is replayed reads and writes where it did when it was captured."""
+    memory = Counted()
+    arena = Arena(memory)  # type: ignore[arg-type]
+    arena.begin()
+    arena.take(256)
+    memory.in_graph = True
+    for _ in range(2):
+        arena.begin()
+        captured = weakref.ref(arena.take(256)[0].untyped_storage())
+    memory.in_graph = False
+    arena.begin()
+    arena.take(256), arena.take(512)
+    assert arena.begin(), "two pieces become one, without the first"
+    gc.collect()
+    assert captured() is not None
+    memory.in_graph = True
+    arena.begin()
+    arena.take(256), arena.take(512), arena.take(1024)
+    assert not arena.begin(), "no memory is made while a graph is captured"
 
 
 def test_late_memory_is_late() -> None:

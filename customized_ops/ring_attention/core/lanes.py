@@ -8,7 +8,7 @@ The queue that waits for peers goes first: what it computes must still travel ho
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -26,7 +26,8 @@ class Lanes:
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self._two = two and device.type == "cuda"
         if self._two:
-            self._main, self._second = torch.cuda.current_stream(device), _second(device)
+            self._main = torch.cuda.current_stream(device)
+            self._second = _beside(device, self._main.cuda_stream)
 
     def fork(self) -> None:
         """Let the second stream start."""
@@ -43,6 +44,7 @@ class Lanes:
             self._main.wait_stream(self._second)
 
 
-@cache
-def _second(device: torch.device) -> torch.cuda.Stream:
+@lru_cache(maxsize=64)
+def _beside(device: torch.device, caller: int) -> torch.cuda.Stream:
+    """Each of a caller's streams has its own, as their work is in no order."""
     return torch.cuda.Stream(device, priority=-1)

@@ -33,7 +33,7 @@ DONE = 0  # channel; those of exchanges follow
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Some memory of every rank.
 
@@ -56,6 +56,10 @@ class Memory(Protocol):
         """New memory. All ranks call this together; it returns when no rank has work under way."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
+        ...
+
     def put_signal(self, peer: int, channel: int) -> None:
         """Set the peer's flag for this rank and channel, once it is clear; after all that this
         rank's stream was given before."""
@@ -76,6 +80,7 @@ class Arena:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._pieces: list[Piece] = []
+        self._captured: list[Piece] = []
         self.at = (0, 0, 0)
 
     def begin(self) -> bool:
@@ -85,7 +90,10 @@ class Arena:
             Whether places handed out before are gone.
         """
         generation, *_ = self.at
-        grown = len(self._pieces) > 1
+        capturing = self._memory.capturing()
+        if capturing and not any(piece in self._captured for piece in self._pieces):
+            self._captured += self._pieces
+        grown = len(self._pieces) > 1 and not capturing
         if grown:
             # The old pieces are let go only after that: peers may have been using them.
             self._pieces = [self._memory.allocate(sum(map(len, self._pieces)))]

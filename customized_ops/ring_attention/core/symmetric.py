@@ -38,7 +38,7 @@ class SymmetricMemory:
         Raises:
             RuntimeError: called while a CUDA graph is captured.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             raise RuntimeError(
                 "seqshard: buffers for what ranks exchange must be made before a CUDA graph is "
                 "captured; run the step once as it is first"
@@ -49,6 +49,10 @@ class SymmetricMemory:
         ranks = range(self._group.size())
         buffers = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in ranks]
         return Piece(buffers, (handle, memory))
+
+    def capturing(self) -> bool:
+        """See :class:`~.push.Memory`."""
+        return torch.cuda.is_current_stream_capturing()
 
     def put_signal(self, peer: int, channel: int) -> None:
         """See :class:`~.push.Memory`."""
