@@ -180,7 +180,7 @@ class Options(NamedTuple):
         sink: [h] logits, or None.
         deterministic: whether gradients must be the same bit for bit from run to run; torch's own
             switch asks for it too.
-        reduce_dtype: what gradients travel in; None for that of sums. See ``core/executor.py``.
+        reduce_dtype: what gradients travel in; None: see ``core/executor.py``.
         use_cute: nnscaler's way to ask for flash-attn-4, kernel "flash4".
         q_rows, q_heads: which part of its rows or heads q is; None for all. See ``parts``.
     """
