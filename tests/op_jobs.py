@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from op_cases import Case, run_rank
+
+from customized_ops.ring_attention import attention_op
+from customized_ops.ring_attention.core.plan import make_plan
 
 _groups: dict[tuple[int, ...], Any] = {}
 
@@ -24,6 +28,16 @@ def run_cases(cases: list[Case], members: tuple[int, ...], as_group: bool) -> An
     rank = members.index(dist.get_rank())
     per_case = [run_rank(case, rank, len(members), group) for case in cases]
     return [[t.cpu() for t in results] for results in per_case]
+
+
+def run_in_teams(cases: list[Case], team_size: int) -> Any:
+    """Run cases on all ranks, heads split ``team_size`` ways though it may not be the fastest."""
+
+    def plan(*args: Any, **options: Any) -> Any:
+        return make_plan(*args, **{**options, "team_size": team_size})
+
+    with patch.object(attention_op, "make_plan", plan):
+        return run_cases(cases, tuple(range(dist.get_world_size())), as_group=False)
 
 
 def run_two_groups(case: Case, first: int) -> Any:

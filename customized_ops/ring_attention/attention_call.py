@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,13 +147,14 @@ def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
     needs["window"] = needs_window(plan.mask)
     needs["lse gradient"] = given["return_lse"]
     needs["deterministic"] = given["deterministic"]
+    share = plan.largest_share(q.shape[-2], k.shape[-2])
     return Request(
         device=q.device,
         dtype=q.dtype,
         head_dim=q.shape[-1],
         v_dim=v.shape[-1],
-        q_heads=q.shape[-2] // plan.team_size,
-        kv_heads=k.shape[-2] // plan.team_size,
+        q_heads=share.q_heads,
+        kv_heads=share.kv_heads,
         features=tuple(name for name in FEATURES if needs.get(name)),
         shape_class=shape_class(plan.mask),
         tokens=bucket(plan.mask.k_len),
@@ -169,10 +170,11 @@ def kernel_of(
         return choose(op, name, request)
     if given["reduce_dtype"]:
         raise ArgumentError(f"{op}: kernel {name!r} takes no reduce_dtype; leave it None")
+    q_heads, kv_heads = given["q"].shape[-2], given["k"].shape[-2]  # it splits them by itself
     return te_cp.choose(
         op,
         name,
-        request,
+        replace(request, q_heads=q_heads, kv_heads=kv_heads),
         plan,
         comm,
         scoring.softmax_scale,

@@ -99,7 +99,6 @@ def rule_of(
     def cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
         plan = plan_of(bound, site, given)
         batch, h, g, d, e = sizes(bound)
-        mean = plan.area.mean()
         wire = REDUCE_DTYPES[given["reduce_dtype"]]
         shape = h, g, d, e, itemsize
         backward_bytes = plan.backward_bytes(
@@ -109,7 +108,7 @@ def rule_of(
             what="k, v" + (" and q rows" if plan.q_tokens().any() else ""),
             forward_bytes=batch * int(plan.forward_bytes(*shape)[:, 1].max()),
             backward_bytes=batch * int(backward_bytes[:, 1].max()),
-            imbalance=float(plan.area.max() / mean) if mean else 1.0,
+            imbalance=plan.imbalance(h, g),
         )
 
     def flops(bound: BoundAnnotation, given: Given) -> float:

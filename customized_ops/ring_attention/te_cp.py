@@ -200,7 +200,7 @@ def _refuses(comm_type: str, request: Request, plan: Plan, ranks: int, packed: b
         return "has no window on a ring, and none but causal ones; try kernel='te_cp:all_gather'"
     if request.head_dim != request.v_dim:
         return f"wants q, k and v equally wide, not {request.head_dim} and {request.v_dim}"
-    heads = request.q_heads * plan.team_size, request.kv_heads * plan.team_size
+    heads = request.q_heads, request.kv_heads
     if comm_type == "a2a" and (heads[0] % ranks or heads[1] % ranks):
         return f"deals out heads with a2a, and {heads[0]} or {heads[1]} is no multiple of {ranks}"
     if any(length % (2 * ranks) for length in np.diff(documents.cu_seqlens)):

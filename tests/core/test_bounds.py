@@ -177,15 +177,19 @@ def plans(draw):
         draw(layouts(mask.k_len, ranks)),
         assignment=draw(st.sampled_from(["auto", "owner", "balanced", "nearest", "zigzag"])),
         stages=draw(st.sampled_from([None, 1, 2])),
-        team_size=draw(st.sampled_from([1, 2])) if ranks > 1 else 1,
+        team_size=draw(st.sampled_from([n for n in (1, 2, 3, 4) if ranks % n == 0])),
         heads=(4, 2),
     )
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(plans(), st.sampled_from([(64, 64, 2), (32, 8, 8), (8, 64, 4)]))
-def test_no_plan_falls_below_its_bounds(plan, dims):
-    sizes = (4, 2, *dims)
+@given(
+    plans(),
+    st.sampled_from([(4, 2), (5, 5), (6, 3), (5, 1)]),
+    st.sampled_from([(64, 64, 2), (32, 8, 8), (8, 64, 4)]),
+)
+def test_no_plan_falls_below_its_bounds(plan, heads, dims):
+    sizes = (*heads, *dims)
     least = lower_bounds(plan, *sizes)
     received = plan.forward_bytes(*sizes)[:, 1]
     assert plan.area.max() >= least.pairs

@@ -21,7 +21,7 @@ ROUND = CostModel(
 def plans():
     for layout in (Layout.contiguous(4096, 4), Layout.zigzag(4096, 4)):
         for stages in (0, 1, 3):
-            for team_size in (1, 2):
+            for team_size in (1, 2, 4):
                 for assignment in ("owner", "balanced"):
                     yield make_plan(
                         CAUSAL,
@@ -58,12 +58,14 @@ def test_overlap_takes_the_longer_of_the_two():
     assert beside.seconds == pytest.approx(max(beside.compute.max(), beside.link.max()))
 
 
-def test_spans_do_all_of_the_forward_pass():
+@pytest.mark.parametrize("heads", [(8, 4), (6, 3), (5, 1)])
+def test_spans_do_all_of_the_forward_pass(heads):
+    sizes = (*heads, *SIZES[2:])
     for plan in plans():
-        forward, _ = ROUND.passes(plan, *SIZES)
-        moved = plan.forward_bytes(*SIZES)
+        forward, _ = ROUND.passes(plan, *sizes)
+        moved = plan.forward_bytes(*sizes)
         for rank in range(plan.group_size):
-            spans = ROUND.forward_spans(plan, rank, *SIZES)
+            spans = ROUND.forward_spans(plan, rank, *sizes)
             seconds = {"kernels": 0.0, "links": 0.0}
             for kind, _, start, stop in spans:
                 assert 0 <= start < stop

@@ -106,10 +106,11 @@ def test_keys_in_too_many_parts_are_not_told_apart(monkeypatch, tmp_path):
 
 @over_plans
 def test_link_bytes_are_forward_bytes(plan):
-    keys, rows = link_bytes(plan, 4, 2, 16, 8, 2)
-    moved = plan.forward_bytes(4, 2, 16, 8, 2)
-    assert (keys + rows).sum(axis=1).tolist() == moved[:, 0].tolist()
-    assert (keys + rows).sum(axis=0).tolist() == moved[:, 1].tolist()
+    for heads in ((4, 2), (6, 3), (5, 1)):
+        keys, rows = link_bytes(plan, *heads, 16, 8, 2)
+        moved = plan.forward_bytes(*heads, 16, 8, 2)
+        assert (keys + rows).sum(axis=1).tolist() == moved[:, 0].tolist()
+        assert (keys + rows).sum(axis=0).tolist() == moved[:, 1].tolist()
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8, 9, 64])

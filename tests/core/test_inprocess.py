@@ -248,47 +248,49 @@ def test_results_of_several_tensors_go_home_together():
 
 # ------------------------------------------------------- shares of the heads
 
-# A team of two: each computes half of the heads of both ranks' tokens, one token a rank.
+# A team of two: one computes a head of both ranks' tokens, the other three; one token a rank.
 TEAM = [
     Exchange(table([(1, 0, 1)]), table([(1, 0, 1)]), table([(1, 2, 0)]), 1, team_size=2),
     Exchange(table([(0, 0, 1)]), table([(0, 0, 1)]), table([(0, 1, 0)]), 1, team_size=2),
 ]
 HEADS = 4
+SHARES = ((0, 1), (1, 4))
+ROWS_OF_TEAM, STATS_OF_TEAM = (dims._replace(shares=SHARES) for dims in (ROWS, STATS))
 
 
 def own_heads(rank: int, dims: Dims) -> torch.Tensor:
     """One token whose value in head h is 10 * rank + h."""
-    shape = [1, 1, 1, 1] if dims == ROWS else [1, 1, 1]
+    shape = [1] * (4 if dims.tokens == ROWS.tokens else 3)
     shape[dims.heads] = HEADS
     return torch.arange(HEADS, dtype=torch.float64).view(shape) + 10 * rank
 
 
-@pytest.mark.parametrize("dims", [ROWS, STATS], ids=["rows", "stats"])
+@pytest.mark.parametrize("dims", [ROWS_OF_TEAM, STATS_OF_TEAM], ids=["rows", "stats"])
 def test_fetch_of_a_share_of_the_heads(dims):
     def body(comm):
         own = own_heads(comm.rank, dims)
         (got,) = comm.fetch(TEAM[comm.rank], [own], [dims]).wait()
-        assert got.shape[dims.heads] == HEADS // 2
+        assert got.shape[dims.heads] == [1, 3][comm.rank]
         return got.flatten().tolist(), comm.counters.sent_bytes, comm.counters.received_bytes
 
-    assert run_ranks(2, body) == [([10.0, 11.0], 16, 16), ([2.0, 3.0], 16, 16)]
+    assert run_ranks(2, body) == [([10.0], 24, 8), ([1.0, 2.0, 3.0], 8, 24)]
 
 
-@pytest.mark.parametrize("dims", [ROWS, STATS], ids=["rows", "stats"])
+@pytest.mark.parametrize("dims", [ROWS_OF_TEAM, STATS_OF_TEAM], ids=["rows", "stats"])
 @pytest.mark.parametrize("put", [place, add])
 def test_results_for_a_share_of_the_heads_go_home(dims, put):
     """Each rank's result is for the other's token, and touches its own share of the heads only."""
 
     def body(comm):
         home = own_heads(comm.rank, dims)
-        result = torch.full_like(home.narrow(dims.heads, 0, 2), 100.0)
+        result = torch.full_like(dims.share(home, comm.rank), 100.0)
         comm.send_home(TEAM[comm.rank], [result], [home], [dims], put).wait()
         return home.flatten().tolist()
 
     kept = 1 if put is add else 0
     assert run_ranks(2, body) == [
-        [0.0, 1.0, 100.0 + kept * 2, 100.0 + kept * 3],
-        [100.0 + kept * 10, 100.0 + kept * 11, 12.0, 13.0],
+        [0.0, *(100.0 + kept * head for head in (1, 2, 3))],
+        [100.0 + kept * 10, 11.0, 12.0, 13.0],
     ]
 
 

@@ -300,9 +300,9 @@ def test_a_share_of_the_heads_is_added_in_its_place(team_size):
     plan = make_plan(AttnMask.dense(8), Layout.contiguous(8, 4), heads=(4, 4), team_size=team_size)
     each = 4 // team_size
     for rank in range(4):
-        share, total = Share(plan, rank, LIKE, Scoring(1.0), None), Sum(LIKE)
+        share, total = Share(plan, rank, LIKE, LIKE, Scoring(1.0), None), Sum(LIKE)
         for value in (1.0, 2.0):
-            share.add(total, part(value, torch.bfloat16)[:, :, :each].clone())
+            share.add(total, part(value, torch.bfloat16)[:, :, :each].clone(), share.keys)
         want, first = torch.zeros(4), rank % team_size * each
         want[first : first + each] = 3.0
         assert_same("sum", total.so_far(), want[:, None].expand(1, 2, 4, 3), 0.0)

@@ -385,8 +385,34 @@ def test_team_size_is_chosen_by_cost():
         for n in (1, 2, 4, 8)
     }
     assert 0.95 * seconds_of(free, *heads) <= min(seconds.values())
-    odd = make_plan(full, layout, heads=(9, 3), team_size=None)
-    assert odd.team_size == 1, "3 does not divide 8 ranks"
+    for heads in ((1, 1), (2, 1), (6, 3), (12, 1)):
+        free = make_plan(full, layout, heads=heads, team_size=None)
+        seconds = [
+            seconds_of(make_plan(full, layout, heads=heads, team_size=n), *heads)
+            for n in (1, 2, 4, 8)
+            if n <= heads[0]
+        ]
+        assert 0.95 * seconds_of(free, *heads) <= min(seconds)
+
+
+def test_a_key_head_of_several_ranks_is_sent_to_each():
+    """By hand: four ranks of one token; 6 query heads and one key head in shares of 1, 2, 1, 2."""
+    layout = Layout.contiguous(4, 4)
+    options = {"team_size": 4, "heads": (6, 1), "assignment": "owner", "stages": 1}
+    plan = make_plan(AttnMask.dense(4), layout, **options)
+    assert plan.heads_of_ranks(6, 1).tolist() == [[1, 1], [2, 1], [1, 1], [2, 1]]
+    assert plan.largest_share(6, 1).q_heads == 2
+    assert plan.imbalance(6, 1) == pytest.approx(2 / 1.5)
+    # Keys of 10 and 5, rows of 10 go, out of 5 and lse of 4 / 2 come back, in elements.
+    moved = plan.forward_bytes(6, 1, 10, 5, 2) / 2
+    keys, row, result = 3 * 15, 10, 5 + 2
+    want = [
+        [keys + (6 - mine) * row + 3 * mine * result, keys + 3 * mine * row + (6 - mine) * result]
+        for mine in (1, 2, 1, 2)
+    ]
+    assert moved.tolist() == want
+    forward, _ = H200.passes(plan, 6, 1, 10, 5, 2)
+    assert (forward.compute == forward.compute[0] * np.array([1, 2, 1, 2])).all()
 
 
 def test_slow_links_change_the_plan():
@@ -544,19 +570,25 @@ HALVES = Layout.contiguous(8, 2)
             (CAUSAL8, HALVES),
             {"team_size": 3},
             ValueError,
-            "team_size must divide the 2 ranks and the 32 query and 8 key heads, got 3",
+            "team_size must divide the 2 ranks and be at most the 32 query heads, got 3",
         ),
         (
             (CAUSAL8, HALVES),
-            {"team_size": 2, "heads": (6, 3)},
+            {"team_size": 2, "heads": (1, 1)},
             ValueError,
-            "team_size must divide the 2 ranks and the 6 query and 3 key heads, got 2",
+            "team_size must divide the 2 ranks and be at most the 1 query heads, got 2",
+        ),
+        (
+            (CAUSAL8, HALVES),
+            {"team_size": 2, "heads": (6, 4)},
+            ValueError,
+            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 6 and 4",
         ),
         (
             (CAUSAL8, HALVES),
             {"team_size": 0},
             ValueError,
-            "team_size must divide the 2 ranks and the 32 query and 8 key heads, got 0",
+            "team_size must divide the 2 ranks and be at most the 32 query heads, got 0",
         ),
     ],
 )
@@ -566,11 +598,11 @@ def test_errors(arguments, options, error, message):
     assert str(info.value) == message
 
 
-def test_bytes_of_heads_that_the_plan_does_not_split():
+def test_bytes_of_heads_that_the_plan_cannot_split():
     plan = make_plan(CAUSAL8, HALVES, team_size=2)
     for count in (plan.forward_bytes, plan.backward_bytes):
-        with pytest.raises(ValueError, match="does not divide 4 query and 1 key heads"):
-            count(4, 1, 64, None, 2)
+        with pytest.raises(ValueError, match="team_size must be 1 to 1, the query heads, got 2"):
+            count(1, 1, 64, None, 2)
 
 
 # ------------------------------------------------------------------------ speed

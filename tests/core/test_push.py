@@ -70,10 +70,12 @@ def passes(
     return run_ranks(plan.group_size, body)
 
 
-def draw(mask: AttnMask, dtype: torch.dtype, seed: int) -> list[Tensor]:
+def draw(
+    mask: AttnMask, dtype: torch.dtype, seed: int, heads: tuple[int, int] = HEADS
+) -> list[Tensor]:
     """q, k, v, dout, Gaussian."""
     source = torch.Generator().manual_seed(seed)
-    (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
+    (h, g), q_len, k_len = heads, mask.q_len, mask.k_len
     sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
     return [
         torch.randn((BATCH, *s), dtype=torch.float64, generator=source).to(dtype) for s in sizes
@@ -117,6 +119,56 @@ def test_results_are_those_of_messages(
     for kind, comm in kinds.items():
         connect(monkeypatch, comm)
         got[kind] = passes(plan, torch.float32, times=3, reduce_dtype=reduce_dtype)
+    assert_alike(got["messages"], got["push"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "team_size", "ranks"),
+    [((6, 3), 2, 4), ((4, 1), 4, 4), ((5, 5), 3, 3), ((6, 2), 4, 4)],
+)
+@pytest.mark.parametrize("stages", [0, 1])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_shares_of_any_size(
+    heads: tuple[int, int],
+    team_size: int,
+    ranks: int,
+    stages: int,
+    reduce_dtype: torch.dtype | None,
+    kinds: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of a team send and receive unlike many heads; one plan may serve other heads too."""
+    options = {"heads": heads, "team_size": team_size, "assignment": "balanced"}
+    got = {}
+    plan = make_plan(CAUSAL, Layout.striped(64, ranks, block=4), stages=stages, **options)
+
+    def body(comm: Comm) -> tuple[list[Tensor], tuple[int, int]]:
+        results = []
+        for seed, (h, g) in enumerate([heads, (heads[0], heads[0]), heads]):
+            q, k, v, dout = draw(CAUSAL, torch.float32, seed, (h, g))
+            own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
+            kernel, scoring = KERNELS["reference"], Scoring(0.25)
+            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            own_dout = plan.q_layout.shard(dout, comm.rank)
+            dlse = torch.full_like(lse, 0.5)
+            grads = attention_backward(
+                plan,
+                comm,
+                kernel,
+                own_dout,
+                *own,
+                out,
+                lse,
+                scoring,
+                dlse=dlse,
+                reduce_dtype=reduce_dtype,
+            )
+            results += [out, lse, *grads]
+        return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
+
+    for kind, comm in kinds.items():
+        connect(monkeypatch, comm)
+        got[kind] = run_ranks(plan.group_size, body)
     assert_alike(got["messages"], got["push"])
 
 

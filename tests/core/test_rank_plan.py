@@ -32,7 +32,7 @@ def plans(mask: AttnMask, layout: Layout) -> list[Plan]:
         make_plan(mask, layout, assignment=assignment, stages=stages, team_size=team_size)
         for assignment in ("owner", "balanced", "nearest")
         for stages in (0, 1, 3)
-        for team_size in (1, 2)
+        for team_size in (1, 2, 4)
     ]
 
 
@@ -96,7 +96,14 @@ def key_parts(plan: Plan, rank: int) -> list[np.ndarray]:
         return [gathered]
 
     stages = plan.rank(rank).stages
-    return [part for stage in stages for part in of(stage)] + elsewhere(plan, rank, 1)
+    here = [part for stage in stages for part in of(stage)]
+    # Each rank of a team may have a part, the others of the own one too.
+    own_team = plan.work[plan.work[:, TEAM] == rank // plan.team_size, :TEAM]
+    attended = np.zeros(99, dtype=bool)
+    own = plan.k_layout.positions(rank)
+    attended[: len(own)] = to_dense(own_team, 40, 40).any(axis=0)[own]
+    others = [attended] * (plan.team_size - 1) + elsewhere(plan, rank, 1) * plan.team_size
+    return here + others
 
 
 def test_zigzag_over_two_ranks():

@@ -81,7 +81,7 @@ def test_a_report_fits_a_screen(ranks, assignment):
         assert cells[6] == f"{getattr(figures.kv_received, name)():.0f}"
 
 
-@pytest.mark.parametrize("team_size", [1, 2])
+@pytest.mark.parametrize("team_size", [1, 2, 4])
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_measures_are_those_of_the_plan(stages, team_size):
     plan = causal(512, 4, assignment="balanced", stages=stages, team_size=team_size, heads=(4, 2))
@@ -146,7 +146,11 @@ def test_gradients_may_travel_in_fewer_bytes():
 
 def test_teams_are_named():
     text = causal(4096, 4, team_size=2).report(32, 8, 128)
-    assert "teams     of 2 ranks, which share out the heads of the same pairs" in text
+    assert "teams     of 2 ranks, which share out the heads of the same pairs: 16:4 each" in text
+    even = make_plan(AttnMask.dense(64), Layout.contiguous(64, 4), team_size=2)
+    text = even.report(6, 3, 128)
+    assert "share out the heads of the same pairs: 4:2 or 2:1 each" in text
+    assert text.splitlines()[-1] == "imbalance (largest / mean): 1.333"
 
 
 def test_different_layouts_are_named_both():
@@ -155,8 +159,8 @@ def test_different_layouts_are_named_both():
 
 
 def test_heads_that_do_not_suit_are_an_error():
-    with pytest.raises(ValueError, match="does not divide 3"):
-        report(causal(4096, 4, team_size=2), 3, 3)
+    with pytest.raises(ValueError, match="team_size must be 1 to 3"):
+        report(causal(4096, 4, team_size=4), 3, 3)
 
 
 def test_long_names_of_layouts_are_cut():

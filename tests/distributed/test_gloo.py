@@ -17,6 +17,10 @@ def check(pool: Pool, cases: dict[str, Case], members: tuple[int, ...], as_group
     replies = pool.run(op_jobs.run_cases, list(cases.values()), members, as_group)
     per_rank = [reply for reply in replies if reply is not None]
     assert len(per_rank) == len(members)
+    assert_expected(cases, per_rank)
+
+
+def assert_expected(cases: dict[str, Case], per_rank: list[list[list[torch.Tensor]]]) -> None:
     for n, (name, case) in enumerate(cases.items()):
         want = expected(case)
         got = gather(case, [rank[n] for rank in per_rank])
@@ -30,6 +34,16 @@ def test_two_ranks(two_ranks: Pool) -> None:
 
 def test_four_ranks(four_ranks: Pool) -> None:
     check(four_ranks, {**TABLE, **UNEVEN[4]}, (0, 1, 2, 3), as_group=False)
+
+
+@pytest.mark.parametrize("team_size", [2, 4])
+def test_heads_in_uneven_shares(four_ranks: Pool, team_size: int) -> None:
+    cases = {
+        "uneven": Case("ring", 26, heads=(6, 3), batch=2),
+        "one key head": Case("ring", 26, heads=(5, 1), alibi=True, dropout=0.3, sink=True),
+        "five": Case("varlen", heads=(5, 5), cu_seqlens=(0, 7, 26, 41), length=41),
+    }
+    assert_expected(cases, four_ranks.run(op_jobs.run_in_teams, list(cases.values()), team_size))
 
 
 @pytest.mark.parametrize("members", [(1, 2), (0, 2), (1, 2, 3)])

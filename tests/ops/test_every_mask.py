@@ -328,7 +328,7 @@ def test_extremes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "heads"), [(2, (2, 2)), (3, (3, 3)), (4, (16, 8)), (8, (8, 8)), (8, (24, 8))]
+    ("ranks", "heads"), [(3, (3, 3)), (4, (16, 8)), (8, (8, 8)), (8, (24, 8)), (8, (12, 4))]
 )
 def test_plans_that_split_heads(heads: tuple[int, int], ranks: int) -> None:
     layout = f"striped:16:{ranks}:1"
@@ -337,3 +337,21 @@ def test_plans_that_split_heads(heads: tuple[int, int], ranks: int) -> None:
         plan = make(case.given, *case.layouts(ranks), heads=heads, team_size=None)
         assert plan.team_size > 1
         check(case, ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "team_size", "heads"),
+    [
+        *[(2, 2, (2, 2)), (2, 2, (5, 5)), (2, 2, (4, 1)), (4, 2, (6, 3)), (4, 4, (12, 1))],
+        *[(3, 3, (5, 5)), (6, 3, (8, 2)), (8, 8, (12, 4))],
+    ],
+)
+def test_heads_split_in_any_way(ranks: int, team_size: int, heads: tuple[int, int]) -> None:
+    """Though it may not be the fastest."""
+
+    def plan(*args: Any, **options: Any) -> Plan:
+        return make_plan(*args, **{**options, "team_size": team_size})
+
+    mask = AttnMask.streaming(40, 6, 2)
+    with patch.object(attention_op, "make_plan", plan):
+        check(masked(mask, heads=heads, dropout=0.2, alibi=True, sink=True, batch=2), ranks)

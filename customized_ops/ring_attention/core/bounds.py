@@ -61,21 +61,24 @@ def lower_bounds(
 
     Bytes. All pairs of a rank are for its one share of the heads. It holds that share of its own
     tokens; every other token that its pairs touch arrives, the share once: :func:`least_cost`. So
-    this holds with heads split too, among plans that split them as many ways. For a foreign row, q
+    this holds with heads split too, among plans that split them the same way. For a foreign row, q
     arrives and output and lse are sent home, and what all ranks receive is the sum of both over the
     ranks that compute.
     """
     v_dim = head_dim if v_dim is None else v_dim
-    h, g = q_heads // plan.team_size, kv_heads // plan.team_size
-    row_in, row_back = h * head_dim * itemsize, h * (v_dim * itemsize + max(itemsize, 4))
-    key_in = g * (head_dim + v_dim) * itemsize
+    heads = plan.heads_of_ranks(q_heads, kv_heads)
     rows, keys = lines(plan.mask)
-    held = np.array(plan.q_layout.sizes), np.array(plan.k_layout.sizes)
-    return Bounds(
-        pairs=-(-plan.mask.area // (plan.group_size // plan.team_size)),
-        received=least_cost(rows, keys, plan.area, *held, row_in, key_in),
-        moved=least_cost(rows, keys, plan.area, *held, row_in + row_back, key_in),
-    )
+    ranks = np.array([plan.area, plan.q_layout.sizes, plan.k_layout.sizes])
+    received, moved = np.zeros_like(ranks[:2])
+    for h, g in np.unique(heads, axis=0).tolist():
+        row_in, row_back = h * head_dim * itemsize, h * (v_dim * itemsize + max(itemsize, 4))
+        key_in = g * (head_dim + v_dim) * itemsize
+        like = (heads == (h, g)).all(axis=1)
+        area, q_held, k_held = ranks[:, like]
+        received[like] = least_cost(rows, keys, area, q_held, k_held, row_in, key_in)
+        moved[like] = least_cost(rows, keys, area, q_held, k_held, row_in + row_back, key_in)
+    teams = plan.group_size // plan.team_size
+    return Bounds(-(-plan.mask.area // teams), received, moved)
 
 
 def least_cost(

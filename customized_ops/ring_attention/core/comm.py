@@ -28,10 +28,37 @@ Reduction = Literal["sum", "max"]
 
 
 class Dims(NamedTuple):
-    """Which dims of a tensor are its tokens and its heads."""
+    """Which dims of a tensor are its tokens and its heads.
+
+    Attributes:
+        shares: who gets which heads: (start, stop) for each rank of a team, peer p has those of
+            p % len(shares). Empty: everyone has all.
+    """
 
     tokens: int
     heads: int
+    shares: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def of_share(self) -> Dims:
+        """Those of a tensor that is one share: there is nothing to choose."""
+        return self._replace(shares=()) if self.shares else self
+
+    def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
+        """Of so many tokens of the share of ``rank``; all else is as ``tensor`` has it."""
+        shape = list(tensor.shape)
+        shape[self.tokens] = tokens
+        if self.shares:
+            start, stop = self.shares[rank % len(self.shares)]
+            shape[self.heads] = stop - start
+        return shape
+
+    def share(self, tensor: Tensor, rank: int) -> Tensor:
+        """The heads of ``rank``, a view."""
+        if not self.shares:
+            return tensor
+        start, stop = self.shares[rank % len(self.shares)]
+        return tensor.narrow(self.heads, start, stop - start)
 
 
 ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
@@ -134,20 +161,19 @@ class Comm(ABC):
 
         Args:
             tensors: the rank's own, with all heads; a peer gets its share of them.
+            dims: of each, with the shares.
             seen_by: from a peer to the exchange as it is there; with it, and between :meth:`begin`
                 and :meth:`end`, a Comm may write straight to where the peer reads.
         Returns:
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
-        buffers = []
-        for tensor, dim in zip(tensors, dims, strict=True):
-            shape = list(tensor.shape)
-            shape[dim.tokens] = exchange.tokens
-            shape[dim.heads] //= exchange.team_size
-            buffers.append(tensor.new_empty(shape))
-        source = Side(tensors, dims, exchange.sent, exchange.team_size)
-        target = Side(buffers, dims, exchange.received, 1)
+        buffers = [
+            tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
+        source = Side(tensors, dims, exchange.sent)
+        target = Side(buffers, [dim.of_share for dim in dims], exchange.received)
         arrive = self._pass(source, target.peers, target.shape)
 
         def finish() -> list[Tensor]:
@@ -173,15 +199,16 @@ class Comm(ABC):
         what arrived for them; in rank order, so that sums do not depend on who was first.
 
         Args:
-            into: tensors of all of the rank's own tokens, or what makes them once results are
-                here, so that they may be sent before there is a place for them.
+            results: of the rank's share of the heads.
+            into: tensors of all of the rank's own tokens and heads, or what makes them once results
+                are here, so that they may be sent before there is a place for them.
             dtype: what the results travel in, whatever they are in; None sends them as they are,
                 in dtypes that are the same on every rank. What a rank sends itself is left alone.
             seen_by: see :meth:`fetch`.
         """
-        source = Side(results, dims, exchange.received, 1)
-        shape = source.with_tokens(exchange.sent)
-        arrive = self._pass(source, exchange.sent, shape, dtype)
+        source = Side(results, [dim.of_share for dim in dims], exchange.received)
+        arriving = Side(results, dims, exchange.sent)
+        arrive = self._pass(source, exchange.sent, arriving.shape, dtype)
         return Pending(lambda: deliver(arrive(), into, dims, exchange, put))
 
     def _pass(
@@ -235,29 +262,21 @@ class Side:
     """Tensors whose tokens leave, or arrive.
 
     Attributes:
+        dims: of each tensor; a peer has its share of the heads.
         peers: where the tokens of each peer are.
-        team_size: a peer has this share of the heads of the tensors; 1: all that are there.
     """
 
     tensors: Sequence[Tensor]
     dims: Sequence[Dims]
     peers: Mapping[int, Where]
-    team_size: int
 
     def shape(self, n: int, peer: int) -> list[int]:
         """Of the peer's part of tensor ``n``."""
-        shape = list(self.tensors[n].shape)
-        shape[self.dims[n].tokens] = self.peers[peer].count
-        shape[self.dims[n].heads] //= self.team_size
-        return shape
-
-    def with_tokens(self, others: Mapping[int, Where]) -> Callable[[int, int], list[int]]:
-        """Shapes of parts as :meth:`shape`, but of the tokens that ``others`` have."""
-        return Side(self.tensors, self.dims, others, self.team_size).shape
+        return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
 
     def take(self, n: int, peer: int) -> Tensor:
         """The peer's part of tensor ``n``: a view where its tokens are one range."""
-        tensor, where = self._heads(n, peer), self.peers[peer]
+        tensor, where = self.dims[n].share(self.tensors[n], peer), self.peers[peer]
         if where.indices is None:
             return tensor.narrow(self.dims[n].tokens, where.start, where.count)
         return tensor.index_select(self.dims[n].tokens, where.on(tensor.device))
@@ -269,15 +288,8 @@ class Side:
         where = self.peers[peer]
         if where.indices is not None:
             for n, changed in enumerate(places):
-                tensor = self._heads(n, peer)
+                tensor = self.dims[n].share(self.tensors[n], peer)
                 tensor.index_copy_(self.dims[n].tokens, where.on(tensor.device), changed)
-
-    def _heads(self, n: int, peer: int) -> Tensor:
-        tensor, dim = self.tensors[n], self.dims[n].heads
-        if self.team_size == 1:
-            return tensor
-        heads = tensor.shape[dim] // self.team_size
-        return tensor.narrow(dim, peer % self.team_size * heads, heads)
 
 
 def deliver(
@@ -289,7 +301,7 @@ def deliver(
 ) -> None:
     """Put results that came home in their places, in rank order."""
     places = into() if callable(into) else into
-    target = Side(places, dims, exchange.sent, exchange.team_size)
+    target = Side(places, dims, exchange.sent)
     for peer in sorted(parts):
         target.put(peer, parts[peer], put)
 

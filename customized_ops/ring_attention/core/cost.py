@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .intervals import Table
 from .slices import areas
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ class CostModel:
     call_seconds: float = 110e-6
 
     def attend_seconds(
-        self, pairs: npt.ArrayLike, heads: float, head_dim: int, v_dim: int
+        self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int
     ) -> tuple[Seconds, Seconds]:
         """Time to attend ``pairs`` of ``heads`` heads, forward and backward, batch 1."""
-        flops = np.asarray(pairs) * (2.0 * heads * (head_dim + v_dim))
+        flops = np.asarray(pairs) * np.asarray(heads) * (2.0 * (head_dim + v_dim))
         return flops / self.forward_flops, 2.5 * flops / self.backward_flops
 
     def _start_seconds(self, plan: Plan) -> Seconds:
@@ -114,7 +115,7 @@ class CostModel:
     ) -> tuple[Pass, Pass]:
         """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``."""
         sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
-        heads = q_heads / plan.team_size
+        heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
         start = self._start_seconds(plan)
         there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
@@ -134,22 +135,23 @@ class CostModel:
     ) -> list[Span]:
         """What ``rank`` does when in the forward pass, batch 1, if it never waits for a peer that
         is late: exchanges one after the other, and kernels as soon as their tokens are there."""
-        mine, size = plan.rank(rank), plan.team_size
-        h, g = q_heads // size, kv_heads // size
+        mine = plan.rank(rank)
+        h, g = plan.heads_of_ranks(q_heads, kv_heads).T
         spans: list[Span] = []
         link_free, now = 0.0, 0.0
 
-        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: int) -> float:
-            """When it is complete."""
+        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Table) -> float:
+            """When it is complete; ``bytes_`` of a token as each rank computes it."""
             nonlocal link_free
             if what is None:
                 return now
-            sent = int(what.send[what.send[:, 0] != rank, 2].sum())
-            received = int(what.recv[what.recv[:, 0] != rank, 2].sum())
+            out, into = (each[each[:, 0] != rank] for each in (what.send, what.recv))
+            sent = int((out[:, 2] * bytes_[out[:, 0]]).sum())
+            received = int(into[:, 2].sum() * bytes_[rank])
             if not sent and not received:
                 return now
             start = max(now, link_free)
-            seconds = max(sent, received) * bytes_ / self.link_bytes + self.step_seconds
+            seconds = max(sent, received) / self.link_bytes + self.step_seconds
             link_free = start + seconds
             spans.append(Span(kind, stage, start, link_free))
             return link_free
@@ -164,7 +166,7 @@ class CostModel:
             for kind, slices in (("own", stage.own), ("guests", stage.guest)):
                 if len(slices):
                     start = max(now, there, rows_there if kind == "guests" else 0.0)
-                    seconds, _ = self.attend_seconds(areas(slices).sum(), h, head_dim, v_dim)
+                    seconds, _ = self.attend_seconds(areas(slices).sum(), h[rank], head_dim, v_dim)
                     now = start + float(seconds)
                     spans.append(Span(kind, n, start, now))
         exchange("results", len(mine.stages) - 1, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))

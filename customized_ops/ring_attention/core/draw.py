@@ -104,9 +104,9 @@ def link_bytes(
 ) -> tuple[Table, Table]:
     """(keys, rows): int64[P, P] bytes from rank [s] to rank [r] in the forward pass, batch 1: keys
     with values, and rows with the results that come back. Together they are ``forward_bytes``."""
-    h, g = q_heads // plan.team_size, kv_heads // plan.team_size
+    h, g = plan.heads_of_ranks(q_heads, kv_heads).T  # a rank receives, and sends home, its share
     keys, rows = plan.traffic()
-    results = rows.T * h * (v_dim * itemsize + max(itemsize, 4))
+    results = (rows * h * (v_dim * itemsize + max(itemsize, 4))).T
     return keys * g * (head_dim + v_dim) * itemsize, rows * h * head_dim * itemsize + results
 
 

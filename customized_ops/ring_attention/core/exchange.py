@@ -49,8 +49,8 @@ class Exchange:
             each peer both sides list the same ranges in one order.
         places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
-        team_size: a peer is sent, and this rank receives, one of ``team_size`` shares of the
-            heads: peer p computes share p % team_size.
+        team_size: ranks that share out the heads: of each token a peer is sent, and this rank
+            receives, its share.
     """
 
     send: Table

@@ -39,7 +39,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from .comm import ROWS, STATS, Comm, Dims, Pending, Put, SeenBy, add, place
+from .comm import Comm, Dims, Pending, Put, SeenBy, add, place
 from .exchange import Exchange
 from .kernels import Kernel, Scoring
 from .lanes import Lanes
@@ -71,21 +71,21 @@ def attention_forward(
         out [b, l, h, e] in q's dtype and lse [b, h, l].
     """
     q, k, v = (_dense(t) for t in (q, k, v))
-    share = Share(plan, comm.rank, q, scoring, key_positions)
+    share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share)
     if run.alone(q.shape[1]):
         out, lse = run.forward(0, q, k, v)
         return out.to(q.dtype), lse
-    mine, own_q, v_dim = run.mine, share.of(q), v.shape[-1]
+    mine, own_q, v_dim = run.mine, share.of(q, share.rows), v.shape[-1]
     own = Accumulator(own_q.shape[1], mine.row_parts)
     results: list[Tensor] = []
     home: Pending | None = None
     with run.second():
         run.begin()
-        rows = run.ask_rows([q], [ROWS])
+        rows = run.ask_rows([q], [share.rows])
         stages = run.ask_keys(k, v)
     if run.local is not None:
-        own.add(*run.forward(0, own_q, share.of(k), share.of(v)), _span(run.local.own_hull))
+        own.add(*run.forward(0, own_q, *share.of_keys(k, v)), _span(run.local.own_hull))
     with run.second():
         (guest_q,) = rows.wait()
         late = Accumulator(run.late[1] - run.late[0], mine.row_parts)
@@ -100,7 +100,8 @@ def attention_forward(
         if plan.rows_move:
             put = _merge if mine.shared_rows else place
             parts = guest.result(guest_q, v_dim, q.dtype)
-            home = run.send_home(parts, lambda: results, (ROWS, STATS), put)
+            dims = share.rows, share.stats
+            home = run.send_home(parts, lambda: results, dims, put)
     run.join()
     dtype = accumulation_dtype(q.dtype) if mine.row_parts > 2 else q.dtype
     if run.late[1]:
@@ -141,16 +142,16 @@ def attention_backward(
         reduce_dtype: what gradients travel in, the same on every rank; None: see above.
     """
     dout, q, k, v, out = (_dense(t) for t in (dout, q, k, v, out))
-    share = Share(plan, comm.rank, q, scoring, key_positions)
+    share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
     if run.alone(q.shape[1]):
         grads = run.backward(0, [dout, q, out, lse] + ([] if dlse is None else [dlse]), k, v)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
-    rows, dims = [dout, q, out, lse], [ROWS, ROWS, ROWS, STATS]
+    rows, dims = [dout, q, out, lse], [share.rows] * 3 + [share.stats]
     if dlse is not None:
-        rows, dims = [*rows, dlse], [*dims, STATS]
+        rows, dims = [*rows, dlse], [*dims, share.stats]
     own_rows = [share.of(t, dim) for t, dim in zip(rows, dims, strict=True)]
     dq, dk, dv = Sum(q, mine.row_parts), Sum(k, mine.key_parts), Sum(v, mine.key_parts)
     late_dq = Sum(q[:, slice(*run.late)], mine.row_parts)
@@ -161,10 +162,10 @@ def attention_backward(
         asked = run.ask_rows(rows, dims)
         stages = run.ask_keys(k, v)
     if run.local is not None:
-        part, part_k, part_v = run.backward(0, own_rows, share.of(k), share.of(v))
-        share.add(dq, part, _span(run.local.own_hull))
-        share.add(dk, part_k)
-        share.add(dv, part_v)
+        part, part_k, part_v = run.backward(0, own_rows, *share.of_keys(k, v))
+        share.add(dq, part, share.rows, _span(run.local.own_hull))
+        share.add(dk, part_k, share.keys)
+        share.add(dv, part_v, share.keys)
     with run.second():
         guest_rows = asked.wait()
         guest_dq = Sum(guest_rows[1], mine.guest_parts)
@@ -172,7 +173,7 @@ def attention_backward(
             stage_k, stage_v = Sum(keys), Sum(values)
             if len(stage.own) and stage is not run.local:
                 part, part_k, part_v = run.backward(n, own_rows, keys, values)
-                share.add(late_dq, part, _span(stage.own_hull, run.late[0]))
+                share.add(late_dq, part, share.rows, _span(stage.own_hull, run.late[0]))
                 stage_k.add(part_k)
                 stage_v.add(part_v)
             if len(stage.guest):
@@ -183,13 +184,14 @@ def attention_backward(
             if stage.kv is not None:
                 parts = [stage_k.so_far(), stage_v.so_far()]
                 into = lambda: [dk.place(), dv.place()]  # noqa: E731
-                going_home.append(run.send_home(parts, into, (ROWS, ROWS), add, wire, stage=n))
+                dims = [share.keys] * 2
+                going_home.append(run.send_home(parts, into, dims, add, wire, stage=n))
             elif len(stage.guest):
-                share.add(late_dk, stage_k.so_far())
-                share.add(late_dv, stage_v.so_far())
+                share.add(late_dk, stage_k.so_far(), share.keys)
+                share.add(late_dv, stage_v.so_far(), share.keys)
         if plan.rows_move:
             parts, into = [guest_dq.so_far()], lambda: [dq.place()]
-            going_home.append(run.send_home(parts, into, (ROWS,), add, wire))
+            going_home.append(run.send_home(parts, into, [share.rows], add, wire))
     run.join()
     for total, late in ((dq, late_dq), (dk, late_dk), (dv, late_dv)):
         if not late.empty:
@@ -257,7 +259,7 @@ class _Pass:
         def arriving() -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
             for n, stage in enumerate(stages):
                 if stage.kv is None:
-                    yield n, stage, self._share.of(k), self._share.of(v)
+                    yield n, stage, *self._share.of_keys(k, v)
                     continue
                 here = coming.pop(n)
                 if (after := n + self._comm.ahead) in waiting:
@@ -269,7 +271,7 @@ class _Pass:
     def _ask_keys(self, n: int, k: Tensor, v: Tensor) -> Pending:
         kv = self.mine.stages[n].kv
         assert kv is not None
-        return self._comm.fetch(kv, [k, v], [ROWS, ROWS], self._seen_by(n))
+        return self._comm.fetch(kv, [k, v], [self._share.keys] * 2, self._seen_by(n))
 
     def send_home(
         self,

@@ -67,6 +67,21 @@ def counts(needed: Table, layout: Layout, team_size: int) -> Table:
     return np.stack([sent, received], axis=1).astype(np.int64)
 
 
+def sizes(needed: Table, tokens: Table, size: Table, team_size: int) -> Table:
+    """int64[P, 2]: :func:`counts` in other units, where shares of the heads differ.
+
+    Args:
+        tokens: what :func:`counts` gave.
+        size: int64[P]: of a token as each rank receives it; the same for the n-th of every team.
+    """
+    length = needed[:, 2] - needed[:, 1]
+    needs = np.bincount(needed[:, 0], length, minlength=len(tokens) // team_size).astype(np.int64)
+    held = np.repeat(needs, team_size) - tokens[:, 1]
+    asked = (tokens[:, 0] + held) // team_size
+    sent = asked * size[:team_size].sum() - held * size
+    return np.stack([sent, tokens[:, 1] * size], axis=1)
+
+
 def _before(ranges: Table) -> Callable[[Table], Table]:
     """A function from tokens to how much of ``ranges`` lies before each, ranges added up."""
     starts, stops = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])

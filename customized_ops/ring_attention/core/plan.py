@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from . import moves
 from .cost import H200, CostModel
+from .head_shares import HeadShare, head_shares
 from .intervals import Table, union
 from .layout import Layout, LayoutError
 from .mask import AttnMask
@@ -35,7 +35,8 @@ class Plan:
     Attributes:
         work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
         team_size: ranks that share out the heads of the same work; 1 where heads are not split.
-            Team t is ranks t * team_size and following; the n-th of a team has the n-th share.
+            Team t is ranks t * team_size and following; the n-th of a team has the n-th share
+            (``core/head_shares.py``).
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
             once; else in how many steps they arrive.
         on_device: what the executor has copied to devices for this plan; goes with it.
@@ -100,6 +101,26 @@ class Plan:
         per_team = np.zeros(teams, dtype=np.int64)
         np.add.at(per_team, self.work[:, TEAM], areas(self.work[:, :TEAM]))
         return np.repeat(per_team, self.team_size)
+
+    def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Table:
+        """int64[P, 2]: query and key heads that each rank computes.
+
+        Raises:
+            ValueError: these heads cannot be split so many ways; see :func:`.head_shares`.
+        """
+        shares = head_shares(q_heads, kv_heads, self.team_size)
+        of_team = np.array([[share.q_heads, share.kv_heads] for share in shares])
+        return np.tile(of_team, (self.group_size // self.team_size, 1))
+
+    def largest_share(self, q_heads: int, kv_heads: int) -> HeadShare:
+        """The heads of the rank that has the most; errors are those of :meth:`heads_of_ranks`."""
+        shares = head_shares(q_heads, kv_heads, self.team_size)
+        return max(shares, key=lambda share: share.q_heads)
+
+    def imbalance(self, q_heads: int, kv_heads: int) -> float:
+        """Pairs times heads of the largest rank over the mean; 1 where there are none."""
+        work = self.area * self.heads_of_ranks(q_heads, kv_heads)[:, 0]
+        return float(work.max() / work.mean()) if work.any() else 1.0
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""
@@ -190,12 +211,13 @@ class Plan:
 
         Keys and values go out; rows go out, their output and lse come back.
         """
-        h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
-        kv, q = self.kv_tokens(), self.q_tokens()
+        h, g = self.heads_of_ranks(q_heads, kv_heads).T
+        v_dim = head_dim if v_dim is None else v_dim
         stat = max(itemsize, 4)  # lse is fp32, fp64 beside fp64
-        there = q * h * head_dim * itemsize
-        back = q[:, ::-1] * h * (v_dim * itemsize + stat)
-        return kv * g * (head_dim + v_dim) * itemsize + there + back
+        keys = self._kv_bytes(g * (head_dim + v_dim) * itemsize)
+        there = self._q_bytes(h * head_dim * itemsize)
+        back = self._q_bytes(h * (v_dim * itemsize + stat))[:, ::-1]
+        return keys + there + back
 
     def backward_bytes(
         self,
@@ -218,25 +240,23 @@ class Plan:
                 fp64, where rows move, else that of the inputs (see ``core/executor.py``).
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
-        h, g, v_dim = self._shares(q_heads, kv_heads, head_dim, v_dim)
-        kv, q = self.kv_tokens(), self.q_tokens()
+        h, g = self.heads_of_ranks(q_heads, kv_heads).T
+        v_dim = head_dim if v_dim is None else v_dim
         wide = max(itemsize, 4)
         home = reduce_itemsize or (wide if self.rows_move else itemsize)
-        keys = g * (head_dim + v_dim)
-        there = kv * keys * itemsize
-        there += q * h * ((head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide)
-        back = (kv[:, ::-1] * keys + q[:, ::-1] * h * head_dim) * home
-        return there + back
+        row = (head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide
+        there = self._kv_bytes(g * (head_dim + v_dim) * itemsize) + self._q_bytes(h * row)
+        back = self._kv_bytes(g * (head_dim + v_dim) * home) + self._q_bytes(h * head_dim * home)
+        return there + back[:, ::-1]
 
-    def _shares(self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None) -> list[int]:
-        """Heads of q and of k in one share, and the head dim of v."""
-        if q_heads % self.team_size or kv_heads % self.team_size:
-            raise ValueError(
-                f"the plan splits heads {self.team_size} ways, which does not divide {q_heads} "
-                f"query and {kv_heads} key heads"
-            )
-        shares = [q_heads // self.team_size, kv_heads // self.team_size]
-        return [*shares, head_dim if v_dim is None else v_dim]
+    def _kv_bytes(self, size: Table) -> Table:
+        """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
+        is to attend it receives ``size[r]``."""
+        return moves.sizes(self.kv_needed, self._kv_tokens, size, self.team_size)
+
+    def _q_bytes(self, size: Table) -> Table:
+        """The same of query rows."""
+        return moves.sizes(self.q_needed, self._q_tokens, size, self.team_size)
 
 
 def make_plan(
@@ -268,12 +288,14 @@ def make_plan(
         heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
             bound ``team_size``.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
-            arXiv:2309.14509, 2023, within a team); divides the number of ranks and both heads.
-            None takes the fastest.
+            arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
+            query heads. Shares may differ in size, and ranks may share a key head. None takes the
+            fastest.
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: unknown ``assignment``, negative ``stages``, or ``team_size`` does not divide.
+        ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
+            ranks or is too large, or heads that are split are no multiple of one another.
     """
     k_layout = q_layout if k_layout is None else k_layout
     if (q_layout.total, k_layout.total) != (mask.q_len, mask.k_len):
@@ -288,12 +310,13 @@ def make_plan(
     if assignment not in ASSIGNMENTS:
         known = ", ".join(ASSIGNMENTS)
         raise ValueError(f"assignment must be one of {known}, got {assignment!r}")
-    ranks, most = q_layout.group_size, gcd(q_layout.group_size, *heads)
-    if team_size is not None and (team_size < 1 or most % team_size):
-        raise ValueError(
-            f"team_size must divide the {ranks} ranks and the {heads[0]} query and {heads[1]} key "
-            f"heads, got {team_size}"
-        )
+    if team_size is not None:
+        if team_size < 1 or q_layout.group_size % team_size or team_size > max(heads[0], 1):
+            raise ValueError(
+                f"team_size must divide the {q_layout.group_size} ranks and be at most the "
+                f"{heads[0]} query heads, got {team_size}"
+            )
+        head_shares(*heads, team_size)
     return _make_plan(mask, q_layout, k_layout, assignment, stages, heads, team_size, costs)
 
 
@@ -311,13 +334,13 @@ def _make_plan(
 ) -> Plan:
     """The best of all candidates, the simplest first."""
     ranks = q_layout.group_size
-    most = gcd(ranks, *heads)
-    sizes = [team_size] if team_size else [n for n in range(1, most + 1) if most % n == 0]
-    row_cost = heads[0] / heads[1]
+    most = min(ranks, heads[0])
+    sizes = [team_size] if team_size else [n for n in range(1, most + 1) if ranks % n == 0]
     plans: list[Plan] = []
     for size in sizes:
         if plans and not _may_be_faster(plans, costs, heads):
             break
+        row_cost = heads[0] / max(heads[1], size)  # a team receives a copy of a key for each rank
         works = ASSIGNMENTS[assignment](mask.slices, q_layout, k_layout, size, row_cost)
         steps = min(1 if stages is None else stages, max(ranks // size - 1, 1))
         plans += [Plan(mask, q_layout, k_layout, work, size, steps) for work in works]

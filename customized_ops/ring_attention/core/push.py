@@ -193,13 +193,14 @@ class Push(Comm):
             "fetch",
             exchange,
             tensors,
+            dims,
             None,
             lambda: self._fetching(exchange, tensors, dims, seen_by),
         )
-        source = Side(tensors, dims, exchange.sent, exchange.team_size)
+        source = Side(tensors, dims, exchange.sent)
         self._write(ready, source)
         if self.rank in exchange.sent:  # what the rank holds itself is part of the buffer
-            target = Side(ready.buffers, dims, exchange.received, 1)
+            target = Side(ready.buffers, [dim.of_share for dim in dims], exchange.received)
             parts = [source.take(n, self.rank) for n in range(len(tensors))]
             target.put(self.rank, parts, place)
 
@@ -222,13 +223,14 @@ class Push(Comm):
         """See :meth:`Comm.send_home`."""
         if seen_by is None:
             return super().send_home(exchange, results, into, dims, put, dtype)
-        source = Side(results, dims, exchange.received, 1)
+        source = Side(results, [dim.of_share for dim in dims], exchange.received)
         ready = self._ready(
             "send home",
             exchange,
             results,
+            dims,
             dtype,
-            lambda: self._homing(exchange, source, dtype, seen_by),
+            lambda: self._homing(exchange, results, dims, dtype, seen_by),
         )
         self._write(ready, source)
         parts = ready.buffers
@@ -246,12 +248,14 @@ class Push(Comm):
         kind: str,
         exchange: Exchange,
         tensors: Sequence[Tensor],
+        dims: Sequence[Dims],
         dtype: torch.dtype | None,
         prepare: Callable[[], Prepared],
     ) -> Prepared:
         """The exchange as prepared when it was first met with such tensors at this place."""
         self._channel += 1
-        key = (kind, self._arena.at, self._channel, dtype, *((t.shape, t.dtype) for t in tensors))
+        of_tensors = ((t.shape, t.dtype, dim) for t, dim in zip(tensors, dims, strict=True))
+        key = (kind, self._arena.at, self._channel, dtype, *of_tensors)
         known = self._prepared.setdefault(exchange, {})
         if key not in known:
             known[key] = prepare()
@@ -284,39 +288,41 @@ class Push(Comm):
     ) -> Prepared:
         """Each rank's place holds its buffers one after the other."""
 
-        def shapes(tokens: int) -> list[list[int]]:
-            all_shapes = [list(t.shape) for t in tensors]
-            for shape, dim in zip(all_shapes, dims, strict=True):
-                shape[dim.tokens] = tokens
-                shape[dim.heads] //= exchange.team_size
-            return all_shapes
-
         dtypes = [t.dtype for t in tensors]
         sides = [exchange if n == self.rank else seen_by(n) for n in range(self.size)]
-        places = self._arena.take(max(_bytes(shapes(side.tokens), dtypes) for side in sides))
+        shapes = [
+            [dim.shape(t, side.tokens, n) for t, dim in zip(tensors, dims, strict=True)]
+            for n, side in enumerate(sides)
+        ]
+        places = self._arena.take(max(_bytes(each, dtypes) for each in shapes))
         copies, sent = [], 0
         for peer in self._others(exchange.sent):
             where = sides[peer].received[self.rank]
-            there = _views(places[peer], shapes(sides[peer].tokens), dtypes)
+            there = _views(places[peer], shapes[peer], dtypes)
             for n, (to, dim) in enumerate(zip(there, dims, strict=True)):
                 part = to.narrow(dim.tokens, where.start, where.count) if _is_range(where) else to
                 copies.append(Copy(n, peer, part, None if _is_range(where) else where))
                 sent += where.count * to.nbytes // max(sides[peer].tokens, 1)
-        buffers = _views(places[self.rank], shapes(exchange.tokens), dtypes)
+        buffers = _views(places[self.rank], shapes[self.rank], dtypes)
         arriving = sum(exchange.received[p].count for p in self._others(exchange.received))
         received = sum(t.nbytes for t in buffers) * arriving // max(exchange.tokens, 1)
         return self._done(copies, buffers, exchange.sent, exchange.received, sent, received)
 
     def _homing(
-        self, exchange: Exchange, source: Side, dtype: torch.dtype | None, seen_by: SeenBy
+        self,
+        exchange: Exchange,
+        results: Sequence[Tensor],
+        dims: Sequence[Dims],
+        dtype: torch.dtype | None,
+        seen_by: SeenBy,
     ) -> Prepared:
         """Each rank's place holds what its peers send it, by peer."""
-        dtypes = [dtype or t.dtype for t in source.tensors]
+        dtypes = [dtype or t.dtype for t in results]
 
         def incoming(rank: int) -> dict[int, list[list[int]]]:
             """Shapes of the parts that come to a rank, by sender."""
             sent = exchange.sent if rank == self.rank else seen_by(rank).sent
-            shape = source.with_tokens(sent)
+            shape = Side(results, dims, sent).shape
             return {p: [shape(n, p) for n in range(len(dtypes))] for p in sent if p != rank}
 
         coming = [incoming(rank) for rank in range(self.size)]
@@ -329,7 +335,7 @@ class Push(Comm):
 
         copies = [
             Copy(n, peer, to)
-            for peer in self._others(source.peers)
+            for peer in self._others(exchange.received)
             for n, to in enumerate(part_of(peer, self.rank))
         ]
         buffers = {peer: part_of(self.rank, peer) for peer in coming[self.rank]}

@@ -101,9 +101,10 @@ class RankPlan:
     def row_parts(self) -> int:
         """The most parts that the result of one own row, and its dq, comes in: from stages here and
         from other teams. At most 1: there is nothing to merge."""
-        return _most_parts(
-            [stage.own[:, [Q0, Q1]] for stage in self.stages] + self._elsewhere(self.q, all_=False)
-        )
+        team = self.q.send[:, 0] // self.q.team_size
+        away = team != self.rank // self.q.team_size  # what its own makes of each head is like here
+        here = [stage.own[:, [Q0, Q1]] for stage in self.stages]
+        return _most_parts(here + _sent(self.q.send[away], team[away]))
 
     @cached_property
     def guest_parts(self) -> int:
@@ -113,27 +114,21 @@ class RankPlan:
     @cached_property
     def key_parts(self) -> int:
         """The most parts that dk and dv of one own key come in: from calls over the keys read in
-        place and from the teams that they are sent to."""
+        place and from where they are sent. With heads split, each rank of a team is counted as if
+        it had a part of every head: several may, of a key head that they share."""
         parts = []
         for stage in self.stages:
             if stage.kv is None:
                 parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.guest)]
             else:
-                in_place = self.stages[0].kv is None
-                parts += self._elsewhere(stage.kv, all_=not in_place)
+                parts += _sent(stage.kv.send, stage.kv.send[:, 0])
         return _most_parts(parts)
 
-    def _elsewhere(self, moved: Exchange, *, all_: bool) -> list[Table]:
-        """Ranges of own tokens sent to each team; to the rank's own only if ``all_``, for what its
-        own team makes of each head is otherwise counted here."""
-        team = moved.send[:, 0] // moved.team_size
-        own = self.rank // moved.team_size
-        start, stop = moved.send[:, 1], moved.send[:, 1] + moved.send[:, 2]
-        return [
-            np.stack([start, stop], axis=1)[team == each]
-            for each in np.unique(team).tolist()
-            if all_ or each != own
-        ]
+
+def _sent(send: Table, to: Table) -> list[Table]:
+    """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
+    ranges = np.stack([send[:, 1], send[:, 1] + send[:, 2]], axis=1)
+    return [ranges[to == each] for each in np.unique(to).tolist()]
 
 
 def _row_hull(slices: Slices) -> Range:

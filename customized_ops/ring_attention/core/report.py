@@ -33,6 +33,7 @@ class Measures:
         sent_bytes, received_bytes: int64[P]: forward, batch 1.
         bounds: of ``pairs`` and ``received_bytes``.
         forward, backward: predicted times.
+        imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
     """
 
     tokens: Table
@@ -47,11 +48,7 @@ class Measures:
     bounds: Bounds
     forward: Pass
     backward: Pass
-
-    @property
-    def imbalance(self) -> float:
-        """Pairs of the largest rank over the mean; 1 where there are none."""
-        return _ratio(self.pairs.max(), self.pairs.mean())
+    imbalance: float
 
     @property
     def pairs_gap(self) -> float:
@@ -92,7 +89,7 @@ def measures(
         costs: rates that times are predicted by.
         reduce_itemsize: bytes per element of gradients that travel; None is 4, or 8 beside fp64.
     Raises:
-        ValueError: the plan splits heads more ways than these heads allow.
+        ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.
     """
     v_dim = head_dim if v_dim is None else v_dim
     sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
@@ -114,6 +111,7 @@ def measures(
         bounds=lower_bounds(plan, *sizes),
         forward=forward,
         backward=backward,
+        imbalance=plan.imbalance(q_heads, kv_heads),
     )
 
 
@@ -136,12 +134,28 @@ def report(
     figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
     dims = f"{head_dim}" if v_dim in (None, head_dim) else f"{head_dim} (v: {v_dim})"
     sizes = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
-    lines = [*_header(plan, figures, sizes), "", *_table(figures), "", *_footer(figures, costs)]
+    teams = _teams(plan, q_heads, kv_heads)
+    lines = [
+        *_header(plan, figures, sizes, teams),
+        "",
+        *_table(figures),
+        "",
+        *_footer(figures, costs),
+    ]
     return "\n".join(lines)
 
 
-def _header(plan: Plan, figures: Measures, sizes: str) -> list[str]:
-    mask, size = plan.mask, plan.team_size
+def _teams(plan: Plan, q_heads: int, kv_heads: int) -> list[str]:
+    """A line on how heads are split, if they are."""
+    if plan.team_size == 1:
+        return []
+    line = f"teams     of {plan.team_size} ranks, which share out the heads of the same pairs"
+    shares = np.unique(plan.heads_of_ranks(q_heads, kv_heads), axis=0)[::-1].tolist()
+    return [f"{line}: {' or '.join(f'{h}:{g}' for h, g in shares)} each"]
+
+
+def _header(plan: Plan, figures: Measures, sizes: str, teams: list[str]) -> list[str]:
+    mask = plan.mask
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     same = plan.q_layout == plan.k_layout
     q, k = layout_name(plan.q_layout), layout_name(plan.k_layout)
@@ -153,16 +167,14 @@ def _header(plan: Plan, figures: Measures, sizes: str) -> list[str]:
         stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
     else:
         stages = "one: no rank needs keys of another"
-    lines = [
+    return [
         f"mask      {mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
         f"ranks     {plan.group_size}, {sizes}",
+        *teams,
         "layout    " + (q if same else f"q {q}, k {k}"),
         f"stages    {stages}",
         f"computed  {1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     ]
-    if size > 1:
-        lines.insert(2, f"teams     of {size} ranks, which share out the heads of the same pairs")
-    return lines
 
 
 COLUMNS = (

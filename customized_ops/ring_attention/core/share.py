@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .comm import ROWS, STATS, Dims
+from .head_shares import head_shares
 from .kernels import Pairs, Scoring, Tokens
 from .merge import Sum, unattended
 from .plan import Plan
@@ -18,45 +20,56 @@ class Share:
 
     Attributes:
         whole: whether the share is all heads.
+        rows, stats, keys: dims, with the shares, of what is shaped as q, as lse, and as k or v.
         scoring: that of these heads.
         device: of the call's tensors.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, q: Tensor, scoring: Scoring, key_positions: Tensor | None
+        self,
+        plan: Plan,
+        rank: int,
+        q: Tensor,
+        k: Tensor,
+        scoring: Scoring,
+        key_positions: Tensor | None,
     ) -> None:
         self._plan, self._rank, self.device = plan, rank, q.device
         self._key_positions = key_positions
-        self._n, self._count = rank % plan.team_size, plan.team_size
-        self._first_head = self._n * (q.shape[ROWS.heads] // self._count)
-        self.whole = self._count == 1
-        if scoring.alibi_slopes is not None and not self.whole:
-            slopes = self.of(scoring.alibi_slopes, Dims(tokens=-1, heads=1))
-            scoring = replace(scoring, alibi_slopes=slopes)
+        self._first_head, self.whole = 0, plan.team_size == 1
+        self.rows, self.stats, self.keys = ROWS, STATS, ROWS
+        if not self.whole:
+            heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
+            self.rows, self.stats, self.keys = _dims(*heads, plan.team_size)
+            self._first_head, _ = self.rows.shares[rank % plan.team_size]
+            if scoring.alibi_slopes is not None:
+                slopes = self.of(scoring.alibi_slopes, self.stats)  # [b, h]
+                scoring = replace(scoring, alibi_slopes=slopes)
         self.scoring = scoring
 
-    def of(self, tensor: Tensor, dims: Dims = ROWS) -> Tensor:
+    def of(self, tensor: Tensor, dims: Dims) -> Tensor:
         """The share of ``tensor``, a view."""
-        if self.whole:
-            return tensor
-        heads = tensor.shape[dims.heads] // self._count
-        return tensor.narrow(dims.heads, self._n * heads, heads)
+        return dims.share(tensor, self._rank)
+
+    def of_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of keys and values, views."""
+        return self.of(k, self.keys), self.of(v, self.keys)
 
     def among_all(self, out: Tensor, lse: Tensor, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
         """A share's results in tensors of all heads, the rest as if it attended nothing."""
         all_out, all_lse = unattended(q, v_dim, out.dtype)
-        self.of(all_out).copy_(out)
-        self.of(all_lse, STATS).copy_(lse)
+        self.of(all_out, self.rows).copy_(out)
+        self.of(all_lse, self.stats).copy_(lse)
         return all_out, all_lse
 
-    def add(self, total: Sum, part: Tensor, rows: slice | None = None) -> None:
+    def add(self, total: Sum, part: Tensor, dims: Dims, rows: slice | None = None) -> None:
         """Add a part of these heads, and of a range of tokens, to a sum over all heads; takes
         ownership of the part."""
         if self.whole:
             total.add(part, rows)
         else:
             here = total.wide() if rows is None else total.wide()[:, rows]
-            self.of(here).add_(part)
+            self.of(here, dims).add_(part)
 
     def call(
         self, stage: int, *, guests: bool, q: Tensor, keys: Tensor
@@ -102,3 +115,12 @@ class Share:
             pair = (torch.from_numpy(x).to(self.device) for x in (rows, keys))
             plan.on_device[key] = tuple(pair)
         return plan.on_device[key]
+
+
+@lru_cache(maxsize=64)
+def _dims(q_heads: int, kv_heads: int, team_size: int) -> tuple[Dims, Dims, Dims]:
+    """Of rows, stats and keys."""
+    shares = head_shares(q_heads, kv_heads, team_size)
+    of_q = tuple((share.q_start, share.q_stop) for share in shares)
+    of_kv = tuple((share.kv_start, share.kv_stop) for share in shares)
+    return ROWS._replace(shares=of_q), STATS._replace(shares=of_q), ROWS._replace(shares=of_kv)

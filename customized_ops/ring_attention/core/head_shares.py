@@ -1,0 +1,76 @@
+"""Which heads each rank of a team computes (Ulysses: Jacobs et al., arXiv:2309.14509, 2023).
+
+Of 8 query heads and 4 key heads, ranks compute, in teams of
+
+              2                 3                 8
+    query     0 0 0 0 1 1 1 1   0 0 1 1 2 2 2 2   0  1  2  3  4  5  6  7
+    key        0   0   1   1     0   1   2   2    0, 1  2, 3  4, 5  6, 7
+
+Query head q reads key head q // (q_heads // kv_heads). That holds of the heads of a share too,
+counted from its first ones, so that a kernel needs to know nothing of the others. So a share is
+some key heads with all query heads that read them or, where ranks are more than key heads, some of
+the query heads that read one key head, which is sent to several ranks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class HeadShare(NamedTuple):
+    """Query heads q_start .. q_stop - 1 and key heads kv_start .. kv_stop - 1, never none."""
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+    @property
+    def q_heads(self) -> int:
+        """How many query heads."""
+        return self.q_stop - self.q_start
+
+    @property
+    def kv_heads(self) -> int:
+        """How many key heads."""
+        return self.kv_stop - self.kv_start
+
+
+@lru_cache(maxsize=256)
+def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare, ...]:
+    """The heads of each rank of a team, in order.
+
+    Up to as many ranks as key heads, key heads are dealt out as evenly as can be. More ranks are
+    dealt out to key heads as evenly as can be, and the query heads of a key head to its ranks.
+
+    Raises:
+        ValueError: ``q_heads`` is no multiple of ``kv_heads``, or is less than ``team_size``. One
+            rank alone has whatever heads there are.
+    """
+    if team_size == 1:
+        return (HeadShare(0, q_heads, 0, kv_heads),)
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of key heads to be dealt out to {team_size} ranks, "
+            f"got {q_heads} and {kv_heads}"
+        )
+    if not 1 <= team_size <= q_heads:
+        raise ValueError(f"team_size must be 1 to {q_heads}, the query heads, got {team_size}")
+    group = q_heads // kv_heads
+    if team_size <= kv_heads:
+        return tuple(
+            HeadShare(start * group, stop * group, start, stop)
+            for start, stop in _dealt(kv_heads, team_size)
+        )
+    return tuple(
+        HeadShare(kv * group + start, kv * group + stop, kv, kv + 1)
+        for kv, (first, end) in enumerate(_dealt(team_size, kv_heads))
+        for start, stop in _dealt(group, end - first)
+    )
+
+
+def _dealt(count: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges (start, stop) of 0 .. count - 1, of lengths that differ by one at most."""
+    return list(pairwise(n * count // parts for n in range(parts + 1)))
