@@ -19,6 +19,7 @@ from torch import Tensor
 from annotations.gradients import Repeat
 from annotations.memo import alike, remembered
 
+from . import te_cp
 from .arguments import Options
 from .attention_call import MOST_RESOLVED, Call, backward, forward
 from .core.comm import Comm
@@ -66,9 +67,9 @@ def key_of(
     unsupported: Mapping[str, object],
 ) -> Any:
     """All that was passed, tensors by shape and dtype; None for a call that is not plain."""
-    if options.alibi_slopes is not None or options.sink is not None or options.dropout_p:
+    if not _is_plain(options):
         return None
-    values = None if options.dropout_seed is not None else pattern.values()
+    values = pattern.values()
     if values is None:
         return None
     return (
@@ -86,6 +87,17 @@ def key_of(
         alike((*options.said, *pattern.said, *unsupported.values())),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _is_plain(options: Options) -> bool:
+    if options.alibi_slopes is not None or options.sink is not None:
+        return False
+    if options.dropout_seed is not None or options.q_heads is not None:
+        return False
+    if type(options.dropout_p) not in (int, float) or options.dropout_p:
+        return False
+    # TransformerEngine's own context parallelism keeps its group, which must not be kept here.
+    return type(options.kernel) is str and options.kernel not in te_cp.COMMS
 
 
 def find(key: Any, process_group: GroupLike) -> Known | None:

@@ -95,6 +95,6 @@ def dense_attention(
             "sink_tokens": tokens_of(title, "sink_tokens", sink_tokens),
         }
 
-    pattern = Pattern((causal, window_size, sink_tokens, enable_ring, max_seqlens), numbers)
+    pattern = Pattern((causal, window_size, sink_tokens, enable_ring, *max_seqlens), numbers)
     group = ring_group(enable_ring, process_group)
     return call_op(op, q, k, v, pattern, options, group, **unsupported)

@@ -145,7 +145,7 @@ def packed_attention(
         k_values = q_values if cu_seqlens_k is cu_seqlens_q else value_of(cu_seqlens_k)
         return None if q_values is None or k_values is None else (q_values, k_values)
 
-    said = causal, window_size, sink_tokens, enable_ring, max_seqlens
+    said = causal, window_size, sink_tokens, enable_ring, *max_seqlens
     group = ring_group(enable_ring, process_group)
     pattern = Pattern(said, numbers, tensors, values)
     return call_op(op, q, k, v, pattern, options, group, **unsupported)

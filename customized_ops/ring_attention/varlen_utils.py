@@ -73,11 +73,18 @@ def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
     return known[1]
 
 
-def value_of(cu_seqlens: CuSeqlens | None) -> tuple[Any, ...] | None:
-    """What tells a tensor from others of other shape, dtype, device or values, with a hash; None
-    for what is no such tensor as :func:`as_tensor` takes. A device is waited for as in
-    :func:`on_host`."""
-    if type(cu_seqlens) is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
+def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
+    """What tells ``cu_seqlens`` from others of other values, shape, dtype or device, with a hash.
+
+    A device is waited for as in :func:`on_host`. None for what :func:`as_tensor` does not take, and
+    for what would take as long to tell as to do all again.
+    """
+    kind = type(cu_seqlens)
+    if kind is list or kind is tuple:
+        return (kind, *cu_seqlens) if set(map(type, cu_seqlens)) == {int} else None
+    if kind is np.ndarray and cu_seqlens.dtype.kind == "i":
+        return cu_seqlens.shape, cu_seqlens.dtype.str, cu_seqlens.tobytes()
+    if kind is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
         return None
     device = cu_seqlens.device
     if device.type == "cpu":  # bytes as they are: cheaper, and the dtype is told too
