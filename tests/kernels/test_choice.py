@@ -279,7 +279,7 @@ def test_kernels_are_listed_under_their_names() -> None:
 
 
 def test_seconds_are_those_of_the_nearest_length_measured() -> None:
-    near, far = ((1 / f + 2.5 / b) for f, b in ((626, 535), (663, 600)))
+    near, far = ((1 / f + 2.5 / b) for f, b in ((704, 592), (670, 603)))
     for tokens, want in ((0, near), (2048, near), (16000, near), (17000, far), (1 << 20, far)):
         assert seconds("flash4", replace(GPU, tokens=tokens)) == want
     full = replace(GPU, shape_class="full")
@@ -287,7 +287,7 @@ def test_seconds_are_those_of_the_nearest_length_measured() -> None:
 
 
 def test_what_was_not_measured_has_no_figure() -> None:
-    assert np.isinf(seconds("cudnn", replace(GPU, shape_class="packed")))
+    assert np.isinf(seconds("cudnn", replace(GPU, shape_class="window")))
     assert np.isinf(seconds("unheard of", GPU))
     assert np.isinf(seconds("flash4", CPU))
     assert np.isinf(seconds("flex", replace(GPU, dtype=torch.float32)))

@@ -345,7 +345,9 @@ def _dense(t: Tensor) -> Tensor:
     """Kernels want the last dim dense, and load 16 bytes at a time; other than that, strides are
     theirs to handle."""
     step = 16 // t.itemsize
-    whole = t.is_contiguous() or all(stride % step == 0 for stride in t.stride()[:-1])
-    if whole and t.storage_offset() % step == 0 and (t.stride(-1) == 1 or t.shape[-1] <= 1):
+    if t.is_contiguous() and not t.storage_offset() % step:
+        return t
+    aligned = not t.storage_offset() % step and all(s % step == 0 for s in t.stride()[:-1])
+    if aligned and (t.stride(-1) == 1 or t.shape[-1] <= 1):
         return t
     return t.clone(memory_format=torch.contiguous_format)

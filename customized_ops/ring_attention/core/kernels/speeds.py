@@ -1,8 +1,11 @@
 """How fast kernels are, as measured: what "auto" picks by.
 
 TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
-128, with torch 2.11, cuDNN 9.19 and flash-attn-4 4.0.0b36. Only attended pairs count, and a
-backward pass is 2.5 forward passes of work.
+128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
+pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
+"window" is one of 4096 tokens, "sparse" blocks of 512 tokens that see themselves and all before.
+Figures of fewer tokens are not here: their time is the host's.
+``tests/benchmarks/kernel_speed.py --speeds`` prints such figures.
 
 A kernel that was not measured in a class of masks has no figure for it: it counts as no faster than
 those before it in the registry, which lists the fastest first as far as one knows, see
@@ -25,20 +28,33 @@ HALF = (torch.bfloat16, torch.float16)
 Figures = dict[int, tuple[float, float]]
 SPEEDS: dict[str, dict[str, Figures]] = {
     "flash4": {
-        "causal": {8192: (626, 535), 32768: (663, 600)},
-        "packed": {32768: (604, 561)},  # 16 documents
-        # By block lists: a window of 4096 tokens, and 16 documents as if they were any mask.
-        "window": {32768: (579, 492)},
-        "sparse": {32768: (553, 388)},
+        "causal": {8192: (704, 592), 32768: (670, 603)},
+        "packed": {8192: (527, 430), 32768: (617, 543)},
+        "window": {8192: (666, 570), 32768: (630, 534)},
+        "sparse": {8192: (687, 556)},
     },
-    "cudnn": {"causal": {8192: (557, 501), 32768: (603, 529)}},
-    "torch": {"causal": {8192: (312, 287), 32768: (345, 320)}},  # its FlashAttention-2
-    # Of its 402, 341 and 373 backwards, less the time of the forward that it runs again there.
+    "te": {
+        "causal": {8192: (615, 526), 32768: (599, 535)},
+        "packed": {8192: (435, 339), 32768: (556, 467)},
+        "window": {8192: (576, 496), 32768: (602, 472)},
+        "sparse": {8192: (342, 326)},
+    },
+    "cudnn": {
+        "causal": {8192: (614, 528), 32768: (599, 536)},
+        "packed": {8192: (125, 219), 32768: (556, 466)},
+        "sparse": {8192: (288, 325)},
+    },
+    "torch": {  # its FlashAttention-2
+        "causal": {8192: (308, 287), 32768: (339, 323)},
+        "packed": {8192: (256, 218), 32768: (332, 295)},
+        "window": {8192: (260, 287), 32768: (294, 303)},
+        "sparse": {8192: (270, 210)},
+    },
     "flex": {
-        "causal": {32768: (431, 293)},
-        "packed": {32768: (370, 249)},
-        "window": {32768: (404, 272)},
-        "sparse": {32768: (370, 249)},  # the 16 documents: documents are any mask to it
+        "causal": {8192: (360, 178), 32768: (400, 228)},
+        "packed": {8192: (240, 98), 32768: (375, 192)},
+        "window": {8192: (354, 177), 32768: (377, 195)},
+        "sparse": {8192: (379, 187)},
     },
 }
 # A class with hardly another speed, where one was not measured itself.
