@@ -41,6 +41,7 @@ from .attention_family import OPTIONAL_TENSORS, OPTIONS, Family, Given, Problem
 from .attention_repeat import Pattern, find, key_of, note, repeat_of
 from .attention_rule import annotation, rule_of, sizes
 from .core.comm import Comm
+from .core.cost import H200, CostModel
 from .core.groups import GroupLike, group_name
 from .core.inprocess import InProcessComm
 from .core.layout import Layout
@@ -62,7 +63,7 @@ def declare(
     arguments = family.arguments
     n_tensors = sum(kind in (Tensor, Tensor | None) for kind in arguments.values())
 
-    def plan(problem: Problem, heads: tuple[int, int]) -> Plan:
+    def plan(problem: Problem, heads: tuple[int, int], costs: CostModel = H200) -> Plan:
         return make_plan(
             problem.mask,
             problem.q_layout,
@@ -70,6 +71,7 @@ def declare(
             assignment=assignment,
             heads=heads if heads[1] else (1, 1),
             team_size=None if split_heads else 1,
+            costs=costs,
         )
 
     def resolved(given: Given, compare: bool) -> tuple[Call, Comm]:
@@ -81,7 +83,7 @@ def declare(
             if part_of_rows:
                 problem = rows_of(title, problem, given)
             heads = given["q"].shape[-2], given["k"].shape[-2]
-            return plan(problem, heads), problem.key_positions
+            return plan(problem, heads, comm.costs), problem.key_positions
 
         qkv = given["q"], given["k"], given["v"]
         values = (

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .cost import H200, H200_NCCL
 from .exchange import Exchange, Where
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
@@ -108,9 +109,11 @@ class Comm(ABC):
         name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
         common_lengths: numbers of tokens that all ranks are known to have held alike.
         ahead: how many exchanges it pays to ask for before the first has arrived.
+        costs: what plans over this group are chosen by; the same on every rank.
     """
 
     ahead = 1
+    costs = H200
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -313,6 +316,7 @@ class DistComm(Comm):
         super().__init__(group.group_name, group.rank(), group.size())
         self._group = group
         if "nccl" in str(dist.get_backend_config(group)):
+            self.costs = H200_NCCL
             # NCCL connects a group at its first operation and wants all ranks there; an exchange
             # may leave some out. All ranks of a group come here at their first op over it.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
