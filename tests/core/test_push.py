@@ -298,6 +298,27 @@ def test_what_a_graph_uses_is_kept() -> None:
     assert not arena.begin(), "no memory is made while a graph is captured"
 
 
+def test_each_graph_keeps_what_it_uses() -> None:
+    """One that is captured after a larger pass uses a piece that the first one does not."""
+    memory = Counted()
+    arena = Arena(memory)  # type: ignore[arg-type]
+    arena.begin()
+    arena.take(256)
+    captured = []
+    for sizes in ((256,), (256, 512)):
+        memory.in_graph = False
+        arena.begin()
+        for size in sizes:
+            arena.take(size)
+        memory.in_graph = True
+        arena.begin()
+        captured += [weakref.ref(arena.take(size)[0].untyped_storage()) for size in sizes]
+    memory.in_graph = False
+    assert arena.begin(), "two pieces become one"
+    gc.collect()
+    assert all(storage() is not None for storage in captured)
+
+
 def test_late_memory_is_late() -> None:
     """The tests above wait where they say so."""
     memory = ThreadMemory(inprocess.World(1), 0)

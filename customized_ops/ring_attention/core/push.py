@@ -91,8 +91,8 @@ class Arena:
         """
         generation, *_ = self.at
         capturing = self._memory.capturing()
-        if capturing and not any(piece in self._captured for piece in self._pieces):
-            self._captured += self._pieces
+        if capturing:
+            self._captured += [piece for piece in self._pieces if piece not in self._captured]
         grown = len(self._pieces) > 1 and not capturing
         if grown:
             # The old pieces are let go only after that: peers may have been using them.
