@@ -19,7 +19,7 @@ class ThreadMemory:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
-        self._allocated = 0
+        self._allocated, self.device = 0, torch.device("cpu")
         self.late: random.Random | None = None
 
     def allocate(self, n_bytes: int) -> Piece:
@@ -27,6 +27,10 @@ class ThreadMemory:
         self._allocated += 1
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
         return Piece(self._world.local.comm.all_gather_object(mine), None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See :class:`~.push.Memory`."""
+        return tensor.device == self.device
 
     def capturing(self) -> bool:
         """See :class:`~.push.Memory`."""

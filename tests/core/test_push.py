@@ -243,6 +243,20 @@ def test_without_places_it_sends_messages(monkeypatch: pytest.MonkeyPatch) -> No
         assert kv is not None and np.array_equal(got.numpy(), kv.indices)
 
 
+def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on a CPU, of a group whose memory is that of GPUs."""
+    plan = PLANS["zigzag"]
+    want = passes(plan, torch.float32)
+    connect(monkeypatch, InProcessPush)
+
+    def elsewhere(comm: Any) -> None:
+        comm.memory.device = torch.device("meta")
+        monkeypatch.setattr(comm.memory, "allocate", None)
+
+    for mine, his in zip(passes(plan, torch.float32, begin=elsewhere), want, strict=True):
+        assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
+
+
 # ----------------------------------------------------------------------------- the arena
 
 

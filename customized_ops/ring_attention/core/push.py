@@ -56,6 +56,10 @@ class Memory(Protocol):
         """New memory. All ranks call this together; it returns when no rank has work under way."""
         ...
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is on the device that the memory is on."""
+        ...
+
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
         ...
@@ -147,7 +151,8 @@ class Prepared:
 class Push(Comm):
     """A Comm whose ranks write into one another's memory.
 
-    What comes without ``seen_by`` goes by messages.
+    What comes without ``seen_by`` goes by messages, and so do tensors of another device: a group
+    may have a backend for each.
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
@@ -187,7 +192,7 @@ class Push(Comm):
         seen_by: SeenBy | None = None,
     ) -> Pending:
         """See :meth:`Comm.fetch`."""
-        if seen_by is None:
+        if seen_by is None or not self._memory.holds(tensors[0]):
             return super().fetch(exchange, tensors, dims)
         ready = self._ready(
             "fetch",
@@ -221,7 +226,7 @@ class Push(Comm):
         seen_by: SeenBy | None = None,
     ) -> Pending:
         """See :meth:`Comm.send_home`."""
-        if seen_by is None:
+        if seen_by is None or not self._memory.holds(results[0]):
             return super().send_home(exchange, results, into, dims, put, dtype)
         source = Side(results, [dim.of_share for dim in dims], exchange.received)
         ready = self._ready(

@@ -51,6 +51,10 @@ class SymmetricMemory:
         buffers = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in ranks]
         return Piece(buffers, (handle, memory))
 
+    def holds(self, tensor: Tensor) -> bool:
+        """See :class:`~.push.Memory`."""
+        return tensor.device == self._device
+
     def capturing(self) -> bool:
         """See :class:`~.push.Memory`."""
         return torch.cuda.is_current_stream_capturing()
