@@ -8,10 +8,12 @@
     3. signal "arrived"                  -->  4. wait for the signal, read the buffer in place
                                               5. signal "done" to all (end)
 
-Nothing is packed or unpacked where tokens are ranges, and no GPU thread moves a byte of them. A
-pass is a forward or a backward; all of its exchanges have a place of their own in one arena, of one
-size on every rank, so that every rank knows where to write. The arena grows to the largest pass, is
-used again by all layers and plans of the group, and goes with the group.
+Where the tokens are a range, and one block of memory in the dtype that they travel in, nothing is
+packed or unpacked, and no GPU thread moves a byte of them; all else, as a share of the heads, lse
+or gradients that become wider, is written over there by a kernel. A pass is a forward or a
+backward; all of its exchanges have a place of their own in one arena, of one size on every rank, so
+that every rank knows where to write. The arena grows to the largest pass, is used again by all
+layers and plans of the group, and goes with the group.
 """
 
 from __future__ import annotations
