@@ -32,6 +32,8 @@ def goes_straight(*tensors: Tensor) -> bool:
     """
     if torch._C._is_torch_function_mode_enabled() or torch.autograd._profiler_enabled():
         return False
+    if torch._C._has_torch_function(tensors):
+        return False
     keys_of = torch._C._dispatch_keys
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()

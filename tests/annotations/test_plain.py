@@ -49,6 +49,7 @@ def test_tensors_with_data_go_straight(context: Callable[[], AbstractContextMana
         lambda: torch.ones(2, dtype=torch.complex64).conj(),
         lambda: FakeTensorMode().from_tensor(torch.ones(2)),
         lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        lambda: torch.ones(2).as_subclass(Subclass),
     ],
 )
 def test_others_do_not(other: Callable[[], Any]) -> None:
