@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,12 @@ class Lines:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity: it is written as text."""
+    """JSON has no infinity, and no NaN: they are written as text."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list):
         return [finite(each) for each in value]
-    return str(value) if isinstance(value, float) and abs(value) == float("inf") else value
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def versions(cuda: bool) -> dict[str, str]:

@@ -257,6 +257,28 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
 
 
+def test_a_pass_that_failed_is_not_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signals are set, and the next pass would wait on a GPU for ever."""
+    connect(monkeypatch, InProcessPush)
+    plan = PLANS["zigzag"]
+
+    class Failing:
+        @staticmethod
+        def forward(*given: Any) -> None:
+            raise MemoryError("no memory")
+
+    def body(comm: Comm) -> None:
+        own = [plan.q_layout.shard(t, comm.rank) for t in draw(plan.mask, torch.float32, 0)[:3]]
+        for kernel, error, text in (
+            (Failing, MemoryError, "no memory"),
+            (KERNELS["reference"], RuntimeError, "ended in an error.*make a new process group"),
+        ):
+            with pytest.raises(error, match=text):
+                attention_forward(plan, comm, kernel, *own, Scoring(0.25))  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
 # ----------------------------------------------------------------------------- the arena
 
 

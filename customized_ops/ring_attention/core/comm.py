@@ -110,10 +110,12 @@ class Comm(ABC):
         common_lengths: numbers of tokens that all ranks are known to have held alike.
         ahead: how many exchanges it pays to ask for before the first has arrived.
         costs: what plans over this group are chosen by; the same on every rank.
+        two_streams: whether what waits for peers may run on a stream of its own.
     """
 
     ahead = 1
     costs = H200
+    two_streams = True
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size

@@ -218,7 +218,7 @@ class _Pass:
         self.mine = plan.rank(comm.rank)
         self.local, self.late = self.mine.local, self.mine.late_rows
         self._moves = plan.rows_move or plan.keys_move
-        self._lanes = Lanes(share.device, two=self._moves)
+        self._lanes = Lanes(share.device, two=self._moves and comm.two_streams)
 
     def alone(self, rows: int) -> bool:
         """Whether there is one call, of all of so many rows over the rank's own keys, no more."""

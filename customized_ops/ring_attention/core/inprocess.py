@@ -55,6 +55,8 @@ class World:
 class InProcessComm(Comm):
     """One thread's side of a :class:`World`."""
 
+    two_streams = False  # threads share them, and a message carries no event to wait for
+
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world.name, rank, world.size)
         self._world = world

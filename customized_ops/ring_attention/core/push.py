@@ -165,9 +165,20 @@ class Push(Comm):
         self._prepared: WeakKeyDictionary[Exchange, dict[Any, Prepared]] = WeakKeyDictionary()
         self._channel = DONE
         self._passes = 0
+        self._under_way = False
 
     def begin(self) -> None:
-        """See :meth:`Comm.begin`."""
+        """See :meth:`Comm.begin`.
+
+        Raises:
+            RuntimeError: the pass before ended in an error, and nobody waits for its signals.
+        """
+        if self._under_way:
+            raise RuntimeError(
+                f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
+                "may be out of step; make a new process group"
+            )
+        self._under_way = True
         if self._passes:
             for peer in self._others(range(self.size)):
                 self._memory.wait_signal(peer, DONE)
@@ -178,6 +189,7 @@ class Push(Comm):
     def end(self) -> None:
         """See :meth:`Comm.end`."""
         self._passes += 1
+        self._under_way = False
         for peer in self._others(range(self.size)):
             self._memory.put_signal(peer, DONE)
 

@@ -79,8 +79,8 @@ class SymmetricComm(Push, DistComm):
 def comm_over(group: dist.ProcessGroup) -> DistComm:
     """The fastest Comm for a group: all of its ranks call this together.
 
-    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail where symmetric
-    memory is not to be had.
+    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail where a group of GPUs
+    has no symmetric memory. Groups of CPUs send messages whatever it says.
 
     Raises:
         ValueError: ``SEQSHARD_COMM`` says something else.
@@ -99,7 +99,7 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
         failure = None
         try:
             comm = SymmetricComm(group, device)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the peers must not wait for this rank
             failure = f"symmetric memory: {error}"
         problem = _first(messages, failure)
     if problem is None:

@@ -297,7 +297,7 @@ def _blocks_if_faster(
             return None
         return flash4_blocks.lists(pairs, q.shape[-1], q.device)
 
-    key = (_blocks_if_faster, backward, q.shape, v.shape, q.device)
+    key = (_blocks_if_faster, backward, q.shape, k.shape[2], v.shape, q.device)
     return pairs.made(key, make)
 
 
