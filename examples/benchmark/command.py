@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from .cases import SUITES, K
 
 
@@ -63,6 +65,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--from-json", type=Path, metavar="FILE", help="only draw what --json wrote before")
     add("--profile", type=Path, metavar="DIR", help="trace one run of seqshard for each case")
     args = parser.parse_args(arguments)
+    if args.device == "cuda" and not args.from_json and not torch.cuda.is_available():
+        parser.error(
+            "no CUDA device; --device cpu --dtype float32 --tokens 256 --heads 4:2 --head-dim 16 "
+            "tries it out on this machine"
+        )
     if args.from_json and not args.plot:
         parser.error("--from-json goes with --plot")
     if args.plot and not (args.json or args.from_json):

@@ -150,3 +150,17 @@ def test_weights_count():
     layout = Layout.balanced([(full, 1), (window, 3)], 2)
     both = loads(full, layout) + 3 * loads(window, layout)
     assert both.max() - both.mean() <= max((EVEN - 1) * both.mean(), 4 * CALL_PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ranks"),
+    [([0, 1000, 2000], 2), ([0, 1000, 2000, 3000], 3), ([0, 999, 2000], 2), ([0, 100, 200], 1)],
+)
+def test_as_many_documents_as_ranks_stay_where_they_are(bounds: list[int], ranks: int) -> None:
+    mask = AttnMask.varlen(bounds, causal=True)
+    assert Layout.balanced(mask, ranks) == Layout.contiguous(bounds[-1], ranks)
+
+
+def test_contiguous_is_no_answer_where_work_is_uneven() -> None:
+    mask = AttnMask.varlen([0, 1500, 2000], causal=True)
+    assert Layout.balanced(mask, 2) != Layout.contiguous(2000, 2)

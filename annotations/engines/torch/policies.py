@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
@@ -38,7 +38,7 @@ class OpSite:
     module: str
     splits: tuple[str, ...]
     communicates: tuple[str, ...]
-    bindings: tuple[BoundAnnotation, ...]
+    bindings: tuple[BoundAnnotation, ...] = field(repr=False)
 
 
 # From the annotated ops to the split of each by name; None runs it whole on every rank. Ops left

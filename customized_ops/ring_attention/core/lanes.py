@@ -46,6 +46,6 @@ class Lanes:
 
 @lru_cache(maxsize=64)
 def _beside(device: torch.device, caller: int) -> torch.cuda.Stream:
-    """Each of a caller's streams has its own, as their work is in no order. (torch deals streams out
-    of a pool of 32, so a program with more of high priority may share one.)"""
+    """Each of a caller's streams has its own, as their work is in no order. (torch deals streams
+    out of a pool of 32, so a program with more of high priority may share one.)"""
     return torch.cuda.Stream(device, priority=-1)

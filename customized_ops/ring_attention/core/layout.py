@@ -175,7 +175,8 @@ class Layout:
         Packed documents are dealt whole, but for a few large ones (:mod:`.balance_documents`), so
         that next to no key crosses ranks and each rank makes one or two kernel calls; if all stay
         whole, work may also differ by what a call more would take. Other masks, or documents too
-        few for that, are dealt in chunks (:func:`.balance.deal`), so that few keys cross ranks. A
+        few for that, are left contiguous if that is as even, or dealt in chunks
+        (:func:`.balance.deal`), so that few keys cross ranks. A
         rank holds its tokens in the order of the sequence, but those of split documents first.
 
         Args:
@@ -197,6 +198,9 @@ class Layout:
             whole_documents = deal_documents(slices, total, group_size)
             if whole_documents is not None and whole_documents.good:
                 return Layout(whole_documents.table, group_size)
+            contiguous = Layout.contiguous(total, group_size)
+            if balance.is_even(slices, contiguous.sizes):
+                return contiguous
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)
