@@ -39,7 +39,7 @@ def name_of_ranks(ranks: Sequence[int]) -> str:
         raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
     if dist.is_initialized() and ranks[-1] >= dist.get_world_size():
         raise GroupError(f"process_group={ranks}, but the world has {dist.get_world_size()} ranks")
-    return _group_of(ranks).group_name if len(ranks) > 1 else ""
+    return group_of_ranks(ranks).group_name if len(ranks) > 1 else ""
 
 
 def group_named(name: str) -> Any:
@@ -67,7 +67,12 @@ def _checked(ranks: object) -> tuple[int, ...]:
     return ranks
 
 
-def _group_of(ranks: tuple[int, ...]) -> Any:
+def group_of_ranks(ranks: tuple[int, ...]) -> Any:
+    """The process group of these global ranks, this one among them; made on first use.
+
+    Raises:
+        GroupError: torch.distributed is not initialised.
+    """
     if not dist.is_initialized():
         raise GroupError(f"process_group={ranks}, but torch.distributed is not initialised")
     known = _by_ranks.get(ranks)
@@ -75,7 +80,7 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
         if ranks == tuple(range(dist.get_world_size())):
             known = dist.group.WORLD
         else:
-            with _name_from(ranks):
+            with _name_from(ranks), _not_split():
                 known = dist.new_group(list(ranks), use_local_synchronization=True)
         _by_ranks[ranks] = known
     return known
@@ -98,6 +103,22 @@ def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = original
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """Make torch connect the next group by itself.
+
+    Where the world is bound to a device, torch splits new NCCL groups off the world's communicator,
+    which ends only when all ranks take part.
+    """
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

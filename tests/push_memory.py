@@ -12,6 +12,7 @@ from customized_ops.ring_attention.core.inprocess import InProcessComm, World
 from customized_ops.ring_attention.core.push import Piece, Push
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
+CHANNELS = 64
 
 
 class ThreadMemory:
@@ -19,7 +20,7 @@ class ThreadMemory:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
-        self._allocated, self.device = 0, torch.device("cpu")
+        self._allocated, self.device, self.channels = 0, torch.device("cpu"), CHANNELS
         self.late: random.Random | None = None
 
     def allocate(self, n_bytes: int) -> Piece:
@@ -46,6 +47,7 @@ class ThreadMemory:
     def put_signal(self, peer: int, channel: int) -> None:
         """See :class:`~.push.Memory`."""
         self._wait()
+        assert channel < self.channels
         key = (self._rank, peer, channel)
         self._world.wait_for(lambda: not self._flags().get(key))
         with self._world.changed:

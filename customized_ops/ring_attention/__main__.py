@@ -51,6 +51,7 @@ def _plan(options: argparse.Namespace) -> str:
         stages=options.stages,
         heads=options.heads,
         team_size=options.team_size,
+        head_groups=options.head_groups,
     )
     sizes = (*options.heads, options.head_dim, options.v_dim, options.itemsize)
     if options.draw is not None:
@@ -251,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--assignment", choices=ASSIGNMENTS, default="auto", help="who computes what")
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
+    add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
     masks = plan.add_argument_group("options of masks")
     add = masks.add_argument

@@ -12,11 +12,12 @@ from torch import Tensor
 from annotations import register_op
 
 from .arguments import ArgumentError, checked
-from .core.comm import Comm, Dims, add
+from .core.comm import Comm
 from .core.exchange import Exchange
 from .core.groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.relayout import relayout
+from .core.sides import Dims, add
 from .token_moves import MOVES_TOKENS, UNKNOWN
 from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 

@@ -13,12 +13,13 @@ from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
 from .arguments import ArgumentError
-from .core.comm import Comm, Dims, add
+from .core.comm import Comm
 from .core.exchange import Exchange
 from .core.groups import comm_by_name
 from .core.layout import Layout
 from .core.layout_arguments import shorten
 from .core.relayout import gather, relayout
+from .core.sides import Dims, add
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens
 UNKNOWN = -1  # as a total: no engine has cut the sequence

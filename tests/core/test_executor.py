@@ -517,6 +517,67 @@ def test_alibi_from_given_positions(kernel, team_size):
     check(plan, tensors, scoring, positions, kernel=kernel)
 
 
+# -------------------------------------------- keys that arrive in groups of heads
+
+# Query heads and key heads, and groups of them: even, uneven, of one key head, all alike.
+GROUPS = {"8:4 in 2": ((8, 4), 2), "6:3 in 2": ((6, 3), 2), "8:4 in 4": ((8, 4), 4)}
+over_groups = pytest.mark.parametrize(("heads", "head_groups"), GROUPS.values(), ids=GROUPS)
+
+
+@over_groups
+@pytest.mark.parametrize("mask", ["full", "causal", "packed", "cross", "rows with no key"])
+@pytest.mark.parametrize("layout", ["contiguous 2", "zigzag 3", "uneven"])
+@pytest.mark.parametrize("stages", [0, 1, 2])
+def test_keys_in_groups_of_heads(mask, layout, stages, heads, head_groups):
+    mask, shape = MASKS[mask], Shape(1, *heads)
+    options = {"heads": heads, "stages": stages, "head_groups": head_groups}
+    plan = make_plan(mask, LAYOUTS[layout](mask.q_len), LAYOUTS[layout](mask.k_len), **options)
+    assert plan.head_groups == (head_groups if plan.keys_move else 1)
+    check(plan, shape.draw(mask))
+
+
+@over_groups
+@pytest.mark.parametrize("assignment", ["balanced", "nearest"])
+@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+def test_groups_of_heads_where_rows_move(kernel, stages, assignment, heads, head_groups):
+    for mask, q_layout, k_layout in (CASES["global rows, zigzag"], CASES["slices share rows"]):
+        options = {"assignment": assignment, "heads": heads, "head_groups": head_groups}
+        plan = make_plan(mask, q_layout, k_layout, stages=stages, **options)
+        assert plan.rows_move and plan.head_groups == head_groups
+        check(plan, Shape(2, *heads).draw(mask), kernel=kernel)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("stages", [0, 1])
+def test_scoring_knows_the_heads_of_a_group(scoring, stages):
+    """Slopes and random numbers are those of the head in the whole."""
+    mask, heads = MASKS["causal"], (4, 2)
+    plan = make_plan(mask, Layout.zigzag(N, 3), heads=heads, stages=stages, head_groups=2)
+    check(plan, Shape(2, *heads).draw(mask), scoring, kernel="reference")
+
+
+def test_a_plan_in_groups_serves_fewer_key_heads():
+    mask = MASKS["causal"]
+    plan = make_plan(mask, Layout.contiguous(N, 3), heads=(8, 8), head_groups=8)
+    for heads in ((8, 8), (6, 3), (4, 1)):
+        check(plan, Shape(1, *heads).draw(mask))
+
+
+@over_groups
+@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_move_the_bytes_of_the_whole(dtype, stages, heads, head_groups):
+    shape, layout = Shape(2, *heads, d=8, e=5), Layout.from_sizes([0, 40, 10, 30])
+    for mask in (AttnMask.varlen([0, 30, 37, 80], causal=True), global_and_local(80, 2, 6)):
+        options = {"heads": heads, "head_groups": head_groups, "assignment": "balanced"}
+        plan = make_plan(mask, layout, stages=stages, **options)
+        _, traffic = run(plan, [t.to(dtype) for t in shape.draw(mask)])
+        sizes = (*heads, shape.d, shape.e, dtype.itemsize)
+        assert traffic.forward == (2 * plan.forward_bytes(*sizes)).tolist()
+        assert traffic.backward == (2 * plan.backward_bytes(*sizes)).tolist()
+
+
 # ------------------------------------------------------- any case (hypothesis)
 
 
@@ -609,6 +670,8 @@ def plans(draw) -> tuple[Plan, Shape]:
         d=draw(st.integers(1, 6)),
         e=draw(st.integers(1, 6)),
     )
+    team_size = draw(st.sampled_from([team, team, None]))
+    head_groups = draw(st.integers(1, kv_heads)) if team_size == 1 else None
     plan = make_plan(
         mask,
         q_layout,
@@ -616,8 +679,10 @@ def plans(draw) -> tuple[Plan, Shape]:
         assignment=draw(st.sampled_from(["nearest", "auto"] if rows_move else list(ASSIGNMENTS))),
         stages=draw(st.integers(0, 3)),
         heads=shape.heads,
-        team_size=draw(st.sampled_from([team, team, None])),
+        team_size=team_size,
+        head_groups=head_groups,
     )
+    event(f"groups of heads: {plan.head_groups}")
     event(f"ranks: {group_size}")
     event(f"ranks of a team: {plan.team_size}")
     event(f"shares differ: {shape.q_heads % plan.team_size > 0}")

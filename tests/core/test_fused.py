@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core import fused
-from customized_ops.ring_attention.core.fused import add_rows, on_gpu, put_rows, take_rows
+from customized_ops.ring_attention.core.exchange import Where
+from customized_ops.ring_attention.core.fused import add_rows, copy_rows, on_gpu
 from customized_ops.ring_attention.core.merge import merge_
+from customized_ops.ring_attention.core.sides import ROWS, STATS, Side, add, copy, merge, place
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -96,13 +98,17 @@ def test_two_low_parts_round_once():
 
 @pytest.mark.parametrize("total_dtype", LOW)
 @pytest.mark.parametrize("part_dtype", LOW)
-def test_adding_rows(total_dtype, part_dtype):
-    total, part = drawn((2, 7, 3, 4), total_dtype), drawn((2, 5, 3, 4), part_dtype, 1)
-    rows = some_rows(7, 5)
-    want = total.clone()
-    want[:, rows] = (total[:, rows].float() + part.float()).to(total_dtype)
-    add_rows(total, part, rows)
-    assert torch.equal(total, want)
+@pytest.mark.parametrize("rows", [some_rows(7, 5), None])
+def test_adding_rows(total_dtype, part_dtype, rows):
+    count = 7 if rows is None else 5
+    total, part = drawn((2, 7, 3, 4), total_dtype), drawn((2, count, 3, 4), part_dtype, 1)
+    lse, part_lse = drawn((2, 3, 7), total_dtype, 2), drawn((2, 3, count), part_dtype, 3)
+    at = slice(None) if rows is None else rows
+    want, want_lse = total.clone(), lse.clone()
+    want[:, at] = (total[:, at].float() + part.float()).to(total_dtype)
+    want_lse[..., at] = (lse[..., at].float() + part_lse.float()).to(total_dtype)
+    add_rows([part, part_lse], [total, lse], [1, 2], rows)
+    assert torch.equal(total, want) and torch.equal(lse, want_lse)
 
 
 @pytest.mark.gpu
@@ -120,21 +126,25 @@ def test_torch_adds_a_part_in_fp32(total_dtype, part_dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64, torch.int64])
-def test_taking_and_putting_rows(dtype):
-    rows = some_rows(9, 4)
-    k, lse = (10 * drawn((2, 9, 3, 4))).to(dtype), (10 * drawn((2, 3, 9))).to(dtype)
-    taken = take_rows([k, lse], rows)
-    assert torch.equal(taken[0], k[:, rows]) and torch.equal(taken[1], lse[..., rows])
-    wide = torch.zeros(2, 4, 6, 4, dtype=dtype)
-    places = [wide[:, :, 1:4], torch.zeros_like(taken[1])]
-    assert take_rows([k, lse], rows, places)[0] is places[0]
-    assert torch.equal(wide[:, :, 1:4], k[:, rows]) and torch.equal(places[1], lse[..., rows])
-    assert not wide[:, :, 0].any() and not wide[:, :, 4:].any()
-    back = [torch.zeros_like(k), torch.zeros_like(lse)]
-    put_rows(back, taken, rows)
-    there = torch.zeros(9, dtype=torch.bool).index_fill_(0, rows, True)
-    assert torch.equal(back[0], k * there.view(1, 9, 1, 1))
-    assert torch.equal(back[1], lse * there)
+@pytest.mark.parametrize("target_dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scattered", ["there", "here", "both", "neither"])
+def test_copying_rows(dtype, target_dtype, scattered):
+    """Of tensors with rows in unlike dims, into heads of a wider one; what is around stays."""
+    count, here, there = 4, scattered in ("here", "both"), scattered in ("there", "both")
+    from_rows, to_rows = some_rows(9, count), some_rows(7, count, 1)
+    from_length, to_length = 9 if here else count, 7 if there else count
+    k = (10 * drawn((2, from_length, 3, 4))).to(dtype)
+    lse = (10 * drawn((2, 3, from_length))).to(dtype)
+    wide = torch.zeros(2, to_length, 6, 4, dtype=target_dtype or dtype)
+    home = torch.zeros(2, 3, to_length, dtype=target_dtype or dtype)
+    want, want_home = wide.clone(), home.clone()
+    source = from_rows if here else slice(None)
+    target = to_rows if there else slice(None)
+    want[:, target, 1:4] = k[:, source].to(wide.dtype)
+    want_home[..., target] = lse[..., source].to(wide.dtype)
+    rows = from_rows if here else None, to_rows if there else None
+    copy_rows([k, lse], [wide[:, :, 1:4], home], [1, 2], *rows)
+    assert torch.equal(wide, want) and torch.equal(home, want_home)
 
 
 # ----------------------------------------------------------------------------------- the kernels
@@ -254,55 +264,65 @@ def test_merge_kernel_with_large_scores(launched):
     assert_same("lse", lse.cpu(), torch.tensor([[[5000.0 + 0.6931, 5000.0]]]), 1e-3)
 
 
+def assert_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
+    """The same; to bf16 the interpreter cuts bits off."""
+    if INTERPRETED and want.dtype == torch.bfloat16:
+        slack = EPS[want.dtype] * want.double().abs()
+        assert ((got.double() - want.double()).abs() <= slack).all()
+    else:
+        assert torch.equal(got.cpu(), want)
+
+
 @runs_kernels
 @pytest.mark.parametrize("d", [64, 96])
 @pytest.mark.parametrize("total_dtype", LOW)
 @pytest.mark.parametrize("part_dtype", LOW)
 def test_add_kernel(launched, d, total_dtype, part_dtype):
-    total, part = drawn((2, 40, 6, d), total_dtype), drawn((2, 13, 3, d), part_dtype, 1)
+    """dk and dv in one launch, into some of the heads."""
+    totals = [drawn((2, 40, 6, d), total_dtype, n) for n in range(2)]
+    parts = [drawn((2, 13, 3, d), part_dtype, n) for n in (2, 3)]
     rows = some_rows(40, 13)
-    want = total.clone()
-    by_torch(launched, add_rows, want[:, :, 3:], part, rows)
-    got, part, rows = on_device(total, part, rows)
-    add_rows(got[:, :, 3:], part, rows)
+    wants = [total.clone() for total in totals]
+    by_torch(launched, add_rows, parts, [want[:, :, 3:] for want in wants], [1, 1], rows)
+    gots = on_device(*totals)
+    add_rows(on_device(*parts), [got[:, :, 3:] for got in gots], [1, 1], rows.to(DEVICE))
     assert launched.count == 1
-    if INTERPRETED and total_dtype == torch.bfloat16:  # the interpreter cuts bits off
-        want, slack = want.double(), EPS[total_dtype] * want.double().abs()
-        assert ((got.double() - want).abs() <= slack).all()
-        assert torch.equal(got[:, :, :3], total[:, :, :3])
-    else:
-        assert torch.equal(got.cpu(), want)
-
-
-def taken_from(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return t[:, rows] if t.dim() == 4 else t[..., rows]
+    for got, want, total in zip(gots, wants, totals, strict=True):
+        assert_rounded(got, want)
+        assert torch.equal(got[:, :, :3].cpu(), total[:, :, :3])
 
 
 @runs_kernels
 @pytest.mark.parametrize("d", [64, 96])
 @pytest.mark.parametrize("dtype", LOW)
-def test_copy_kernel(launched, d, dtype):
-    """Five tensors of rows in two launches; those of other heads, and lse, apart."""
-    tensors = [drawn((2, 40, 6, d), dtype, n) for n in range(5)]
-    tensors += [drawn((2, 40, 3, d), dtype, 5), drawn((2, 6, 40), torch.float32, 6)]
-    rows = some_rows(40, 13)
-    want = [taken_from(t, rows) for t in tensors]
-    there, rows_there = on_device(*tensors), rows.to(DEVICE)
-    outs = [torch.empty_like(t, device=DEVICE) for t in want]
-    room = torch.zeros(2, 13, 12, d, dtype=dtype, device=DEVICE)
-    outs[0] = room[:, :, 3:9]
-    taken = take_rows(there, rows_there, outs)
-    assert launched.count == 3  # lse is torch's
-    for got, of in zip(taken, want, strict=True):
-        assert torch.equal(got.cpu(), of)
-    assert not room[:, :, :3].any() and not room[:, :, 9:].any()
-    back = [torch.zeros_like(t) for t in there]
-    put_rows(back, taken, rows_there)
-    assert launched.count == 6
-    for got, t in zip(back, tensors, strict=True):
-        home = torch.zeros_like(t)
-        by_torch(launched, put_rows, [home], [taken_from(t, rows)], rows)
-        assert torch.equal(got.cpu(), home)
+@pytest.mark.parametrize("target_dtype", LOW)
+@pytest.mark.parametrize("scattered", ["there", "here", "both"])
+def test_copy_kernel(launched, d, dtype, target_dtype, scattered):
+    """Four tensors of rows in two launches; those of other heads, and lse, apart."""
+    here, there = scattered != "there", scattered != "here"
+    lengths = 40 if here else 13, 29 if there else 13
+    rows = some_rows(40, 13) if here else None, some_rows(29, 13, 1) if there else None
+    shapes = [(6, d)] * 4 + [(3, d)]
+    sources = [drawn((2, lengths[0], *shape), dtype, n) for n, shape in enumerate(shapes)]
+    targets = [drawn((2, lengths[1], *shape), target_dtype, 9) for shape in [(9, d), *shapes[1:]]]
+    sources += [drawn((2, 6, lengths[0]), dtype, 5)]
+    targets += [drawn((2, 6, lengths[1]), target_dtype, 6)]
+    dims = [1] * len(shapes) + [2]
+
+    def copied(into: list[torch.Tensor], copy: Callable[..., Any]) -> list[torch.Tensor]:
+        copy([into[0][:, :, 2:8], *into[1:]])
+        return into
+
+    wants = copied(
+        [t.clone() for t in targets],
+        lambda into: by_torch(launched, copy_rows, sources, into, dims, *rows),
+    )
+    rows_there = [None if each is None else each.to(DEVICE) for each in rows]
+    on, before = on_device(*sources), launched.count
+    gots = copied(on_device(*targets), lambda into: copy_rows(on, into, dims, *rows_there))
+    assert launched.count - before == 3  # lse is torch's
+    for got, want in zip(gots, wants, strict=True):
+        assert_rounded(got, want)
 
 
 @runs_kernels
@@ -310,27 +330,74 @@ def test_no_rows(launched):
     """Nothing is launched, and nothing changes."""
     total, none = torch.ones(1, 4, 2, 8, device=DEVICE), torch.ones(1, 0, 2, 8, device=DEVICE)
     rows = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    add_rows(total, none, rows)
-    put_rows([total], [none], rows)
-    (taken,) = take_rows([total], rows)
-    assert taken.shape == (1, 0, 2, 8) and (total == 1).all()
+    add_rows([none], [total], [1], rows)
+    copy_rows([none], [total], [1], to_rows=rows)
+    copy_rows([total], [none], [1], from_rows=rows)
+    assert (total == 1).all()
+
+
+@runs_kernels
+def test_rows_in_another_dim_are_torchs(launched):
+    """The kernels' rows are dim 1 of 4."""
+    source, target = drawn((6, 4, 2, 8)).to(DEVICE), torch.zeros(3, 4, 2, 8, device=DEVICE)
+    rows = some_rows(6, 3)
+    copy_rows([source], [target], [0], from_rows=rows.to(DEVICE))
+    add_rows([target.clone()], [source], [0], rows.to(DEVICE))
+    assert launched.count == 0
+    assert torch.equal(source.cpu()[rows], 2 * target.cpu())
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 @runs_kernels
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.zeros(1, 4, 2, 20),  # 20 elements are no whole vectors
-        lambda: torch.zeros(1, 4, 2, 16, dtype=torch.float64),
-        lambda: torch.zeros(1, 4, 16, 2).transpose(2, 3),
-        lambda: torch.zeros(1, 4, 2, 17)[..., 1:],
-        lambda: torch.zeros(65)[1:].view(1, 4, 2, 8),
+        lambda: zeros(1, 4, 2, 20),  # 20 elements are no whole vectors
+        lambda: zeros(1, 4, 2, 16, dtype=torch.float64),
+        lambda: zeros(1, 4, 16, 2).transpose(2, 3),
+        lambda: zeros(1, 4, 2, 17)[..., 1:],
+        lambda: zeros(65)[1:].view(1, 4, 2, 8),
     ],
     ids=["width", "dtype", "strides", "row strides", "address"],
 )
 def test_what_the_kernels_do_not_take(launched, make):
-    assert not launched.fits(make().to(DEVICE))
-    assert launched.fits(torch.zeros(1, 4, 2, 16, device=DEVICE))
+    assert not launched.fits(make())
+    assert launched.fits(zeros(1, 4, 2, 16))
+
+
+@runs_kernels
+def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
+    """Heads of k and v: packed for a message, written to where they go, added up and merged."""
+    dims = ROWS._replace(shares=((0, 2), (2, 6)))
+    here, there = (Where(0, 13, some_rows(40, 13, n).numpy()) for n in range(2))
+    k, v = (drawn((1, 40, 6, 64), torch.float32, n) for n in range(2))
+    source = Side(on_device(k, v), [dims] * 2, {1: here})
+    wires = [torch.float16] * 2
+    parts = source.take(1, wires)
+    assert launched.count == 1
+    for part, t in zip(parts, (k, v), strict=True):
+        assert part.is_contiguous() and torch.equal(part.cpu(), t[:, here.indices, 2:].half())
+    zeros = [torch.zeros(1, 40, 6, 64, device=DEVICE) for _ in range(2)]
+    target = Side(zeros, [dims] * 2, {1: there})
+    copy(source.of(1), target.of(1))
+    add(target.of(1), parts)
+    assert launched.count == 3
+    for total, t in zip(zeros, (k, v), strict=True):
+        want = t[:, here.indices, 2:] + t[:, here.indices, 2:].half()
+        assert torch.equal(total[:, there.indices, 2:].cpu(), want)
+        assert total.count_nonzero() == want.count_nonzero()
+    place(target.of(1), parts)
+    assert torch.equal(zeros[0][:, there.indices, 2:], parts[0].float())
+    lse, part_lse = (torch.zeros(1, n, m, device=DEVICE) for n, m in ((6, 40), (4, 13)))
+    results = Side([zeros[0], lse], [dims, STATS._replace(shares=dims.shares)], {1: there})
+    merge(results.of(1), [parts[1], part_lse])
+    assert launched.count == 5
+    want = (parts[0].float() + parts[1].float()) / 2
+    assert_same("merged", zeros[0][:, there.indices, 2:], want, 1e-5)
+    assert not zeros[0][..., :2, :].any() and lse.count_nonzero() == part_lse.numel()
 
 
 @pytest.mark.gpu
@@ -342,7 +409,8 @@ def test_one_variant_for_all_lengths_and_strides(launched):
         out = drawn((b, length + first, heads * 2, 128), torch.bfloat16).cuda()[:, first:, :heads]
         lse = torch.zeros(b, heads * 2, length + first, device="cuda")[:, :heads, first:]
         merge_(out, lse, torch.ones_like(out), torch.zeros_like(lse))
-        take_rows([out, out], torch.arange(length, device="cuda"))
+        at = torch.arange(length, device="cuda")
+        copy_rows([out, out], [torch.empty_like(out) for _ in range(2)], [1, 1], at)
         if first == 0:
             variants = len(launched._variants)
             caches = [len(c[0]) for c in launched.kernels.merge.device_caches.values()]
@@ -361,10 +429,10 @@ def test_more_elements_than_32_bits_count(launched):
     rows = torch.arange(length - 16, length, device="cuda")
     part = torch.full((1, 16, h, d), 2.0, dtype=torch.bfloat16, device="cuda")
     merge_(out, lse, part, torch.zeros(1, h, 16, device="cuda"), rows)
-    add_rows(out, part, rows)
+    add_rows([part], [out], [1], rows)
     assert launched.count == 2
-    (taken,) = take_rows([out], rows)
-    assert (taken == 3).all() and not out[:, :-16].any()
+    copy_rows([out], [part], [1], rows)
+    assert (part == 3).all() and not out[:, :-16].any()
 
 
 @pytest.mark.gpu
@@ -376,14 +444,14 @@ def test_captured_in_a_graph(launched):
     rows = some_rows(40, 9).cuda()
     want, want_lse = out.clone(), lse.clone()
     merge_(want, want_lse, part, part_lse, rows)  # compiles
-    add_rows(want, part, rows)
+    add_rows([part], [want], [1], rows)
     taken = torch.empty_like(part)
-    take_rows([want], rows, [taken])
+    copy_rows([want], [taken], [1], rows)
     expected, graph = taken.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         merge_(out, lse, part, part_lse, rows)
-        add_rows(out, part, rows)
-        take_rows([out], rows, [taken])
+        add_rows([part], [out], [1], rows)
+        copy_rows([out], [taken], [1], rows)
     taken.zero_()
     graph.replay()
     assert torch.equal(out, want) and torch.equal(lse, want_lse) and torch.equal(taken, expected)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from customized_ops.ring_attention.core import inprocess
-from customized_ops.ring_attention.core.comm import ROWS, STATS, Dims, add, place
 from customized_ops.ring_attention.core.inprocess import PeerFailed, run_ranks, this_thread
 from customized_ops.ring_attention.core.rank_plan import Exchange
+from customized_ops.ring_attention.core.sides import ROWS, STATS, Dims, add, place
 
 SECONDS = 10.0  # far less than a hang, far more than any of these takes
 
@@ -204,9 +204,10 @@ def test_buffers_hold_the_tokens_that_places_say():
 
 def keep_larger(places, parts):
     """One rule for two tensors together: where the second is larger, take both."""
-    (value, score), (new_value, new_score) = places, parts
-    value.copy_(torch.where(new_score > score, new_value, value))
-    score.copy_(torch.maximum(new_score, score))
+    (value, score), (new_value, new_score) = places.tensors, parts
+    at = (..., slice(None) if places.rows is None else places.rows)
+    value[at] = torch.where(new_score > score[at], new_value, value[at])
+    score[at] = torch.maximum(new_score, score[at])
 
 
 @pytest.mark.parametrize(

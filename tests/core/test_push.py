@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import push_memory
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from push_memory import InProcessPush, ThreadMemory
 from torch import Tensor
 
 from customized_ops.ring_attention.core import inprocess
-from customized_ops.ring_attention.core.comm import ROWS, Comm
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
@@ -25,6 +26,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.push import ALIGNED_BYTES, Arena, Piece
+from customized_ops.ring_attention.core.sides import ROWS
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -100,6 +102,12 @@ PLANS = {
     "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
     "scattered": make_plan(CAUSAL, STRIPED, stages=1, heads=HEADS, assignment="owner"),
     "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
+    "groups of heads": make_plan(
+        CAUSAL, STRIPED, stages=1, heads=HEADS, assignment="balanced", head_groups=2
+    ),
+    "gathered in groups": make_plan(
+        CAUSAL, Layout.contiguous(64, 3), stages=0, heads=HEADS, head_groups=2
+    ),
     "rows of several ranks": make_plan(
         FEW_ROWS, Layout.contiguous(4, 4), Layout.contiguous(128, 4), assignment="nearest"
     ),
@@ -255,6 +263,31 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
 
     for mine, his in zip(passes(plan, torch.float32, begin=elsewhere), want, strict=True):
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_exchanges_without_a_channel_go_by_messages(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each pass the last ones."""
+    plan = PLANS["staged"]
+    want = passes(plan, torch.float32, times=2)
+    connect(monkeypatch, InProcessPush)
+    monkeypatch.setattr(push_memory, "CHANNELS", channels)
+    pushed: list[int] = []
+
+    def watch(comm: Any) -> None:
+        write = comm._write
+
+        def counted(ready: Any, source: Any) -> None:
+            pushed.append(ready.channel)
+            write(ready, source)
+
+        monkeypatch.setattr(comm, "_write", counted)
+
+    for mine, his in zip(passes(plan, torch.float32, 2, watch), want, strict=True):
+        assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
+    assert set(pushed) == set(range(1, channels))
 
 
 def test_a_pass_that_failed_is_not_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:

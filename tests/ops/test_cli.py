@@ -55,6 +55,9 @@ def test_prints_the_report_of_the_plan(capsys):
         team_size=2,
     )
     assert got == report(plan, 16, 4, 64, 32, 4) + "\n"
+    got = printed(capsys, "--mask causal --tokens 64K --ranks 8 --head-groups 4")
+    plan = make_plan(mask, Layout.contiguous(65536, 8), heads=(32, 8), head_groups=4)
+    assert plan.head_groups == 4 and got == report(plan, 32, 8, 128) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,62 +23,14 @@ from torch import Tensor
 
 from .cost import H200, H200_NCCL
 from .exchange import Exchange, Where
+from .sides import Dims, Put, Side, copy, place
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
 
 
-class Dims(NamedTuple):
-    """Which dims of a tensor are its tokens and its heads.
-
-    Attributes:
-        shares: who gets which heads: (start, stop) for each rank of a team, peer p has those of
-            p % len(shares). Empty: everyone has all.
-    """
-
-    tokens: int
-    heads: int
-    shares: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def of_share(self) -> Dims:
-        """Those of a tensor that is one share: there is nothing to choose."""
-        return self._replace(shares=()) if self.shares else self
-
-    def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
-        """Of so many tokens of the share of ``rank``; all else is as ``tensor`` has it."""
-        shape = list(tensor.shape)
-        shape[self.tokens] = tokens
-        if self.shares:
-            start, stop = self.shares[rank % len(self.shares)]
-            shape[self.heads] = stop - start
-        return shape
-
-    def share(self, tensor: Tensor, rank: int) -> Tensor:
-        """The heads of ``rank``, a view."""
-        if not self.shares:
-            return tensor
-        start, stop = self.shares[rank % len(self.shares)]
-        return tensor.narrow(self.heads, start, stop - start)
-
-
-ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
-
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-Put = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 SeenBy = Callable[[int], Exchange]
-
-
-def place(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Write arrived parts over their places."""
-    for where, part in zip(places, parts, strict=True):
-        where.copy_(part)
-
-
-def add(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Add arrived parts to their places."""
-    for where, part in zip(places, parts, strict=True):
-        where.add_(part)
 
 
 @dataclass
@@ -121,6 +73,11 @@ class Comm(ABC):
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
         self.common_lengths: set[int] = set()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of memory that peers write to, used by the pass so far; no allocator counts it."""
+        return 0
 
     @abstractmethod
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
@@ -180,10 +137,12 @@ class Comm(ABC):
         source = Side(tensors, dims, exchange.sent)
         target = Side(buffers, [dim.of_share for dim in dims], exchange.received)
         arrive = self._pass(source, target.peers, target.shape)
+        if self.rank in exchange.sent:
+            copy(source.of(self.rank), target.of(self.rank))
 
         def finish() -> list[Tensor]:
             for peer, parts in sorted(arrive().items()):
-                target.put(peer, parts, place)
+                place(target.of(peer), parts)
             return buffers
 
         return Pending(finish)
@@ -200,8 +159,8 @@ class Comm(ABC):
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
-        There ``put(places, parts)`` is called for each peer, with the tokens' rows of ``into`` and
-        what arrived for them; in rank order, so that sums do not depend on who was first.
+        There ``put(places, parts)`` is called for each peer, with the tokens' places in ``into``
+        and what arrived for them; in rank order, so that sums do not depend on who was first.
 
         Args:
             results: of the rank's share of the heads.
@@ -214,7 +173,8 @@ class Comm(ABC):
         source = Side(results, [dim.of_share for dim in dims], exchange.received)
         arriving = Side(results, dims, exchange.sent)
         arrive = self._pass(source, exchange.sent, arriving.shape, dtype)
-        return Pending(lambda: deliver(arrive(), into, dims, exchange, put))
+        mine = {self.rank: source.take(self.rank)} if self.rank in exchange.sent else {}
+        return Pending(lambda: deliver(arrive() | mine, into, dims, exchange, put))
 
     def _pass(
         self,
@@ -222,18 +182,21 @@ class Comm(ABC):
         peers: Mapping[int, Where],
         shape: Callable[[int, int], list[int]],
         dtype: torch.dtype | None = None,
-    ) -> Callable[[], dict[int, list[Tensor]]]:
+    ) -> Callable[[], dict[int, Sequence[Tensor]]]:
         """The parts of all tensors at once, so that NCCL moves them in one kernel.
 
         Args:
             peers: who sends something here. shape: of the n-th tensor's part from a peer.
         Returns:
-            Waits for the parts of each peer and returns them; one's own are as they were.
+            Waits for the parts of each peer and returns them, without one's own.
         """
         wires = [dtype or tensor.dtype for tensor in source.tensors]
         # Where a part is one block of memory it is sent from where it lies.
         send = {
-            p: [source.take(n, p).to(wire).reshape(-1).contiguous() for n, wire in enumerate(wires)]
+            p: [
+                part.to(wire).reshape(-1).contiguous()
+                for part, wire in zip(source.take(p, wires), wires, strict=True)
+            ]
             for p in source.peers
             if p != self.rank
         }
@@ -249,56 +212,18 @@ class Comm(ABC):
         self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
         wait = self.start(send, receive)
 
-        def arrive() -> dict[int, list[Tensor]]:
+        def arrive() -> dict[int, Sequence[Tensor]]:
             wait()
             return {
-                p: [
-                    source.take(n, p) if p == self.rank else receive[p][n].view(shape(n, p))
-                    for n in range(len(wires))
-                ]
-                for p in peers
+                p: [part.view(shape(n, p)) for n, part in enumerate(parts)]
+                for p, parts in receive.items()
             }
 
         return arrive
 
 
-@dataclass(frozen=True)
-class Side:
-    """Tensors whose tokens leave, or arrive.
-
-    Attributes:
-        dims: of each tensor; a peer has its share of the heads.
-        peers: where the tokens of each peer are.
-    """
-
-    tensors: Sequence[Tensor]
-    dims: Sequence[Dims]
-    peers: Mapping[int, Where]
-
-    def shape(self, n: int, peer: int) -> list[int]:
-        """Of the peer's part of tensor ``n``."""
-        return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
-
-    def take(self, n: int, peer: int) -> Tensor:
-        """The peer's part of tensor ``n``: a view where its tokens are one range."""
-        tensor, where = self.dims[n].share(self.tensors[n], peer), self.peers[peer]
-        if where.indices is None:
-            return tensor.narrow(self.dims[n].tokens, where.start, where.count)
-        return tensor.index_select(self.dims[n].tokens, where.on(tensor.device))
-
-    def put(self, peer: int, parts: Sequence[Tensor], put: Put) -> None:
-        """Put arrived parts in the peer's place."""
-        places = [self.take(n, peer) for n in range(len(self.tensors))]
-        put(places, parts)
-        where = self.peers[peer]
-        if where.indices is not None:
-            for n, changed in enumerate(places):
-                tensor = self.dims[n].share(self.tensors[n], peer)
-                tensor.index_copy_(self.dims[n].tokens, where.on(tensor.device), changed)
-
-
 def deliver(
-    parts: Mapping[int, list[Tensor]],
+    parts: Mapping[int, Sequence[Tensor]],
     into: Into,
     dims: Sequence[Dims],
     exchange: Exchange,
@@ -308,7 +233,7 @@ def deliver(
     places = into() if callable(into) else into
     target = Side(places, dims, exchange.sent)
     for peer in sorted(parts):
-        target.put(peer, parts[peer], put)
+        put(target.of(peer), parts[peer])
 
 
 class DistComm(Comm):

@@ -96,11 +96,13 @@ class CostModel:
         steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
         return steps * self.step_seconds
 
-    def _launch_seconds(self, plan: Plan) -> Seconds:
+    def _launch_seconds(self, plan: Plan, kv_heads: int) -> Seconds:
         """float64[P]: time of the host for a pass's calls: one for own rows, one more where keys of
-        others are attended by themselves, and one where rows of others are."""
+        others are attended by themselves, and one where rows of others are; what attends keys of
+        others is a call for each group of heads."""
         keys, rows = plan.kv_tokens()[:, 1] > 0, plan.q_tokens()[:, 1] > 0
-        calls = 1 + (keys & (not plan.gathered)) + rows
+        groups = min(plan.head_groups, kv_heads)
+        calls = (groups if plan.gathered else 1 + keys * groups) + rows * groups
         return np.where(plan.area > 0, calls, 0) * self.call_seconds
 
     def passes(
@@ -120,7 +122,8 @@ class CostModel:
         start = self._start_seconds(plan)
         there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
         back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
-        launch, overlap = self._launch_seconds(plan), not plan.gathered
+        launch = self._launch_seconds(plan, kv_heads)
+        overlap = not plan.gathered or plan.head_groups > 1
         return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
 
     def forward_spans(
@@ -157,16 +160,23 @@ class CostModel:
             return link_free
 
         rows_there = exchange("rows", 0, mine.q, h * head_dim * itemsize)
+        # Heads in each group are as many, or nearly.
+        parts = [
+            (n, stage, 1 if stage.kv is None else min(plan.head_groups, int(g.max())))
+            for n, stage in enumerate(mine.stages)
+        ]
+        parts = [part for part in parts for _ in range(part[2])]
         key_bytes = g * (head_dim + v_dim) * itemsize
-        coming = exchange("keys", 0, mine.stages[0].kv, key_bytes)
-        for n, stage in enumerate(mine.stages):
+        coming = exchange("keys", 0, mine.stages[0].kv, key_bytes / parts[0][2])
+        for (n, stage, groups), after in zip(parts, [*parts[1:], None], strict=True):
             there = coming
-            if n + 1 < len(mine.stages):
-                coming = exchange("keys", n + 1, mine.stages[n + 1].kv, key_bytes)
+            if after is not None:
+                coming = exchange("keys", after[0], after[1].kv, key_bytes / after[2])
             for kind, slices in (("own", stage.own), ("guests", stage.guest)):
                 if len(slices):
                     start = max(now, there, rows_there if kind == "guests" else 0.0)
-                    seconds, _ = self.attend_seconds(areas(slices).sum(), h[rank], head_dim, v_dim)
+                    pairs = areas(slices).sum() / groups
+                    seconds, _ = self.attend_seconds(pairs, h[rank], head_dim, v_dim)
                     now = start + float(seconds)
                     spans.append(Span(kind, n, start, now))
         exchange("results", len(mine.stages) - 1, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))

@@ -13,7 +13,9 @@ What needs nothing from peers, attending the rank's own keys with its own rows, 
 stream; all else on a second one that goes first where both have work (``lanes``). So what waits for
 peers is hidden behind what does not, and so is what travels home.
 
-A rank computes its share of the heads only, where the plan splits them.
+A rank computes its share of the heads only, where the plan splits them. Where it says so, received
+keys arrive in groups of heads: a group is attended, and its gradients go home, while the next
+arrives. Groups share no head, so their results lie side by side, with nothing to merge.
 Kept between the two: q, k, v, out and lse of the rank's own tokens, nothing that was received.
 
 Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
@@ -33,20 +35,23 @@ is the same bit for bit from run to run, the backward where the kernel's is (``d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, Dims, Pending, Put, SeenBy, add, place
+from .comm import Comm, Pending, SeenBy
 from .exchange import Exchange
 from .kernels import Kernel, Scoring
 from .lanes import Lanes
-from .merge import Accumulator, Sum, accumulation_dtype, merge_
+from .merge import Accumulator, Sum, accumulation_dtype
 from .plan import Plan
 from .rank_plan import Range, RankPlan, Stage
-from .share import Share
+from .share import Parts, Share
+from .sides import Dims, Put, add, merge, place
 
 
 def attention_forward(
@@ -74,7 +79,7 @@ def attention_forward(
     share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share)
     if run.alone(q.shape[1]):
-        out, lse = run.forward(0, q, k, v)
+        out, lse = run.forward(0, q, k, v, share)
         return out.to(q.dtype), lse
     mine, own_q, v_dim = run.mine, share.of(q, share.rows), v.shape[-1]
     own = Accumulator(own_q.shape[1], mine.row_parts)
@@ -83,22 +88,29 @@ def attention_forward(
     with run.second():
         run.begin()
         rows = run.ask_rows([q], [share.rows])
-        stages = run.ask_keys(k, v)
+        stages = run.ask_keys(q, k, v)
     if run.local is not None:
-        own.add(*run.forward(0, own_q, *share.of_keys(k, v)), _span(run.local.own_hull))
+        part = run.forward(0, own_q, *share.of_keys(k, v), share)
+        own.add(*part, _span(run.local.own_hull))
     with run.second():
         (guest_q,) = rows.wait()
         late = Accumulator(run.late[1] - run.late[0], mine.row_parts)
         guest = Accumulator(guest_q.shape[1], mine.guest_parts)
-        for n, stage, keys, values in stages:
-            if len(stage.own) and stage is not run.local:
-                part = run.forward(n, own_q, keys, values)
-                late.add(*part, _span(stage.own_hull, run.late[0]))
-            if len(stage.guest):
-                part = run.forward(n, guest_q, keys, values, guests=True)
-                guest.add(*part, _span(stage.guest_hull))
+        for n, stage, arriving in stages:
+            own_parts, guest_parts = Parts(), Parts()
+            for heads, keys, values in arriving:
+                if len(stage.own) and stage is not run.local:
+                    own_parts.add(*run.forward(n, own_q, keys, values, heads))
+                if len(stage.guest):
+                    guest_parts.add(*run.forward(n, guest_q, keys, values, heads, guests=True))
+            if own_parts:
+                out, lse = own_parts.joined(2, 1)
+                late.add(out, lse, _span(stage.own_hull, run.late[0]))
+            if guest_parts:
+                out, lse = guest_parts.joined(2, 1)
+                guest.add(out, lse, _span(stage.guest_hull))
         if plan.rows_move:
-            put = _merge if mine.shared_rows else place
+            put = merge if mine.shared_rows else place
             parts = guest.result(guest_q, v_dim, q.dtype)
             dims = share.rows, share.stats
             home = run.send_home(parts, lambda: results, dims, put)
@@ -146,7 +158,8 @@ def attention_backward(
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
     if run.alone(q.shape[1]):
-        grads = run.backward(0, [dout, q, out, lse] + ([] if dlse is None else [dlse]), k, v)
+        rows = [dout, q, out, lse] + ([] if dlse is None else [dlse])
+        grads = run.backward(0, rows, k, v, share)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
     rows, dims = [dout, q, out, lse], [share.rows] * 3 + [share.stats]
@@ -160,35 +173,45 @@ def attention_backward(
     with run.second():
         run.begin()
         asked = run.ask_rows(rows, dims)
-        stages = run.ask_keys(k, v)
+        stages = run.ask_keys(q, k, v)
     if run.local is not None:
-        part, part_k, part_v = run.backward(0, own_rows, *share.of_keys(k, v))
+        part, part_k, part_v = run.backward(0, own_rows, *share.of_keys(k, v), share)
         share.add(dq, part, share.rows, _span(run.local.own_hull))
         share.add(dk, part_k, share.keys)
         share.add(dv, part_v, share.keys)
     with run.second():
         guest_rows = asked.wait()
         guest_dq = Sum(guest_rows[1], mine.guest_parts)
-        for n, stage, keys, values in stages:
-            stage_k, stage_v = Sum(keys), Sum(values)
-            if len(stage.own) and stage is not run.local:
-                part, part_k, part_v = run.backward(n, own_rows, keys, values)
+        for n, stage, arriving in stages:
+            own_parts, guest_parts = Parts(), Parts()
+            for heads, keys, values in arriving:
+                group_k, group_v = Sum(keys), Sum(values)
+                if len(stage.own) and stage is not run.local:
+                    part, part_k, part_v = run.backward(n, own_rows, keys, values, heads)
+                    own_parts.add(part)
+                    group_k.add(part_k)
+                    group_v.add(part_v)
+                if len(stage.guest):
+                    part, part_k, part_v = run.backward(
+                        n, guest_rows, keys, values, heads, guests=True
+                    )
+                    guest_parts.add(part)
+                    group_k.add(part_k)
+                    group_v.add(part_v)
+                if stage.kv is not None:
+                    parts = [group_k.so_far(), group_v.so_far()]
+                    into = lambda: [dk.place(), dv.place()]  # noqa: E731
+                    dims = [heads.keys] * 2
+                    going_home.append(run.send_home(parts, into, dims, add, wire, stage=n))
+                elif len(stage.guest):
+                    share.add(late_dk, group_k.so_far(), share.keys)
+                    share.add(late_dv, group_v.so_far(), share.keys)
+            if own_parts:
+                (part,) = own_parts.joined(2)
                 share.add(late_dq, part, share.rows, _span(stage.own_hull, run.late[0]))
-                stage_k.add(part_k)
-                stage_v.add(part_v)
-            if len(stage.guest):
-                part, part_k, part_v = run.backward(n, guest_rows, keys, values, guests=True)
+            if guest_parts:
+                (part,) = guest_parts.joined(2)
                 guest_dq.add(part, _span(stage.guest_hull))
-                stage_k.add(part_k)
-                stage_v.add(part_v)
-            if stage.kv is not None:
-                parts = [stage_k.so_far(), stage_v.so_far()]
-                into = lambda: [dk.place(), dv.place()]  # noqa: E731
-                dims = [share.keys] * 2
-                going_home.append(run.send_home(parts, into, dims, add, wire, stage=n))
-            elif len(stage.guest):
-                share.add(late_dk, stage_k.so_far(), share.keys)
-                share.add(late_dv, stage_v.so_far(), share.keys)
         if plan.rows_move:
             parts, into = [guest_dq.so_far()], lambda: [dq.place()]
             going_home.append(run.send_home(parts, into, [share.rows], add, wire))
@@ -200,6 +223,9 @@ def attention_backward(
         home.wait()
     run.end()
     return dq.result(), dk.result(), dv.result()
+
+
+Arrived = tuple[Share, Tensor, Tensor]  # which heads, their keys and their values
 
 
 class _Pass:
@@ -249,29 +275,35 @@ class _Pass:
             return Pending(lambda: tensors)
         return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
 
-    def ask_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
-        """Each stage with its number, keys and values, which have arrived then; as many of the
-        following ones as the Comm likes are on their way meanwhile."""
-        stages = self.mine.stages
-        waiting = [n for n, stage in enumerate(stages) if stage.kv is not None]
-        coming = {n: self._ask_keys(n, k, v) for n in waiting[: self._comm.ahead]}
+    def ask_keys(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[int, Stage, Iterator[Arrived]]]:
+        """Each stage with its number, and the keys and values of each group of heads, which have
+        arrived when they are looked at; as many of the following ones as the Comm likes are on
+        their way meanwhile."""
+        groups = self._share.groups(q, k)
+        remote = [n for n, stage in enumerate(self.mine.stages) if stage.kv is not None]
+        waiting = [(n, heads) for n in remote for heads in groups]
+        ahead = self._comm.ahead
+        coming = deque(self._ask_keys(n, heads, k, v) for n, heads in waiting[:ahead])
+        later = iter(waiting[ahead:])
 
-        def arriving() -> Iterator[tuple[int, Stage, Tensor, Tensor]]:
-            for n, stage in enumerate(stages):
-                if stage.kv is None:
-                    yield n, stage, *self._share.of_keys(k, v)
-                    continue
-                here = coming.pop(n)
-                if (after := n + self._comm.ahead) in waiting:
-                    coming[after] = self._ask_keys(after, k, v)
-                yield n, stage, *here.wait()
+        def arriving(stage: Stage) -> Iterator[Arrived]:
+            if stage.kv is None:
+                yield self._share, *self._share.of_keys(k, v)
+                return
+            for heads in groups:
+                here = coming.popleft()
+                coming.extend(self._ask_keys(*after, k, v) for after in islice(later, 1))
+                keys, values = here.wait()
+                yield heads, keys, values
 
-        return arriving()
+        return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
 
-    def _ask_keys(self, n: int, k: Tensor, v: Tensor) -> Pending:
+    def _ask_keys(self, n: int, heads: Share, k: Tensor, v: Tensor) -> Pending:
         kv = self.mine.stages[n].kv
         assert kv is not None
-        return self._comm.fetch(kv, [k, v], [self._share.keys] * 2, self._seen_by(n))
+        return self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n))
 
     def send_home(
         self,
@@ -297,11 +329,24 @@ class _Pass:
         return exchange
 
     def forward(
-        self, stage: int, q: Tensor, keys: Tensor, values: Tensor, *, guests: bool = False
+        self,
+        stage: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        heads: Share,
+        *,
+        guests: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """out and lse over the stage's keys, of the rows that attend some (a hull)."""
-        rows, pairs, tokens = self._share.call(stage, guests=guests, q=q, keys=keys)
-        return self._kernel.forward(q[:, rows], keys, values, pairs, self._share.scoring, tokens)
+        """out and lse over the stage's keys, of the rows that attend some (a hull); ``heads`` are
+        the share or a group of it, and q has those of the share."""
+        q = self._of(heads, q, heads.rows)
+        rows, pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
+        return self._kernel.forward(q[:, rows], keys, values, pairs, heads.scoring, tokens)
+
+    def _of(self, heads: Share, tensor: Tensor, dims: Dims) -> Tensor:
+        """The heads of a group of what has those of the share, a view."""
+        return tensor if heads is self._share else heads.of(tensor, dims)
 
     def backward(
         self,
@@ -309,13 +354,16 @@ class _Pass:
         of_rows: Sequence[Tensor],
         keys: Tensor,
         values: Tensor,
+        heads: Share,
         *,
         guests: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq of these rows, dk, dv over the stage's keys; ``of_rows`` are dout, q, out, lse and, if
-        it has a gradient, dlse."""
-        dout, q, out, lse, *dlse = of_rows
-        rows, pairs, tokens = self._share.call(stage, guests=guests, q=q, keys=keys)
+        """dq of these rows, dk, dv over the stage's keys, of ``heads`` as in :meth:`forward`;
+        ``of_rows`` are dout, q, out, lse and, if it has a gradient, dlse, of the share."""
+        dims = [heads.rows] * 3 + [heads.stats] * (len(of_rows) - 3)
+        of_heads = [self._of(heads, t, dim) for t, dim in zip(of_rows, dims, strict=True)]
+        dout, q, out, lse, *dlse = of_heads
+        rows, pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
         return self._kernel.backward(
             dout[:, rows],
             q[:, rows],
@@ -324,7 +372,7 @@ class _Pass:
             out[:, rows],
             lse[..., rows],
             pairs,
-            self._share.scoring,
+            heads.scoring,
             tokens,
             dlse=dlse[0][..., rows] if dlse else None,
             deterministic=self._deterministic,
@@ -334,11 +382,6 @@ class _Pass:
 def _span(hull: Range, start: int = 0) -> slice:
     """A range of rows as counted from ``start``."""
     return slice(hull[0] - start, hull[1] - start)
-
-
-def _merge(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Merge an arrived (out, lse) into what is there."""
-    merge_(*places, *parts)
 
 
 def _dense(t: Tensor) -> Tensor:

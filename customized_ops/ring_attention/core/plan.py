@@ -10,7 +10,7 @@ once, and only where a slice needs them; so does a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from . import moves
 from .cost import H200, CostModel
+from .head_groups import best_head_groups
 from .head_shares import HeadShare, head_shares
 from .intervals import Table, union
 from .layout import Layout, LayoutError
@@ -39,6 +40,8 @@ class Plan:
             (``core/head_shares.py``).
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
             once; else in how many steps they arrive.
+        head_groups: in how many groups of key heads received keys arrive (``core/head_groups.py``);
+            of fewer key heads, each is a group.
         on_device: what the executor has copied to devices for this plan; goes with it.
     """
 
@@ -48,6 +51,7 @@ class Plan:
     work: Work
     team_size: int
     steps: int
+    head_groups: int = 1
     on_device: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
@@ -144,6 +148,7 @@ class Plan:
                 team_size=size,
                 gathered=self.gathered,
                 shared_rows=self.shared_rows,
+                head_groups=self.head_groups,
             )
         return self._ranks[rank]
 
@@ -268,6 +273,7 @@ def make_plan(
     stages: int | None = None,
     heads: tuple[int, int] = (32, 8),
     team_size: int | None = 1,
+    head_groups: int | None = None,
     costs: CostModel = H200,
 ) -> Plan:
     """Plan attention of ``mask`` over ranks that hold q and k, v as the layouts say.
@@ -291,11 +297,16 @@ def make_plan(
             arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
             query heads. Shares may differ in size, and ranks may share a key head. None takes the
             fastest.
+        head_groups: in how many groups of key heads received keys arrive, so that the first is
+            attended, and its gradients go home, while the next arrives; 1 where ranks share out
+            heads, and where no keys move. None takes what ``costs`` say is the fastest, more than
+            one only where that spares 3 % of the time.
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
         ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
-            ranks or is too large, or heads that are split are no multiple of one another.
+            ranks or is too large, heads that are split are no multiple of one another, or
+            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split.
     """
     k_layout = q_layout if k_layout is None else k_layout
     if (q_layout.total, k_layout.total) != (mask.q_len, mask.k_len):
@@ -307,6 +318,15 @@ def make_plan(
         raise LayoutError(f"q lies on {q_layout.group_size} ranks and k on {k_layout.group_size}")
     if stages is not None and stages < 0:
         raise ValueError(f"stages must be 0 or more, got {stages}")
+    if head_groups is not None and not 1 <= head_groups <= max(heads[1], 1):
+        raise ValueError(f"head_groups must be 1 to the {heads[1]} key heads, got {head_groups}")
+    if head_groups is not None and head_groups > 1:
+        if team_size != 1:
+            raise ValueError(
+                f"head_groups={head_groups} needs team_size=1, got {team_size}: heads are split "
+                "between ranks or in groups, not both"
+            )
+        head_shares(*heads, head_groups)
     if assignment not in ASSIGNMENTS:
         known = ", ".join(ASSIGNMENTS)
         raise ValueError(f"assignment must be one of {known}, got {assignment!r}")
@@ -317,7 +337,8 @@ def make_plan(
                 f"{heads[0]} query heads, got {team_size}"
             )
         head_shares(*heads, team_size)
-    return _make_plan(mask, q_layout, k_layout, assignment, stages, heads, team_size, costs)
+    options = assignment, stages, heads, team_size, head_groups, costs
+    return _make_plan(mask, q_layout, k_layout, *options)
 
 
 # A batch has a plan or two for all its layers; a plan of many pieces may take megabytes.
@@ -330,6 +351,7 @@ def _make_plan(
     stages: int | None,
     heads: tuple[int, int],
     team_size: int | None,
+    head_groups: int | None,
     costs: CostModel,
 ) -> Plan:
     """The best of all candidates, the simplest first."""
@@ -346,7 +368,11 @@ def _make_plan(
         plans += [Plan(mask, q_layout, k_layout, work, size, steps) for work in works]
     if stages is None:
         plans = [_staged_or_gathered(plan, costs, heads) for plan in plans]
-    return plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+    plan = plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+    if plan.team_size > 1 or not plan.keys_move:
+        return plan
+    count = best_head_groups(plan, costs, heads) if head_groups is None else head_groups
+    return plan if count == 1 else replace(plan, head_groups=count, on_device={}, _ranks={})
 
 
 def _staged_or_gathered(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> Plan:

@@ -27,8 +27,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .comm import Comm, Dims, Into, Pending, Put, SeenBy, Side, deliver, place
-from .exchange import Exchange, Where
+from .comm import Comm, Into, Pending, SeenBy, deliver
+from .exchange import Exchange
+from .sides import Block, Dims, Put, Side, copy
 
 ALIGNED_BYTES = 256
 DONE = 0  # channel; those of exchanges follow
@@ -52,7 +53,13 @@ class Piece:
 
 
 class Memory(Protocol):
-    """Memory of every rank of a group that all of them can write to."""
+    """Memory of every rank of a group that all of them can write to.
+
+    Attributes:
+        channels: how many there are for signals, the same on every rank.
+    """
+
+    channels: int
 
     def allocate(self, n_bytes: int) -> Piece:
         """New memory. All ranks call this together; it returns when no rank has work under way."""
@@ -89,6 +96,12 @@ class Arena:
         self._captured: list[Piece] = []
         self.at = (0, 0, 0)
 
+    @property
+    def used_bytes(self) -> int:
+        """Of a rank's memory, up to the place that was taken last in this pass."""
+        _, piece, used = self.at
+        return sum(map(len, self._pieces[:piece])) + used
+
     def begin(self) -> bool:
         """Start a pass; what came in several pieces becomes one.
 
@@ -119,14 +132,7 @@ class Arena:
         return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Tokens of the n-th tensor to be written to ``to``; ``where`` they are there, if scattered."""
-
-    n: int
-    peer: int
-    to: Tensor
-    where: Where | None = None
+Copy = tuple[int, Block]  # a peer, and where the tokens for it are to be written
 
 
 @dataclass(frozen=True)
@@ -153,8 +159,8 @@ class Prepared:
 class Push(Comm):
     """A Comm whose ranks write into one another's memory.
 
-    What comes without ``seen_by`` goes by messages, and so do tensors of another device: a group
-    may have a backend for each.
+    What comes without ``seen_by`` goes by messages, and so do tensors of another device (a group
+    may have a backend for each), and exchanges of a pass that there is no channel left for.
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
@@ -193,6 +199,15 @@ class Push(Comm):
         for peer in self._others(range(self.size)):
             self._memory.put_signal(peer, DONE)
 
+    @property
+    def arena_bytes(self) -> int:
+        """See :class:`Comm`."""
+        return self._arena.used_bytes
+
+    def _has_place(self, tensor: Tensor) -> bool:
+        """Whether the next exchange of such tensors can be pushed; alike on every rank."""
+        return self._memory.holds(tensor) and self._channel + 1 < self._memory.channels
+
     def _others(self, peers: Iterable[int]) -> list[int]:
         """From the next rank on, so that no rank is everybody's first target."""
         others = (p for p in peers if p != self.rank)
@@ -206,7 +221,7 @@ class Push(Comm):
         seen_by: SeenBy | None = None,
     ) -> Pending:
         """See :meth:`Comm.fetch`."""
-        if seen_by is None or not self._memory.holds(tensors[0]):
+        if seen_by is None or not self._has_place(tensors[0]):
             return super().fetch(exchange, tensors, dims)
         ready = self._ready(
             "fetch",
@@ -220,8 +235,7 @@ class Push(Comm):
         self._write(ready, source)
         if self.rank in exchange.sent:  # what the rank holds itself is part of the buffer
             target = Side(ready.buffers, [dim.of_share for dim in dims], exchange.received)
-            parts = [source.take(n, self.rank) for n in range(len(tensors))]
-            target.put(self.rank, parts, place)
+            copy(source.of(self.rank), target.of(self.rank))
 
         def finish() -> list[Tensor]:
             self._arrived(ready)
@@ -240,7 +254,7 @@ class Push(Comm):
         seen_by: SeenBy | None = None,
     ) -> Pending:
         """See :meth:`Comm.send_home`."""
-        if seen_by is None or not self._memory.holds(results[0]):
+        if seen_by is None or not self._has_place(results[0]):
             return super().send_home(exchange, results, into, dims, put, dtype)
         source = Side(results, [dim.of_share for dim in dims], exchange.received)
         ready = self._ready(
@@ -254,7 +268,7 @@ class Push(Comm):
         self._write(ready, source)
         parts = ready.buffers
         if self.rank in exchange.sent:  # what the rank made for itself is left as it is
-            parts = parts | {self.rank: [source.take(n, self.rank) for n in range(len(results))]}
+            parts = parts | {self.rank: source.take(self.rank)}
 
         def finish() -> None:
             self._arrived(ready)
@@ -283,16 +297,12 @@ class Push(Comm):
 
     def _write(self, ready: Prepared, source: Side) -> None:
         """Copy what peers need to them, and tell them."""
-        for copy in ready.copies:
-            part = source.take(copy.n, copy.peer)
-            if copy.where is not None:
-                where = copy.where.on(part.device)
-                copy.to.index_copy_(source.dims[copy.n].tokens, where, part.to(copy.to.dtype))
-            elif _one_by_one(part, source.dims[copy.n]):
-                for here, there in zip(part, copy.to, strict=True):
-                    there.copy_(here)
+        for peer, to in ready.copies:
+            part = source.of(peer)
+            if part.rows is None and to.rows is None:
+                _copy_ranges(part, to)
             else:
-                copy.to.copy_(part)
+                copy(part, to)
         for peer in ready.targets:
             self._memory.put_signal(peer, ready.channel)
         self.counters.sent_bytes += ready.sent_bytes
@@ -318,10 +328,9 @@ class Push(Comm):
         for peer in self._others(exchange.sent):
             where = sides[peer].received[self.rank]
             there = _views(places[peer], shapes[peer], dtypes)
-            for n, (to, dim) in enumerate(zip(there, dims, strict=True)):
-                part = to.narrow(dim.tokens, where.start, where.count) if _is_range(where) else to
-                copies.append(Copy(n, peer, part, None if _is_range(where) else where))
-                sent += where.count * to.nbytes // max(sides[peer].tokens, 1)
+            received_there = Side(there, [dim.of_share for dim in dims], {self.rank: where})
+            copies.append((peer, received_there.of(self.rank)))
+            sent += sum(where.count * to.nbytes // max(sides[peer].tokens, 1) for to in there)
         buffers = _views(places[self.rank], shapes[self.rank], dtypes)
         arriving = sum(exchange.received[p].count for p in self._others(exchange.received))
         received = sum(t.nbytes for t in buffers) * arriving // max(exchange.tokens, 1)
@@ -353,12 +362,11 @@ class Push(Comm):
             return _views(places[rank][before:], coming[rank][sender], dtypes)
 
         copies = [
-            Copy(n, peer, to)
+            (peer, Block(part_of(peer, self.rank), [dim.tokens for dim in dims]))
             for peer in self._others(exchange.received)
-            for n, to in enumerate(part_of(peer, self.rank))
         ]
         buffers = {peer: part_of(self.rank, peer) for peer in coming[self.rank]}
-        sent = sum(copy.to.nbytes for copy in copies)
+        sent = sum(t.nbytes for _, to in copies for t in to.tensors)
         received = sum(t.nbytes for parts in buffers.values() for t in parts)
         return self._done(copies, buffers, exchange.received, exchange.sent, sent, received)
 
@@ -383,13 +391,15 @@ class Push(Comm):
         )
 
 
-def _is_range(where: Where) -> bool:
-    return where.indices is None
-
-
-def _one_by_one(part: Tensor, dims: Dims) -> bool:
-    """Whether entries of a batch are ranges of memory that the whole is not."""
-    return 1 < part.shape[0] <= COPIES and dims.tokens == 1 and part[0].is_contiguous()
+def _copy_ranges(source: Block, target: Block) -> None:
+    """Copy all tokens of each tensor, by the copy engine where they are ranges of memory."""
+    for part, to, tokens in zip(source.tensors, target.tensors, source.tokens, strict=True):
+        # Entries of a batch may be ranges that the whole is not.
+        if 1 < part.shape[0] <= COPIES and tokens == 1 and part[0].is_contiguous():
+            for here, there in zip(part, to, strict=True):
+                there.copy_(here)
+        else:
+            to.copy_(part)
 
 
 def _aligned(n_bytes: int) -> int:

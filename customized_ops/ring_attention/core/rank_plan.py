@@ -67,22 +67,25 @@ class RankPlan:
     Attributes:
         shared_rows: whether some row anywhere is computed by more than one team, so that results
             coming home are merged rather than placed.
+        head_groups: groups of heads in which received keys arrive and are attended.
     """
 
     rank: int
     q: Exchange
     stages: tuple[Stage, ...]
     shared_rows: bool
+    head_groups: int = 1
 
     @property
     def area(self) -> int:
         """Pairs this rank computes, each for its share of the heads."""
         return sum(stage.area for stage in self.stages)
 
-    @property
-    def calls(self) -> int:
-        """Kernel calls in the forward pass."""
-        return sum((len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages)
+    def calls(self, kv_heads: int) -> int:
+        """Kernel calls in the forward pass, of so many key heads."""
+        calls = [(len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages]
+        times = [1 if s.kv is None else min(self.head_groups, kv_heads) for s in self.stages]
+        return sum(n * m for n, m in zip(calls, times, strict=True))
 
     @cached_property
     def local(self) -> Stage | None:
@@ -156,6 +159,7 @@ def rank_plan(
     team_size: int,
     gathered: bool,
     shared_rows: bool,
+    head_groups: int = 1,
 ) -> RankPlan:
     """What ``rank`` does.
 
@@ -183,4 +187,4 @@ def rank_plan(
         own_slices = over_buffers(slices, own_places, key_places)
         guest_slices = over_buffers(slices, q.places, key_places)
         stages.append(Stage(kv, own_slices, guest_slices))
-    return RankPlan(rank, q, tuple(stages), shared_rows)
+    return RankPlan(rank, q, tuple(stages), shared_rows, head_groups)

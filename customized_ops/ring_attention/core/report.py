@@ -102,7 +102,7 @@ def measures(
         tokens=np.array(plan.q_layout.sizes),
         pairs=plan.area,
         away_pairs=plan.area - np.array(at_home),
-        calls=np.array([mine.calls for mine in ranks]),
+        calls=np.array([mine.calls(kv_heads) for mine in ranks]),
         slices=np.array(slices),
         kv_received=plan.kv_tokens()[:, 1],
         rows_received=plan.q_tokens()[:, 1],
@@ -167,14 +167,20 @@ def _header(plan: Plan, figures: Measures, sizes: str, teams: list[str]) -> list
         stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
     else:
         stages = "one: no rank needs keys of another"
+    groups = ["groups    " + _groups(plan)] if plan.head_groups > 1 else []
     return [
         f"mask      {mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
         f"ranks     {plan.group_size}, {sizes}",
         *teams,
         "layout    " + (q if same else f"q {q}, k {k}"),
         f"stages    {stages}",
+        *groups,
         f"computed  {1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     ]
+
+
+def _groups(plan: Plan) -> str:
+    return f"{plan.head_groups} of key heads: keys of one arrive while those before are attended"
 
 
 COLUMNS = (

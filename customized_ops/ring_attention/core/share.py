@@ -1,18 +1,20 @@
-"""A rank's share of the heads, and which tokens it works on."""
+"""A rank's share of the heads, groups of them, and which tokens it works on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .comm import ROWS, STATS, Dims
 from .head_shares import head_shares
 from .kernels import Pairs, Scoring, Tokens
 from .merge import Sum, unattended
 from .plan import Plan
+from .sides import ROWS, STATS, Dims
 
 
 class Share:
@@ -42,10 +44,38 @@ class Share:
             heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
             self.rows, self.stats, self.keys = _dims(*heads, plan.team_size)
             self._first_head, _ = self.rows.shares[rank % plan.team_size]
-            if scoring.alibi_slopes is not None:
-                slopes = self.of(scoring.alibi_slopes, self.stats)  # [b, h]
-                scoring = replace(scoring, alibi_slopes=slopes)
+            scoring = self._scoring_of_heads(scoring)
         self.scoring = scoring
+
+    def _scoring_of_heads(self, scoring: Scoring) -> Scoring:
+        if scoring.alibi_slopes is None:
+            return scoring
+        return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
+
+    def groups(self, q: Tensor, k: Tensor) -> list[Share]:
+        """The groups of heads whose keys arrive one after the other, each as if it were a share
+        that every rank has; this share itself where there is one group.
+
+        Args:
+            q: [b, l, h, d], k: [b, m, g, d]: with all heads.
+        """
+        q_heads, kv_heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
+        count = min(self._plan.head_groups, kv_heads)
+        if count == 1:
+            return [self]
+        assert self.whole, "heads are split between ranks or in groups, not both"
+        groups = []
+        dims = _dims(q_heads, kv_heads, count)
+        for n in range(count):
+            group = copy(self)
+            group.whole = False
+            group.rows, group.stats, group.keys = (
+                dim._replace(shares=dim.shares[n : n + 1]) for dim in dims
+            )
+            ((group._first_head, _),) = group.rows.shares
+            group.scoring = group._scoring_of_heads(self.scoring)
+            groups.append(group)
+        return groups
 
     def of(self, tensor: Tensor, dims: Dims) -> Tensor:
         """The share of ``tensor``, a view."""
@@ -115,6 +145,28 @@ class Share:
             pair = (torch.from_numpy(x).to(self.device) for x in (rows, keys))
             plan.on_device[key] = tuple(pair)
         return plan.on_device[key]
+
+
+class Parts:
+    """Results of groups of heads, in order, to be set side by side."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, *results: Tensor) -> None:
+        """Those of the next group."""
+        self._parts.append(results)
+
+    def joined(self, *heads: int) -> Sequence[Tensor]:
+        """Each result with the heads of all groups; ``heads`` are the dims that they are. Of one
+        group they are as they came."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        results = zip(*self._parts, strict=True)
+        return [torch.cat(of, dim) for of, dim in zip(results, heads, strict=True)]
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from annotations.groups import group_of_ranks
+
 from .comm import DistComm
 from .cost import H200
 from .push import Piece, Push
@@ -20,18 +22,40 @@ CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
 
 class SymmetricMemory:
-    """See :class:`~.push.Memory`."""
+    """See :class:`~.push.Memory`.
+
+    torch up to 2.13 numbers what ranks tell each other when they make such memory by one count a
+    process, for all its groups (pytorch/pytorch#196082). A rank that was in other groups before
+    would wait for keys that its peers never write, for ever. So ranks compare how often they have
+    made some, and those that are behind make some for themselves alone, as often as it takes.
+
+    Attributes:
+        made: how often this process has made symmetric memory here, of any group; what others do
+            is beyond it.
+    """
+
+    made = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._signals, self._signals_memory = self._rendezvous(SIGNAL_BYTES)
+        # Each channel has a flag of 4 bytes for each rank.
+        self.channels = self._signals.signal_pad_size // (4 * group.size())
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
+        times: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(times, SymmetricMemory.made, group=self._group)
+        for _ in range(max(times) - SymmetricMemory.made):
+            self._make(SIGNAL_BYTES, group_of_ranks((dist.get_rank(),)))
+        return self._make(n_bytes, self._group)
+
+    def _make(self, n_bytes: int, group: dist.ProcessGroup) -> tuple[Any, Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
+        SymmetricMemory.made += 1
         memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=self._device)
-        return symmetric.rendezvous(memory, self._group.group_name), memory
+        return symmetric.rendezvous(memory, group.group_name), memory
 
     def allocate(self, n_bytes: int) -> Piece:
         """See :class:`~.push.Memory`.

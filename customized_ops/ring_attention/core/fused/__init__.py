@@ -1,15 +1,15 @@
-"""Moving and adding up rows of [b, l, h, d] by index, in one kernel where that is faster.
+"""Moving and adding up rows by index, in one kernel where that is faster.
 
 What each function does is its plain torch path; on a CUDA device with Triton installed the same is
-done by one kernel, which reads and writes each element once. Adding a part to a range of rows needs
-nothing here: torch's ``add_`` is one kernel already, which adds a narrow dtype to a wide one, or
-the reverse, in fp32 and rounds once.
+done by one kernel for several tensors of [b, l, h, d], which reads and writes each element once.
+Ranges of rows need nothing here: torch's ``copy_`` and ``add_`` are one kernel already, which
+converts, or adds a narrow dtype to a wide one or the reverse, in fp32 and rounds once.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -17,59 +17,68 @@ import torch
 from torch import Tensor
 
 
-def take_rows(
-    tensors: Sequence[Tensor], rows: Tensor, out: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Copy the given rows of each tensor.
+def copy_rows(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    dims: Sequence[int],
+    from_rows: Tensor | None = None,
+    to_rows: Tensor | None = None,
+) -> None:
+    """Copy row from_rows[i] of each source over row to_rows[i] of its target, in its dtype.
 
     Args:
-        tensors: each [b, l, h, d], or [b, h, l] as lse is, any strides and dtype.
-        rows: int64[n], on the tensors' device.
-        out: each [b, n, h, d] or [b, h, n], of its tensor's dtype, and no part of one of
-            ``tensors``; any strides. None makes them.
-    Returns:
-        ``out``.
+        sources, targets: alike but for rows, strides and dtype; no part of one another.
+        dims: which dim of each pair its rows are.
+        from_rows, to_rows: int64[n], on the tensors' device, no row of a target twice; None is all
+            rows, in order.
     """
-    if out is None:
-        out = [t.new_empty(_with_rows(t, len(rows))) for t in tensors]
-    for sources, targets, kernels in _grouped(tensors, out):
+    if from_rows is None and to_rows is None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return
+    for kernels, some, places, dim in _grouped(sources, targets, dims):
         if kernels is not None:
-            kernels.copy(sources, targets, rows, take=True)
+            kernels.move(some, places, from_rows, to_rows, add=False)
         else:
-            torch.index_select(sources[0], _rows_dim(sources[0]), rows, out=targets[0])
-    return list(out)
+            _copy_torch(some[0], places[0], dim, from_rows, to_rows)
 
 
-def put_rows(tensors: Sequence[Tensor], parts: Sequence[Tensor], rows: Tensor) -> None:
-    """Copy row i of each part over row rows[i] of its tensor.
-
-    Args:
-        tensors: each [b, l, h, d], or [b, h, l] as lse is, any strides and dtype.
-        parts: each [b, n, h, d] or [b, h, n], of its tensor's dtype.
-        rows: int64[n], on the tensors' device, no row twice.
-    """
-    for sources, targets, kernels in _grouped(parts, tensors):
-        if kernels is not None:
-            kernels.copy(sources, targets, rows, take=False)
-        else:
-            targets[0].index_copy_(_rows_dim(targets[0]), rows, sources[0])
+def _copy_torch(
+    source: Tensor, target: Tensor, dim: int, from_rows: Tensor | None, to_rows: Tensor | None
+) -> None:
+    if from_rows is not None and to_rows is None and source.dtype == target.dtype:
+        torch.index_select(source, dim, from_rows, out=target)
+        return
+    part = source if from_rows is None else source.index_select(dim, from_rows)
+    if to_rows is None:
+        target.copy_(part)
+    else:
+        target.index_copy_(dim, to_rows, part.to(target.dtype))
 
 
-def add_rows(total: Tensor, part: Tensor, rows: Tensor) -> None:
-    """Add row i of a part to row rows[i] of a sum, in place.
+def add_rows(
+    parts: Sequence[Tensor], totals: Sequence[Tensor], dims: Sequence[int], rows: Tensor | None
+) -> None:
+    """Add row i of each part to row rows[i] of its sum, in place.
 
     Each element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once.
 
     Args:
-        total: [b, l, h, d], any strides and dtype.
-        part: [b, n, h, d], any strides and dtype.
-        rows: int64[n], on the tensors' device, no row twice.
+        parts, totals: alike but for rows, strides and dtype.
+        dims: which dim of each pair its rows are.
+        rows: int64[n], on the tensors' device, no row twice; None is all rows, in order.
     """
-    kernels = on_gpu(total, part)
-    if kernels is not None:
-        kernels.add(total, part, rows)
-    else:
-        total.index_copy_(1, rows, total.index_select(1, rows).add_(part))
+    if rows is None:
+        for part, total in zip(parts, totals, strict=True):
+            total.add_(part)
+        return
+    for kernels, some, sums, dim in _grouped(parts, totals, dims):
+        if kernels is not None:
+            kernels.move(some, sums, None, rows, add=True)
+        elif torch.promote_types(some[0].dtype, sums[0].dtype) == sums[0].dtype:
+            sums[0].index_add_(dim, rows, some[0].to(sums[0].dtype))
+        else:
+            sums[0].index_copy_(dim, rows, sums[0].index_select(dim, rows).add_(some[0]))
 
 
 def on_gpu(*tensors: Tensor) -> ModuleType | None:
@@ -89,37 +98,32 @@ def _launch() -> ModuleType | None:
     return launch
 
 
-Group = tuple[list[Tensor], list[Tensor], ModuleType | None]
+Group = tuple[ModuleType | None, list[Tensor], list[Tensor], int]
 
 
-def _grouped(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Group]:
-    """Pairs of a source and a target that one launch copies, and the module to launch with; a pair
-    alone and None where torch is to copy it."""
-    groups: list[Group] = []
-    for source, target in zip(sources, targets, strict=True):
-        kernels = on_gpu(source, target) if source.dtype == target.dtype else None
-        if kernels is not None and groups:
-            others, their_targets, same = groups[-1]
-            if same and len(others) < same.MOST_COPIES and _alike(source, others[0]):
-                others.append(source)
-                their_targets.append(target)
-                continue
-        groups.append(([source], [target], kernels))
-    return groups
+def _grouped(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], dims: Sequence[int]
+) -> Iterator[Group]:
+    """Pairs of a source and a target that one launch moves, after the module to launch with; a pair
+    alone after None where torch is to move it. Last the dim of their rows."""
+    some: list[Tensor] = []
+    places: list[Tensor] = []
+    kernels = None
+    for source, target, dim in zip(sources, targets, dims, strict=True):
+        taken_by = on_gpu(source, target) if dim == 1 else None
+        if taken_by is None:
+            yield None, [source], [target], dim
+            continue
+        if some and not (len(some) < taken_by.MOST_MOVED and _alike(source, some[0])):
+            yield kernels, some, places, 1
+            some, places = [], []
+        kernels = taken_by
+        some.append(source)
+        places.append(target)
+    if some:
+        yield kernels, some, places, 1
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of rows have the same b, h and d."""
     return a.shape[0] == b.shape[0] and a.shape[2:] == b.shape[2:]
-
-
-def _rows_dim(t: Tensor) -> int:
-    """1 of [b, l, h, d], 2 of [b, h, l]."""
-    return 1 if t.dim() == 4 else 2
-
-
-def _with_rows(t: Tensor, count: int) -> list[int]:
-    """The shape of ``t`` with so many rows."""
-    shape = list(t.shape)
-    shape[_rows_dim(t)] = count
-    return shape

@@ -20,7 +20,7 @@ NUMBERS = ["length", "heads"]
 OUT = ["out_b", "out_l", "out_h"]
 PART = ["part_b", "part_l", "part_h"]
 LSES = ["lse_b", "lse_h", "lse_l", "part_lse_b", "part_lse_h", "part_lse_l"]
-COPIES = [f"{end}{n}_{dim}" for n in range(3) for end in ("from", "to") for dim in "blh"]
+MOVES = [f"{end}{n}_{dim}" for n in range(3) for end in ("from", "to") for dim in "blh"]
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def offsets(
 
 
 @triton.jit
-def copied(
+def moved(
     source: tl.tensor,
     target: tl.tensor,
     from_b: tl.tensor,
@@ -63,13 +63,17 @@ def copied(
     to_row: tl.tensor,
     head: tl.tensor,
     here: tl.tensor,
+    ADD: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy one tensor's part of the tile."""
+    """Copy one tensor's part of the tile, or add it in fp32."""
     mask = here[:, None] & (tl.arange(0, BLOCK) < DIM)[None, :]
+    target_at = target + offsets(to_row, head, to_b, to_l, to_h, BLOCK)
     value = tl.load(source + offsets(from_row, head, from_b, from_l, from_h, BLOCK), mask)
-    tl.store(target + offsets(to_row, head, to_b, to_l, to_h, BLOCK), value, mask)
+    if ADD:
+        value = tl.load(target_at, mask).to(tl.float32) + value.to(tl.float32)
+    tl.store(target_at, value.to(target.dtype.element_ty), mask)
 
 
 @triton.jit(
@@ -129,48 +133,18 @@ def merge(
 
 
 @triton.jit(
-    do_not_specialize=[*NUMBERS, *OUT, *PART],
-    do_not_specialize_on_alignment=["rows"],
+    do_not_specialize=[*NUMBERS, *MOVES],
+    do_not_specialize_on_alignment=["from_rows", "to_rows"],
 )
-def add(
-    out: tl.tensor,
-    part: tl.tensor,
-    rows: tl.tensor,
-    length: tl.int64,
-    heads: tl.int64,
-    out_b: tl.int64,
-    out_l: tl.int64,
-    out_h: tl.int64,
-    part_b: tl.int64,
-    part_l: tl.int64,
-    part_h: tl.int64,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-) -> None:
-    """Add part row i to row rows[i], in fp32."""
-    row, head, here = pairs(length, heads, ROWS, HEADS)
-    home = tl.load(rows + row, here, other=0)
-    mask = here[:, None] & (tl.arange(0, BLOCK) < DIM)[None, :]
-    out_at = out + offsets(home, head, out_b, out_l, out_h, BLOCK)
-    part_at = part + offsets(row, head, part_b, part_l, part_h, BLOCK)
-    mine, theirs = tl.load(out_at, mask), tl.load(part_at, mask)
-    tl.store(out_at, (mine.to(tl.float32) + theirs.to(tl.float32)).to(mine.dtype), mask)
-
-
-@triton.jit(
-    do_not_specialize=[*NUMBERS, *COPIES],
-    do_not_specialize_on_alignment=["rows"],
-)
-def copy(
+def move(
     source0: tl.tensor,
     target0: tl.tensor,
     source1: tl.tensor,
     target1: tl.tensor,
     source2: tl.tensor,
     target2: tl.tensor,
-    rows: tl.tensor,
+    from_rows: tl.tensor,
+    to_rows: tl.tensor,
     length: tl.int64,
     heads: tl.int64,
     from0_b: tl.int64,
@@ -191,29 +165,30 @@ def copy(
     to2_b: tl.int64,
     to2_l: tl.int64,
     to2_h: tl.int64,
-    TAKE: tl.constexpr,
+    ADD: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """Copy row rows[i] to row i (TAKE), or row i to row rows[i], of one to three tensors."""
+    """Copy or add row i, or from_rows[i], to row i, or to_rows[i], of one to three tensors."""
     row, head, here = pairs(length, heads, ROWS, HEADS)
-    other = tl.load(rows + row, here, other=0)
-    from_row, to_row = row, other
-    if TAKE:
-        from_row, to_row = other, row
-    copied(
+    from_row, to_row = row, row
+    if from_rows is not None:
+        from_row = tl.load(from_rows + row, here, other=0)
+    if to_rows is not None:
+        to_row = tl.load(to_rows + row, here, other=0)
+    moved(
         source0, target0, from0_b, from0_l, from0_h, to0_b, to0_l, to0_h,
-        from_row, to_row, head, here, DIM, BLOCK,
+        from_row, to_row, head, here, ADD, DIM, BLOCK,
     )  # fmt: skip
     if source1 is not None:
-        copied(
+        moved(
             source1, target1, from1_b, from1_l, from1_h, to1_b, to1_l, to1_h,
-            from_row, to_row, head, here, DIM, BLOCK,
+            from_row, to_row, head, here, ADD, DIM, BLOCK,
         )  # fmt: skip
     if source2 is not None:
-        copied(
+        moved(
             source2, target2, from2_b, from2_l, from2_h, to2_b, to2_l, to2_h,
-            from_row, to_row, head, here, DIM, BLOCK,
+            from_row, to_row, head, here, ADD, DIM, BLOCK,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from . import kernels
 VECTOR_ELEMENTS = kernels.VECTOR.value
 TILE_ELEMENTS = 4096  # of one tensor in one program: 4 loads of 16 bytes a thread in 2-byte dtypes
 LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory hands out, of lse
-MOST_COPIES = 3  # tensors in one launch
+MOST_MOVED = 3  # tensors in one launch
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -50,25 +50,31 @@ def fits(*tensors: Tensor) -> bool:
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
     """See :func:`..merge.merge_`; ``out`` and ``part`` fit, lse is fp32."""
     numbers = (*_vectors(out), *_vectors(part), *lse.stride(), *part_lse.stride())
-    _launch(kernels.merge, part, (out, part, lse, part_lse, rows), numbers)
+    _launch(kernels.merge, part.shape, (out, part, lse, part_lse, rows), numbers)
 
 
-def add(total: Tensor, part: Tensor, rows: Tensor) -> None:
-    """See :func:`.add_rows`; both fit."""
-    _launch(kernels.add, part, (total, part, rows), (*_vectors(total), *_vectors(part)))
-
-
-def copy(sources: Sequence[Tensor], targets: Sequence[Tensor], rows: Tensor, *, take: bool) -> None:
-    """Copy row rows[i] of each source to row i of its target (``take``), or row i to row rows[i].
+def move(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    from_rows: Tensor | None,
+    to_rows: Tensor | None,
+    *,
+    add: bool,
+) -> None:
+    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`.
 
     Args:
-        sources, targets: at most MOST_COPIES each; all fit and have the same b, h and d.
+        sources, targets: at most MOST_MOVED each; all fit and have the same b, h and d.
+        from_rows, to_rows: at least one is given.
     """
     both = [t for pair in zip(sources, targets, strict=True) for t in pair]
-    absent = 2 * MOST_COPIES - len(both)
+    absent = 2 * MOST_MOVED - len(both)
     numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
-    counted = targets[0] if take else sources[0]
-    _launch(kernels.copy, counted, (*both, *[None] * absent, rows), numbers, (take,))
+    rows = to_rows if from_rows is None else from_rows
+    assert rows is not None
+    b, _, heads, dim = targets[0].shape
+    tensors = (*both, *[None] * absent, from_rows, to_rows)
+    _launch(kernels.move, (b, len(rows), heads, dim), tensors, numbers, (add,))
 
 
 def _vectors(t: Tensor) -> tuple[int, int, int]:
@@ -79,25 +85,25 @@ def _vectors(t: Tensor) -> tuple[int, int, int]:
 
 def _launch(
     kernel: Any,
-    counted: Tensor,
+    shape: Sequence[int],
     tensors: Sequence[Tensor | None],
     strides: Sequence[int],
     constants: tuple[Any, ...] = (),
 ) -> None:
-    """Launch a kernel over all rows and heads of ``counted``, on the current stream of the first
-    tensor's device.
+    """Launch a kernel, on the current stream of the first tensor's device.
 
     Args:
+        shape: b, rows, heads and d of what it works on.
         tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
     """
-    b, length, heads, dim = counted.shape
-    if counted.numel() == 0:
+    b, length, heads, dim = shape
+    if 0 in shape:
         return
     assert tensors[0] is not None
     device = tensors[0].device  # what is written may be memory of a peer
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch(kernel, counted, tensors, strides, constants)
+            _launch(kernel, shape, tensors, strides, constants)
         return
     dtypes = [None if t is None else t.dtype for t in tensors]
     key = (id(kernel), device, heads, dim, *constants, *dtypes)

@@ -1,0 +1,175 @@
+"""In how many groups of heads keys arrive: what it is chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from customized_ops.ring_attention.core import head_groups
+from customized_ops.ring_attention.core.cost import H200, H200_NCCL, CostModel
+from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.report import measures
+
+BETWEEN_HOSTS = replace(H200_NCCL, link_bytes=50e9)
+HEADS = (32, 8)
+
+
+def causal(per_rank: int, ranks: int = 2, costs: CostModel = BETWEEN_HOSTS, **options) -> Plan:
+    """Zigzag, all ranks alike."""
+    tokens, heads = per_rank * ranks, options.pop("heads", HEADS)
+    mask = AttnMask.dense(tokens, causal=True)
+    return make_plan(mask, Layout.zigzag(tokens, ranks), heads=heads, costs=costs, **options)
+
+
+def test_two_ranks_by_hand():
+    """Full attention: a shard of own keys, and one of received ones. Seconds are unit shards."""
+    tokens = 1024
+    plan = make_plan(AttnMask.dense(2 * tokens), Layout.contiguous(2 * tokens, 2), stages=1)
+    local, local_back = H200.attend_seconds(tokens**2, 32, 128, 128)
+    keys_bytes = tokens * 8 * 256 * 2
+    costs = CostModel(link_bytes=keys_bytes / (4 * local), step_seconds=0.0, call_seconds=0.0)
+    link = 4 * local
+    side_by_side = 2 * tokens * 32 * 128 * 2 / head_groups.MEMORY_BYTES
+
+    def seconds(count: int, backward: bool) -> float:
+        return head_groups._pass_seconds(plan, 0, count, costs, HEADS, backward=backward)
+
+    assert seconds(1, False) == pytest.approx(link + local)
+    assert seconds(4, False) == pytest.approx(link + local / 4 + side_by_side / 4)
+    assert seconds(1, True) == pytest.approx(max(link, local_back) + local_back + link)
+    assert seconds(4, True) == pytest.approx(2 * link)  # never idle: keys come, gradients go
+    slow_host = replace(costs, call_seconds=local)
+    for count, calls in ((1, 2), (8, 9)):
+        hosts = head_groups._pass_seconds(plan, 0, count, slow_host, HEADS, backward=False)
+        assert hosts >= calls * local
+
+
+def test_slow_links_and_long_shards_are_worth_groups():
+    plan = causal(8192)
+    assert plan.head_groups > 1
+    one = causal(8192, head_groups=1)
+    seconds = [
+        head_groups._seconds(plan, 0, count, BETWEEN_HOSTS, HEADS)
+        for count in (1, plan.head_groups)
+    ]
+    assert seconds[1] < head_groups.WORTH * seconds[0]
+    assert (one.steps, one.head_groups) == (plan.steps, 1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        causal(16384, costs=H200),
+        causal(16384, costs=H200_NCCL),
+        causal(64),  # the host's calls take longer than all else
+        causal(8192, heads=(8, 1)),  # one key head
+        causal(8192, ranks=4, team_size=2),
+        make_plan(AttnMask.varlen([0, 4096, 8192]), Layout.contiguous(8192, 2)),
+    ],
+    ids=["NVLink", "NCCL", "little work", "one key head", "teams", "nothing moves"],
+)
+def test_one_group_elsewhere(plan):
+    assert plan.head_groups == 1
+
+
+def test_every_rank_chooses_the_same():
+    """It follows from the plan, whichever rank's part was made before."""
+    chosen = causal(8192)
+    again = causal(8192, head_groups=1)
+    for rank in (1, 0):
+        again.rank(rank)
+        assert head_groups.best_head_groups(again, BETWEEN_HOSTS, HEADS) == chosen.head_groups
+
+
+def test_the_next_group_is_asked_for_before_one_is_attended(monkeypatch):
+    """And the gradients of one leave before the next is attended."""
+    order: list[str] = []
+    plan = causal(8, stages=1, head_groups=2, heads=(4, 2))
+
+    def noting(what: str, function, rank_of):
+        def noted(*given, **options):
+            if rank_of(given) == 0:
+                order.append(what)
+            return function(*given, **options)
+
+        return noted
+
+    for name in ("fetch", "send_home"):
+        function = noting(name, getattr(InProcessComm, name), lambda given: given[0].rank)
+        monkeypatch.setattr(InProcessComm, name, function)
+
+    def body(comm):
+        reference = KERNELS["reference"]
+        kernel = SimpleNamespace(
+            forward=noting("attend", reference.forward, lambda _: comm.rank),
+            backward=noting("attend", reference.backward, lambda _: comm.rank),
+        )
+        q, k = torch.randn(1, 8, 4, 8), torch.randn(1, 8, 2, 8)
+        out, lse = attention_forward(plan, comm, kernel, q, k, k, Scoring(0.3))
+        order.extend(["turn"] * (comm.rank == 0))
+        attention_backward(plan, comm, kernel, out, q, k, k, out, lse, Scoring(0.3))
+
+    run_ranks(2, body)
+    turn = order.index("turn")
+    assert order[:turn] == ["fetch", "attend", "fetch", "attend", "attend"]
+    home = ["attend", "send_home"]
+    assert order[turn + 1 :] == ["fetch", "attend", "fetch", *home, *home]
+
+
+def test_report_and_figures():
+    plan = causal(8192, stages=1, head_groups=4)
+    text = plan.report()
+    assert "groups    4 of key heads: keys of one arrive while those before are attended" in text
+    assert measures(plan, *HEADS, 128).calls.tolist() == [5, 5]
+    assert "groups " not in causal(8192, stages=1, head_groups=1).report()
+    gathered = causal(8192, stages=0, head_groups=2)
+    assert measures(gathered, *HEADS, 128).calls.tolist() == [2, 2]
+    launch = [BETWEEN_HOSTS.passes(each, *HEADS, 128, 128, 2)[0] for each in (plan, gathered)]
+    assert [each.launch.max() / BETWEEN_HOSTS.call_seconds for each in launch] == [5, 2]
+    assert all(each.overlap for each in launch)
+
+
+@pytest.mark.parametrize("stages", [0, 1])
+def test_spans_of_groups_add_up(stages):
+    one, four = (causal(8192, stages=stages, head_groups=count) for count in (1, 4))
+    totals = []
+    for plan in (one, four):
+        spans = BETWEEN_HOSTS.forward_spans(plan, 0, *HEADS, 128, 128, 2)
+        kernels = [s for s in spans if s.kind == "own"]
+        keys = [s for s in spans if s.kind == "keys"]
+        work = sum(s.stop_seconds - s.start_seconds for s in kernels)
+        links = sum(s.stop_seconds - s.start_seconds - BETWEEN_HOSTS.step_seconds for s in keys)
+        totals.append((work, links, len(keys), spans[-1].stop_seconds))
+    assert totals[0][:2] == pytest.approx(totals[1][:2])
+    assert (totals[0][2], totals[1][2]) == (1, 4)
+    assert totals[1][3] < totals[0][3] or stages == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"head_groups": 0}, "head_groups must be 1 to the 8 key heads, got 0"),
+        ({"head_groups": 9}, "head_groups must be 1 to the 8 key heads, got 9"),
+        (
+            {"head_groups": 2, "team_size": 2},
+            "head_groups=2 needs team_size=1, got 2: heads are split between ranks or in groups, "
+            "not both",
+        ),
+        (
+            {"head_groups": 2, "heads": (9, 2)},
+            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 9 and 2",
+        ),
+    ],
+)
+def test_what_cannot_be(options, text):
+    with pytest.raises(ValueError) as error:
+        causal(64, **options)
+    assert str(error.value) == text
