@@ -30,7 +30,7 @@ from .arguments import REDUCE_DTYPES, ArgumentError, check_tensors
 from .core.comm import Comm
 from .core.executor import attention_backward, attention_forward
 from .core.groups import comm_by_name
-from .core.kernels import FEATURES, Kernel, Request, Scoring, check_name, choose
+from .core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, check_name, choose
 from .core.kernels.shape_class import needs_window, shape_class
 from .core.kernels.speeds import bucket
 from .core.merge import accumulation_dtype
@@ -147,6 +147,7 @@ def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
     needs["window"] = needs_window(plan.mask)
     needs["lse gradient"] = given["return_lse"]
     needs["deterministic"] = given["deterministic"]
+    needs["64-bit indices"] = _most_elements(plan, q, k, v) >= LARGE
     share = plan.largest_share(q.shape[-2], k.shape[-2])
     return Request(
         device=q.device,
@@ -159,6 +160,23 @@ def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
         shape_class=shape_class(plan.mask),
         tokens=bucket(plan.mask.k_len),
     )
+
+
+def _most_elements(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Of a tensor that a kernel is given on any rank, no less: of a rank's own tokens, with the
+    heads between which its share lies, or of tokens that it received, of its share alone."""
+    share, team = plan.largest_share(q.shape[-2], k.shape[-2]), plan.team_size > 1
+    sizes = []
+    for held, moved, heads, of_share in (
+        (plan.q_layout, plan.q_tokens(), q.shape[-2], share.q_heads),
+        (plan.k_layout, plan.kv_tokens(), k.shape[-2], share.kv_heads),
+    ):
+        own, received = np.asarray(held.sizes), moved[:, 1]
+        # What ranks of a team send each other, and keys that are gathered, have their own among it.
+        arrived = received + own if team or held is plan.k_layout else received
+        sizes += [own.max() * heads, arrived.max() * of_share]
+    batch = q.shape[0] if q.ndim == 4 else 1
+    return batch * int(max(sizes)) * max(q.shape[-1], v.shape[-1])
 
 
 def kernel_of(

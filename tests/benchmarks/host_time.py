@@ -7,9 +7,11 @@
 Each op is called again and again on few tokens, with autograd, and its forward and backward are
 timed on the host alone: nothing inside waits for a GPU. By default that is the path from the public
 function to the executor, which returns tensors without values; with ``--executor`` the executor
-runs too and the kernel returns them; ``--kernel`` runs a real one. Of two ranks the other is
-absent (:class:`RehearsalComm`), so no message costs anything. Figures are the least of several
-rounds: other work on the machine only adds.
+runs too and the kernel returns them; ``--kernel`` runs a real one, and beside it its library's own
+causal call in the plainest autograd function. Of two ranks the other is absent
+(:class:`RehearsalComm`), so no message costs anything; a rank that attends its own keys while
+others arrive makes two calls a pass. Figures are the least of several rounds: other work on the
+machine only adds.
 
     target    80 us a pass with the executor, less than 40 us forward and 30 us backward without
 """
@@ -33,8 +35,11 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from raw_attention import RAW, Problem
+
 from customized_ops.ring_attention import (
     AttnMask,
+    Layout,
     attention_call,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
@@ -58,11 +63,12 @@ def ops(ranks: int) -> dict[str, tuple[Attend, bool]]:
     """The ops by name: from q, k, v, group and options to out, and whether tokens are packed."""
     total = ranks * TOKENS
     cu = torch.tensor([0, total // 3, total], dtype=torch.int32)
-    mask = AttnMask.prefix_lm(total, total // 4)
+    mask, zigzag = AttnMask.prefix_lm(total, total // 4), Layout.zigzag(total, ranks)
     packed = partial(wrap_ring_attn_varlen_func, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
     return {
         "ring": (wrap_ring_attn_func, False),
         "zigzag": (wrap_zigzag_attn_func, False),
+        "zigzag shards": (partial(wrap_zigzag_attn_func, layout=zigzag), False),
         "sliding_window": (partial(wrap_sliding_window_attn_func, window_size=(32, 0)), False),
         "streaming": (partial(wrap_streaming_attn_func, window=32, sink_tokens=4), False),
         "masked": (partial(wrap_masked_attn_func, mask=mask), False),
@@ -107,28 +113,71 @@ def measure(
     attend: Attend, packed: bool, comm: Comm | None, device: str, calls: int, kernel: str
 ) -> tuple[float, float]:
     """(forward, backward) of one call in microseconds on the host, each the least of rounds."""
-    lead = () if packed else (1,)
-    q, k, v = (
-        torch.randn(*lead, TOKENS, heads, DIM, device=device, dtype=DTYPES[device]).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    dout = torch.randn_like(q)
+    q, k, v, dout = tensors(() if packed else (1,), device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    outs: list[Tensor] = []
 
-    def synchronized() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter()
+    def forward() -> None:
+        outs.append(attend(q, k, v, process_group=comm, kernel=kernel))
 
-    forward, backward = [], []
+    def backward() -> None:
+        torch.autograd.grad(outs.pop(), leaves, dout)
+
+    return least(forward, backward, device, calls)
+
+
+def measure_library(kernel: str, device: str, calls: int) -> tuple[float, float] | None:
+    """The same of the kernel's library alone, or None where it has no such call."""
+    *inputs, dout = tensors((1,), device)
+    raw = RAW[kernel](Problem(*inputs, dout)) if kernel in RAW else None
+    if raw is None:
+        return None
+
+    class Library(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return as_given(raw[0]()[0], dout)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> Any:
+            return tuple(map(as_given, raw[1]()[:3], inputs))
+
+    leaves, outs = [t.requires_grad_() for t in inputs], list[Tensor]()
+
+    def forward() -> None:
+        outs.append(Library.apply(*leaves))
+
+    def backward() -> None:
+        torch.autograd.grad(outs.pop(), leaves, dout)
+
+    return least(forward, backward, device, calls)
+
+
+def as_given(result: Tensor, like: Tensor) -> Tensor:
+    """[b, l, h, d] of a library that may have heads before tokens."""
+    return result if result.shape == like.shape else result.transpose(1, 2)
+
+
+def tensors(lead: tuple[int, ...], device: str) -> list[Tensor]:
+    """q, k, v and the gradient of out."""
+    heads = HEADS, KV_HEADS, KV_HEADS, HEADS
+    return [torch.randn(*lead, TOKENS, h, DIM, device=device, dtype=DTYPES[device]) for h in heads]
+
+
+def least(
+    forward: Callable[[], Any], backward: Callable[[], Any], device: str, calls: int
+) -> tuple[float, float]:
+    """Microseconds on the host of each, over rounds of so many calls of the one, then the other."""
+    best = [float("inf")] * 2
     for _ in range(ROUNDS):
-        began = synchronized()
-        outs = [attend(q, k, v, process_group=comm, kernel=kernel) for _ in range(calls)]
-        forward.append((perf_counter() - began) / calls)
-        began = synchronized()
-        for out in outs:
-            torch.autograd.grad(out, (q, k, v), dout)
-        backward.append((perf_counter() - began) / calls)
-    return min(forward) * 1e6, min(backward) * 1e6
+        for n, call in enumerate((forward, backward)):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = perf_counter()
+            for _ in range(calls):
+                call()
+            best[n] = min(best[n], perf_counter() - began)
+    return best[0] / calls * 1e6, best[1] / calls * 1e6
 
 
 def main() -> None:
@@ -147,6 +196,8 @@ def main() -> None:
     # Ranks of a real group are looked up, not made anew for each call.
     stack.enter_context(mock.patch.object(rehearsal, "by_name", lru_cache(rehearsal.by_name)))
     print(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
+    if given.kernel and (alone := measure_library(given.kernel, given.device, given.calls)):
+        print(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}", flush=True)
     with stack:
         for ranks in given.ranks:
             comm = RehearsalComm(0, ranks) if ranks > 1 else None

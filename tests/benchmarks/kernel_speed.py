@@ -6,8 +6,8 @@
 
 TFLOP/s count attended pairs only: 2 (d + e) FLOP a pair and query head forward, 2.5 times that
 backward. "raw" is the library's call on the same tensors, "overhead" what the kernel takes beyond
-it. A time is the median of runs between CUDA events, a flushed L2 before each. Packed documents
-have lengths drawn from those of a long-context corpus.
+it. A time is the median of runs between CUDA events, a flushed L2 before each; a kernel and its
+library take turns. Packed documents have lengths drawn from those of a long-context corpus.
 
 Each kernel is measured in a process of its own: one that crashes or hangs loses the rest of its own
 rows. Lines are printed, and written to the JSON file (one object a line), as they come. What would
@@ -59,34 +59,47 @@ CACHE_BYTES = 256 * 2**20  # more than an L2 holds
 
 
 class Clock:
-    """Median seconds of a function."""
+    """Median seconds of functions that take turns."""
 
     def __init__(self, device: str, runs: int) -> None:
         self._cuda, self._runs = device == "cuda", runs
         if self._cuda:
             self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device)
 
-    def seconds(self, function: Pass) -> float:
-        """Two runs to warm up and compile, then up to ``runs``, about LONG_SECONDS of them: at
-        least three, or one where it takes longer than that."""
-        function()
+    def seconds(self, *functions: Pass) -> list[float]:
+        """Two runs of each to warm up and compile, then up to ``runs`` of each in turn, about
+        LONG_SECONDS of each: at least three, or one where they take longer than that.
+
+        In turn, because clocks follow heat; and first one first, then the other, because what
+        comes after the longer one finds the GPU as that left it.
+        """
+        for function in functions:
+            function()
         self._wait()
         began = perf_counter()
-        function()
+        for function in functions:
+            function()
         self._wait()
-        once = perf_counter() - began
+        once = (perf_counter() - began) / len(functions)
         least = 3 if once < LONG_SECONDS else 1
         runs = max(least, min(self._runs, int(LONG_SECONDS / max(once, 1e-6))))
-        if not self._cuda:
-            return median(_timed(function) for _ in range(runs))
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-        for start, stop in events:
-            self._cache.zero_()
-            start.record()
-            function()
-            stop.record()
+        times: list[list[Any]] = [[] for _ in functions]
+        for turn in range(runs):
+            order = list(zip(functions, times, strict=True))
+            for function, mine in order if turn % 2 else reversed(order):
+                mine.append(self._events(function) if self._cuda else _timed(function))
         self._wait()
-        return median(start.elapsed_time(stop) for start, stop in events) / 1e3
+        if self._cuda:
+            times = [[start.elapsed_time(stop) / 1e3 for start, stop in mine] for mine in times]
+        return [median(mine) for mine in times]
+
+    def _events(self, function: Pass) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._cache.zero_()
+        start.record()
+        function()
+        stop.record()
+        return start, stop
 
     def _wait(self) -> None:
         if self._cuda:
@@ -134,11 +147,12 @@ class Bench:
             row.notes.append(f"refuses: {why}")
             return row
         flop = tera_flop(mask, self.args)
-        self._try(row, "kernel", lambda: self._kernel(row, kernel, mask, flop))
+        raw: list[Pass] = []
         if mask.raw and kernel.NAME in RAW:
-            self._try(row, "raw call", lambda: self._raw(row, kernel, mask, flop))
+            self._try(row, "raw call", lambda: raw.extend(self._raw(row, kernel, mask)))
+        self._try(row, "kernel", lambda: self._kernel(row, kernel, mask, flop, raw))
         if mask.shape_class == "causal" and mask.tokens == self.args.op_tokens:
-            self._try(row, "op", lambda: self._op(row, kernel, mask, flop))
+            self._try(row, "op", lambda: self._op(row, kernel, mask, flop, raw))
         return row
 
     def _request(self, mask: Mask) -> Request:
@@ -167,24 +181,30 @@ class Bench:
             with suppress(RuntimeError):  # a broken GPU context: what is measured next says so
                 torch.cuda.empty_cache()
 
-    def _kernel(self, row: Row, kernel: Kernel, mask: Mask, flop: float) -> None:
+    def _kernel(
+        self, row: Row, kernel: Kernel, mask: Mask, flop: float, raw: Sequence[Pass]
+    ) -> None:
         q, k, v, dout = self.tensors(mask.tokens)
         pairs = Pairs(mask.mask.slices, mask.tokens, mask.tokens)
         scoring = Scoring(self.args.head_dim**-0.5)
         out, lse = kernel.forward(q, k, v, pairs, scoring, None)
         out = out.to(self.dtype)
-        row.forward = flop / self.clock.seconds(
-            lambda: kernel.forward(q, k, v, pairs, scoring, None)
-        )
-        row.backward = (
-            BACKWARD_WORK
-            * flop
-            / self.clock.seconds(
-                lambda: kernel.backward(dout, q, k, v, out, lse, pairs, scoring, None)
-            )
-        )
 
-    def _raw(self, row: Row, kernel: Kernel, mask: Mask, flop: float) -> None:
+        def forward() -> Any:
+            return kernel.forward(q, k, v, pairs, scoring, None)
+
+        def backward() -> Any:
+            return kernel.backward(dout, q, k, v, out, lse, pairs, scoring, None)
+
+        row.forward, row.raw_forward = self._speeds(flop, forward, *raw[:1])
+        row.backward, row.raw_backward = self._speeds(BACKWARD_WORK * flop, backward, *raw[1:])
+
+    def _speeds(self, flop: float, own: Pass, *raw: Pass) -> tuple[float, float | None]:
+        speed, *others = (flop / seconds for seconds in self.clock.seconds(own, *raw))
+        return speed, others[0] if others else None
+
+    def _raw(self, row: Row, kernel: Kernel, mask: Mask) -> Sequence[Pass]:
+        """The library's forward and backward, on tensors of their own, or nothing."""
         cu = None
         if mask.bounds:
             cu = torch.tensor(mask.bounds, dtype=torch.int32, device=self.args.device)
@@ -192,19 +212,22 @@ class Bench:
         passes = RAW[kernel.NAME](Problem(*self.tensors(mask.tokens), mask.window, cu, longest))
         if passes is None:
             row.notes.append("raw call: the library has no single call for this")
-            return
-        row.raw_forward = flop / self.clock.seconds(passes[0])
-        row.raw_backward = BACKWARD_WORK * flop / self.clock.seconds(passes[1])
+        return passes or ()
 
-    def _op(self, row: Row, kernel: Kernel, mask: Mask, flop: float) -> None:
+    def _op(self, row: Row, kernel: Kernel, mask: Mask, flop: float, raw: Sequence[Pass]) -> None:
         *inputs, dout = self.tensors(mask.tokens)
         leaves = [t.requires_grad_() for t in inputs]
 
-        def both() -> None:
+        def op() -> None:
             out = wrap_masked_attn_func(*leaves, mask.mask, kernel=kernel.NAME)
             torch.autograd.grad(out, leaves, dout)
 
-        row.op = (1 + BACKWARD_WORK) * flop / self.clock.seconds(both)
+        def library() -> None:
+            for each in raw:
+                each()
+
+        both = (1 + BACKWARD_WORK) * flop
+        row.op, row.raw_op = self._speeds(both, op, *([library] if raw else []))
 
 
 def chosen(args: argparse.Namespace) -> list[Mask]:

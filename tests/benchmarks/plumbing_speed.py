@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from customized_ops.ring_attention.core import fused
-from customized_ops.ring_attention.core.fused import add_rows, put_rows, take_rows
+from customized_ops.ring_attention.core.fused import add_rows, copy_rows
 from customized_ops.ring_attention.core.merge import merge_
 
 CALLS = 10  # in a graph; each over memory of its own, so that no cache holds what it reads
@@ -70,7 +71,7 @@ def adding(count: int, total: torch.dtype, part: torch.dtype, by_index: bool) ->
         calls: list[Callable[[], object]] = []
         for _ in range(CALLS):
             a, b = rows_of(count, 32, d, total), rows_of(some, 32, d, part)
-            by_rows = lambda a=a, b=b: add_rows(a, b, index)  # noqa: E731
+            by_rows = lambda a=a, b=b: add_rows([b], [a], [1], index)  # noqa: E731
             of_range = lambda a=a, b=b: a[:, some : 2 * some].add_(b)  # noqa: E731
             calls.append(by_rows if by_index else of_range)
         return calls
@@ -93,8 +94,9 @@ def moving(count: int, tensors: int, heads: int, put: bool) -> Case:
         for _ in range(CALLS):
             whole = [rows_of(count, heads, d, BF16) for _ in range(tensors)]
             parts = [rows_of(some, heads, d, BF16) for _ in range(tensors)]
-            take = lambda whole=whole, parts=parts: take_rows(whole, index, parts)  # noqa: E731
-            place = lambda whole=whole, parts=parts: put_rows(whole, parts, index)  # noqa: E731
+            dims = [1] * tensors
+            take = partial(copy_rows, whole, parts, dims, from_rows=index)
+            place = partial(copy_rows, parts, whole, dims, to_rows=index)
             calls.append(place if put else take)
         return calls
 

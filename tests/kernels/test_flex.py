@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -265,6 +265,29 @@ def test_the_real_one_takes_what_it_is_given(
     assert_same("lse", lse, want[1], 1e-5)
 
 
+def test_scales_and_softcaps_are_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inputs of a graph, which torch makes of numbers that change, no GPU kernel takes them."""
+    inputs: list[Any] = []
+
+    def record(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
+        inputs.append(given)
+        return graph
+
+    compiled = torch.compile(flex_attention, fullgraph=True, backend=record)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    mask = MASKS["causal"]
+    q, k, v, _, _ = draw(mask, 16, 16, torch.float32)
+    slopes = SLOPES[:1]
+    for scoring in (
+        Scoring(SCALE, alibi_slopes=slopes),
+        Scoring(SCALE, softcap=1.5, alibi_slopes=slopes),
+        Scoring(2 * SCALE, softcap=2.5, alibi_slopes=slopes),
+    ):
+        flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+    assert len(inputs) == 3
+    assert not [x for given in inputs for x in given if isinstance(x, Tensor) and not x.ndim]
+
+
 # ---------------------------------------------------------------------------- on a GPU
 
 
@@ -273,7 +296,9 @@ def test_the_real_one_takes_what_it_is_given(
 @over_scorings
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
 def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
-    """No worse than twice plain torch in the same dtype, plus rounding."""
+    """No worse than twice plain torch in the same dtype, plus rounding: in fp32 more, as hundreds
+    of products are added up in another order."""
+    roundings = 8 if dtype == torch.float32 else 2
     q, k, v, dout, dlse = draw(mask, 64, 32, dtype)
     same = for_dense(scoring, mask)
     exact = results([t.double() for t in (q, k, v)], mask, dout.double(), dlse, same)
@@ -290,7 +315,8 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
     for name, got, want, low in zip(names, (out, lse, *gradients), exact, plain, strict=True):
         finite = want.isfinite()
         largest = want[finite].abs().max().item() if finite.any() else 0.0
-        limit = 2 * worst(low[finite], want[finite]) + 2 * torch.finfo(dtype).eps * largest
+        rounding = torch.finfo(dtype).eps * largest
+        limit = 2 * worst(low[finite], want[finite]) + roundings * rounding
         assert_same(name, got.cpu(), want, limit)
 
 

@@ -43,7 +43,8 @@ def test_measures_every_mask_and_says_what_it_did_not(tmp_path: Path) -> None:
     ]
     assert all(r["forward"] > 0 and r["backward"] > 0 for r in rows)
     assert rows[0]["pairs"] == 64 * 65 // 2
-    assert rows[0]["raw_forward"] > 0 and rows[0]["raw_backward"] > 0 and rows[0]["op"] > 0
+    assert rows[0]["raw_forward"] > 0 and rows[0]["raw_backward"] > 0
+    assert rows[0]["op"] > 0 and rows[0]["raw_op"] > 0 and rows[1]["raw_op"] is None
     assert rows[2]["raw_forward"] is None
     assert rows[2]["notes"] == ["raw call: the library has no single call for this"]
     table, notes, ops = done.stdout.split("\n\n")[1:]
@@ -148,6 +149,13 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert left.value.code == 2
     told, errors = capsys.readouterr()
     assert not told and message in errors
+
+
+def test_what_is_compared_takes_turns(kernel_speed: ModuleType) -> None:
+    clock, calls = kernel_speed.Clock("cpu", 4), []
+    times = clock.seconds(lambda: calls.append("a"), lambda: calls.append("b"))
+    assert len(times) == 2 and min(times) > 0
+    assert "".join(calls) == "abab" + "baabbaab"
 
 
 def test_speeds_are_never_zero(kernel_speed: ModuleType) -> None:

@@ -231,6 +231,7 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": torch.float32}, "not torch.float32"),
         ({"features": ("softcap",)}, "no softcap"),
+        ({"features": ("64-bit indices",)}, "no 64-bit indices"),
         ({"head_dim": 12}, "multiples of 8"),
         ({"v_dim": 264}, "up to 256 and 256"),
         ({"features": ("window", "lse gradient", "deterministic"), "head_dim": 192}, None),

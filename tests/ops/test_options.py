@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
+    attention_call,
+    make_plan,
     run_ranks,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
@@ -26,6 +29,7 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.kernels import Request, reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 HOLES = AttnMask.from_slices([(1, 5, 2, 6, -9, 9), (5, 8, 0, 4, -4, 0)], 9, 9)
@@ -293,6 +297,64 @@ def test_a_kernel_that_cannot_says_why_and_which_can(options: Any, reason: str) 
     q, k, v, _ = Case("ring", 8).tensors()
     with pytest.raises(ValueError, match=re.escape(f"({reason}); able: reference")):
         wrap_ring_attn_func(q, k, v, kernel="torch", **options)
+
+
+@pytest.mark.parametrize("op", ["ring", "zigzag", "window", "streaming"])
+def test_what_32_bit_indices_do_not_reach_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """By a bound that no tensor of a kernel call exceeds on any rank."""
+    asked: list[tuple[int, bool]] = []
+    given: list[int] = []
+
+    def most(*args: Any) -> int:
+        asked.append((found := most_elements(*args), found >= attention_call.LARGE))
+        return found
+
+    def choose(name: str, kernel: str, request: Request) -> Any:
+        assert ("64-bit indices" in request.features) == asked[-1][1]
+        return SimpleNamespace(NAME="spy", forward=forward, backward=reference.backward)
+
+    def forward(*args: Any) -> Any:
+        given.extend(t.numel() for t in args[:3])
+        return reference.forward(*args)
+
+    most_elements = attention_call._most_elements
+    monkeypatch.setattr(attention_call, "_most_elements", most)
+    monkeypatch.setattr(attention_call, "choose", choose)
+    monkeypatch.setattr(attention_call, "LARGE", 3000)
+    for case in (
+        Case(op, 45, heads=(4, 2), dims=(8, 12), batch=2),
+        Case(op, 46, heads=(4, 2), dims=(8, 6), layout="contiguous"),
+        Case(op, 47, heads=(4, 2), dims=(8, 6), sizes=(40, 0, 7)),
+    ):
+        asked.clear()
+        given.clear()
+        cut(case, 3)
+        assert max(given) <= min(bound for bound, _ in asked)
+        assert len({bound for bound, _ in asked}) == 1, "ranks ask for different things"
+    assert run_rank(Case(op, 45, heads=(4, 2), dims=(8, 12), batch=2), 0, 1, None)
+    assert asked[-1] == (2 * 45 * 4 * 12, True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "heads", "team_size", "most"),
+    [
+        (1, 1 << 19, (32, 8), 1, (1 << 19) * 32),
+        (2, 1 << 19, (32, 8), 1, (1 << 18) * 32),
+        (4, 1 << 18, (64, 8), 1, (1 << 16) * 64),
+        (4, 1 << 18, (8, 8), 1, (1 << 18) * 8),  # keys that are gathered
+        (8, 1 << 20, (64, 8), 8, (1 << 20) * 8),
+    ],
+)
+def test_the_bound_on_elements_is_tight(
+    ranks: int, tokens: int, heads: tuple[int, int], team_size: int, most: int
+) -> None:
+    layout = Layout.zigzag(tokens, ranks)
+    options = {"heads": heads, "team_size": team_size, "stages": 0, "assignment": "owner"}
+    plan = make_plan(AttnMask.causal(tokens), layout, **options)
+    q, k = (torch.empty(1, tokens // ranks, h, 128, device="meta") for h in heads)
+    assert attention_call._most_elements(plan, q, k, k) == 128 * most
 
 
 @pytest.mark.parametrize("options", [{"alibi": True}, {"sink": True}, {"alibi": True, "batch": 2}])

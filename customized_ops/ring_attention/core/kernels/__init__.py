@@ -2,12 +2,13 @@
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
 from .pairs import Pairs
-from .protocol import FEATURES, Capabilities, Kernel, Request
+from .protocol import FEATURES, LARGE, Capabilities, Kernel, Request
 from .scoring import Scoring, Tokens
 
 __all__ = [
     "FEATURES",
     "KERNELS",
+    "LARGE",
     "Capabilities",
     "Kernel",
     "KernelError",

@@ -60,7 +60,7 @@ CAPABILITIES = (
     Flash4Capabilities(
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
-        features=("softcap", "window", "lse gradient", "deterministic"),
+        features=("softcap", "window", "lse gradient", "deterministic", "64-bit indices"),
         widths=((256, 256),),
         multiple=8,  # TMA moves 16 bytes at a time
         arch=(9, 0),

@@ -43,6 +43,7 @@ from .scoring import Scoring, Tokens
 Ints = npt.NDArray[np.int32]
 
 NAME = "flex"
+# No 64-bit indices: with torch 2.11, dk of rows of 2.5e9 elements was wrong on an H200.
 CAPABILITIES = (
     Capabilities(
         device="cuda",
@@ -126,8 +127,9 @@ def _attend(
     from torch.nn.attention.flex_attention import AuxRequest
 
     wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in (q, k, v))
-    # More variants than this would be an error, never a dense attention without a word.
-    with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+    # More variants than this would be an error, never a dense attention without a word. A scale or
+    # softcap that differs between calls is one, too: torch's GPU kernels take no such inputs.
+    with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=True):
         out, aux = _compiled()(
             *wide_enough,
             score_mod=_score_mod(scoring, tokens, q),

@@ -20,7 +20,9 @@ FEATURES = (
     "window",  # a bound on how far back a row attends
     "lse gradient",
     "deterministic",  # gradients the same bit for bit from run to run
+    "64-bit indices",  # tensors of LARGE elements or more
 )
+LARGE = 2**31
 
 
 @dataclass(frozen=True)

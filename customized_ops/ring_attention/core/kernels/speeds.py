@@ -3,8 +3,8 @@
 TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
 128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
-"window" is one of 4096 tokens, "sparse" blocks of 512 tokens that see themselves and all before.
-Figures of fewer tokens are not here: their time is the host's.
+"window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
+all before.
 ``tests/benchmarks/kernel_speed.py --speeds`` prints such figures.
 
 A kernel that was not measured in a class of masks has no figure for it: it counts as no faster than
@@ -28,33 +28,33 @@ HALF = (torch.bfloat16, torch.float16)
 Figures = dict[int, tuple[float, float]]
 SPEEDS: dict[str, dict[str, Figures]] = {
     "flash4": {
-        "causal": {8192: (704, 592), 32768: (670, 603)},
-        "packed": {8192: (527, 430), 32768: (617, 543)},
-        "window": {8192: (666, 570), 32768: (630, 534)},
-        "sparse": {8192: (687, 556)},
+        "causal": {2048: (495, 345), 8192: (714, 574), 32768: (669, 600)},
+        "packed": {2048: (304, 222), 8192: (531, 429), 32768: (598, 538)},
+        "window": {2048: (393, 310), 8192: (670, 571), 32768: (629, 533)},
+        "sparse": {2048: (399, 388), 8192: (696, 568), 32768: (656, 361)},
     },
     "te": {
-        "causal": {8192: (615, 526), 32768: (599, 535)},
-        "packed": {8192: (435, 339), 32768: (556, 467)},
-        "window": {8192: (576, 496), 32768: (602, 472)},
-        "sparse": {8192: (342, 326)},
+        "causal": {2048: (393, 309), 8192: (614, 520), 32768: (599, 536)},
+        "packed": {2048: (192, 167), 8192: (434, 341), 32768: (583, 468)},
+        "window": {2048: (345, 278), 8192: (568, 497), 32768: (601, 471)},
+        "sparse": {2048: (61.7, 90.9), 8192: (170, 328), 32768: (573, 370)},
     },
     "cudnn": {
-        "causal": {8192: (614, 528), 32768: (599, 536)},
-        "packed": {8192: (125, 219), 32768: (556, 466)},
-        "sparse": {8192: (288, 325)},
+        "causal": {2048: (402, 308), 8192: (618, 528), 32768: (599, 535)},
+        "packed": {2048: (49.1, 61.6), 8192: (252, 281), 32768: (568, 467)},
+        "sparse": {2048: (113, 134), 8192: (449, 329), 32768: (577, 371)},
     },
     "torch": {  # its FlashAttention-2
-        "causal": {8192: (308, 287), 32768: (339, 323)},
-        "packed": {8192: (256, 218), 32768: (332, 295)},
-        "window": {8192: (260, 287), 32768: (294, 303)},
-        "sparse": {8192: (270, 210)},
+        "causal": {2048: (211, 192), 8192: (308, 287), 32768: (339, 325)},
+        "packed": {2048: (149, 137), 8192: (256, 219), 32768: (331, 295)},
+        "window": {2048: (176, 184), 8192: (256, 286), 32768: (289, 298)},
+        "sparse": {2048: (111, 106), 8192: (264, 207), 32768: (288, 234)},
     },
     "flex": {
-        "causal": {8192: (360, 178), 32768: (400, 228)},
-        "packed": {8192: (240, 98), 32768: (375, 192)},
-        "window": {8192: (354, 177), 32768: (377, 195)},
-        "sparse": {8192: (379, 187)},
+        "causal": {2048: (200, 51.1), 8192: (362, 178), 32768: (395, 228)},
+        "packed": {2048: (87.6, 26.7), 8192: (241, 98.0), 32768: (375, 191)},
+        "window": {2048: (68.1, 33.8), 8192: (355, 176), 32768: (377, 195)},
+        "sparse": {2048: (225, 57.9), 8192: (373, 187), 32768: (408, 230)},
     },
 }
 # A class with hardly another speed, where one was not measured itself.

@@ -23,7 +23,7 @@ from .widths import WideningCapabilities, cut_to, same_width, widened_by_lse
 CAPABILITIES = WideningCapabilities(
     device="cuda",
     dtypes=(torch.bfloat16, torch.float16),
-    features=("window", "lse gradient", "deterministic"),
+    features=("window", "lse gradient", "deterministic", "64-bit indices"),
     widths=((256, 256),),
     multiple=8,
     arch=(8, 0),

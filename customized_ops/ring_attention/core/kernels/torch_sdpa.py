@@ -26,7 +26,7 @@ from .widths import same_width
 CAPABILITIES = Capabilities(
     device="cpu",
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    features=("alibi", "window", "lse gradient", "deterministic"),
+    features=("alibi", "window", "lse gradient", "deterministic", "64-bit indices"),
 )
 
 # Rows of a tile that needs an additive mask: bounds the mask to BAND_ROWS x (band + BAND_ROWS).
