@@ -2,7 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/benchmark/attention.py --suite causal --json causal.jsonl
     python examples/benchmark/attention.py --ranks 2 --suite all --json all.jsonl --plot all.png
-    python examples/benchmark/attention.py --from-json all.jsonl --plot all.png
+    python examples/benchmark/attention.py --from-json 1.jsonl 2.jsonl --markdown --plot all.png
+    python examples/benchmark/attention.py --ranks 8 --suite scale --list
+    torchrun --nproc-per-node 4 examples/benchmark/attention.py --suite scale --kinds causal full \
+--tokens 64k 256k --heads 64:8 32:8 --seconds 240 --json scale.jsonl
     python examples/benchmark/attention.py --ranks 2 --device cpu --dtype float32 --tokens 256 \
 --heads 4:2 --head-dim 16
 
@@ -11,11 +14,19 @@ is measured in the same run, on all GPUs at once, each by itself, so that they a
 contestants of a case take turns in one process group; ranks start each run together; a time is the
 median of runs, of the slowest rank. Whoever computes something else than attention, or fails, is
 said to and has no time. Inputs lie in a contestant's layout before the clock starts, as in a model
-whose inputs were laid out so once.
+whose inputs were laid out so once. Where the whole problem would take one GPU too long, or too
+much memory, the ideal is that of fewer heads, and if that is not enough of fewer tokens, by FLOP.
 
 FLOP: 4 x attended pairs x query heads x head dim forward, 2.5 times that backward. Memory: the peak
 of a rank beyond its inputs, also in units of its q, k, v and out. "new ms": what the first call
 with another length costs beyond a later one: the plan, and what kernels make of it.
+
+A second table sets what the plans of this package say beside what was found: predicted times, and
+how far off they were; bytes that the busiest rank receives, as planned (and as the group counted
+them, where that differs), and how far they, and the pairs of the busiest rank, are above what no
+plan can do better (``core/bounds.py``). Its "memory x" is a rank's peak, with the symmetric memory
+that a pass uses, over the peak of the same op on one device for as many tokens as a rank holds and
+the keys and values of one such shard; all beyond the inputs.
 
 Another contestant: see ``contestants.py``. Peers' schemes are in ``peers/``, written from their
 descriptions; peers' packages are measured too where installed.
@@ -36,14 +47,23 @@ if __name__ == "__main__":
 from benchmark.command import parse
 from benchmark.plot import draw
 from benchmark.ranks import spawn
-from benchmark.run import run
+from benchmark.run import listed, run
+from benchmark.runs import read
+from benchmark.tables import tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or draw what was measured."""
     args = parse(arguments)
     if args.from_json:
-        draw(args.from_json, args.plot)
+        rows = read(args.from_json)
+        if args.markdown:
+            print(tables(rows))
+        if args.plot:
+            draw(rows, args.plot)
+        return
+    if args.list:
+        print(listed(args))
         return
     if args.ranks:
         spawn(run, args.ranks, args)
@@ -52,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
     if args.plot and os.environ.get("RANK", "0") == "0":
-        draw(args.json, args.plot)
+        draw(read([args.json]), args.plot)
 
 
 if __name__ == "__main__":

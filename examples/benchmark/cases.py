@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,8 +21,9 @@ class Case:
     """One problem.
 
     Attributes:
-        kind: what says which pairs attend: "causal", "packed" (``bounds``), "window", "streaming"
-            (``window`` and ``sink_tokens``) or "masked" (the mask alone).
+        kind: what says which pairs attend: "causal", "full", "packed" and "packed full" (with
+            ``bounds``), "window", "streaming" (``window`` and ``sink_tokens``) or "masked" (the
+            mask alone).
         heads: of q, and of k and v.
         window: how far back a row attends, or -1.
         make: the same case of another length.
@@ -43,6 +45,16 @@ class Case:
         return self.mask.q_len
 
     @property
+    def packed(self) -> bool:
+        """Whether documents lie one after the other."""
+        return self.kind in ("packed", "packed full")
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one, where ``kind`` says all."""
+        return self.kind not in ("full", "packed full")
+
+    @property
     def forward_flop(self) -> float:
         """Two products of matrices over the attended pairs."""
         return 4.0 * self.mask.area * self.heads[0] * self.head_dim
@@ -56,20 +68,6 @@ class Case:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(b - a for a, b in pairwise(self.bounds))
-
-    @property
-    def title(self) -> str:
-        """For a person."""
-        h, g = self.heads
-        return f"{self.name}, {short(self.tokens)} tokens, {h}:{g} heads"
-
-
-def short(tokens: int) -> str:
-    """64k, 1M, or all digits."""
-    for unit, letter in ((K * K, "M"), (K, "k")):
-        if tokens and tokens % unit == 0:
-            return f"{tokens // unit}{letter}"
-    return str(tokens)
 
 
 class Maker:
@@ -90,12 +88,23 @@ class Maker:
         """Each token sees itself and all before."""
         return Case("causal", "causal", AttnMask.causal(n), bounds=(0, n), **self.rest)
 
+    def full(self, n: int) -> Case:
+        """Each token sees all."""
+        return Case("full", "full", AttnMask.full(n), bounds=(0, n), **self.rest)
+
     def packed(self, n: int) -> Case:
         """Causal documents as long as those of a corpus."""
+        return self._documents("packed", n, causal=True)
+
+    def packed_full(self, n: int) -> Case:
+        """The same documents, each of which sees all of itself."""
+        return self._documents("packed full", n, causal=False)
+
+    def _documents(self, kind: str, n: int, *, causal: bool) -> Case:
         bounds = document_bounds(n, self.seed, self.multiple)
-        mask = AttnMask.varlen(bounds, causal=True)
-        name = f"packed, {len(bounds) - 1} documents"
-        return Case(name, "packed", mask, bounds=bounds, **self.rest)
+        mask = AttnMask.varlen(bounds, causal=causal)
+        name = f"{kind}, {len(bounds) - 1} documents"
+        return Case(name, kind, mask, bounds=bounds, **self.rest)
 
     def window(self, n: int) -> Case:
         """4096 tokens back, fewer in a short sequence."""
@@ -130,11 +139,13 @@ class Maker:
 
 
 KINDS = (
-    *("causal", "packed", "window", "streaming"),
+    *("causal", "full", "packed", "packed_full", "window", "streaming"),
     *("block_causal", "prefix_lm", "shared_question"),
 )
-MASKS = KINDS[2:]
+MASKS = KINDS[4:]
 HEADS = ((32, 8), (64, 8), (16, 16), (16, 1))
+EACH = 0  # stands for a length of 8k tokens on each rank
+SCALED = ("causal", "packed", "full", "packed_full", "window", "block_causal")
 # Kinds and tokens, most important first, as what no time is left for is left out.
 SUITES: dict[str, tuple[tuple[str, int], ...]] = {
     "causal": tuple(("causal", n * K) for n in (64, 32, 16, 8, 128)),
@@ -142,6 +153,7 @@ SUITES: dict[str, tuple[tuple[str, int], ...]] = {
     "masks": tuple((kind, 64 * K) for kind in MASKS),
     "heads": (("causal", 32 * K),),
     "long": (("window", K * K), ("causal", K * K)),
+    "scale": tuple((kind, n) for n in (64 * K, EACH, 256 * K, 16 * K, K * K) for kind in SCALED),
 }
 SUITES["all"] = (
     *SUITES["causal"][:4],
@@ -151,31 +163,22 @@ SUITES["all"] = (
     ("packed", 128 * K),
     ("window", K * K),
 )
+SUITE_HEADS = {"heads": HEADS, "scale": ((64, 8), (32, 8))}  # of the others: 32:8
 
 
-def chosen(
-    suite: str,
-    tokens: list[int] | None,
-    heads: tuple[int, int],
-    head_dim: int,
-    seed: int,
-    document_multiple: int,
-) -> list[Case]:
-    """The cases of a suite; ``tokens`` replaces its lengths."""
-    pairs = SUITES[suite]
-    if tokens:
-        pairs = tuple((kind, n) for kind in dict.fromkeys(k for k, _ in pairs) for n in tokens)
-
-    def make(kind: str, n: int, of_heads: tuple[int, int]) -> Case:
-        return Maker(of_heads, head_dim, seed, document_multiple).of(kind, n)
-
-    cases = [
-        make(kind, n, of_heads)
-        for kind, n in pairs
-        for of_heads in (HEADS if suite == "heads" else (heads,))
+def chosen(args: Namespace, ranks: int) -> list[Case]:
+    """The cases of a suite; ``--kinds``, ``--tokens`` and ``--heads`` replace its own."""
+    pairs = SUITES[args.suite]
+    if args.tokens or args.kinds:
+        kinds = args.kinds or [kind for kind, _ in pairs]
+        pairs = tuple((kind, n) for n in args.tokens or [n for _, n in pairs] for kind in kinds)
+    heads = args.heads or SUITE_HEADS.get(args.suite, HEADS[:1])
+    wanted = [(kind, n or 8 * K * ranks, h) for kind, n in pairs for h in heads]
+    if args.suite == "all" and not args.kinds:
+        others = [h for h in HEADS if h not in heads]
+        wanted += [("causal", n, h) for n in args.tokens or (32 * K,) for h in others]
+        wanted += [("causal", K * K, h) for h in heads if not args.tokens]
+    return [
+        Maker(h, args.head_dim, args.seed, args.document_multiple).of(kind, n)
+        for kind, n, h in dict.fromkeys(wanted)
     ]
-    if suite == "all":
-        cases += [make("causal", n, h) for n in tokens or (32 * K,) for h in HEADS if h != heads]
-    if suite == "all" and not tokens:
-        cases.append(make("causal", K * K, heads))
-    return cases

@@ -23,7 +23,7 @@ from torch import Tensor
 from customized_ops.ring_attention import Layout
 
 from .cases import Case
-from .contestants import Attention
+from .contestant import Attention
 from .ranks import Ranks
 
 NAMES = ("out", "dq", "dk", "dv")

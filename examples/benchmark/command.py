@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .cases import SUITES, K
+from .cases import KINDS, SUITES, K
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -18,8 +18,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=count, help="start so many processes here, rather than under torchrun")
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--suite", default="causal", choices=list(SUITES))
+    add("--kinds", nargs="+", choices=KINDS, help="masks in place of the suite's")
     add("--tokens", nargs="+", type=tokens, help="lengths in place of the suite's; 64k, 1M")
-    add("--heads", default=(32, 8), type=heads, metavar="Q:KV", help="default 32:8")
+    add("--heads", nargs="+", type=heads, metavar="Q:KV", help="in place of the suite's; 32:8")
     add("--head-dim", type=count, default=128)
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--contestants", nargs="+", metavar="NAME", help="only those whose names start so")
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=3,
         help="most for one run on one GPU; beyond it"
-        " the baseline is that of fewer tokens, by attended pairs",
+        " the baseline is that of fewer heads, then of fewer tokens, by FLOP",
     )
     add(
         "--lead-ms",
@@ -61,19 +62,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write every row there, one JSON object a line")
-    add("--plot", type=Path, metavar="FILE", help="draw shares of the ideal as a PNG")
-    add("--from-json", type=Path, metavar="FILE", help="only draw what --json wrote before")
+    add("--plot", type=Path, metavar="FILE", help="draw shares, and predictions, as a PNG")
+    add(
+        "--from-json",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: medians over runs that --json wrote before",
+    )
+    add("--markdown", action="store_true", help="print --from-json's runs as tables")
+    add("--list", action="store_true", help="only say which cases, and about how long they take")
     add("--profile", type=Path, metavar="DIR", help="trace one run of seqshard for each case")
     args = parser.parse_args(arguments)
-    if args.device == "cuda" and not args.from_json and not torch.cuda.is_available():
+    if args.list and not args.ranks:
+        parser.error("--list goes with --ranks")
+    if args.from_json and not (args.plot or args.markdown):
+        parser.error("--from-json goes with --plot, --markdown or both")
+    if args.markdown and not args.from_json:
+        parser.error("--markdown goes with --from-json")
+    if args.plot and not (args.json or args.from_json):
+        parser.error("--plot draws what --json writes: give both")
+    idle = args.from_json or args.list
+    if args.device == "cuda" and not idle and not torch.cuda.is_available():
         parser.error(
             "no CUDA device; --device cpu --dtype float32 --tokens 256 --heads 4:2 --head-dim 16 "
             "tries it out on this machine"
         )
-    if args.from_json and not args.plot:
-        parser.error("--from-json goes with --plot")
-    if args.plot and not (args.json or args.from_json):
-        parser.error("--plot draws what --json writes: give both")
     return args
 
 

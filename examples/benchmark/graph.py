@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checking import NAMES, both_passes, largest
-from .contestants import Attention
+from .contestant import Attention
 from .ranks import Ranks
 from .timing import Marks
 

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .cases import Case, K, short
+from .account import Account, Watch, comm_of
+from .account import table as accounts
+from .cases import Case, K
 from .checking import WORST_ROW, Sample, both_passes, largest, tolerance
-from .contestants import Attention, Contestant
+from .contestant import Attention, Contestant, alone
+from .expected import LONG_RUNS, OURS, baseline_runs, for_one_gpu, is_long, refusal, short_title
 from .graph import Captured
+from .ops import Op
 from .problem import Problem
 from .ranks import Ranks
 from .rows import Row, heading, row_of, table
 from .timing import Runner, first_run, take_turns
 
-FAST = 600e12  # FLOP a second and GPU, to guess what would take too long
 COMPARED = 256 * K  # tokens; of more, results are compared in sampled rows only, for memory
-OURS = "seqshard"
 
 
 class Match:
@@ -33,25 +35,29 @@ class Match:
         refused: why a contestant cannot do this case, by name.
         ready: those that are right, with their attention and runner, by name.
         ideal: best times of one GPU, over the number of ranks, by pass.
+        baselines: ideals of smaller cases, by their heading; kept from case to case.
     """
 
     def __init__(
-        self, case: Case, everyone: list[Contestant], args: argparse.Namespace, ranks: Ranks
+        self,
+        case: Case,
+        everyone: list[Contestant],
+        args: argparse.Namespace,
+        ranks: Ranks,
+        baselines: dict[str, tuple[dict[str, float], str]] | None = None,
     ) -> None:
         self.case, self.args, self.ranks = case, args, ranks
+        self.baselines = {} if baselines is None else baselines
+        self.long = is_long(case, args)
         self.dtype = getattr(torch, args.dtype)
         self.everyone = [c for c in everyone if c.missing is None]
         self.rows: list[Row] = []
         self.refused: dict[str, str] = {}
         self.attentions: dict[str, Attention] = {}
         self.runners: dict[str, Runner] = {}
+        self.watches: dict[str, Watch] = {}
         self.ideal: dict[str, float] = {}
         self.how = "no baseline"
-
-    @property
-    def huge(self) -> bool:
-        """Whether one GPU would take too long."""
-        return self.case.flop / FAST > self.args.single_seconds
 
     def play(self) -> None:
         """Measure all."""
@@ -69,10 +75,13 @@ class Match:
         for c in self.everyone:
             if c.name in self.runners and c.name.startswith(OURS):
                 self._new_length(c)
+                self._account(c)
 
     def report(self) -> str:
         """The table, for a person."""
-        return heading(self.case, self.ideal, self.how) + table(self.rows) + self._refusals()
+        tables = table(self.rows), accounts(self.rows)
+        said = "\n\n".join(text for text in tables if text)
+        return heading(self.case, self.ideal, self.how) + said + self._refusals()
 
     def _refusals(self) -> str:
         why = [f"{name} ({reason})" for name, reason in self.refused.items()]
@@ -85,11 +94,7 @@ class Match:
 
     def _enter(self, c: Contestant) -> None:
         """Make a contestant's attention and check it."""
-        why = c.refuses(self.case, self.ranks.size)
-        if why is None and self.huge and c.whole:
-            why = "would take too long"
-        if why is None and self.huge and c.name != OURS and self.args.contestants is None:
-            why = "left out at this length unless named by --contestants"
+        why = refusal(self.case, c, self.args, self.ranks.size)
         if why is not None:
             self.refused[c.name] = why
             return
@@ -115,7 +120,7 @@ class Match:
         row.layout = str(layout)
         attention, shards = c.make(self.case, self.ranks), self.problem.shards(c)
         row.checked = self.sample.errors(self.ranks, attention, shards, layout, rank)
-        if self.case.tokens > COMPARED or self.huge or not self._fine(row.checked):
+        if self.case.tokens > COMPARED or self.long or not self._fine(row.checked):
             return attention
         given = both_passes(attention, shards, self.ranks)
         if self.right is None and c.whole:
@@ -153,19 +158,23 @@ class Match:
         rows = {row.contestant: row for row in self.rows}
         round_ms = 0.0
         for name, runner in list(self.runners.items()):
-            outcome = self.ranks.attempt(partial(first_run, runner, self.ranks))
+            op = self.attentions.get(name)
+            mark = Watch(self.ranks.cuda, comm_of(op)) if isinstance(op, Op) else None
+            outcome = self.ranks.attempt(partial(first_run, runner, self.ranks, mark))
             if outcome.failure:
                 rows[name].note = f"failed: {outcome.failure}"
                 del self.runners[name]
                 continue
+            if mark is not None:
+                self.watches[name] = mark
             rows[name].peak_bytes = outcome.value[1] or None
             round_ms += outcome.value[0]
         args, runners = self.args, list(self.runners.values())
-        runs = max(
-            min(args.least_runs, args.runs),
-            min(args.runs, int(1e3 * args.case_seconds / max(round_ms, 1e-3))),
-        )
-        if not self.huge:  # else the first run is the one that there is
+        in_time = int(1e3 * args.case_seconds / max(round_ms, 1e-3))
+        runs = max(min(args.least_runs, args.runs), min(args.runs, in_time))
+        if self.long:
+            runs = min(args.runs, LONG_RUNS, in_time)
+        if not self.long or runs > 1:  # else the first run is the one that there is
             turns = partial(
                 take_turns, runners, self.ranks, runs, args.lead_ms, self._progress("runs")
             )
@@ -184,8 +193,8 @@ class Match:
     def _shares(self) -> None:
         """The ideal, and every row's share of it."""
         whole = [r for r in self.rows if r.whole and r.both is not None]
-        if self.huge:
-            self._from_fewer_tokens()
+        if self.long:
+            self._from_less()
         elif whole:
             best = min(whole, key=lambda r: r.both or 0.0)
             self.how = f"{best.contestant} over {self.ranks.size}"
@@ -195,31 +204,41 @@ class Match:
         for row in self.rows:
             row.share(self.ideal)
 
-    def _from_fewer_tokens(self) -> None:
-        """The ideal by the attended pairs of a length that one GPU attends in time."""
-        tokens = self.case.tokens
-        assert self.case.make is not None
-        while (case := self.case.make(tokens)).flop / FAST > self.args.single_seconds / 4:
-            tokens //= 2
-        singles = [c for c in self.everyone if c.whole]
-        smaller = Match(case, singles, self.args, self.ranks)
-        smaller.play()
-        ratio = self.case.mask.area / case.mask.area
-        self.ideal = {name: ms * ratio for name, ms in smaller.ideal.items()}
-        self.how = f"{smaller.how}, from {short(tokens)} tokens by attended pairs"
+    def _from_less(self) -> None:
+        """The ideal by the FLOP of a case that one GPU attends in time."""
+        case = for_one_gpu(self.case, self.args)
+        name = heading(case, {}, "")
+        if name not in self.baselines:
+            singles = [c for c in self.everyone if c.whole]
+            smaller = Match(case, singles, baseline_runs(self.args), self.ranks)
+            smaller.play()
+            self.baselines[name] = smaller.ideal, smaller.how
+        ideal, how = self.baselines[name]
+        ratio = self.case.flop / case.flop
+        self.ideal = {name: ms * ratio for name, ms in ideal.items()}
+        self.how = f"{how}, from {short_title(case)} by FLOP"
 
     def _new_length(self, c: Contestant) -> None:
         """What a first call with a length that was not met before costs this rank's host."""
-        fewer = self.case.tokens - 128 * self.ranks.size
-        if self.huge or fewer < self.case.tokens // 2 or self.case.make is None:
+        case = self._other_length(1)
+        if self.long or case is None:
             return
-        case = self.case.make(fewer - fewer % self.args.document_multiple)
         outcome = self.ranks.attempt(partial(self._first_call, c, case))
         row = next(r for r in self.rows if r.contestant == c.name)
         if outcome.failure:
             row.note += f" new length failed: {outcome.failure}"
         else:
             row.new_ms = max(self.ranks.gather(outcome.value))
+
+    def _of_length(self, tokens: int) -> Case | None:
+        """The same case with so many tokens, about; None where these are none."""
+        tokens -= tokens % self.args.document_multiple
+        return self.case.make(tokens) if tokens > 0 and self.case.make else None
+
+    def _other_length(self, n: int) -> Case | None:
+        """The same case a little shorter, the n-th such; None where it is short already."""
+        fewer = self.case.tokens - 128 * self.ranks.size - (n - 1) * self.args.document_multiple
+        return None if fewer < self.case.tokens // 4 else self._of_length(fewer)
 
     def _first_call(self, c: Contestant, case: Case) -> float:
         attention = c.make(case, self.ranks)
@@ -233,3 +252,29 @@ class Match:
             torch.autograd.grad(attention(*leaves), leaves, dout)
             taken.append(1e3 * (perf_counter() - began))
         return taken[0] - taken[1]
+
+    def _account(self, c: Contestant) -> None:
+        """What a contestant's plan says, and what of it is found."""
+        row = next(r for r in self.rows if r.contestant == c.name)
+        outcome = self.ranks.attempt(partial(self._accounted, c))
+        if outcome.failure:
+            row.note += f" no account: {outcome.failure}"
+        row.account = outcome.value
+
+    def _accounted(self, c: Contestant) -> Account | None:
+        op, ranks = self.attentions[c.name], self.ranks
+        if not isinstance(op, Op) or c.kernel.startswith("te_cp"):  # which has no plan of ours
+            return None
+        account = Account.of(op, self.dtype, ranks.size)
+        account.saw(self.watches[c.name], ranks)
+        other = self._other_length(2)
+        if other is not None:
+            account.time_plan(op, other, c.layout(other, ranks.size), ranks)
+        share = self._of_length(self.case.tokens // ranks.size)
+        if share is not None and ranks.cuda:
+            problem, layout = Problem(share, ranks, self.dtype, self.args.seed), alone(share, 1)
+            shards = tuple(t.requires_grad_() for t in problem.whole[:3])
+            by_itself = Op(share, layout, None, op.options)
+            first = first_run(Runner.of(c.name, by_itself, (*shards, problem.whole[3])), ranks)
+            account.alone_bytes = first[1] or None
+        return account

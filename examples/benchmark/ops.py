@@ -11,6 +11,8 @@ from torch import Tensor
 
 from customized_ops.ring_attention import (
     Layout,
+    Plan,
+    make_plan,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
@@ -18,6 +20,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
+from customized_ops.ring_attention.core.cost import CostModel
 
 from .cases import Case
 
@@ -25,13 +28,28 @@ from .cases import Case
 @lru_cache(maxsize=64)
 def recommended(case: Case, ranks: int) -> Layout:
     """What to apply once at a model's inputs: zigzag for causal masks, contiguous where rows see
-    their neighbours only, and else chunks dealt out evenly.
+    all or their neighbours only, and else chunks dealt out evenly.
     """
     if case.kind == "causal":
         return Layout.zigzag(case.tokens, ranks)
-    if case.kind in ("window", "streaming"):
+    if case.kind in ("full", "window", "streaming"):
         return Layout.contiguous(case.tokens, ranks)
     return Layout.balanced(case.mask, ranks)
+
+
+def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:
+    """The plan that the op below makes for a case over ranks whose tokens lie so."""
+    how: dict[str, Any] = {"assignment": "auto", "team_size": None}
+    if case.kind in ("window", "streaming"):
+        how = {"assignment": "owner"}
+    elif is_zigzag(case, layout):
+        how = {"assignment": "zigzag"}
+    return make_plan(case.mask, layout, heads=case.heads, costs=costs, **how)
+
+
+def is_zigzag(case: Case, layout: Layout) -> bool:
+    """Whether the zigzag op is the one for it."""
+    return case.kind == "causal" and layout == Layout.zigzag(case.tokens, layout.group_size)
 
 
 class Op:
@@ -48,8 +66,8 @@ class Op:
         group: dist.ProcessGroup | None,
         rest: Mapping[str, Any],
     ) -> None:
-        self.case, self.layout = case, layout
-        self.rest = {"process_group": group, **rest}
+        self.case, self.layout, self.zigzag = case, layout, is_zigzag(case, layout)
+        self.options, self.rest = rest, {"process_group": group, **rest}
         if group is not None:
             self.rest["layout"] = layout
 
@@ -57,15 +75,15 @@ class Op:
         """out of [1, l, heads, d], this rank's tokens."""
         case, rest = self.case, self.rest
         if case.kind == "causal":
-            zigzag = self.layout == Layout.zigzag(case.tokens, self.layout.group_size)
-            function = wrap_zigzag_attn_func if zigzag else wrap_ring_attn_func
+            function = wrap_zigzag_attn_func if self.zigzag else wrap_ring_attn_func
             return function(q, k, v, causal=True, **rest)
-        if case.kind == "packed":
+        if case.kind == "full":
+            return wrap_ring_attn_func(q, k, v, causal=False, **rest)
+        if case.packed:
             own = (t.squeeze(0) for t in (q, k, v))
             bounds = list(case.bounds)
-            return wrap_ring_attn_varlen_func(*own, bounds, bounds, causal=True, **rest).unsqueeze(
-                0
-            )
+            rest = {"causal": case.causal, **rest}
+            return wrap_ring_attn_varlen_func(*own, bounds, bounds, **rest).unsqueeze(0)
         if case.kind == "window":
             window = (case.window, 0)
             return wrap_sliding_window_attn_func(q, k, v, window_size=window, **rest)

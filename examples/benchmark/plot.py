@@ -1,55 +1,67 @@
-"""Shares of the ideal as a picture, from the JSON lines of a run."""
+"""A run, or the median of several, as a picture: shares of the ideal, and what was predicted."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import short
+from .runs import Row, heads, label, name
+from .text import short
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows that have a share, whole problems on one GPU left out."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [x for x in lines if x["line"] == "row" and x["share_both"] and not x["whole"]]
+def draw(rows: Sequence[Row], target: Path) -> None:
+    """A bar a contestant, a group a case: share of the ideal, forward and backward together. Below
+    it, where plans were made: predicted beside measured times.
 
-
-def draw(source: Path, target: Path) -> None:
-    """A bar a contestant, a group a case: share of the ideal, forward and backward together.
-
-    Exits with a message where matplotlib is not installed or there is nothing to draw.
+    Args:
+        rows: of :func:`~.runs.read`.
+    Exits with a message where matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
-    rows = read(source)
-    if not rows:
-        raise SystemExit(f"{source} has no row with a share of the ideal")
+    planned = [r for r in rows if r.get("account")]
     cases = list(dict.fromkeys(_case(r) for r in rows))
-    names = list(dict.fromkeys(_name(r, rows) for r in rows))
-    figure = Figure(figsize=(max(7, 0.9 * len(cases) + 0.16 * len(rows)), 5), layout="constrained")
-    axes = figure.subplots()
-    width = 0.85 / len(names)
-    for n, name in enumerate(names):
-        own = {_case(r): 100 * r["share_both"] for r in rows if _name(r, rows) == name}
-        places = [cases.index(case) + (n - len(names) / 2 + 0.5) * width for case in own]
-        axes.bar(places, list(own.values()), width, label=name, color=f"C{n}" if n < 10 else None)
-    axes.axhline(100, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
-    axes.set_ylabel("% of the ideal, forward + backward")
-    axes.set_title(f"{rows[0]['ranks']} GPUs, {rows[0]['dtype']}, head dim {rows[0]['head_dim']}")
-    axes.legend(fontsize="small", ncols=2)
+    width = max(7, 0.9 * len(cases) + 0.16 * len(rows))
+    figure = Figure(figsize=(width, 10 if planned else 5), layout="constrained")
+    panels = figure.subplots(1 + bool(planned), squeeze=False)[:, 0]
+    _bars(panels[0], rows, cases)
+    if planned:
+        _predictions(panels[1], planned)
     figure.savefig(target, dpi=150)
 
 
-def _case(row: dict[str, Any]) -> str:
-    heads = f"{row['q_heads']}:{row['kv_heads']}"
-    return f"{row['mask'].split(',')[0]}\n{short(row['tokens'])}, {heads}"
+def _bars(axes: Any, rows: Sequence[Row], cases: list[str]) -> None:
+    names = list(dict.fromkeys(name(r, rows) for r in rows))
+    width = 0.85 / len(names)
+    for n, who in enumerate(names):
+        own = {_case(r): 100 * r["share_both"] for r in rows if name(r, rows) == who}
+        places = [cases.index(case) + (n - len(names) / 2 + 0.5) * width for case in own]
+        axes.bar(places, list(own.values()), width, label=who, color=f"C{n}" if n < 10 else None)
+    axes.axhline(100, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
+    axes.set_ylabel("% of the ideal, forward + backward")
+    ranks = ", ".join(str(n) for n in dict.fromkeys(r["ranks"] for r in rows))
+    axes.set_title(f"{ranks} ranks, {rows[0]['dtype']}, head dim {rows[0]['head_dim']}")
+    axes.legend(fontsize="small", ncols=2)
 
 
-def _name(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The contestant, with its kernel where there are several of that name."""
-    kernels = {r["kernel"] for r in rows if r["contestant"] == row["contestant"]}
-    return row["contestant"] if len(kernels) == 1 else f"{row['contestant']} {row['kernel']}"
+def _predictions(axes: Any, rows: Sequence[Row]) -> None:
+    """Points on the line were predicted rightly."""
+    ends: list[float] = []
+    for n, part in enumerate(("forward", "backward")):
+        pairs = [(r[part], r["account"][part]) for r in rows if r[part]]
+        axes.scatter(*zip(*pairs, strict=True), label=part, color=f"C{n}", s=18)
+        ends += [end for pair in pairs for end in pair]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured, ms")
+    axes.set_ylabel("predicted by the plan, ms")
+    axes.legend(fontsize="small")
+
+
+def _case(row: Row) -> str:
+    return f"{label(row)}\n{short(row['tokens'])}, {heads(row)}"

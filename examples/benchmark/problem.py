@@ -8,7 +8,7 @@ from torch import Tensor
 from customized_ops.ring_attention import Layout
 
 from .cases import Case
-from .contestants import Contestant
+from .contestant import Contestant
 from .ranks import Ranks
 
 

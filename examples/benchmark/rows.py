@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from .cases import BACKWARD_WORK, Case, short
+from .account import Account
+from .cases import BACKWARD_WORK, Case
+from .text import markdown, number, percent, short, title
 
 
 @dataclass
@@ -23,6 +25,8 @@ class Row:
         area: attended pairs. ideal: the fastest single GPU's times over the number of ranks.
         peak_bytes: of a rank beyond its inputs. local_bytes: of its q, k, v and out.
         new_ms: what a first call with a new length costs the host beyond a later one.
+        tflops_forward, tflops_backward, tflops: a GPU.
+        account: of this package's ops, what their plan says.
         checked: relative error and worst row, as in ``checking``.
         note: why there are no figures, or what they lack.
     """
@@ -44,6 +48,8 @@ class Row:
     backward: float | None = None
     both: float | None = None
     runs: int = 0
+    tflops_forward: float | None = None
+    tflops_backward: float | None = None
     tflops: float | None = None
     share_forward: float | None = None
     share_backward: float | None = None
@@ -51,17 +57,20 @@ class Row:
     peak_bytes: int | None = None
     local_bytes: int | None = None
     new_ms: float | None = None
+    account: Account | None = None
     checked: list[float] | None = None
     note: str = ""
 
     def with_times(self, medians: list[float]) -> None:
         """Fill in times, and TFLOP/s a GPU."""
+        gpus = 1 if self.whole else self.ranks
+        forward = 4 * self.area * self.q_heads * self.head_dim / gpus / 1e9  # GFLOP, so per ms T
         self.both = medians[-1]
+        self.tflops = (1 + BACKWARD_WORK) * forward / self.both
         if len(medians) > 1:
             self.forward, self.backward = medians[:2]
-        gpus = 1 if self.whole else self.ranks
-        flop = (1 + BACKWARD_WORK) * 4 * self.area * self.q_heads * self.head_dim
-        self.tflops = flop / gpus / (1e9 * self.both)
+            self.tflops_forward = forward / self.forward
+            self.tflops_backward = BACKWARD_WORK * forward / self.backward
 
     def share(self, ideal: dict[str, float]) -> None:
         """Fill in shares of the ideal, by pass; of one GPU, of the fastest one's."""
@@ -91,20 +100,14 @@ def row_of(case: Case, contestant: Any, dtype: torch.dtype, ranks: int) -> Row:
 
 
 COLUMNS = (
-    *("contestant", "kernel", "layout", "fwd ms", "bwd ms", "both ms", "TFLOP/s", "fwd", "bwd"),
-    *("both", "peak GiB", "x local", "new ms", "runs", "error", "note"),
+    *("contestant", "kernel", "layout", "fwd ms", "bwd ms", "both ms", "TFLOP/s"),
+    *("fwd", "bwd", "both", "peak GiB", "x local", "new ms", "runs", "error", "note"),
 )
 
 
 def cells(row: Row) -> list[str]:
     """A row of the table."""
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "" if value is None else f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
-
-    def percent(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f}%"
-
+    speeds = (row.tflops_forward, row.tflops_backward, row.tflops)
     peak = times = None
     if row.peak_bytes and row.local_bytes:
         peak, times = row.peak_bytes / 2**30, row.peak_bytes / row.local_bytes
@@ -112,7 +115,7 @@ def cells(row: Row) -> list[str]:
     return [
         *(row.contestant, row.kernel, layout),
         *(number(t, 4) for t in (row.forward, row.backward, row.both)),
-        number(row.tflops),
+        ", ".join(f"{t:.3g}" for t in speeds if t is not None),
         *(percent(s) for s in (row.share_forward, row.share_backward, row.share_both)),
         *(number(peak), number(times), number(row.new_ms)),
         str(row.runs or ""),
@@ -122,20 +125,8 @@ def cells(row: Row) -> list[str]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows of one case in markdown, its columns aligned."""
-    head = [*COLUMNS[:-1], "note"]
-    lines = [head, *(cells(r) for r in rows)]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(head) - 1)]
-
-    def written(line: list[str]) -> str:
-        padded = [
-            c.ljust(w) if n < 3 else c.rjust(w)
-            for n, (c, w) in enumerate(zip(line, widths, strict=False))
-        ]
-        return f"| {' | '.join([*padded, line[-1]])} |"
-
-    rule = f"|{'|'.join('-' * (w + 2) for w in widths)}|---|"
-    return "\n".join([written(head), rule, *(written(line) for line in lines[1:])])
+    """The rows of one case."""
+    return markdown(COLUMNS, [cells(r) for r in rows], 3)
 
 
 class Lines:
@@ -194,7 +185,7 @@ def _driver() -> str:
 def heading(case: Case, ideal: dict[str, float], how: str) -> str:
     """Above a case's table."""
     flop = 1e-12 * case.forward_flop
-    lines = f"\n{case.title}: {case.mask.area} pairs, {flop:.4g} TFLOP forward\n"
+    lines = f"\n{title(case)}: {case.mask.area} pairs, {flop:.4g} TFLOP forward\n"
     if ideal:
         times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in ideal.items())
         lines += f"ideal ({how}): {times}\n"

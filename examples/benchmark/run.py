@@ -15,14 +15,13 @@ import torch
 from tqdm import tqdm
 
 from .cases import Case, chosen
-from .contestants import Choice, Contestant, contestants
+from .contestant import Choice, Contestant
+from .contestants import contestants
+from .expected import expected_seconds, listing
 from .match import Match
 from .ranks import Ranks
 from .rows import Lines, left_out, versions
 from .trace import profile_case
-
-SLOW = 400e12  # FLOP a second and GPU, to guess how long a case will take
-CASE_SECONDS = 8.0  # of compiling and checking, about
 
 
 def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
@@ -34,26 +33,26 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
         everyone = selected(args, contestants(choice(args, ranks.device, extra)))
         lines = Lines(args.json if ranks.rank == 0 else None)
         _begin(args, ranks, everyone, lines)
-        cases = chosen(
-            args.suite, args.tokens, args.heads, args.head_dim, args.seed, args.document_multiple
-        )
+        cases = chosen(args, ranks.size)
+        present = [c for c in everyone if c.missing is None]
+        baselines: dict[str, tuple[dict[str, float], str]] = {}
         for case in tqdm(cases, desc="cases", disable=ranks.rank > 0 or None):
             left = ranks.of_first(end - perf_counter())
-            if left < expected_seconds(case, len(everyone), args, ranks):
+            if ranks.cuda and left < expected_seconds(case, present, args, ranks.size):
                 _say(ranks, left_out([case], f"{args.seconds:.0f} s would not do"))
-                lines.add("left out", {"mask": case.name, "tokens": case.tokens})
+                lines.add("left out", named(case))
                 continue
-            match = Match(case, everyone, args, ranks)
+            match = Match(case, everyone, args, ranks, baselines)
             match.play()
             _say(ranks, match.report())
             for row in match.rows:
                 lines.row(row)
             if match.refused:
-                lines.add("refused", {"mask": case.name, "tokens": case.tokens, **match.refused})
+                lines.add("refused", {**named(case), **match.refused})
             if args.profile:
                 summary = profile_case(match, args.profile)
                 _say(ranks, summary.text)
-                lines.add("profile", {"mask": case.name, "tokens": case.tokens, **summary.figures})
+                lines.add("profile", {**named(case), **summary.figures})
             del match
             if ranks.cuda:
                 torch.cuda.empty_cache()
@@ -85,16 +84,18 @@ def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Conte
     return [c for c in everyone if asked(c)]
 
 
-def expected_seconds(case: Case, count: int, args: argparse.Namespace, ranks: Ranks) -> float:
-    """Of a case, about, with so many contestants."""
-    if not ranks.cuda:
-        return 0.0
-    alone = case.flop / SLOW
-    if alone > args.single_seconds:  # one run beside a few checks, of the few that are kept
-        return CASE_SECONDS + 4 * alone / ranks.size
-    a_round = 3 * alone + count * alone / ranks.size
-    timed = max(args.least_runs * a_round, min(args.runs * a_round, args.case_seconds))
-    return CASE_SECONDS + 3 * a_round + timed
+def named(case: Case) -> dict[str, Any]:
+    """Which case a line is about."""
+    return {"mask": case.name, "tokens": case.tokens, "heads": list(case.heads)}
+
+
+def listed(args: argparse.Namespace) -> str:
+    """Which cases a run over ``args.ranks`` GPUs has, and how long they will take; needs no GPU,
+    and then takes all contestants to be installed."""
+    everyone = selected(args, contestants(choice(args, torch.device("cuda"), ())))
+    if torch.cuda.is_available():
+        everyone = [c for c in everyone if c.missing is None]
+    return listing(chosen(args, args.ranks), everyone, args, args.ranks)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contestants import Attention
+from .contestant import Attention
 from .ranks import Ranks
 
 CYCLES_A_MS = 1_900_000  # of an H200's clock, about
@@ -107,15 +107,18 @@ def take_turns(
         runner.times = [mark.milliseconds() for other, mark in marks if other is runner]
 
 
-def first_run(runner: Runner, ranks: Ranks) -> tuple[float, int]:
+def first_run(runner: Runner, ranks: Ranks, mark: Marks | None = None) -> tuple[float, int]:
     """One run by itself: its milliseconds, and the most bytes that it took beyond what was there
     (0 where the device does not tell), both the largest of the ranks. ``runner`` keeps its time.
+
+    Args:
+        mark: new ones, which may look at something else as well.
     """
     ranks.wait()
     if ranks.cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if ranks.cuda else 0
-    mark = Marks(ranks.cuda)
+    mark = Marks(ranks.cuda) if mark is None else mark
     ranks.together()
     kept = runner.step(mark)
     ranks.wait()

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmark.cases import KINDS, SUITES, Case, Maker, chosen
+from benchmark.cases import HEADS, KINDS, SUITES, Case, K, Maker, chosen
 from benchmark.checking import WORST_ROW, Sample, both_passes, largest, tolerance
 from benchmark.command import parse
-from benchmark.contestants import Alone, Choice, contestants, whole_form
+from benchmark.contestant import Alone, Choice, whole_form
+from benchmark.contestants import contestants
 from benchmark.documents import LENGTHS, document_bounds
+from benchmark.expected import LONG_RUNS
 from benchmark.peers.kernels import KERNELS
 from benchmark.peers.scheme import attend, merged
 from benchmark.plot import draw
 from benchmark.rows import row_of
+from benchmark.runs import read
 from benchmark.trace import STEP, covered, summarize
+from benchmark_launch import ROOT, SCRIPT, launch, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention import Layout, wrap_masked_attn_func
-
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "examples" / "benchmark" / "attention.py"
-SMALL = ["--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "8"]
 
 
 class OneRank:
@@ -101,14 +99,31 @@ def test_flop_count_the_pairs_of_the_mask(kind: str) -> None:
 
 
 def test_every_suite_has_cases() -> None:
+    def of(*given: str) -> list[Case]:
+        return chosen(parse(["--device", "cpu", "--tokens", "64", "--suite", *given]), ranks=4)
+
     for suite, pairs in SUITES.items():
-        cases = chosen(suite, [64], (4, 2), 8, 0, 16)
+        cases = of(suite)
         assert {c.tokens for c in cases} == {64}
         assert len(cases) >= len({kind for kind, _ in pairs})
-    assert len(chosen("heads", [64], (4, 2), 8, 0, 16)) == 4
+    assert {c.heads for c in of("heads")} == set(HEADS)
+    assert {c.heads for c in of("scale")} == {(64, 8), (32, 8)}
+    assert [(c.kind, c.heads) for c in of("scale", "--kinds", "full", "--heads", "4:2")] == [
+        ("full", (4, 2))
+    ]
 
 
-@pytest.mark.parametrize("kind", ["causal", "packed", "window"])
+def test_lengths_that_grow_with_the_ranks() -> None:
+    for ranks in (4, 8):
+        given = parse(
+            ["--device", "cpu", "--suite", "scale", "--kinds", "window", "--heads", "4:2"]
+        )
+        lengths = [c.tokens // K for c in chosen(given, ranks)]
+        expected = [64, 8 * ranks, 256, 16, 1024]
+        assert lengths == list(dict.fromkeys(expected))  # 8 ranks: 64k are there already
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "packed", "packed_full", "window"])
 def test_plain_kernel_is_the_op(kind: str) -> None:
     of = case(kind)
     q, k, v, dout = tensors(of)
@@ -202,6 +217,8 @@ def test_shares_of_the_ideal() -> None:
     row.share({"forward": 0.5, "backward": 3.0, "both": 3.5})
     assert (row.share_forward, row.share_backward, row.share_both) == (0.5, 1.0, 0.875)
     assert row.tflops == pytest.approx(of.flop / 2 / 4e-3 / 1e12)
+    assert row.tflops_forward == pytest.approx(of.forward_flop / 2 / 1e-3 / 1e12)
+    assert row.tflops_backward == pytest.approx(2.5 * of.forward_flop / 2 / 3e-3 / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +227,10 @@ def test_shares_of_the_ideal() -> None:
         (["--tokens", "0"], "--tokens"),
         (["--heads", "32:7"], "32:7"),
         (["--plot", "x.png"], "--json"),
-        (["--from-json", "x"], "--plot"),
+        (["--from-json", "x"], "--plot, --markdown"),
+        (["--markdown"], "--markdown goes with --from-json"),
+        (["--list"], "--list goes with --ranks"),
+        (["--kinds", "oval"], "oval"),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -226,7 +246,8 @@ IMPOSTORS = """
 import sys
 sys.path[:0] = {paths!r}
 from benchmark.command import parse
-from benchmark.contestants import Contestant, contiguous, ours, Choice
+from benchmark.contestant import Choice, Contestant, contiguous
+from benchmark.contestants import ours
 from benchmark.run import run
 
 
@@ -257,19 +278,6 @@ run(parse(), [
     contestant("right", lambda out, q, k, v, rank: out),
 ])
 """
-
-
-def launch(script: Path, *arguments: str, ranks: bool = True) -> str:
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if ranks else []
-    command = [sys.executable, *start, str(script), *SMALL, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
-def lines(path: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [each for each in found if each["line"] == kind]
 
 
 def test_who_is_wrong_has_no_time(tmp_path: Path) -> None:
@@ -315,12 +323,16 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
         assert is_fine(row["checked"]), row
         assert row["both"] > 0
     assert rows["seqshard"]["new_ms"] is not None
+    account = rows["seqshard"]["account"]
+    assert account["plan_ms"] > 0
+    assert account["counted"] == account["received"]
+    assert "| plan of" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert len(list((tmp_path / "traces").glob("packed*seqshard.rank*.json"))) == 2
     assert "trace of seqshard, rank 1" in shown
     assert lines(figures, "run")[0]["versions"]["torch"] == torch.__version__
     picture.unlink()
-    draw(figures, picture)
+    draw(read([figures]), picture)
     assert picture.is_file()
 
 
@@ -334,6 +346,6 @@ def test_no_baseline_at_a_length_that_takes_too_long(tmp_path: Path) -> None:
     (row,) = lines(figures, "row")
     assert row["contestant"] == "seqshard"
     assert row["share_both"] > 0
-    assert row["runs"] == 1
-    assert "from 64 tokens by attended pairs" in shown
-    assert "single plain (would take too long)" in shown
+    assert row["runs"] == LONG_RUNS
+    assert "from 128 tokens, 2:1 heads by FLOP" in shown
+    assert "single plain (would take too long, or too much memory)" in shown

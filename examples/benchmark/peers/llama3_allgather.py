@@ -1,4 +1,4 @@
-"""Packed causal attention whose keys are all gathered, a few key heads at a time.
+"""Packed attention, causal or full, whose keys are all gathered, a few key heads at a time.
 
 As in Llama 3 (arXiv:2407.21783, section 3.3.2) and zhuzilin/ring-flash-attention
 (``llama3_flash_attn_varlen``): shards are contiguous, the next heads' keys are gathered while these
@@ -23,6 +23,7 @@ class Llama3AllGather:
     Args:
         stride: key heads gathered at a time; 0 for all.
         bounds: of the documents in the whole sequence.
+        causal: whether a document's tokens see only those up to their own.
     """
 
     def __init__(
@@ -32,17 +33,21 @@ class Llama3AllGather:
         stride: int,
         bounds: tuple[int, ...],
         device: torch.device,
+        *,
+        causal: bool,
     ) -> None:
         self.kernel, self.group, self.stride = kernel, group, stride
         rows = bounds[-1] // group.size()
         first, last = rows * group.rank(), rows * (group.rank() + 1)
         starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
         mine = (stops > first) & (starts < last)
-        starts, stops = starts[mine], np.minimum(stops[mine], last)
-        self.keys = slice(int(starts[0]), last)
-        q_lengths, k_lengths = stops - np.maximum(starts, first), stops - starts
+        starts, stops = starts[mine], stops[mine]
+        here = np.minimum(stops, last)
+        seen = here if causal else stops
+        self.keys = slice(int(starts[0]), int(seen[-1]))
+        q_lengths, k_lengths = here - np.maximum(starts, first), seen - starts
         cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]) for n in (q_lengths, k_lengths))
-        self.form = Form.packed(cu_q, cu_k, device, causal=True)
+        self.form = Form.packed(cu_q, cu_k, device, causal=causal)
 
     def _gather(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         """Start gathering [1, l, heads, d] of all ranks; the function returned waits."""

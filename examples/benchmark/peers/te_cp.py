@@ -34,13 +34,17 @@ def attention(
     bounds: tuple[int, ...],
     window: int,
     packed: bool,
+    causal: bool,
     device: torch.device,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention of [1, l, heads, d] laid out zigzag; comm_type: "p2p", "all_gather" or
-    "a2a". bounds: of the documents in the whole sequence.
+    """Attention of [1, l, heads, d] laid out zigzag; comm_type: "p2p", "all_gather" or "a2a".
+    bounds: of the documents in the whole sequence.
     """
     starts = torch.tensor(bounds, dtype=torch.int32, device=device)
     longest = max(b - a for a, b in pairwise(bounds))
+    mask = "causal" if causal else "no_mask"
+    if packed:
+        mask = "padding_causal" if causal else "padding"
     given: dict[str, Any] = {
         "is_training": True,
         "cu_seqlens_q": starts,
@@ -55,9 +59,9 @@ def attention(
         "cp_stream": torch.cuda.Stream(device),
         "cp_comm_type": comm_type,
         "qkv_format": "thd" if packed else "bshd",
-        "attn_mask_type": "padding_causal" if packed else "causal",
+        "attn_mask_type": mask,
         "use_fused_attention": True,
-        "window_size": (window, 0),
+        "window_size": (window, 0 if causal else -1),
     }
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,16 +31,16 @@ def missing(device: torch.device) -> str | None:
 
 
 class TorchRing:
-    """Causal attention through cuDNN on a ring; rotate: "allgather" or "alltoall"."""
+    """Causal or full attention through cuDNN on a ring; rotate: "allgather" or "alltoall"."""
 
-    def __init__(self, group: dist.ProcessGroup, rotate: str) -> None:
-        self.library, self.rotate = import_module(MODULE), rotate
+    def __init__(self, group: dist.ProcessGroup, rotate: str, *, causal: bool) -> None:
+        self.library, self.rotate, self.causal = import_module(MODULE), rotate, causal
         self.mesh = DeviceMesh.from_group(group, "cuda")
         self.rest: tuple[Any, ...] = ()
 
     def _set(self) -> None:
         """The library's options are the process's, and other contestants set them too."""
-        self.library._cp_options.enable_load_balance = True
+        self.library._cp_options.enable_load_balance = self.causal
         self.library.set_rotate_method(self.rotate)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -48,10 +48,10 @@ class TorchRing:
         self._set()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, *rest = self.library._scaled_dot_product_ring_cudnn_attention(
-            self.mesh, q, k, v, is_causal=True
+            self.mesh, q, k, v, is_causal=self.causal
         )
         cu_q, cu_k, most_q, most_k, seed, offset, *_ = rest
-        self.rest = (None, cu_q, cu_k, most_q, most_k, 0.0, True)
+        self.rest = (None, cu_q, cu_k, most_q, most_k, 0.0, self.causal)
         return out.transpose(1, 2), (q, k, v, out, lse, seed, offset)
 
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:

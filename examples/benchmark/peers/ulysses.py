@@ -1,7 +1,8 @@
-"""Tokens become heads and back: each rank attends the whole sequence with its share of heads.
+"""Tokens become heads and back: each rank attends all tokens of a group with its share of heads.
 
 As in DeepSpeed-Ulysses (Jacobs et al., arXiv:2309.14509): shards are contiguous, and q, k, v and
-out each take an all-to-all.
+out each take an all-to-all. In USP (Fang and Zhao, arXiv:2405.07719) the group is a part of the
+ranks, and rings go through all such parts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels import Form, Kernel
+from .scheme import Scheme
 
 
 class Ulysses:
-    """See the module. form: of the whole sequence."""
+    """See the module. inner: what attends a share of the heads, with all of the group's tokens."""
 
-    def __init__(self, kernel: Kernel, group: dist.ProcessGroup, form: Form) -> None:
-        self.kernel, self.group, self.form = kernel, group, form
+    def __init__(self, group: dist.ProcessGroup, inner: Scheme) -> None:
+        self.group, self.inner = group, inner
 
     def _to_heads(self, t: Tensor) -> Tensor:
         """[1, tokens of all, own heads, d] of [1, own tokens, heads, d]."""
@@ -37,14 +38,11 @@ class Ulysses:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See :class:`~.scheme.Scheme`."""
         q, k, v = (self._to_heads(t) for t in (q, k, v))
-        out, lse = self.kernel.forward(q, k, v, self.form)
-        return self._to_tokens(out), (q, k, v, out, lse)
+        out, saved = self.inner.forward(q, k, v)
+        return self._to_tokens(out), saved
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~.scheme.Scheme`."""
-        dout = self._to_heads(dout)
-        grads = self.kernel.backward(dout, q, k, v, out, lse, self.form)
+        grads = self.inner.backward(self._to_heads(dout), *saved)
         dq, dk, dv = (self._to_tokens(g) for g in grads)
         return dq, dk, dv

@@ -1,8 +1,9 @@
-"""Causal attention on a ring, each rank with an early and a late chunk of 2 P.
+"""Attention on a ring: causal, each rank with an early and a late chunk of 2 P, and full.
 
 As in zhuzilin/ring-flash-attention (``zigzag_ring_flash_attn``): keys and values go round by
 NCCL send and receive, each of P steps attends what is there, results are merged in fp32 by torch
-ops, and the gradients of keys travel round with them in fp32.
+ops, and the gradients of keys travel round with them in fp32. Full attention needs no halves: all
+rows see all keys that come by (its ``ring_flash_attn``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ class ZigzagRing:
     def __init__(self, kernel: Kernel, ring: Ring) -> None:
         self.kernel, self.ring = kernel, ring
         self.own, self.to_early, self.of_late = Form(causal=True), Form(False), Form(False)
+
+    def sees_early(self, step: int) -> bool:
+        """Whether the keys at hand are an earlier rank's: all rows see their early half. Of a later
+        rank only the late rows see keys, and those see all."""
+        return step <= self.ring.rank
 
     def early(self, t: Tensor, dim: int = 1) -> Tensor:
         """The early half of the tokens."""
@@ -51,10 +57,10 @@ class ZigzagRing:
             if step == 0:
                 out, lse = self.kernel.forward(q, k, v, self.own)
                 out = out.float()
-            elif step <= ring.rank:  # keys of an earlier rank: its late chunk is after all rows
+            elif self.sees_early(step):
                 part = self.kernel.forward(q, self.early(k), self.early(v), self.to_early)
                 out, lse = merged(out, lse, *part)
-            else:  # of a later rank: only the late rows see them, and those see all
+            else:
                 part = self.kernel.forward(self.late(q), k, v, self.of_late)
                 late_out, late_lse = merged(self.late(out), self.late(lse), *part)
                 self.put_late(out, late_out)
@@ -90,7 +96,7 @@ class ZigzagRing:
         self, step: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients from the keys at hand, as large as what attended."""
-        if step <= self.ring.rank:
+        if self.sees_early(step):
             k, v = self.early(k), self.early(v)
             return self.kernel.backward(dout, q, k, v, out, lse, self.to_early)
         dout, q, out = (self.late(t) for t in (dout, q, out))
@@ -98,7 +104,7 @@ class ZigzagRing:
 
     def _add(self, step: int, sums: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> None:
         dq, dk, dv = sums
-        if step <= self.ring.rank:
+        if self.sees_early(step):
             dq.add_(parts[0])
             self.add_early(dk, parts[1])
             self.add_early(dv, parts[2])
@@ -106,3 +112,31 @@ class ZigzagRing:
             self.add_late(dq, parts[0])
             dk.add_(parts[1])
             dv.add_(parts[2])
+
+
+class FullRing(ZigzagRing):
+    """All rows see all keys that come by. form: of this rank's rows with any rank's keys; packed
+    documents lie on every rank in part, as in the zigzag ring.
+    """
+
+    def __init__(self, kernel: Kernel, ring: Ring, form: Form) -> None:
+        super().__init__(kernel, ring)
+        self.own = self.to_early = form
+
+    def sees_early(self, step: int) -> bool:
+        """See :class:`ZigzagRing`."""
+        return True
+
+    def early(self, t: Tensor, dim: int = 1) -> Tensor:
+        """All: there are no halves."""
+        return t
+
+    @classmethod
+    def of(
+        cls, kernel: Kernel, ring: Ring, bounds: tuple[int, ...] | None, device: torch.device
+    ) -> FullRing:
+        """bounds: of documents in the whole sequence, or None."""
+        if bounds is None:
+            return cls(kernel, ring, Form(causal=False))
+        own = [b // ring.size for b in bounds]
+        return cls(kernel, ring, Form.packed(own, own, device, causal=False))
