@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Before anything reads it, and inherited by the processes of the pools.
 os.environ["SEQSHARD_CHECK"] = "1"
@@ -44,16 +44,36 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Pool]:
-    """Two gloo processes."""
-    pool = Pool(2)
+def pools() -> Iterator[Callable[[str, int], Pool]]:
+    """From backend and size to a pool, each started once."""
+    started: dict[tuple[str, int], Pool] = {}
+
+    def pool(backend: str, size: int) -> Pool:
+        if (backend, size) not in started:
+            started[backend, size] = Pool(size, backend)
+        return started[backend, size]
+
     yield pool
-    pool.close()
+    for each in started.values():
+        each.close()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, pools: Callable[[str, int], Pool]) -> Pool:
+    """One of the pools that :func:`ranks.worlds` names."""
+    backend, size = request.param
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    return pools(backend, size)
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Pool]:
+def two_ranks(pools: Callable[[str, int], Pool]) -> Pool:
+    """Two gloo processes."""
+    return pools("gloo", 2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(pools: Callable[[str, int], Pool]) -> Pool:
     """Four gloo processes."""
-    pool = Pool(4)
-    yield pool
-    pool.close()
+    return pools("gloo", 4)

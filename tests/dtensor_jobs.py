@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from annotate_an_op import SumOverRanks
 from op_cases import Case
+from rank_groups import device
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -146,12 +147,13 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """The one mesh of this shape: DTensor's caches take equal meshes for the same."""
     if shape not in _meshes:
         names = ("outer", "inner")[-len(shape) :]
-        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        _meshes[shape] = init_device_mesh(device(), shape, mesh_dim_names=names)
     return _meshes[shape]
 
 
 def placed(whole: Tensor, mesh: DeviceMesh, places: str) -> Tensor:
-    """A whole tensor, the same on every rank, as a DTensor leaf."""
+    """A whole tensor, the same on every rank, as a DTensor leaf on the mesh's devices."""
+    whole = whole.to(mesh.device_type)
     if places == "-":
         return whole
     if "P" in places:
@@ -173,9 +175,9 @@ def shown(tensor: Any) -> str:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, plain."""
+    """The whole tensor, plain, on the host."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach()
+    return full.detach().cpu()
 
 
 def run(
@@ -186,7 +188,7 @@ def run(
     results = [results] if isinstance(results, Tensor) else list(results)
     local = [tuple(r.to_local().shape) for r in results]
     loss = sum(
-        (r.full_tensor() * dout).sum()
+        (r.full_tensor() * dout.to(r.device)).sum()
         for r, dout in zip(results, douts, strict=False)
         if dout is not None
     )

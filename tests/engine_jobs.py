@@ -8,6 +8,7 @@ import dtensor_jobs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_groups import device
 from torch import Tensor, nn
 from train_llama import Llama, LlamaConfig
 
@@ -54,16 +55,21 @@ def loss_and_gradients(
 ) -> tuple[float, dict[str, Tensor], str]:
     """One step of a copy on its own batch: loss, gradients after sync, the plan's text."""
     copies = dist.get_world_size() // plan
-    model = tiny_llama(op, layers)
+    model = tiny_llama(op, layers).to(device())
+
+    def inputs(seed: int) -> dict[str, Tensor]:
+        return {name: t.to(device()) for name, t in sample(op, batch, length, seed).items()}
+
     config = ComputeConfig(plan, dist.get_world_size())
-    parallel = parallelize(model, sample(op, batch, length), policy, config)
-    loss = parallel(**sample(op, batch, length, seed=1 + dist.get_rank() // plan))
+    parallel = parallelize(model, inputs(1), policy, config)
+    loss = parallel(**inputs(1 + dist.get_rank() // plan))
     (loss / copies).backward()
     parallel.sync_grad()
     parallel.sync_grad()  # nothing has run since: must not add again
     model.load_state_dict(parallel.state_dict())
     parallel.load_state_dict(model.state_dict())
-    return loss.item(), {n: p.grad for n, p in parallel.named_parameters()}, str(parallel.plan)
+    grads = {name: p.grad.cpu() for name, p in parallel.named_parameters()}
+    return loss.item(), grads, str(parallel.plan)
 
 
 def heads_then_sequence(ops: Any, config: ComputeConfig) -> dict[str, str]:

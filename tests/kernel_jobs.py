@@ -1,16 +1,26 @@
-"""Jobs for op calls with a kernel by name, in low precision; see ``ranks.Pool``."""
+"""Jobs for op calls, by kernels by name or not, beside the same on one rank; see ``ranks.Pool``."""
 
 from __future__ import annotations
 
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from op_cases import Case, run_rank
+from rank_groups import Groups, Place, in_their_own_time, place_in
 from torch import Tensor
 
+from customized_ops.ring_attention import attention_call, attention_op
 from customized_ops.ring_attention.core.kernels import KernelError
+from customized_ops.ring_attention.core.plan import make_plan
+
+LATE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -26,25 +36,124 @@ class KernelCase(Case):
         return super().call(q, k, v, sink, kernel=self.kernel, **where)
 
 
-Answer = tuple[list[Tensor], list[Tensor]] | str
+@dataclass(frozen=True)
+class Failure:
+    """What was said instead of an answer; ``refused`` by the kernel, or some other error."""
+
+    text: str
+    refused: bool
 
 
-def cut_and_alone(cases: list[KernelCase]) -> list[Answer]:
-    """Each case over all ranks, and whole on this rank; or why its kernel refuses it.
+@dataclass(frozen=True)
+class Answer:
+    """What a rank has of a case.
 
-    Both on every rank, so that they compile the same and none waits long for another.
+    Attributes:
+        row: of the groups, in which the rank is.
+        cut: this rank's part of the results, over each of the groups.
+        alone: the whole, in the case's own dtype, where it is this rank that computed it.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    answers: list[Answer] = []
-    for case in cases:
-        whole = replace(case, layout=None, k_layout=None, sizes=None, k_sizes=None)
-        try:
-            alone = run_rank(whole, 0, 1, None)
-            cut = run_rank(case, rank, ranks, list(range(ranks)))
-        except KernelError as error:
-            answers.append(str(error))
-        else:
-            answers.append(([t.cpu() for t in cut], [t.cpu() for t in alone]))
+
+    row: int
+    cut: list[list[Tensor] | Failure]
+    alone: list[Tensor] | Failure | None
+
+
+Cases = Sequence[Sequence[Case]]
+
+
+def cut_and_alone(cases: Cases, over: Sequence[Groups], late: int = -1) -> list[Answer]:
+    """The cases of this rank's row, cut over its group of each of ``over``, and whole on one rank.
+
+    One rank of a row computes one case whole, so that what kernels compile for it is compiled on
+    all at once. fp64 is compared exactly, and nothing is computed whole.
+
+    Args:
+        cases: those of each row; all ``over`` have the same rows.
+        late: a global rank that starts late.
+    """
+    places = [place for place in map(place_in, over) if place is not None]
+    if not places:
+        return []
+    if dist.get_rank() == late:
+        time.sleep(LATE_SECONDS)
+    first = places[0]
+    mine, wholes = cases[first.row], {}
+    answers = []
+    for n, case in enumerate(mine):
+        if n % first.size == 0 and n + first.rank < len(mine):
+            wholes = {n + first.rank: _alone(mine[n + first.rank])}
+        cut = [_tried(case, place) for place in places]
+        answers.append(Answer(first.row, cut, wholes.get(n)))
         if case.device == "cuda":
             torch.cuda.empty_cache()
     return answers
+
+
+@in_their_own_time
+def in_step_with_nobody(cases: Cases, over: Sequence[Groups], late: int = -1) -> list[Answer]:
+    """The same where ranks do not compare their calls, which would keep them in step."""
+    return cut_and_alone(cases, over, late)
+
+
+def compile_alone(cases: Sequence[Case]) -> None:
+    """Run each case whole on one rank, so that what kernels compile for it is in their cache.
+
+    Neighbours, which are alike, go to one rank. What is wrong with them is for others to say.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for case in cases[rank * len(cases) // ranks : (rank + 1) * len(cases) // ranks]:
+        _alone(case)
+
+
+def in_teams(cases: Cases, over: Sequence[Groups], team_size: int) -> list[Answer]:
+    """The same, heads split ``team_size`` ways though it may not be the fastest.
+
+    Plans are remembered by group, so ``over`` must serve one team size only.
+    """
+    with _teams_of(team_size) as ran:
+        answers = cut_and_alone(cases, over)
+    assert set(ran) == ({team_size} if answers else set())
+    return answers
+
+
+@contextmanager
+def _teams_of(size: int) -> Iterator[list[int]]:
+    """Plans of such teams; yields the team sizes of the plans that are run over several ranks."""
+    ran: list[int] = []
+    forward = attention_call.attention_forward
+
+    def plan(*args: Any, **options: Any) -> Any:
+        ranks = args[1].group_size
+        return make_plan(*args, **{**options, "team_size": size if ranks > 1 else 1})
+
+    def recorded(plan: Any, *args: Any, **options: Any) -> Any:
+        ran.extend([plan.team_size] * (plan.group_size > 1))
+        return forward(plan, *args, **options)
+
+    with (
+        patch.object(attention_op, "make_plan", plan),
+        patch.object(attention_call, "attention_forward", recorded),
+    ):
+        yield ran
+
+
+def _alone(case: Case) -> list[Tensor] | Failure | None:
+    if case.dtype == torch.float64:
+        return None
+    whole = replace(case, layout=None, k_layout=None, sizes=None, k_sizes=None)
+    return _or_failure(lambda: run_rank(whole, 0, 1, None))
+
+
+def _tried(case: Case, place: Place) -> list[Tensor] | Failure:
+    return _or_failure(lambda: run_rank(case, place.rank, place.size, place.group))
+
+
+def _or_failure(run: Callable[[], list[Tensor]]) -> list[Tensor] | Failure:
+    """Results on the host; or what went wrong, for the other ranks go on too."""
+    try:
+        return [t.cpu() for t in run()]
+    except KernelError as error:
+        return Failure(str(error), True)
+    except Exception:
+        return Failure(traceback.format_exc(), False)

@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from op_cases import Case, run_rank
-
-from customized_ops.ring_attention import attention_op
-from customized_ops.ring_attention.core.plan import make_plan
-
-_groups: dict[tuple[int, ...], Any] = {}
-
-
-def run_cases(cases: list[Case], members: tuple[int, ...], as_group: bool) -> Any:
-    """Run cases on the ranks ``members``; None on the others.
-
-    The group is passed as the ranks themselves, or made here by all ranks and passed as a group.
-    """
-    if as_group and members not in _groups:
-        _groups[members] = dist.new_group(list(members))
-    if dist.get_rank() not in members:
-        return None
-    group = _groups[members] if as_group else list(members)
-    rank = members.index(dist.get_rank())
-    per_case = [run_rank(case, rank, len(members), group) for case in cases]
-    return [[t.cpu() for t in results] for results in per_case]
-
-
-def run_in_teams(cases: list[Case], team_size: int) -> Any:
-    """Run cases on all ranks, heads split ``team_size`` ways though it may not be the fastest."""
-
-    def plan(*args: Any, **options: Any) -> Any:
-        return make_plan(*args, **{**options, "team_size": team_size})
-
-    with patch.object(attention_op, "make_plan", plan):
-        return run_cases(cases, tuple(range(dist.get_world_size())), as_group=False)
-
-
-def run_two_groups(case: Case, first: int) -> Any:
-    """Ranks [0, 1] and [2, 3] at once, each its own problem; ``first`` is who asks late."""
-    import time
-
-    rank = dist.get_rank()
-    members = (0, 1) if rank < 2 else (2, 3)
-    if rank == first:
-        time.sleep(0.3)
-    return run_rank(case, members.index(rank), 2, members)
 
 
 def run_with_error(case: Case, wrong: int, change: str) -> str:
@@ -81,6 +40,13 @@ def run_outside() -> None:
     """Every rank names a group that rank 0 is not in; only rank 0 gets as far as a call."""
     if dist.get_rank() == 0:
         run_rank(Case("ring", 8), 0, 2, [1, 2])
+
+
+def one_fails(seconds: float) -> None:
+    """Rank 0 fails, while the others do something for so long."""
+    if dist.get_rank() == 0:
+        raise RuntimeError("not today")
+    time.sleep(seconds)
 
 
 def heads_by_rank() -> str:

@@ -98,4 +98,16 @@ UNEVEN = {
         ),
         "all of it uneven": replace(TABLE["all of it"], sizes=(3, 30, 0, 7)),
     },
+    8: {
+        "uneven": Case("ring", 40, sizes=(13, 0, 2, 5, 9, 1, 7, 3), heads=(4, 2)),
+        "empty ranks": Case("ring", 20, sizes=(0, 0, 0, 12, 0, 0, 8, 0), batch=2),
+        "zigzag uneven": Case("zigzag", 40, sizes=(3, 10, 6, 1, 0, 12, 7, 1)),
+        "packed uneven": replace(TABLE["packed"], sizes=(1, 0, 20, 0, 3, 14, 6, 1)),
+        "cross, other layouts": replace(
+            TABLE["masked cross"],
+            sizes=(0, 1, 0, 3, 0, 0, 2, 0),
+            k_sizes=(20, 0, 9, 1, 0, 11, 0, 9),
+        ),
+        "all of it uneven": replace(TABLE["all of it"], sizes=(3, 9, 0, 7, 1, 18, 0, 2)),
+    },
 }

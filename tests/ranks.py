@@ -3,7 +3,11 @@
     pool.run(function, *args)   ->   [function(*args) on rank 0, on rank 1, ...]
 
 ``function`` must be importable in a fresh process, so jobs live in modules of this folder, not in
-test files. Starting P interpreters costs seconds; a job costs milliseconds.
+test files. Starting P interpreters costs seconds; a job costs milliseconds. ``worlds`` says over
+which pools a test runs:
+
+    @worlds(cpus=[4], gpus=[4, 8])
+    def test(ranks: Pool) -> None: ...
 """
 
 from __future__ import annotations
@@ -11,11 +15,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
-JOB_SECONDS = 60
+import pytest
+
+JOB_SECONDS = {"gloo": 60.0, "nccl": 300.0}  # flash-attn-4 compiles seconds for each kind of call
+SECONDS_AFTER_A_FAILURE = 20.0  # more than a rank over gloo waits for another
 
 
 class JobFailed(AssertionError):
@@ -53,12 +62,17 @@ def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe:
 class Pool:
     """``size`` processes in one world; with NCCL each has a GPU of its own.
 
-    A job may take ``seconds``; a rank waits for another for a quarter of that.
+    A job may take ``seconds``, by default JOB_SECONDS; a rank waits for another for a quarter of
+    that. Once a rank has failed, the others are not waited for much longer.
     """
 
-    def __init__(self, size: int, backend: str = "gloo", seconds: float = JOB_SECONDS) -> None:
-        self.size, self.backend, self.seconds = size, backend, seconds
+    def __init__(self, size: int, backend: str = "gloo", seconds: float | None = None) -> None:
+        self.size, self.backend = size, backend
+        self.seconds = JOB_SECONDS[backend] if seconds is None else seconds
         self._start()
+
+    def __str__(self) -> str:
+        return _name(self.backend, self.size)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -77,29 +91,51 @@ class Pool:
         """Run a job on all ranks; raises JobFailed with every failing rank's traceback."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        replies = [self._reply(rank) for rank in range(self.size)]
+        replies = self._replies()
         failed = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failed:
             # Its world may be out of step; the next job gets a new one.
-            self.close()
+            self.close(patience=0)
             self._start()
             raise JobFailed("\n".join(failed))
         return [value for _, value in replies]
 
-    def _reply(self, rank: int) -> tuple[bool, Any]:
-        if not self._pipes[rank].poll(self.seconds):
-            return False, f"no answer in {self.seconds} s"
-        try:
-            return self._pipes[rank].recv()
-        except EOFError:
-            return False, "the process died"
+    def _replies(self) -> list[tuple[bool, Any]]:
+        """Whether each rank is done, and with what."""
+        replies: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.size
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        end = time.monotonic() + self.seconds
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                rank = waiting.pop(pipe)
+                try:
+                    replies[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    replies[rank] = False, "the process died"
+                if not replies[rank][0]:
+                    end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+        return replies
 
-    def close(self) -> None:
-        """Stop the processes."""
+    def close(self, patience: float = 2) -> None:
+        """Stop the processes; each may take so many seconds to end by itself."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
         for process in self._processes:
-            process.join(2)
+            process.join(patience)
             process.kill()
         self._folder.cleanup()
+
+
+def _name(backend: str, size: int) -> str:
+    return f"{size}{'cpus' if backend == 'gloo' else 'gpus'}"
+
+
+def worlds(*, cpus: Sequence[int] = (), gpus: Sequence[int] = (2, 4, 8)) -> pytest.MarkDecorator:
+    """Run a test over pools of so many CPU processes and of so many GPUs: its ``ranks``.
+
+    Where a machine has fewer GPUs the test is skipped. ``-k 4gpus`` selects what runs on 4.
+    """
+    params = [pytest.param(("gloo", n), id=_name("gloo", n)) for n in cpus]
+    params += [pytest.param(("nccl", n), id=_name("nccl", n), marks=pytest.mark.gpu) for n in gpus]
+    return pytest.mark.parametrize("ranks", params, indirect=True)

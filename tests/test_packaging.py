@@ -69,7 +69,7 @@ def test_extras(pyproject):
         "te": ["transformer-engine"],
         "hf": ["transformers"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "hypothesis", "matplotlib", "ruff", "mypy"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy"],
     }
     assert extras["te"] == ["transformer-engine[pytorch]>=2.15"]
     assert extras["hf"] == ["transformers>=5"]

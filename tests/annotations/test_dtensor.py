@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense import assert_same
 from op_cases import Case, expected
-from ranks import Pool
+from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask, Layout
 
@@ -225,7 +225,8 @@ def test_attention(two_ranks: Pool, case: Case, places: list[str], lie: str) -> 
     check(two_ranks.run(dtensor_jobs.attention, case, places), lie, alone(case))
 
 
-def test_attention_on_two_axes(four_ranks: Pool) -> None:
+@worlds(cpus=[4], gpus=[4])
+def test_attention_on_two_axes(ranks: Pool) -> None:
     uneven = Case("ring", 17, batch=2, heads=(4, 2))
     for case, places, lie in (
         (uneven, ["12", "12", "12"], "12 21 12 12 12"),  # l and heads
@@ -236,13 +237,14 @@ def test_attention_on_two_axes(four_ranks: Pool) -> None:
         (PACKED, ["01", "01", "01"], "01 10 01 01 01"),
         (PACKED, ["10", "R0", "RR"], "10 01 10 10 10"),
     ):
-        check(four_ranks.run(dtensor_jobs.attention, case, places, (2, 2)), lie, alone(case))
+        check(ranks.run(dtensor_jobs.attention, case, places, (2, 2)), lie, alone(case))
 
 
-def test_attention_over_four_ranks(four_ranks: Pool) -> None:
+@worlds(cpus=[4], gpus=[4])
+def test_attention_over_four_ranks(ranks: Pool) -> None:
     for length in (9, 5, 3):  # the last ranks hold less, or nothing
         case = Case("ring", length, heads=(4, 2))
-        replies = four_ranks.run(dtensor_jobs.attention, case, ["1", "1", "1"], (4,))
+        replies = ranks.run(dtensor_jobs.attention, case, ["1", "1", "1"], (4,))
         check(replies, "1 2 1 1 1", alone(case))
 
 
@@ -310,10 +312,11 @@ def test_attention_with_all_that_scores_may_have(
         (OTHER_KEYS, ["0", "R", "R"], "0 1 0 P P P", {}),
     ],
 )
+@worlds(cpus=[4], gpus=[4])
 def test_parts_of_q_over_four_ranks(
-    four_ranks: Pool, case: Case, places: list[str], lie: str, where: dict[str, Any]
+    ranks: Pool, case: Case, places: list[str], lie: str, where: dict[str, Any]
 ) -> None:
-    replies = four_ranks.run(dtensor_jobs.attention, case, places, (4,), where)
+    replies = ranks.run(dtensor_jobs.attention, case, places, (4,), where)
     check(replies, lie, alone(case))
 
 
@@ -336,10 +339,11 @@ def test_parts_of_q_over_four_ranks(
         (replace(CROSS, heads=(6, 1)), ["21", "RR", "RR"], "21 12 21 PP PP 0P", {}),
     ],
 )
+@worlds(cpus=[4], gpus=[4])
 def test_two_splits_at_once(
-    four_ranks: Pool, case: Case, places: list[str], lie: str, where: dict[str, Any]
+    ranks: Pool, case: Case, places: list[str], lie: str, where: dict[str, Any]
 ) -> None:
-    replies = four_ranks.run(dtensor_jobs.attention, case, places, (2, 2), where)
+    replies = ranks.run(dtensor_jobs.attention, case, places, (2, 2), where)
     check(replies, lie, alone(case))
 
 

@@ -1,69 +1,66 @@
-"""Jobs for two GPUs whose ranks write into one another's memory; see ``ranks.Pool``.
+"""Jobs for GPUs whose ranks write into one another's memory; see ``ranks.Pool``.
 
-A job returns what is wrong on its rank, as text, and goes on: a rank that stops leaves the other
+A job returns what is wrong on its rank, as text, and goes on: a rank that stops leaves the others
 waiting. Ranks do not compare what they call (``SEQSHARD_CHECK``), for that would keep them in step.
+``rows`` are groups side by side; each rank works in its own.
 """
 
 from __future__ import annotations
 
-import os
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from op_cases import Case
+from rank_groups import Groups, Rows, in_their_own_time, place_in
 from torch import Tensor
 
-from customized_ops.ring_attention.core.comm import DistComm
+from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.groups import comm_by_name
-from customized_ops.ring_attention.core.symmetric import CHOICE, SymmetricComm
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LATE_SECONDS = 0.3
 
-in_their_own_time = mock.patch.dict(os.environ, {"SEQSHARD_CHECK": "0"})
+
+def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
+    """This rank's group; another for each purpose."""
+    place = place_in(Groups(rows, kind, purpose))
+    assert place is not None
+    # What plans are chosen by, so that both kinds of group run the same ones.
+    comm_by_name(place.group.group_name).costs = H200
+    return place.group
 
 
-@cache
-def group_of(kind: str, purpose: str = "") -> dist.ProcessGroup:
-    """A group of all ranks that are connected so; another for each purpose."""
-    group = dist.new_group(list(range(dist.get_world_size())))
-    with mock.patch.dict(os.environ, {CHOICE: kind}):
-        comm = comm_by_name(group.group_name)
-    assert type(comm) is {"nccl": DistComm, "symmetric": SymmetricComm}[kind]
-    return group
-
-
-def drawn(case: Case, seed: int) -> tuple[list[Tensor], Tensor]:
-    """This rank's q, k, v and the gradient of its out."""
-    rank = dist.get_rank()
-    source = torch.Generator(case.device).manual_seed(1000 * seed + rank)
+def drawn(case: Case, rows: Rows, seed: int) -> tuple[list[Tensor], Tensor]:
+    """This rank's q, k, v and the gradient of its out; each row of ranks has its own."""
+    source = torch.Generator(case.device).manual_seed(1000 * seed + dist.get_rank())
+    group = group_of("symmetric", rows)
+    rank, ranks = group.rank(), group.size()
     lead = () if case.packed else (case.batch,)
-    q_layout, k_layout = case.layouts(dist.get_world_size())
+    q_layout, k_layout = case.layouts(ranks)
     (h, g), (d, e) = case.heads, case.dims
 
     def made(tokens: int, heads: int, dim: int) -> Tensor:
         shape = (*lead, tokens, heads, dim)
         return torch.randn(shape, generator=source, device=case.device, dtype=case.dtype)
 
-    rows, keys = q_layout.sizes[rank], k_layout.sizes[rank]
-    q, k, v = made(rows, h, d), made(keys, g, d), made(keys, g, e)
+    here, keys = q_layout.sizes[rank], k_layout.sizes[rank]
+    q, k, v = made(here, h, d), made(keys, g, d), made(keys, g, e)
     if case.fused:
         q, k, v = torch.cat([q, k, v], -2).split([h, g, g], -2)
         assert not k.is_contiguous()
-    return [t.detach().requires_grad_() for t in (q, k, v)], made(rows, h, e)
+    return [t.detach().requires_grad_() for t in (q, k, v)], made(here, h, e)
 
 
 def attend(
     case: Case, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows."""
-    layout = case.layout_of(dist.get_world_size())
+    layout = case.layout_of(group.size())
     return case.call(q, k, v, process_group=group, layout=layout, deterministic=True)
 
 
@@ -89,22 +86,22 @@ def differing(what: Any, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[
 
 
 @in_their_own_time
-def against_messages(cases: dict[str, Case]) -> list[str]:
+def against_messages(cases: dict[str, Case], rows: Rows) -> list[str]:
     """Every case over both kinds of group, in turn, so that plans follow one another."""
     wrong = []
     for seed in range(2):
         for name, case in cases.items():
-            given = drawn(case, seed)
-            got, want = (step(case, group_of(kind), *given) for kind in ("symmetric", "nccl"))
+            given = drawn(case, rows, seed)
+            got, want = (step(case, group_of(kind, rows), *given) for kind in ("symmetric", "nccl"))
             wrong += differing(f"{name}, {seed}", got, want)
     return wrong
 
 
 @in_their_own_time
-def captured(case: Case) -> list[str]:
+def captured(case: Case, rows: Rows) -> list[str]:
     """A step in a CUDA graph, replayed on new inputs, each time beside an eager one."""
-    group = group_of("symmetric", "captured")
-    leaves, dout = drawn(case, 0)
+    group = group_of("symmetric", rows, "captured")
+    leaves, dout = drawn(case, rows, 0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,7 +114,7 @@ def captured(case: Case) -> list[str]:
         results = step(case, group, leaves, dout)
     wrong = []
     for seed in (1, 2, 3):
-        new_leaves, new_dout = drawn(case, seed)
+        new_leaves, new_dout = drawn(case, rows, seed)
         with torch.no_grad():
             for static, new in zip([*leaves, dout], [*new_leaves, new_dout], strict=True):
                 static.copy_(new)
@@ -130,10 +127,10 @@ def captured(case: Case) -> list[str]:
 
 
 @in_their_own_time
-def without_waiting(cases: dict[str, Case]) -> list[str]:
+def without_waiting(cases: dict[str, Case], rows: Rows) -> list[str]:
     """Repeated steps in which torch refuses whatever makes the host wait for the GPU."""
-    group = group_of("symmetric")
-    given = {name: drawn(case, 0) for name, case in cases.items()}
+    group = group_of("symmetric", rows)
+    given = {name: drawn(case, rows, 0) for name, case in cases.items()}
     for _ in range(2):
         for name, case in cases.items():
             step(case, group, *given[name])
@@ -156,10 +153,11 @@ Held = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @in_their_own_time
-def memory_of_steps(case: Case, layers: Sequence[int]) -> list[tuple[int, Held]]:
+def memory_of_steps(case: Case, rows: Rows, layers: Sequence[int]) -> list[tuple[int, Held]]:
     """Bytes allocated, and what the arena holds, after each of some steps of so many layers."""
-    group = group_of("symmetric", "memory of steps")
-    leaves, dout = drawn(case, 0)
+    gc.collect()  # what earlier jobs left behind must not go meanwhile
+    group = group_of("symmetric", rows, "memory of steps")
+    leaves, dout = drawn(case, rows, 0)
     after = []
     for count in layers:
         outs = [attend(case, group, *leaves)[0] for _ in range(count)]
@@ -172,11 +170,13 @@ def memory_of_steps(case: Case, layers: Sequence[int]) -> list[tuple[int, Held]]
 
 
 @in_their_own_time
-def memory_of_plans(case: Case, lengths: Sequence[int], rounds: int) -> list[list[Held]]:
+def memory_of_plans(
+    case: Case, rows: Rows, lengths: Sequence[int], rounds: int
+) -> list[list[Held]]:
     """What the arena holds after steps of each length, round by round."""
-    group = group_of("symmetric", "memory of plans")
+    group = group_of("symmetric", rows, "memory of plans")
     sizes = [replace(case, length=length) for length in lengths]
-    given = [drawn(each, 0) for each in sizes]
+    given = [drawn(each, rows, 0) for each in sizes]
     after: list[list[Held]] = []
     for _ in range(rounds):
         after.append([])
@@ -195,10 +195,10 @@ def _held(group: dist.ProcessGroup) -> Held:
 
 
 @in_their_own_time
-def one_late(case: Case, steps: int) -> list[str]:
+def one_late(case: Case, rows: Rows, steps: int) -> list[str]:
     """Steps at which one rank after the other comes late, against steps at which none does."""
-    group = group_of("symmetric")
-    given = [drawn(case, seed) for seed in range(steps)]
+    group = group_of("symmetric", rows)
+    given = [drawn(case, rows, seed) for seed in range(steps)]
 
     def all_steps(late: bool) -> list[list[Tensor]]:
         results = []
@@ -215,15 +215,15 @@ def one_late(case: Case, steps: int) -> list[str]:
 
 
 @in_their_own_time
-def layer_on_layer(case: Case) -> list[str]:
+def layer_on_layer(case: Case, rows: Rows) -> list[str]:
     """What one call returns is the next one's q; their backward passes follow one another too."""
-    (q, k, v), _ = drawn(case, 0)
-    (_, next_k, next_v), dout = drawn(case, 1)
+    (q, k, v), _ = drawn(case, rows, 0)
+    (_, next_k, next_v), dout = drawn(case, rows, 1)
     leaves = [q, k, v, next_k, next_v]
     results = []
     for kind in ("symmetric", "nccl"):
-        between, _ = attend(case, group_of(kind), q, k, v)
-        out, lse = attend(case, group_of(kind), between, next_k, next_v)
+        between, _ = attend(case, group_of(kind, rows), q, k, v)
+        out, lse = attend(case, group_of(kind, rows), between, next_k, next_v)
         grads = torch.autograd.grad(out, leaves, dout)
         results.append([out.detach(), lse.detach(), *grads])
     return differing("two layers", *results)

@@ -4,65 +4,20 @@ from __future__ import annotations
 
 import op_jobs
 import pytest
+import ranks as ranks_module
 import torch
 from dense import assert_same
-from op_cases import Case, expected, gather
 from op_table import TABLE, UNEVEN
-from ranks import JobFailed, Pool
+from rank_groups import Groups, whole
+from ranks import JobFailed, Pool, worlds
+from verdicts import check
 
 from customized_ops.ring_attention import wrap_ring_attn_func
 
 
-def check(pool: Pool, cases: dict[str, Case], members: tuple[int, ...], as_group: bool) -> None:
-    replies = pool.run(op_jobs.run_cases, list(cases.values()), members, as_group)
-    per_rank = [reply for reply in replies if reply is not None]
-    assert len(per_rank) == len(members)
-    assert_expected(cases, per_rank)
-
-
-def assert_expected(cases: dict[str, Case], per_rank: list[list[list[torch.Tensor]]]) -> None:
-    for n, (name, case) in enumerate(cases.items()):
-        want = expected(case)
-        got = gather(case, [rank[n] for rank in per_rank])
-        for m, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert_same(f"{name}, result {m}", a, b)
-
-
-def test_two_ranks(two_ranks: Pool) -> None:
-    check(two_ranks, {**TABLE, **UNEVEN[2]}, (0, 1), as_group=False)
-
-
-def test_four_ranks(four_ranks: Pool) -> None:
-    check(four_ranks, {**TABLE, **UNEVEN[4]}, (0, 1, 2, 3), as_group=False)
-
-
-@pytest.mark.parametrize("team_size", [2, 4])
-def test_heads_in_uneven_shares(four_ranks: Pool, team_size: int) -> None:
-    cases = {
-        "uneven": Case("ring", 26, heads=(6, 3), batch=2),
-        "one key head": Case("ring", 26, heads=(5, 1), alibi=True, dropout=0.3, sink=True),
-        "five": Case("varlen", heads=(5, 5), cu_seqlens=(0, 7, 26, 41), length=41),
-    }
-    assert_expected(cases, four_ranks.run(op_jobs.run_in_teams, list(cases.values()), team_size))
-
-
-@pytest.mark.parametrize("members", [(1, 2), (0, 2), (1, 2, 3)])
-@pytest.mark.parametrize("as_group", [False, True], ids=["ranks", "ProcessGroup"])
-def test_groups_that_are_not_the_world(
-    four_ranks: Pool, members: tuple[int, ...], as_group: bool
-) -> None:
-    names = ("causal", "zigzag odd, grouped", "packed grouped")
-    check(four_ranks, {name: TABLE[name] for name in names}, members, as_group)
-
-
-@pytest.mark.parametrize("late", range(4))
-def test_two_groups_side_by_side(four_ranks: Pool, late: int) -> None:
-    """Data parallel x context parallel; no rank asks the others for anything."""
-    case = TABLE["grouped 4:1"]
-    replies = four_ranks.run(op_jobs.run_two_groups, case, late)
-    for pair in (replies[:2], replies[2:]):
-        for got, want in zip(gather(case, pair), expected(case), strict=True):
-            assert_same("two groups", got, want)
+@worlds(cpus=[2, 4], gpus=[])
+def test_every_op(ranks: Pool) -> None:
+    check(ranks, [{**TABLE, **UNEVEN[ranks.size]}], [Groups(whole(ranks.size), "ranks")])
 
 
 @pytest.mark.parametrize(
@@ -83,12 +38,20 @@ def test_one_wrong_rank_stops_all_and_the_next_call_works(
         own = told
     assert own in said[1]
     assert told in said[0]
-    check(two_ranks, {"causal": TABLE["causal"]}, (0, 1), as_group=False)
+    check(two_ranks, [{"causal": TABLE["causal"]}], [Groups(whole(2), "ranks")])
 
 
 def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"global rank 0 is not in process_group=\(1, 2\)"):
         two_ranks.run(op_jobs.run_outside)
+
+
+def test_a_rank_that_failed_is_not_waited_for(
+    two_ranks: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "SECONDS_AFTER_A_FAILURE", 0.1)
+    with pytest.raises(JobFailed, match=r"(?s)rank 0:.*not today\n\nrank 1:\nno answer in time$"):
+        two_ranks.run(op_jobs.one_fails, two_ranks.seconds)
 
 
 def test_a_group_travels_through_a_compiled_graph(two_ranks: Pool) -> None:

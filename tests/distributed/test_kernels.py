@@ -1,108 +1,133 @@
-"""Every op and mask in bf16 on two ranks, by every kernel: no worse than twice one rank's error.
+"""Every op and mask in bf16 over ranks, by every kernel: no worse than twice one rank's error.
 
-On GPUs over NCCL, and with what a CPU has over gloo. A test for each op, for each mask and for each
-kernel and mask, so that what takes long is seen: flash-attn-4 compiles some seconds for every kind
-of window and for every number of intervals a row, cuDNN for every shape.
+On GPUs over NCCL and over symmetric memory, and with what a CPU has over gloo. A test for each op,
+for each mask and for each kernel and mask, so that what takes long is seen: flash-attn-4 compiles
+for seconds for each kind of window and number of intervals a row, cuDNN for each shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
+import kernel_jobs
 import pytest
-import torch
-from kernel_jobs import Answer, KernelCase, cut_and_alone
-from op_cases import Case, expected, gather, run_rank
+from kernel_jobs import Answer, Cases
+from op_cases import Case, run_rank
 from op_table import TABLE, UNEVEN
-from ranks import Pool
+from rank_groups import Groups, comms, whole
+from ranks import Pool, worlds
+from verdicts import Named, check, low, lows
 
 from customized_ops.ring_attention.core.kernels import KERNELS
 from tests.kernels.cases import MASKS as SHAPES
-from tests.kernels.conformance import assert_near
 from tests.ops.test_mask_grid import MASKS
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
-COMPILE_SECONDS = 300  # the first case of a configuration takes seconds
 COMPILES_SHAPES = ("te", "cudnn")
-DTYPE = torch.bfloat16
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(ranks: Pool) -> str:
     """Where the ranks compute."""
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    return request.param
+    return "cuda" if ranks.backend == "nccl" else "cpu"
+
+
+def over(ranks: Pool) -> list[Groups]:
+    """All ranks, in every way that they may be connected."""
+    return [Groups(whole(ranks.size), comm) for comm in comms(ranks)]
+
+
+def uneven(total: int, ranks: int) -> tuple[int, ...]:
+    """Shares that grow from rank to rank."""
+    bounds = [total * n * (n + 1) // (ranks * (ranks + 1)) for n in range(ranks + 1)]
+    return tuple(b - a for a, b in pairwise(bounds))
+
+
+def first_most(total: int, ranks: int) -> tuple[int, ...]:
+    """Nine tokens on each rank but the first, which has the rest."""
+    return (total - 9 * (ranks - 1), *[9] * (ranks - 1))
+
+
+def even(total: int, ranks: int) -> tuple[int, ...]:
+    """As many on every rank, but for the last."""
+    each = total // ranks
+    return (*[each] * (ranks - 1), total - each * (ranks - 1))
+
+
+def cases_of(op: str, ranks: int) -> dict[str, Case]:
+    """The table's, and a longer one."""
+    longer = Case(op, 512, cu_seqlens=(0, 200, 512))
+    cases = {n: case for n, case in {**TABLE, **UNEVEN[ranks]}.items() if case.op == op}
+    return cases | ({"longer": longer} if op in ("ring", "zigzag", "varlen") else {})
+
+
+OPS = sorted({case.op for case in TABLE.values()})
 
 
 @pytest.fixture(scope="module")
-def ranks(device: str) -> Iterator[Pool]:
-    """Two of them."""
-    pool = Pool(2, "nccl" if device == "cuda" else "gloo", seconds=COMPILE_SECONDS)
-    yield pool
-    pool.close()
+def compiled_by() -> set[str]:
+    """Pools that have compiled what all tests here want."""
+    return set()
 
 
-def low(case: Case, kernel: str, device: str) -> KernelCase:
-    """The case in bf16, with one number of heads and one width, so that kernels compile little."""
-    given = {f.name: getattr(case, f.name) for f in fields(case)}
-    given |= {"dtype": DTYPE, "device": device, "dims": (64, 64), "heads": (8, 2)}
-    return KernelCase(**given, kernel=kernel)
+@pytest.fixture
+def compiled(ranks: Pool, compiled_by: set[str]) -> None:
+    """Four and more GPUs share out first what they would all compile at the same time."""
+    if ranks.backend == "nccl" and ranks.size > 2 and str(ranks) not in compiled_by:
+        compiled_by.add(str(ranks))
+        cases = [case for op in OPS for case in cases_of(op, ranks.size).values()]
+        cases += [Case("masked", mask.q_len, given=mask) for mask in MASKS.values()]
+        wanted = [low(case, "auto", "cuda") for case in cases]
+        wanted += [case for name in SHAPES for case in shapes(name, ranks, "auto", even).values()]
+        ranks.run(kernel_jobs.compile_alone, wanted)
 
 
-def check(pool: Pool | Bent, cases: dict[str, KernelCase]) -> list[str]:
-    """Judge all that run; returns those that their kernel refuses."""
-    replies = pool.run(cut_and_alone, list(cases.values()))
-    refused, wrong = [], []
-    for n, (name, case) in enumerate(cases.items()):
-        answers = [reply[n] for reply in replies]
-        if isinstance(answers[0], str):
-            assert answers[0] == answers[1]
-            assert f"kernel {case.kernel!r} cannot do this" in answers[0]
-            refused.append(name)
-            continue
-        got = gather(case, [cut for cut, _ in answers])
-        alone = answers[0][1]
-        for what, *values in zip(NAMES, got, expected(case), alone, strict=False):
-            try:
-                assert_near(what, *values, DTYPE)
-            except AssertionError as error:
-                wrong.append(f"{name}: {error}")
-    assert not wrong, "\n".join(wrong)
-    return refused
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("op", OPS)
+@worlds(cpus=[2])
+def test_every_op(ranks: Pool, op: str) -> None:
+    cases = cases_of(op, ranks.size)
+    if ranks.backend == "gloo":  # where every op is compared exactly elsewhere
+        cases = {name: cases[name] for name in list(cases)[::4]}
+    assert not check(ranks, [lows(cases, device(ranks))], over(ranks))
 
 
-OPS = {**TABLE, **UNEVEN[2]}
-
-
-@pytest.mark.parametrize("op", sorted({case.op for case in OPS.values()}))
-def test_every_op(ranks: Pool, device: str, op: str) -> None:
-    names = [name for name, case in OPS.items() if case.op == op]
-    if device == "cpu":  # where every op is compared exactly elsewhere
-        names = names[::4]
-    assert not check(ranks, {name: low(OPS[name], "auto", device) for name in names})
-
-
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", MASKS)
-def test_every_mask(ranks: Pool, device: str, name: str) -> None:
+@worlds(cpus=[2])
+def test_every_mask(ranks: Pool, name: str) -> None:
     n = MASKS[name].q_len
-    case = Case("masked", n, given=MASKS[name], layout=f"contiguous:{n}:2")
-    assert not check(ranks, {name: low(case, "auto", device)})
+    case = Case("masked", n, given=MASKS[name], layout=f"contiguous:{n}:{ranks.size}")
+    assert not check(ranks, [lows({name: case}, device(ranks))], over(ranks))
+
+
+def shapes(name: str, ranks: Pool, kernel: str, *ways: Callable[..., Any]) -> Named:
+    """A mask of several tiles of every kernel, its rows and its keys cut in each of these ways."""
+    mask = SHAPES[name].make(640 if ranks.backend == "nccl" else 120)
+    base = low(Case("masked", mask.q_len, given=mask), kernel, device(ranks))
+    cut = {}
+    for way in ways:
+        keys = first_most if way is uneven else way
+        sizes = way(mask.q_len, ranks.size), keys(mask.k_len, ranks.size)
+        cut[f"{name}, {way.__name__}"] = replace(base, sizes=sizes[0], k_sizes=sizes[1])
+    return cut
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("name", SHAPES)
+@worlds(cpus=[4], gpus=[4, 8])
+def test_every_shape_of_mask(ranks: Pool, name: str) -> None:
+    assert not check(ranks, [shapes(name, ranks, "auto", uneven, even)], over(ranks))
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel(ranks: Pool, device: str, kernel: str, name: str) -> None:
-    """Longer masks, several tiles of every kernel, laid out unevenly, and evenly but for kernels
-    that compile for every shape."""
-    mask = SHAPES[name].make(640 if device == "cuda" else 120)
-    q, k = mask.q_len, mask.k_len
-    base = low(Case("masked", q, given=mask), kernel, device)
-    cases = {"uneven": replace(base, sizes=(q // 3, q - q // 3), k_sizes=(k - 9, 9))}
-    if kernel not in COMPILES_SHAPES:
-        cases["even"] = replace(base, sizes=(q // 2, q - q // 2), k_sizes=(k // 2, k - k // 2))
-    refused = check(ranks, cases)
+@worlds(cpus=[2], gpus=[2])
+def test_every_kernel(ranks: Pool, kernel: str, name: str) -> None:
+    """Evenly too but for kernels that compile for every shape."""
+    ways = (uneven,) if kernel in COMPILES_SHAPES else (uneven, even)
+    refused = check(ranks, [shapes(name, ranks, kernel, *ways)], over(ranks)[:1])
     assert kernel != "reference" or not refused
 
 
@@ -112,16 +137,21 @@ class Bent:
     def __init__(self, by: float) -> None:
         self.by = by
 
-    def run(self, job: object, cases: list[KernelCase]) -> list[list[Answer]]:
+    def run(self, job: object, rows: Cases, *_: Any) -> list[list[Answer]]:
         answers = []
-        for case in cases:
+        for case in rows[0]:
             alone = run_rank(case, 0, 1, None)
-            answers.append(([t + self.by for t in alone], alone))
+            answers.append(Answer(0, [[t + self.by for t in alone]], alone))
         return [answers]
 
 
-def test_the_check_can_fail() -> None:
-    case = {"causal": low(Case("ring", 32), "reference", "cpu")}
-    assert check(Bent(0.0), case) == []
-    with pytest.raises(AssertionError, match=r"causal: out: .*\n.*causal: lse: "):
-        check(Bent(0.3), case)
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_check_can_fail(exact: bool) -> None:
+    """And says all that is wrong."""
+    one = Case("ring", 32)
+    cases = {name: one if exact else low(one, "reference", "cpu") for name in ("first", "second")}
+    alone = [Groups(whole(1))]
+    assert check(Bent(0.0), [cases], alone) == []
+    for name in cases:
+        with pytest.raises(AssertionError, match=rf"{name}, row 0, .*: out: .*\n.*: lse: "):
+            check(Bent(0.3), [cases], alone)

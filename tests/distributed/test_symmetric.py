@@ -1,79 +1,125 @@
-"""Two GPUs that write into one another's memory: what they compute is what messages give, in a
-CUDA graph too, and they neither wait for the host nor take more memory from step to step."""
+"""GPUs that write into one another's memory: what they compute is what messages give, in a CUDA
+graph too, and they neither wait for the host nor take more memory from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from op_cases import Case
-from ranks import Pool
+from rank_groups import Rows, columns_of, comms, rows_of, whole
+from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask
 from tests.distributed import symmetric_jobs as jobs
 
 pytestmark = pytest.mark.gpu
 
-LENGTH = 16384  # from here on keys come in a stage of their own, and causal rows move
-# One number of heads and one width, so that libraries compile little.
-ALIKE = {"heads": (8, 2), "dims": (128, 128), "dtype": torch.bfloat16, "device": "cuda"}
-CASES = {
-    "zigzag": Case("ring", LENGTH, layout="zigzag", **ALIKE),
-    "rows move": Case("ring", LENGTH, **ALIKE),
-    "packed": Case("varlen", LENGTH, cu_seqlens=(0, 1600, 12000, LENGTH), **ALIKE),
-    "window": Case("window", LENGTH, window=(2048, -1), **ALIKE),
-    "masked": Case("masked", LENGTH, given=AttnMask.prefix_lm(LENGTH, 4096), **ALIKE),
-    "scattered": Case("streaming", LENGTH, window=(500, -1), sink_tokens=16, **ALIKE),
-    "fused, batch 2": Case("ring", LENGTH // 2, batch=2, fused=True, layout="zigzag", **ALIKE),
+TOKENS = 8192  # a rank; from here on keys come in a stage of their own, and causal rows move
+# One number of heads and one width, those of test_kernels, so that libraries compile little.
+ALIKE: dict[str, Any] = {
+    "heads": (8, 2),
+    "dims": (64, 64),
+    "dtype": torch.bfloat16,
+    "device": "cuda",
 }
-RIGHT: list[list[str]] = [[], []]  # nothing wrong on either rank
 
 
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[Pool]:
-    """Two NCCL ranks, one GPU each, that reach each other's memory."""
-    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
-        pytest.skip("needs two GPUs that reach each other's memory")
-    pool = Pool(2, "nccl", seconds=240)  # a rank that compiles lets the other wait
-    yield pool
-    pool.close()
+def cases(*names: str, ranks: int) -> dict[str, Case]:
+    """All cases over so many ranks, or those named."""
+    n = TOKENS * ranks
+    made = {
+        "zigzag": Case("ring", n, layout="zigzag", **ALIKE),
+        "rows move": Case("ring", n, **ALIKE),
+        "packed": Case("varlen", n, cu_seqlens=(0, n // 10, 3 * n // 4, n), **ALIKE),
+        "window": Case("window", n, window=(2048, -1), **ALIKE),
+        "masked": Case("masked", n, given=AttnMask.prefix_lm(n, n // 4), **ALIKE),
+        "scattered": Case("streaming", n, window=(500, -1), sink_tokens=16, **ALIKE),
+        "fused, batch 2": Case("ring", n // 2, batch=2, fused=True, layout="zigzag", **ALIKE),
+    }
+    return {name: made[name] for name in names or made}
 
 
-def test_results_are_those_of_messages(two_gpus: Pool) -> None:
-    assert two_gpus.run(jobs.against_messages, CASES) == RIGHT
+def case(name: str, ranks: Pool) -> Case:
+    """One of them."""
+    return cases(name, ranks=ranks.size)[name]
 
 
-def test_layers_that_follow_one_another(two_gpus: Pool) -> None:
-    assert two_gpus.run(jobs.layer_on_layer, CASES["fused, batch 2"]) == RIGHT
+@pytest.fixture(autouse=True)
+def in_reach(ranks: Pool) -> None:
+    """Ranks that do not reach each other's memory are of no use here."""
+    if "symmetric" not in comms(ranks):
+        pytest.skip("the GPUs do not reach each other's memory")
+
+
+def right(ranks: Pool) -> list[list[str]]:
+    """Nothing wrong on any rank."""
+    return [[]] * ranks.size
+
+
+@worlds()
+def test_results_are_those_of_messages(ranks: Pool) -> None:
+    of_all = cases(ranks=ranks.size)
+    assert ranks.run(jobs.against_messages, of_all, whole(ranks.size)) == right(ranks)
+
+
+@worlds()
+def test_layers_that_follow_one_another(ranks: Pool) -> None:
+    fused = case("fused, batch 2", ranks)
+    assert ranks.run(jobs.layer_on_layer, fused, whole(ranks.size)) == right(ranks)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "rows move"])
-def test_a_step_in_a_cuda_graph(two_gpus: Pool, name: str) -> None:
-    assert two_gpus.run(jobs.captured, CASES[name]) == RIGHT
+@worlds()
+def test_a_step_in_a_cuda_graph(ranks: Pool, name: str) -> None:
+    assert ranks.run(jobs.captured, case(name, ranks), whole(ranks.size)) == right(ranks)
 
 
-def test_no_step_makes_the_host_wait(two_gpus: Pool) -> None:
-    cases = {name: CASES[name] for name in ("zigzag", "rows move", "packed", "scattered")}
-    assert two_gpus.run(jobs.without_waiting, cases) == RIGHT
+@worlds()
+def test_no_step_makes_the_host_wait(ranks: Pool) -> None:
+    some = cases("zigzag", "rows move", "packed", "scattered", ranks=ranks.size)
+    assert ranks.run(jobs.without_waiting, some, whole(ranks.size)) == right(ranks)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "rows move"])
-def test_whoever_is_late(two_gpus: Pool, name: str) -> None:
-    assert two_gpus.run(jobs.one_late, CASES[name], 6) == RIGHT
+@worlds()
+def test_whoever_is_late(ranks: Pool, name: str) -> None:
+    steps = max(6, ranks.size)
+    assert ranks.run(jobs.one_late, case(name, ranks), whole(ranks.size), steps) == right(ranks)
 
 
-def test_memory_stays_the_same_from_step_to_step(two_gpus: Pool) -> None:
+def halves(size: int) -> list[Rows]:
+    """Groups of half of the ranks each, at the same time: neighbours, and every second one."""
+    return [rows_of(size, size // 2), columns_of(size, 2)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@worlds(gpus=[4, 8])
+def test_two_groups_at_once(ranks: Pool, which: int) -> None:
+    """Of which each has one memory, whose passes overlap those of the other."""
+    rows, of_all = halves(ranks.size)[which], cases(ranks=ranks.size // 2)
+    assert ranks.run(jobs.against_messages, of_all, rows) == right(ranks)
+    assert ranks.run(jobs.captured, of_all["rows move"], rows) == right(ranks)
+    assert ranks.run(jobs.one_late, of_all["zigzag"], rows, len(rows[0]) + 1) == right(ranks)
+
+
+@worlds()
+def test_memory_stays_the_same_from_step_to_step(ranks: Pool) -> None:
     """However many layers a step has; the second step makes one piece of what the first took."""
-    for after in two_gpus.run(jobs.memory_of_steps, CASES["rows move"], (1, 1, 1, 3, 3, 1)):
+    given = case("rows move", ranks), whole(ranks.size), (1, 1, 1, 3, 3, 1)
+    for after in ranks.run(jobs.memory_of_steps, *given):
         _, (_, pieces) = after[1]
         assert len(pieces) == 1 and pieces[0][1] > 0
         assert after[1:] == [after[1]] * 5
 
 
-def test_plans_share_their_memory(two_gpus: Pool) -> None:
-    lengths = (LENGTH // 2, LENGTH // 4, LENGTH)
-    for first, *others in two_gpus.run(jobs.memory_of_plans, CASES["zigzag"], lengths, 3):
+@worlds()
+def test_plans_share_their_memory(ranks: Pool) -> None:
+    zigzag = case("zigzag", ranks)
+    lengths = (zigzag.length // 2, zigzag.length // 4, zigzag.length)
+    given = zigzag, whole(ranks.size), lengths, 3
+    for first, *others in ranks.run(jobs.memory_of_plans, *given):
         _, pieces = others[0][0]
         assert len(pieces) == 1
         assert others == [[others[0][0]] * 3] * 2

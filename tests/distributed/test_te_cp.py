@@ -1,8 +1,7 @@
-"""TransformerEngine's context parallelism: over gloo in a stand-in, on two GPUs as it is."""
+"""TransformerEngine's context parallelism: over gloo in a stand-in, on GPUs as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from dense import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import Case, expected, gather, run_rank
-from ranks import JobFailed, Pool
+from ranks import JobFailed, Pool, worlds
 
 from customized_ops.ring_attention import AttnMask, Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import KernelError, Request, te
@@ -36,23 +35,11 @@ WINDOWS = {
     ),
 }
 GPU_CASES = {
-    "zigzag": Case("zigzag", 1024, layout="zigzag:1024:2"),
+    "zigzag": Case("zigzag", 1024, layout="zigzag"),
     "full": Case("ring", 1024, causal=False),
-    "packed": Case("varlen", 768, cu_seqlens=(0, 256, 768), layout="zigzag:768:2:0,256,768"),
-    "window": Case("window", 1024, window=(100, 0), layout="zigzag:1024:2"),
+    "packed": Case("varlen", 768, cu_seqlens=(0, 256, 768), layout="zigzag:768:{ranks}:0,256,768"),
+    "window": Case("window", 1024, window=(100, 0), layout="zigzag"),
 }
-
-
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[Pool]:
-    """Two NCCL ranks, one GPU each."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    if te.missing():
-        pytest.skip(te.missing() or "")
-    pool = Pool(2, "nccl", seconds=240)
-    yield pool
-    pool.close()
 
 
 def whole(case: Case, replies: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -140,17 +127,17 @@ def test_documents_are_their_mask(lengths: list[int], causal: bool, left: int) -
     assert again == mask
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", COMMS)
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_two_gpus(two_gpus: Pool, name: str, kernel: str) -> None:
+@worlds()
+def test_gpus(ranks: Pool, name: str, kernel: str) -> None:
     """bf16 and grouped heads: no further from fp64 than one GPU is, twice."""
+    if te.missing():
+        pytest.skip(te.missing() or "")
     if name == "window" and kernel == "te_cp":
         pytest.skip("the library knows no window on a ring")
-    case = replace(
-        GPU_CASES[name], heads=(8, 2), dims=(64, 64), dtype=torch.bfloat16, device="cuda"
-    )
-    replies = two_gpus.run(te_cp_jobs.run_cases, [(case, kernel)], (0, 1), False)
+    case = on_gpus(GPU_CASES[name], ranks.size)
+    replies = ranks.run(te_cp_jobs.run_cases, [(case, kernel)], tuple(range(ranks.size)), False)
     got = whole(case, [reply[0] for reply in replies])
     alone = run_rank(replace(case, layout=None), 0, 1, None)
     out, _, *grads = expected(case)
@@ -160,3 +147,11 @@ def test_two_gpus(two_gpus: Pool, name: str, kernel: str) -> None:
         error_many = (many.double() - truth).abs().max()
         rounding = torch.finfo(many.dtype).eps * truth.abs().max()
         assert error_many <= 2 * error_one + rounding, f"{name} {kernel}"
+
+
+def on_gpus(case: Case, ranks: int) -> Case:
+    """The case in bf16; key heads are as many as an all-to-all of heads wants."""
+    layout = case.layout and case.layout.format(ranks=ranks)
+    heads = (8, max(2, ranks))
+    bf16 = {"dims": (64, 64), "dtype": torch.bfloat16, "device": "cuda"}
+    return replace(case, layout=layout, heads=heads, **bf16)

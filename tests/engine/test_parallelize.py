@@ -9,7 +9,7 @@ import engine_jobs
 import pytest
 import torch
 from dense import assert_same
-from ranks import Pool
+from ranks import Pool, worlds
 
 
 def check(pool: Pool, op: str, policy: Any, plan: int, batch: int, length: int, layers: int) -> str:
@@ -57,11 +57,10 @@ def test_two_ranks(
         ("ring", "cp", 1, 1, 12),
     ],
 )
-def test_four_ranks(
-    four_ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int
-) -> None:
-    """plan < 4 is data parallel outside: two copies of two ranks, or four of one."""
-    check(four_ranks, op, policy, plan, batch, length, 1)
+@worlds(cpus=[4], gpus=[4, 8])
+def test_more_ranks(ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int) -> None:
+    """plan < 4 is data parallel outside: copies of two ranks, or of one."""
+    check(ranks, op, policy, plan, batch, length, 1)
 
 
 def test_the_plan_says_what_moves(two_ranks: Pool) -> None:

@@ -19,7 +19,7 @@ def train(
 
     ``before``: groups that their members make first, one after the other.
     """
-    rank, make = dist.get_rank(), groups._group_of
+    rank, make = dist.get_rank(), groups.group_of_ranks
 
     def make_late(ranks: tuple[int, ...]) -> object:
         if rank in late and ranks not in groups._by_ranks:
@@ -30,5 +30,5 @@ def train(
         for members in before:
             if rank in members:
                 groups.name_of_ranks(members)
-        with mock.patch.object(groups, "_group_of", make_late):
+        with mock.patch.object(groups, "group_of_ranks", make_late):
             return jobs.train(training)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dense import assert_same
 from op_cases import Case, expected, gather, run_rank
-from op_table import TABLE
+from op_table import TABLE, UNEVEN
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.inprocess import run_ranks
@@ -38,6 +38,11 @@ def test_equals_dense(name: str, ranks: int) -> None:
 def test_uneven_shards_and_empty_ranks(op: str, ranks: int, sizes: tuple[int, ...]) -> None:
     case = Case(op, 20, sizes=sizes, heads=(4, 2), cu_seqlens=(0, 3, 3, 18, 20))
     check(case, ranks)
+
+
+@pytest.mark.parametrize("name", UNEVEN[8])
+def test_eight_uneven_shards(name: str) -> None:
+    check(UNEVEN[8][name], 8)
 
 
 @pytest.mark.parametrize("name", TABLE)
