@@ -6,10 +6,17 @@ ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Those whose names users meet; a package brings what it lists of its own.
+MODULES := annotations annotations.engines.torch annotations.grammar annotations.rules \
+  customized_ops.chunk_linear_cross_entropy customized_ops.ring_attention \
+  customized_ops.ring_attention.core.cost customized_ops.ring_attention.core.kernels \
+  customized_ops.ring_attention.core.layout customized_ops.ring_attention.core.mask \
+  customized_ops.ring_attention.core.patterns customized_ops.ring_attention.core.plan \
+  customized_ops.ring_attention.core.report
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +42,11 @@ format: $(STAMP)  ## fix imports and formatting in place
 	@echo "format: ruff"
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+
+docs: $(STAMP)  ## make the pages of the API and its concepts, in build/docs
+	@echo "docs: pdoc"
+	@$(BIN)/python -m pdoc $(ARGS) --output-directory build/docs $(MODULES)
+	@echo "docs: build/docs/index.html"
 
 clean:  ## remove the environment, builds and caches
 	@echo "clean: $(VENV), builds and caches"

@@ -1,4 +1,7 @@
-"""Annotated ops: one line says how an op may be cut, and engines do the rest."""
+"""Annotated ops: one line says how an op may be cut, and engines do the rest.
+
+.. include:: docs/annotations.md
+"""
 
 from typing import TYPE_CHECKING, Any
 

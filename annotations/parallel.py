@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 
-from .engines.config import EMBEDDED_FIELDS, NNSCALER_OPTIONS, as_own, changed
+from .engines.config import EMBEDDED_FIELDS, NNSCALER_OPTIONS, changed
 
 _logger = logging.getLogger(__name__)
 
 REPOSITORY = "https://github.com/msrasys/nnscaler"
-ENGINES = ("auto", "nnscaler", "torch")
+# Modules with ``parallelize`` and ``as_config`` by the engine's name; imported when asked for.
+ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.engines.torch"}
 
 # Policies by name that only nnscaler has, its own and this package's.
 NNSCALER_POLICIES = ("cp_follow", "autodist", "tp", "pp", "data", "hybrid", "fsdp")
@@ -59,8 +61,9 @@ def parallelize(
         ValueError: unknown engine, or what the engine raises. TypeError: no ComputeConfig.
         ModuleNotFoundError: nnscaler was asked for and is not installed; says how to install it.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"parallelize: engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine not in ("auto", *ENGINES):
+        known = ", ".join(("auto", *ENGINES))
+        raise ValueError(f"parallelize: engine must be one of {known}, got {engine!r}")
     if not is_dataclass(compute_config):
         raise TypeError(
             "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, "
@@ -70,20 +73,16 @@ def parallelize(
     if engine == "auto":
         engine, why = _choose(pas_policy, compute_config, options)
         _logger.info("parallelize: engine %s, because %s", engine, why)
-    if engine == "nnscaler":
-        if not _installed():
-            raise ModuleNotFoundError(
-                f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
-                f"installed; install it from {REPOSITORY}, or use engine='torch'"
-            )
-        from .engines import nnscaler
-
-        run, config = nnscaler.parallelize, nnscaler.as_config(compute_config)
-    else:
-        from .engines import torch as embedded
-
-        run, config = embedded.parallelize, as_own(compute_config)
-    return run(module_or_module_class, dummy_forward_args, pas_policy, config, **options)
+    if engine == "nnscaler" and not _installed():
+        raise ModuleNotFoundError(
+            f"parallelize: engine='nnscaler' ({why}) needs nnscaler 0.9, which is not "
+            f"installed; install it from {REPOSITORY}, or use engine='torch'"
+        )
+    made_by = importlib.import_module(ENGINES[engine])
+    config = made_by.as_config(compute_config)
+    return made_by.parallelize(
+        module_or_module_class, dummy_forward_args, pas_policy, config, **options
+    )
 
 
 def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, str]:

@@ -11,14 +11,27 @@ import pkgutil
 import re
 from pathlib import Path
 
+import draw_pictures
+import numpy as np
 import pytest
+from PIL import Image
 
 import annotations
 import customized_ops
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```(python|py)\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "examples/benchmark/README.md",
+    *sorted(
+        str(page.relative_to(ROOT))
+        for folder in ("annotations", "customized_ops")
+        for page in (ROOT / folder).rglob("docs/*.md")
+    ),
+)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def blocks(kind: str) -> list[tuple[str, str | None]]:
@@ -48,6 +61,37 @@ def test_fragments_parse_and_import_what_exists(number: int) -> None:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module or "")
             assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in LINK.findall((ROOT / page).read_text()):
+        assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_pictures_are_those_that_the_example_draws(tmp_path: Path) -> None:
+    drawn = set(draw_pictures.pictures())
+    shown = {Path(link).name for p in PAGES for link in LINK.findall((ROOT / p).read_text())}
+    assert {name for name in shown if name.endswith(".png")} == drawn
+    name = min(drawn)
+    draw_pictures.draw(name, tmp_path)
+    new, old = (Image.open(at / name) for at in (tmp_path, draw_pictures.PAGES))
+    assert new.size == old.size
+    different = np.asarray(new.convert("L"), int) - np.asarray(old.convert("L"), int)
+    assert (abs(different) > 64).mean() < 0.01
+
+
+def test_pages_of_the_api_are_made(tmp_path: Path) -> None:
+    pdoc = pytest.importorskip("pdoc", reason="pip install '.[docs]'")
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    modules = re.search(r"^MODULES := (.*)$", makefile, re.MULTILINE)
+    assert modules is not None
+    made = {name: pdoc.doc.Module.from_name(name) for name in modules[1].split()}
+    plan = pdoc.render.html_module(made["customized_ops.ring_attention.core.plan"], made)
+    assert "What moves" in plan and "data:image/png" in plan and ".. include::" not in plan
+    assert "wrap_ring_attn_func" in pdoc.render.html_module(
+        made["customized_ops.ring_attention"], made
+    )
 
 
 def test_readme_shows_an_example_by_line_30() -> None:

@@ -69,7 +69,11 @@ def test_extras(pyproject):
         "te": ["transformer-engine"],
         "hf": ["transformers"],
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy"],
+        "docs": ["pdoc"],
+        "test": [
+            *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
+            *("transformers", "pdoc", "ruff", "mypy"),
+        ],
     }
     assert extras["te"] == ["transformer-engine[pytorch]>=2.15"]
     assert extras["hf"] == ["transformers>=5"]

@@ -4,6 +4,7 @@ capture -> strategies -> planner -> execute          report: the plan as a table
 (graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
 """
 
+from ..config import as_own as as_config
 from .capture import CaptureError
 from .module import ParallelModule, parallelize
 from .policies import OpSite, Policy, PolicyError
@@ -16,5 +17,6 @@ __all__ = [
     "ParallelModule",
     "Policy",
     "PolicyError",
+    "as_config",
     "parallelize",
 ]

@@ -6,6 +6,8 @@ every token is without asking anybody.
     contiguous(8, 2)   rank 0: 0 1 2 3    rank 1: 4 5 6 7
     zigzag(8, 2)       rank 0: 0 1 6 7    rank 1: 2 3 4 5
     striped(8, 2)      rank 0: 0 2 4 6    rank 1: 1 3 5 7
+
+.. include:: ../docs/layouts.md
 """
 
 from __future__ import annotations

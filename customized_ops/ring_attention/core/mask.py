@@ -3,6 +3,8 @@
 :class:`AttnMask` is what users make. Here are its dense and packed masks; named patterns come from
 :mod:`.patterns`, other forms of masks from :mod:`.conversions`, and what every mask can do from
 :mod:`.mask_value`.
+
+.. include:: ../docs/masks.md
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 A plan is a pure function of its arguments, in numpy: every rank makes the same one with no
 collective and no device sync, and plans are cached by value. A token's key and value cross a link
 once, and only where a slice needs them; so does a row.
+
+.. include:: ../docs/plans.md
 """
 
 from __future__ import annotations

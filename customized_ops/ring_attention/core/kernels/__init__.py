@@ -1,4 +1,7 @@
-"""Single-device attention kernels behind one protocol; :func:`choose` picks one."""
+"""Single-device attention kernels behind one protocol; :func:`choose` picks one.
+
+.. include:: ../../docs/kernels.md
+"""
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
 from .pairs import Pairs
