@@ -18,7 +18,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import attention_call, attention_op
 from customized_ops.ring_attention.core.kernels import KernelError
-from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
 
 LATE_SECONDS = 0.3
 
@@ -111,24 +111,34 @@ def in_teams(cases: Cases, over: Sequence[Groups], team_size: int) -> list[Answe
 
     Plans are remembered by group, so ``over`` must serve one team size only.
     """
-    with _teams_of(team_size) as ran:
+    return _planned_with(cases, over, team_size=team_size)
+
+
+def in_head_groups(cases: Cases, over: Sequence[Groups], head_groups: int) -> list[Answer]:
+    """The same, keys arriving in so many groups of heads though it may not be the fastest."""
+    return _planned_with(cases, over, head_groups=head_groups, team_size=1, stages=1)
+
+
+def _planned_with(cases: Cases, over: Sequence[Groups], **choice: int) -> list[Answer]:
+    with _plans_of(choice) as ran:
         answers = cut_and_alone(cases, over)
-    assert set(ran) == ({team_size} if answers else set())
+    what, wanted = next(iter(choice.items()))
+    assert {getattr(plan, what) for plan in ran} == ({wanted} if answers else set())
     return answers
 
 
 @contextmanager
-def _teams_of(size: int) -> Iterator[list[int]]:
-    """Plans of such teams; yields the team sizes of the plans that are run over several ranks."""
-    ran: list[int] = []
+def _plans_of(choice: dict[str, int]) -> Iterator[list[Plan]]:
+    """Plans of such a choice; yields those that are run over several ranks."""
+    ran: list[Plan] = []
     forward = attention_call.attention_forward
 
     def plan(*args: Any, **options: Any) -> Any:
         ranks = args[1].group_size
-        return make_plan(*args, **{**options, "team_size": size if ranks > 1 else 1})
+        return make_plan(*args, **{**options, **(choice if ranks > 1 else {"team_size": 1})})
 
     def recorded(plan: Any, *args: Any, **options: Any) -> Any:
-        ran.extend([plan.team_size] * (plan.group_size > 1))
+        ran.extend([plan] * (plan.group_size > 1))
         return forward(plan, *args, **options)
 
     with (

@@ -125,3 +125,26 @@ def test_heads_in_bf16(ranks: Pool, which: int) -> None:
     ways = connected(ranks, rows, f"teams of {team_size}")
     cases = [lows(longer, device(ranks))] * len(rows)
     check(ranks, cases, ways, team_size, job=kernel_jobs.in_teams)
+
+
+GROUPED = {
+    "causal": Case("ring", 26, heads=(8, 4)),
+    "zigzag": Case("zigzag", 37, heads=(4, 4), layout="zigzag"),
+    "uneven": Case("ring", 29, heads=(6, 3), batch=2, window=(9, 0)),
+    "packed": Case("varlen", heads=(6, 6), cu_seqlens=(0, 7, 26, 41), length=41),
+}
+
+
+@pytest.mark.parametrize("head_groups", [2, 3])
+@worlds(cpus=[4], gpus=[2, 4, 8])
+def test_keys_in_groups_of_heads(ranks: Pool, head_groups: int) -> None:
+    """The first group is attended, and its gradients go home, while the next arrives."""
+    rows, purpose = whole(ranks.size), f"{head_groups} groups of heads"
+    cases = [on(device(ranks), GROUPED)]
+    check(
+        ranks, cases, connected(ranks, rows, purpose), head_groups, job=kernel_jobs.in_head_groups
+    )
+    longer = {"longer": Case("ring", 512), "zigzag": GROUPED["zigzag"]}
+    cases = [lows(longer, device(ranks))]
+    ways = connected(ranks, rows, f"{purpose}, low")
+    check(ranks, cases, ways, 2, job=kernel_jobs.in_head_groups)
