@@ -183,6 +183,7 @@ class Options(NamedTuple):
         reduce_dtype: what gradients travel in; None: see ``core/executor.py``.
         use_cute: nnscaler's way to ask for flash-attn-4, kernel "flash4".
         q_rows, q_heads: which part of its rows or heads q is; None for all. See ``parts``.
+        team_size: ranks that share out the heads of the same rows; None for the fastest.
     """
 
     softmax_scale: float | None = None
@@ -197,6 +198,7 @@ class Options(NamedTuple):
     use_cute: bool = False
     q_rows: tuple[int, int] | None = None
     q_heads: tuple[int, int] | None = None
+    team_size: int | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
     dropout_seed: int | Tensor | None = None
@@ -236,6 +238,7 @@ class Options(NamedTuple):
             "kernel": kernel_of(op, self.kernel, self.use_cute),
             "layout": spec_of(op, "layout", self.layout),
             "k_layout": spec_of(op, "k_layout", self.k_layout),
+            "team_size": team_size_of(op, self.team_size),
         }
 
 
@@ -255,6 +258,34 @@ def tokens_of(op: str, name: str, count: int) -> int:
     if not is_integer(count):
         raise ArgumentError(f"{op}: {name} must be a number of tokens, 0 or more, got {count!r}")
     return int(count)
+
+
+def team_size_of(op: str, team_size: int | None) -> int:
+    """The ranks that share out heads as an op argument; 0 if None.
+
+    Raises:
+        ArgumentError: not a number of 1 or more.
+    """
+    if team_size is not None and not is_integer(team_size, 1):
+        raise ArgumentError(
+            f"{op}: team_size must be a number of ranks, 1 or more, or None, got {team_size!r}"
+        )
+    return int(team_size or 0)
+
+
+def check_team_size(op: str, team_size: int, ranks: int, q_heads: int) -> None:
+    """A team must be a part of the group, with a query head for each of its ranks.
+
+    Raises:
+        ArgumentError: it is not; what would fit.
+    """
+    if not team_size or (ranks % team_size == 0 and team_size <= max(q_heads, 1)):
+        return
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= max(q_heads, 1)]
+    raise ArgumentError(
+        f"{op}: team_size={team_size} must divide the group's {ranks} ranks and be at most the "
+        f"{q_heads} heads of q; {', '.join(map(str, fits))} would fit, or None"
+    )
 
 
 def softcap_of(op: str, softcap: float) -> float:

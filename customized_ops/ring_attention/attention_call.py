@@ -186,8 +186,9 @@ def kernel_of(
     request, name = request_of(given, scoring, plan), given["kernel"]
     if name not in te_cp.COMMS:
         return choose(op, name, request)
-    if given["reduce_dtype"]:
-        raise ArgumentError(f"{op}: kernel {name!r} takes no reduce_dtype; leave it None")
+    for argument in ("reduce_dtype", "team_size"):
+        if given[argument]:
+            raise ArgumentError(f"{op}: kernel {name!r} takes no {argument}; leave it None")
     q_heads, kv_heads = given["q"].shape[-2], given["k"].shape[-2]  # it splits them by itself
     return te_cp.choose(
         op,
@@ -211,7 +212,9 @@ def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
     """What must be the same on every rank of a group, as text."""
     facts = {name: _without_tokens(given[name]) for name in ("q", "k", "v")}
     facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
-    options = "softmax_scale softcap dropout_p return_lse deterministic reduce_dtype kernel"
+    options = (
+        "softmax_scale softcap dropout_p return_lse deterministic reduce_dtype kernel team_size"
+    )
     for name in options.split():
         facts[name] = repr(given[name])
     # Ranks share the tokens of a sequence, so they must hold the same part of its heads.

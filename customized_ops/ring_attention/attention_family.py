@@ -25,6 +25,7 @@ OPTIONS: dict[str, type] = {
     "kernel": str,
     "layout": str,
     "k_layout": str,
+    "team_size": int,  # 0: whatever is the fastest
     # Which part of q a call holds, if not all of it; see ``parts``. 0 parts: all.
     "row_part": int,
     "row_parts": int,

@@ -31,6 +31,7 @@ from . import agreement
 from .arguments import (
     ArgumentError,
     Options,
+    check_team_size,
     check_tensors,
     checked,
     dropout_of,
@@ -63,14 +64,16 @@ def declare(
     arguments = family.arguments
     n_tensors = sum(kind in (Tensor, Tensor | None) for kind in arguments.values())
 
-    def plan(problem: Problem, heads: tuple[int, int], costs: CostModel = H200) -> Plan:
+    def plan(
+        problem: Problem, heads: tuple[int, int], costs: CostModel = H200, team_size: int = 0
+    ) -> Plan:
         return make_plan(
             problem.mask,
             problem.q_layout,
             problem.k_layout,
             assignment=assignment,
             heads=heads if heads[1] else (1, 1),
-            team_size=None if split_heads else 1,
+            team_size=team_size or (None if split_heads else 1),
             costs=costs,
         )
 
@@ -82,8 +85,9 @@ def declare(
             problem = family.problem(title, given, rows, comm)
             if part_of_rows:
                 problem = rows_of(title, problem, given)
-            heads = given["q"].shape[-2], given["k"].shape[-2]
-            return plan(problem, heads, comm.costs), problem.key_positions
+            heads, team_size = (given["q"].shape[-2], given["k"].shape[-2]), given["team_size"]
+            check_team_size(title, team_size, comm.size, heads[0])
+            return plan(problem, heads, comm.costs, team_size), problem.key_positions
 
         qkv = given["q"], given["k"], given["v"]
         values = (

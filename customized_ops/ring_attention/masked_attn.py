@@ -103,6 +103,7 @@ def wrap_masked_attn_func(
     reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
+    team_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
 
@@ -150,6 +151,9 @@ def wrap_masked_attn_func(
             for that.
         q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
             k and v have all of theirs.
+        team_size: ranks, neighbours in the group, that share out the heads of the same rows
+            (Ulysses); divides the group's size, at most h. 1 cuts the sequence alone, all ranks cut
+            heads alone, a number between does both. None is what the plan finds the fastest.
     Returns:
         [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
         fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -188,6 +192,7 @@ def wrap_masked_attn_func(
         reduce_dtype=reduce_dtype,
         q_rows=q_rows,
         q_heads=q_heads,
+        team_size=team_size,
     )
 
     def values() -> tuple[Any, ...] | None:

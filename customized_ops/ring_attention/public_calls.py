@@ -68,6 +68,7 @@ def _attention(
         arguments |= part_numbers(title, "q_rows", given["q_rows"], "row")
         arguments |= part_numbers(title, "q_heads", given["q_heads"], "head")
         arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
+        arguments["team_size"] = given.get("team_size") or 0
         arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 

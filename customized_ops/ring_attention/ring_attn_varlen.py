@@ -46,6 +46,7 @@ def wrap_ring_attn_varlen_func(
     reduce_dtype: torch.dtype | None = None,
     q_rows: tuple[int, int] | None = None,
     q_heads: tuple[int, int] | None = None,
+    team_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``l (g n) hd^, l g hd^, l g vd^, e^, e^ -> l (g n) vd^``
 
@@ -99,6 +100,9 @@ def wrap_ring_attn_varlen_func(
             for that.
         q_heads: set by auto-parallelizers: (i, n): q is part i of n, all alike, of the heads, and
             k and v have all of theirs.
+        team_size: ranks, neighbours in the group, that share out the heads of the same rows
+            (Ulysses); divides the group's size, at most h. 1 cuts the sequence alone, all ranks cut
+            heads alone, a number between does both. None is what the plan finds the fastest.
     Returns:
         [l, h, vd] in q's dtype; with ``return_lse`` also [h, l], natural log, fp32 (fp64 for fp64).
         Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -127,6 +131,7 @@ def wrap_ring_attn_varlen_func(
         use_cute=use_cute,
         q_rows=q_rows,
         q_heads=q_heads,
+        team_size=team_size,
     )
     return packed_attention(
         RING_ATTN_VARLEN,

@@ -477,6 +477,7 @@ def test_sliding_window_refuses(given: dict[str, Any], message: str) -> None:
         ("kernel", lambda rank: {"kernel": "reference" if rank else "torch"}),
         ("deterministic", lambda rank: {"deterministic": rank == 1}),
         ("reduce_dtype", lambda rank: {"reduce_dtype": [None, BF16][rank]}),
+        ("team_size", lambda rank: {"team_size": 1 + rank}),
         ("mask", lambda rank: {"mask": AttnMask.prefix_lm(16, 3 + rank)}),
         ("layout", lambda rank: {"layout": [Layout.zigzag, Layout.contiguous][rank](16, 2)}),
         ("k", lambda rank: {"k": K[:, :, : rank + 1]}),

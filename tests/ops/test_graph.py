@@ -163,6 +163,7 @@ DATA = {
     "kernel": "auto",
     "layout": "",
     "k_layout": "",
+    "team_size": 0,
     "row_part": 0,
     "row_parts": 0,
     "head_part": 0,

@@ -93,9 +93,9 @@ def parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("function", "theirs", "ours"),
     [
-        (wrap_ring_attn_func, DENSE, OURS | {"return_lse": False}),
+        (wrap_ring_attn_func, DENSE, OURS | {"return_lse": False, "team_size": None}),
         (wrap_zigzag_attn_func, DENSE, OURS | {"return_lse": False}),
-        (wrap_ring_attn_varlen_func, VARLEN, OURS | {"k_layout": None}),
+        (wrap_ring_attn_varlen_func, VARLEN, OURS | {"k_layout": None, "team_size": None}),
         (wrap_sliding_window_attn_func, SLIDING_WINDOW, OURS),
         (wrap_maybe_shuffle, SHUFFLE, {}),
         (wrap_maybe_unshuffle, SHUFFLE, {}),
