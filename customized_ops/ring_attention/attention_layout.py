@@ -21,7 +21,7 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     told = ""
     if not spec:
         if total is None:
-            _compare_lengths(op, comm, local)
+            compare_lengths(op, comm, local)
         else:
             told = f", as the mask or cu_seqlens speak of {total} tokens in all"
         spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
@@ -43,12 +43,14 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     return layout
 
 
-def _compare_lengths(op: str, comm: Comm, local: int) -> None:
+def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:
     """Without a layout a rank takes the others to hold as many tokens as itself; if they do not,
     messages are of other lengths than expected, and results wrong. So the first time that a
     length is met, the ranks tell each other theirs. In a correct program all ranks meet the same
     lengths in the same order, so none is left waiting.
 
+    Args:
+        remedy: how to say what each rank holds; None: by a layout.
     Raises:
         ArgumentError: the ranks hold different numbers of tokens.
     """
@@ -56,8 +58,10 @@ def _compare_lengths(op: str, comm: Comm, local: int) -> None:
         return  # where the ranks compare every call, they compare this too
     lengths = comm.all_gather_object(local)
     if len(set(lengths)) > 1:
-        raise ArgumentError(
-            f"{op}: the ranks of the group hold {lengths} tokens; say so with "
-            f"layout=Layout.from_sizes({lengths}), or with the layout that they are cut by"
-        )
+        if remedy is None:
+            remedy = (
+                f"say so with layout=Layout.from_sizes({lengths}), or with the layout that they "
+                "are cut by"
+            )
+        raise ArgumentError(f"{op}: the ranks of the group hold {lengths} tokens; {remedy}")
     comm.common_lengths.add(local)

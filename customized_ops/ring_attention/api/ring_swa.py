@@ -1,0 +1,238 @@
+"""The names of ring_swa (ring-sliding-window-attention) over this package's attention.
+
+there                             here
+ring_sliding_window_attn          wrap_sliding_window_attn_func, causal
+ring_sliding_window_attn_varlen   the same with cu_seqlens
+ring_streaming_llm_attn           wrap_streaming_attn_func
+ring_streaming_llm_attn_varlen    the same with cu_seqlens
+ring_swa.ops                      none: ranks of the ring need not be told
+
+argument there                    here
+window_size                       the tokens before a token that it attends, itself not counted;
+                                  -1, unbounded
+cu_seqlens                        of all ranks, a tensor or list; need not divide by the ranks
+cp_group                          a ProcessGroup, its global ranks in increasing order, a rank of
+                                  run_ranks; None is one rank
+cp_size, cp_local_rank            those of cp_group, if given; another is refused, for rank n of
+                                  cp_group holds the n-th part of the sequence
+cp_prev_global_rank, cp_next_global_rank
+                                  the global ranks beside this one in cp_group, if given; another is
+                                  refused for the same reason
+softmax_scale                     None is 1 / sqrt(head dim)
+
+Every sequence of a batch and every document has a first token of its own, with its own gradient;
+there one stands for all. By keyword, not there: layout, where tokens lie if not as many in order on
+every rank; sink_tokens, how many first tokens every token attends; return_lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import ArgumentError, checked, tokens_of
+from ..core.comm import Comm
+from ..core.groups import GroupLike, comm_by_name, group_name
+from ..core.layout import Layout
+from ..sliding_window_attn import wrap_sliding_window_attn_func
+from ..streaming_attn import wrap_streaming_attn_func
+from ..varlen_utils import CuSeqlens
+
+
+def ring_sliding_window_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    cp_group: GroupLike = None,
+    cp_size: int | None = None,
+    cp_local_rank: int | None = None,
+    cp_prev_global_rank: int | None = None,
+    cp_next_global_rank: int | None = None,
+    softmax_scale: float | None = None,
+    *,
+    layout: Layout | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Causal attention to a window, over a sequence cut across the ranks of a group.
+
+    Args:
+        q: [b, l, h, d], this rank's tokens. k: [b, l, g, d], v: [b, l, g, e]; h is a multiple of g.
+        window_size: token i attends tokens i - window_size .. i. All others: see the table above.
+    Returns:
+        [b, l, h, e] in q's dtype; with ``return_lse`` also the log-sum-exp, [b, h, l].
+    Raises:
+        ValueError: arguments do not fit the group or one another; says what would.
+
+    Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
+    """
+    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
+    window = _checked("ring_sliding_window_attn", window_size, cp_group, ring)
+    return wrap_sliding_window_attn_func(
+        q,
+        k,
+        v,
+        window_size=(window, 0),
+        softmax_scale=softmax_scale,
+        process_group=cp_group,
+        layout=layout,
+        return_lse=return_lse,
+    )
+
+
+def ring_sliding_window_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    cu_seqlens: CuSeqlens,
+    cp_group: GroupLike = None,
+    cp_size: int | None = None,
+    cp_local_rank: int | None = None,
+    cp_prev_global_rank: int | None = None,
+    cp_next_global_rank: int | None = None,
+    softmax_scale: float | None = None,
+    *,
+    layout: Layout | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`ring_sliding_window_attn` inside packed documents.
+
+    Args:
+        q: [l, h, d], k: [l, g, d], v: [l, g, e]. cu_seqlens: [documents + 1], integers.
+    Returns:
+        [l, h, e] in q's dtype; with ``return_lse`` also [h, l].
+    """
+    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
+    window = _checked("ring_sliding_window_attn_varlen", window_size, cp_group, ring)
+    return wrap_sliding_window_attn_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        window_size=(window, 0),
+        softmax_scale=softmax_scale,
+        process_group=cp_group,
+        layout=layout,
+        return_lse=return_lse,
+    )
+
+
+def ring_streaming_llm_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    cp_group: GroupLike = None,
+    cp_size: int | None = None,
+    cp_local_rank: int | None = None,
+    cp_prev_global_rank: int | None = None,
+    cp_next_global_rank: int | None = None,
+    softmax_scale: float | None = None,
+    *,
+    sink_tokens: int = 1,
+    layout: Layout | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`ring_sliding_window_attn`, where every token also attends the first of its sequence.
+
+    Args:
+        sink_tokens: how many first tokens.
+
+    Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
+    arXiv:2309.17453 (2023).
+    """
+    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
+    window = _checked("ring_streaming_llm_attn", window_size, cp_group, ring)
+    return wrap_streaming_attn_func(
+        q,
+        k,
+        v,
+        window,
+        sink_tokens,
+        softmax_scale,
+        process_group=cp_group,
+        layout=layout,
+        return_lse=return_lse,
+    )
+
+
+def ring_streaming_llm_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    cu_seqlens: CuSeqlens,
+    cp_group: GroupLike = None,
+    cp_size: int | None = None,
+    cp_local_rank: int | None = None,
+    cp_prev_global_rank: int | None = None,
+    cp_next_global_rank: int | None = None,
+    softmax_scale: float | None = None,
+    *,
+    sink_tokens: int = 1,
+    layout: Layout | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`ring_streaming_llm_attn` inside packed documents, each with first tokens of its own.
+
+    Args:
+        q: [l, h, d], k: [l, g, d], v: [l, g, e]. cu_seqlens: [documents + 1], integers.
+    Returns:
+        [l, h, e] in q's dtype; with ``return_lse`` also [h, l].
+    """
+    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
+    window = _checked("ring_streaming_llm_attn_varlen", window_size, cp_group, ring)
+    return wrap_streaming_attn_func(
+        q,
+        k,
+        v,
+        window,
+        sink_tokens,
+        softmax_scale,
+        process_group=cp_group,
+        cu_seqlens=cu_seqlens,
+        layout=layout,
+        return_lse=return_lse,
+    )
+
+
+_Ring = tuple[int | None, int | None, int | None, int | None]
+
+
+def _checked(title: str, window_size: int, cp_group: GroupLike, ring: _Ring) -> int:
+    """The window; refuses ranks that are not those of the group."""
+
+    def check() -> int:
+        if any(each is not None for each in ring):
+            _check_ring(title, cp_group, ring)
+        unbounded = window_size == -1
+        return -1 if unbounded else tokens_of(title, "window_size", window_size)
+
+    return checked(title, cp_group, check)
+
+
+def _check_ring(title: str, cp_group: GroupLike, ring: _Ring) -> None:
+    comm = comm_by_name(group_name(cp_group))
+    ranks = _global_ranks(cp_group, comm)
+    before, after = ranks[comm.rank - 1], ranks[(comm.rank + 1) % comm.size]
+    names = "cp_size", "cp_local_rank", "cp_prev_global_rank", "cp_next_global_rank"
+    wanted = comm.size, comm.rank, before, after
+    for name, given, there in zip(names, ring, wanted, strict=True):
+        if given is not None and given != there:
+            raise ArgumentError(
+                f"{title}: {name}={given!r}, but in cp_group it is {there}, where rank n holds the "
+                "n-th part of the sequence; leave it None, or cut the sequence by rank in cp_group"
+            )
+
+
+def _global_ranks(group: GroupLike, comm: Comm) -> Sequence[int]:
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    if isinstance(group, Comm) or group is None:
+        return range(comm.size)
+    return group

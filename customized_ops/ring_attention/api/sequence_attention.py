@@ -1,0 +1,148 @@
+"""A module that attends a sequence which is cut over ranks, with yunchang's arguments.
+
+It has no parameters, and no state but how the sequence is cut, which each module remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import ArgumentError, checked
+from ..attention_layout import compare_lengths
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..masked_attn import wrap_masked_attn_func
+from ..ring_attn import wrap_ring_attn_func
+from ..ring_attn_varlen import wrap_ring_attn_varlen_func
+from ..varlen_utils import CuSeqlens, as_tensor, on_host
+from .sequence_parallel import SequenceParallel
+
+
+class SequenceAttention(torch.nn.Module):
+    """Attention over the ranks of a :class:`SequenceParallel`.
+
+    Attributes:
+        parallel: the ranks, and which of them share out heads.
+        ring_impl_type: where tokens lie. kernel: what attends them.
+        team_size: ranks that share out heads; None: as the plan finds the fastest.
+    """
+
+    def __init__(self, parallel: SequenceParallel, ring_impl_type: str, kernel: str) -> None:
+        super().__init__()
+        self.title = type(self).__name__
+        self.parallel, self.ring_impl_type, self.kernel = parallel, ring_impl_type, kernel
+        self.team_size = parallel.team_size
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        *args: Any,
+        cu_seqlens: CuSeqlens | None = None,
+        mask: AttnMask | None = None,
+        total: int | None = None,
+        dropout_seed: int | Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of this rank's tokens to the whole sequence.
+
+        Args:
+            query: [b, l, h, d], this rank's tokens; [l, h, d] with ``cu_seqlens``.
+            key, value: [b, l, g, d], or [l, g, d]; h is a multiple of g.
+            window_size: (left, right) tokens around each; -1 is unbounded.
+            alibi_slopes: [h] or [b, h]: what a score loses per token of distance.
+            cu_seqlens: cumulative lengths of documents of the whole sequence.
+            mask: which pairs attend, in place of ``causal``, ``window_size`` and ``cu_seqlens``.
+            total: tokens over all ranks, where ranks hold different numbers of them.
+            dropout_seed: the same on every rank; None draws one from torch's generator.
+            return_lse: also return the log-sum-exp, [b, h, l] or [h, l]; gradients flow through it.
+        Returns:
+            A tensor as query, in its dtype; with ``return_lse`` that and the log-sum-exp.
+        Raises:
+            ValueError: shapes, heads, lengths or arguments do not fit; says what would.
+        """
+        group = self.parallel.process_group
+
+        def check() -> dict[str, Layout]:
+            if args:
+                raise ArgumentError(f"{self.title}: takes no further arguments, got {args!r}")
+            if mask is not None and (causal or cu_seqlens is not None or window_size != (-1, -1)):
+                raise ArgumentError(
+                    f"{self.title}: mask says which pairs attend; leave causal, window_size and "
+                    "cu_seqlens at their defaults"
+                )
+            return self._layouts(query, cu_seqlens, mask, total)
+
+        options: dict[str, Any] = {
+            "dropout_p": dropout_p,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "deterministic": deterministic,
+            "dropout_seed": dropout_seed,
+            "return_lse": return_lse,
+            "process_group": group,
+            **checked(self.title, group, check),
+            "kernel": self.kernel,
+            "team_size": self.team_size,
+        }
+        tensors = query, key, value
+        if mask is not None:
+            return wrap_masked_attn_func(*tensors, mask, **options)
+        options |= {"causal": causal, "window_size": window_size}
+        if cu_seqlens is not None:
+            return wrap_ring_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, **options)
+        return wrap_ring_attn_func(*tensors, **options)
+
+    def _layouts(
+        self,
+        query: Tensor,
+        cu_seqlens: CuSeqlens | None,
+        mask: AttnMask | None,
+        total: int | None,
+    ) -> dict[str, Layout]:
+        """Where the tokens lie, as arguments of attention."""
+        wanted = "[l, h, d]" if cu_seqlens is not None else "[b, l, h, d]"
+        if not isinstance(query, Tensor) or query.ndim != wanted.count(",") + 1:
+            shown = tuple(query.shape) if isinstance(query, Tensor) else query
+            raise ArgumentError(f"{self.title}: query must be {wanted}, got {shown!r}")
+        if self.team_size is not None and self.team_size > query.shape[-2]:
+            raise ArgumentError(
+                f"{self.title}: a Ulysses degree of {self.team_size} needs as many heads, but "
+                f"query has {query.shape[-2]}"
+            )
+        if mask is not None:
+            lengths = {"layout": mask.q_len, "k_layout": mask.k_len}
+            return {name: self._layout(length) for name, length in lengths.items()}
+        if cu_seqlens is not None:
+            total = int(on_host(as_tensor(self.title, "cu_seqlens", cu_seqlens))[-1])
+        return {"layout": self._even(query.shape[1]) if total is None else self._layout(total)}
+
+    def _layout(self, total: int) -> Layout:
+        return self.parallel.layout(self.ring_impl_type, total)
+
+    def _even(self, local: int) -> Layout:
+        """Of as many tokens on every rank."""
+        remedy = "give total, the number of tokens over all ranks"
+        if not torch.compiler.is_compiling():
+            compare_lengths(self.title, self.parallel.comm, local, remedy)
+        layout = self._layout(local * self.parallel.comm.size)
+        if set(layout.sizes) != {local}:
+            raise ArgumentError(
+                f"{self.title}: {local} tokens on each of {layout.group_size} ranks are not laid "
+                f"out {self.ring_impl_type}, which gives the ranks {list(layout.sizes)}; {remedy}"
+            )
+        return layout

@@ -1,0 +1,193 @@
+"""Ulysses within a ring (USP): which ranks share out heads, and which rank holds which tokens.
+
+    2 x 2, zigzag, tokens 0..7      ring rank 0: 0 1 6 7       ring rank 1: 2 3 4 5
+                                    rank 0: 0 1  rank 1: 6 7   rank 2: 2 3  rank 3: 4 5
+
+A ring rank's tokens lie on its Ulysses ranks in order. Those are neighbours; without
+``use_ulysses_low`` ranks of one ring are, above 0 and 1 then, and 2 and 3.
+
+Fang, Zhao: USP, arXiv:2405.07719 (2024); the layouts are those of yunchang 0.6.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import ArgumentError, is_integer
+from ..core.comm import Comm
+from ..core.groups import GroupLike, comm_by_name, group_name
+from ..core.layout import Layout
+
+RINGS: dict[str, Callable[[int, int], Layout]] = {
+    "basic": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "strip": Layout.striped,
+}
+# The same tokens, other kernels.
+RINGS |= dict.fromkeys(("basic_pytorch", "basic_flashinfer", "basic_npu"), Layout.contiguous)
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Ranks that cut one sequence.
+
+    Attributes:
+        ulysses_degree: ranks that share out the heads of the same tokens.
+        ring_degree: so many teams of those share out the tokens.
+        process_group: the ``ulysses_degree * ring_degree`` ranks: a ProcessGroup, its global ranks
+            in increasing order, a rank of ``run_ranks``, or None for one rank.
+        use_ulysses_low: neighbours are Ulysses ranks; False: neighbours are ranks of a ring.
+
+    Raises:
+        ArgumentError: degrees that are not 1 or more, or not those of the group's size.
+        GroupError: this rank is not in the group.
+    """
+
+    ulysses_degree: int
+    ring_degree: int
+    process_group: GroupLike = None
+    use_ulysses_low: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses_degree", "ring_degree"):
+            check_degree("SequenceParallel", name, getattr(self, name))
+        ranks = self.ulysses_degree * self.ring_degree
+        if ranks != self.comm.size:
+            raise ArgumentError(
+                f"SequenceParallel: ulysses_degree={self.ulysses_degree} times ring_degree="
+                f"{self.ring_degree} is {ranks} ranks, but the group has {self.comm.size}"
+            )
+
+    @property
+    def comm(self) -> Comm:
+        """The group as this rank sees it."""
+        return comm_by_name(group_name(self.process_group))
+
+    @property
+    def team_size(self) -> int | None:
+        """For attention: ranks that share out heads, who must be neighbours; else the plan says."""
+        apart = not self.use_ulysses_low and min(self.ulysses_degree, self.ring_degree) > 1
+        return None if apart else self.ulysses_degree
+
+    def layout(self, ring_impl_type: str, total: int) -> Layout:
+        """Where ``total`` tokens lie; see :func:`layout_of`."""
+        degrees = self.ulysses_degree, self.ring_degree
+        return layout_of(ring_impl_type, total, *degrees, self.use_ulysses_low)
+
+
+def check_degree(title: str, name: str, degree: object) -> None:
+    """Raises ArgumentError for anything but a number of 1 or more."""
+    if not is_integer(degree, 1):
+        raise ArgumentError(f"{title}: {name} must be a number of ranks, 1 or more, got {degree!r}")
+
+
+@lru_cache(maxsize=64)  # a layout may take megabytes
+def layout_of(
+    ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
+) -> Layout:
+    """Where the tokens of a sequence lie: the ring ranks' as ``ring_impl_type`` says, cut in order.
+
+    ``use_ulysses_low`` counts for zigzag alone: the others number ring ranks by rank, whichever
+    ranks are neighbours. Lengths need not divide; then the last parts are shorter.
+
+    Args:
+        ring_impl_type: one of RINGS.
+    """
+    make, ranks = RINGS[ring_impl_type], ulysses_degree * ring_degree
+    if make is Layout.contiguous or ulysses_degree == 1:
+        return make(total, ranks)
+    held = [make(total, ring_degree).positions(rank) for rank in range(ring_degree)]
+    parts = [np.array_split(own, ulysses_degree) for own in held]
+    mine = []
+    for rank in range(ranks):
+        if use_ulysses_low or ring_impl_type != "zigzag":
+            ring, ulysses = divmod(rank, ulysses_degree)
+        else:
+            ulysses, ring = divmod(rank, ring_degree)
+        mine.append(np.stack([parts[ring][ulysses], parts[ring][ulysses] + 1], axis=1))
+    layout = Layout.from_ranges(mine)  # type: ignore[arg-type]
+    contiguous = Layout.contiguous(total, ranks)
+    return contiguous if layout == contiguous else layout  # whose spec is short
+
+
+_said: list[SequenceParallel] = []  # by the last call of set_seq_parallel_pg, none or one
+
+
+def remember(parallel: SequenceParallel) -> None:
+    """Make it what modules without ``parallel`` and ``extract_local`` take from now on."""
+    _said[:] = [parallel]
+
+
+def last_said(title: str) -> SequenceParallel:
+    """What :func:`remember` was told last.
+
+    Raises:
+        ArgumentError: nothing yet.
+    """
+    if not _said:
+        raise ArgumentError(
+            f"{title}: say first how the sequence is cut, by set_seq_parallel_pg or as parallel="
+        )
+    return _said[0]
+
+
+def extract_local(ring_impl_type: str, *, keeps_graph: bool) -> Callable[..., Tensor]:
+    """A function from a whole tensor to a rank's tokens of it.
+
+    Args:
+        keeps_graph: whether gradients flow through what it returns.
+    """
+    title = f"EXTRACT_FUNC_DICT[{ring_impl_type!r}]"
+
+    def extract(
+        value: Tensor,
+        rank: int,
+        world_size: int,
+        rd: int | None = None,
+        ud: int | None = None,
+        dim: int = 1,
+        *,
+        use_ulysses_low: bool | None = None,
+    ) -> Tensor:
+        """This rank's tokens of ``value``, whose dim ``dim`` is the sequence; a copy.
+
+        Args:
+            rank: in the ranks that cut the sequence, or of all where copies of them lie one after
+                the other. world_size: ranks that cut it, ``rd * ud``.
+            rd, ud: ring and Ulysses degree; basic layouts do without.
+            use_ulysses_low: None takes it from ``set_seq_parallel_pg``, where that has been told
+                these degrees, else True.
+        Raises:
+            ArgumentError: the degrees do not fit the ranks.
+        """
+        check_degree(title, "world_size", world_size)
+        contiguous = RINGS[ring_impl_type] is Layout.contiguous
+        if contiguous and rd is None and ud is None:
+            rd, ud = world_size, 1
+        for name, degree in (("rd", rd), ("ud", ud)):
+            check_degree(title, name, degree)
+        assert rd is not None and ud is not None
+        if rd * ud != world_size or not is_integer(rank):
+            raise ArgumentError(
+                f"{title}: ring degree rd={rd} times Ulysses degree ud={ud} must be the "
+                f"{world_size} ranks that cut the sequence, and rank one of them, got rank {rank!r}"
+            )
+        low = _low(rd, ud) if use_ulysses_low is None else use_ulysses_low
+        layout = layout_of(ring_impl_type, value.shape[dim], ud, rd, low)
+        own = layout.shard(value if keeps_graph else value.detach(), rank % world_size, dim)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    return extract
+
+
+def _low(rd: int, ud: int) -> bool:
+    told: Any = _said[0] if _said else None
+    same = told is not None and (told.ring_degree, told.ulysses_degree) == (rd, ud)
+    return told.use_ulysses_low if same else True

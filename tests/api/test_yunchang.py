@@ -1,0 +1,378 @@
+"""The modules of yunchang over this package's attention, against dense attention."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dense import assert_same
+from op_cases import expected, gather, run_rank
+from rank_groups import Groups, comms, rows_of, whole
+from ranks import Pool, worlds
+from usp_cases import UspCase, as_there, tokens_there
+from verdicts import check as check_ranks
+
+from customized_ops.ring_attention import AttnMask, attention_call, run_ranks
+from customized_ops.ring_attention.api import sequence_parallel, yunchang
+from customized_ops.ring_attention.api.sequence_parallel import SequenceParallel
+from customized_ops.ring_attention.api.yunchang import (
+    EXTRACT_FUNC_DICT,
+    AttnType,
+    LongContextAttention,
+    LongContextAttentionQKVPacked,
+    UlyssesAttention,
+    set_seq_parallel_pg,
+)
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (2, 3), (3, 2), (2, 4), (4, 2)]
+
+
+def check(case: UspCase) -> None:
+    ranks = case.ud * case.rd
+    got = gather(case, run_ranks(ranks, lambda comm: run_rank(case, comm.rank, ranks, comm)))
+    for name, a, b in zip(NAMES, got, expected(case), strict=True):
+        assert_same(name, a, b)
+
+
+# ------------------------------------------------------------------------------ where tokens lie
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize(("ud", "rd"), DEGREES)
+@pytest.mark.parametrize("impl", EXTRACT_FUNC_DICT)
+def test_tokens_lie_as_there(impl: str, ud: int, rd: int, low: bool) -> None:
+    total, ranks = 4 * ud * rd, ud * rd
+    value = torch.arange(2 * total * 3).view(2, total, 3)
+    for rank in range(ranks):
+        got = EXTRACT_FUNC_DICT[impl](value, rank, ranks, rd=rd, ud=ud, use_ulysses_low=low)
+        assert torch.equal(got, value[:, tokens_there(impl, total, rank, ud, rd, low)])
+        assert got.is_contiguous() and got.data_ptr() != value.data_ptr()
+        turned = EXTRACT_FUNC_DICT[impl](
+            value.transpose(1, 2), rank, ranks, rd, ud, 2, use_ulysses_low=low
+        )
+        assert torch.equal(turned, got.transpose(1, 2))
+
+
+def test_the_names_are_those_there() -> None:
+    basic = ("basic", "basic_pytorch", "basic_flashinfer", "basic_npu")
+    assert set(EXTRACT_FUNC_DICT) == {"strip", "zigzag", *basic}
+    value = torch.arange(10.0).view(1, 10).requires_grad_()
+    parts = [EXTRACT_FUNC_DICT["basic"](value, rank, 4) for rank in range(4)]
+    assert [part.tolist() for part in parts] == [part.tolist() for part in value.chunk(4, 1)]
+    assert not parts[0].requires_grad  # as there
+    assert yunchang.zigzag_extract_local(value, 0, 1, 1, 1).requires_grad
+    assert yunchang.stripe_extract_local(value, 5, 2, 2, 1).tolist() == value[:, 1::2].tolist()
+
+
+def test_the_extracts_know_what_was_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.arange(16).view(1, 16)
+    extract = EXTRACT_FUNC_DICT["zigzag"]
+    monkeypatch.setattr(sequence_parallel, "_said", [])
+    assert extract(value, 1, 4, rd=2, ud=2).tolist() == [[12, 13, 14, 15]]
+    said = run_ranks(4, lambda comm: SequenceParallel(2, 2, comm, use_ulysses_low=False))[0]
+    sequence_parallel.remember(said)
+    assert extract(value, 1, 4, rd=2, ud=2).tolist() == [[4, 5, 6, 7]]
+    assert extract(value, 1, 8, rd=4, ud=2).tolist() == [[14, 15]]  # of others nothing was said
+
+
+# ------------------------------------------------------------------------------------ attention
+
+MODULES = ("LongContextAttention", "LongContextAttentionQKVPacked", "AsyncLongContextAttention")
+WHAT: dict[str, Any] = {
+    "causal": dict(heads=(6, 3)),
+    "full": dict(heads=(4, 4), causal=False, batch=2),
+    "window": dict(heads=(4, 2), window=(7, 0)),
+    "softcap": dict(heads=(5, 5), softcap=1.5, dims=(8, 6)),
+    "one key head": dict(heads=(5, 1), alibi=True, dropout=0.2),
+    "documents": dict(op="varlen", heads=(8, 2), cu_seqlens=(0, 5, 5, 40, 48)),
+    "uneven documents": dict(op="varlen", heads=(4, 4), cu_seqlens=(0, 9, 37), length=37),
+    "prefix": dict(op="masked", heads=(4, 2), given=AttnMask.prefix_lm(48, 9)),
+    "uneven": dict(heads=(7, 7), length=41),
+}
+
+
+def case_of(what: str, **given: Any) -> UspCase:
+    return UspCase(**{"op": "ring", "length": 48, **WHAT[what], **given})
+
+
+def lies(what: str) -> tuple[str, ...]:
+    return ("basic",) if "uneven" in what else ("basic", "zigzag", "strip")
+
+
+@pytest.mark.parametrize(("ud", "rd"), [(2, 1), (1, 2), (2, 2), (4, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize("what", WHAT)
+def test_equals_dense(what: str, ud: int, rd: int) -> None:
+    for impl in lies(what):
+        check(case_of(what, ud=ud, rd=rd, impl=impl))
+
+
+@pytest.mark.parametrize("module", MODULES[1:])
+@pytest.mark.parametrize("what", ["causal", "full", "one key head", "documents"])
+def test_the_other_modules(what: str, module: str) -> None:
+    dims = (8, 8)  # one tensor has one width
+    for impl in lies(what):
+        check(case_of(what, ud=2, rd=2, impl=impl, module=module, dims=dims))
+
+
+@pytest.mark.parametrize("ud", [1, 3, 4])
+@pytest.mark.parametrize("what", WHAT)
+def test_ulysses(what: str, ud: int) -> None:
+    check(case_of(what, ud=ud, module="UlyssesAttention"))
+
+
+@pytest.mark.parametrize("impl", ["basic", "zigzag", "strip"])
+def test_rings_of_neighbours(impl: str) -> None:
+    check(case_of("causal", ud=2, rd=3, impl=impl, low=False))
+
+
+@pytest.mark.parametrize(
+    ("module", "low", "sizes"),
+    [
+        ("LongContextAttention", True, {2}),
+        ("LongContextAttention", False, {1, 2, 4}),  # whatever is the fastest
+        ("AsyncLongContextAttention", True, {1, 2, 4}),
+    ],
+)
+def test_the_ulysses_degree_is_the_size_of_teams(
+    module: str, low: bool, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, ran = attention_call.attention_forward, []
+
+    def recorded(plan: Any, *args: Any) -> Any:
+        ran.append(plan.team_size)
+        return forward(plan, *args)
+
+    monkeypatch.setattr(attention_call, "attention_forward", recorded)
+    check(case_of("full", ud=2, rd=2, module=module, low=low))
+    assert len(ran) == 4 and set(ran) <= sizes
+
+
+def test_lengths_of_q_and_k_may_differ() -> None:
+    q, k = torch.randn(1, 16, 4, 8), torch.randn(1, 24, 4, 8)
+    mask = AttnMask.causal(16, 24)
+
+    def body(comm: Any) -> torch.Tensor:
+        module = LongContextAttention(
+            ring_impl_type="zigzag", parallel=SequenceParallel(2, 2, comm)
+        )
+        mine = (EXTRACT_FUNC_DICT["zigzag"](t, comm.rank, 4, rd=2, ud=2) for t in (q, k, k))
+        return module(*mine, mask=mask)
+
+    layout = sequence_parallel.layout_of("zigzag", 16, 2, 2, True)
+    alone = LongContextAttention(parallel=SequenceParallel(1, 1))(q, k, k, mask=mask)
+    assert_same("out", layout.unshard(run_ranks(4, body)), alone, 1e-5)
+
+
+def test_a_module_remembers_its_own() -> None:
+    """And copies and travels, as it holds no communicator."""
+    said = set_seq_parallel_pg(1, 1, 0, 1)
+    first = LongContextAttention(ring_impl_type="zigzag")
+    assert first.parallel is said
+    sequence_parallel.remember(SequenceParallel(1, 1, use_ulysses_low=False))
+    assert first.parallel is said
+    assert LongContextAttention().parallel is not said
+    again = pickle.loads(pickle.dumps(first))
+    assert again.parallel == said
+    q = torch.randn(1, 8, 2, 4)
+    assert torch.equal(again(q, q, q, causal=True), first(q, q, q, causal=True))
+    assert not list(first.state_dict())
+
+
+# ------------------------------------------------------------------------------------ real ranks
+
+
+def device(ranks: Pool) -> str:
+    return "cuda" if ranks.backend == "nccl" else "cpu"
+
+
+def pairs(size: int) -> list[tuple[int, int]]:
+    return [(n, size // n) for n in range(1, size + 1) if size % n == 0]
+
+
+def cases_over(size: int) -> dict[str, UspCase]:
+    """Every module and layout, over all degrees of so many ranks."""
+    cases = {}
+    for ud, rd in pairs(size):
+        for n, what in enumerate(("causal", "documents", "window")):
+            impl = ("basic", "zigzag", "strip")[(n + ud) % 3]
+            heads = (16, 4) if what == "causal" else (8, 2)
+            given = dict(ud=ud, rd=rd, impl=impl, heads=heads, module=MODULES[n])
+            cases[f"{what} {ud} x {rd}"] = case_of(what, **given)
+    return cases | {"ulysses": case_of("full", heads=(8, 2), ud=size, module="UlyssesAttention")}
+
+
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_over_process_groups(ranks: Pool) -> None:
+    cases = {name: replace(c, device=device(ranks)) for name, c in cases_over(ranks.size).items()}
+    ways = [Groups(whole(ranks.size), comm) for comm in ("ranks", *comms(ranks))]
+    assert not check_ranks(ranks, [cases], ways)
+
+
+@worlds(cpus=[2], gpus=[2, 4])
+def test_in_bf16(ranks: Pool) -> None:
+    low = dict(dtype=torch.bfloat16, device=device(ranks), dims=(64, 64), heads=(8, 2))
+    cases = {name: replace(c, **low) for name, c in cases_over(ranks.size).items()}
+    assert not check_ranks(ranks, [cases], [Groups(whole(ranks.size), comms(ranks)[-1])])
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("impl", ["basic", "zigzag", "strip"])
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_programs_as_they_are_there(ranks: Pool, impl: str, low: bool) -> None:
+    """On 4 ranks Ulysses in a ring; on more than the degrees make, copies side by side."""
+    cut = [(2, 1)] if ranks.size == 2 else [(2, 2), (2, 1)]
+    for ud, rd in cut:
+        case = case_of("causal", heads=(8, 4), ud=ud, rd=rd, impl=impl, low=low)
+        replies = ranks.run(as_there, replace(case, device=device(ranks)))
+        wanted = expected(case)
+        for row in rows_of(ranks.size, ud * rd):
+            for n, there in enumerate((case, replace(case, ud=rd, rd=ud))):
+                layout = there.layout_of(ud * rd)
+                for m, name in enumerate(("out", "dq", "dk", "dv")):
+                    got = layout.unshard([replies[rank][n][m] for rank in row])
+                    assert_same(f"{name} of {row}, model {n}", got, wanted[m + (m > 0)])
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+ALONE = SequenceParallel(1, 1)
+X = torch.zeros(1, 4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: LongContextAttention(1, 2, parallel=ALONE), ValueError, "must be 2 and 1, the"),
+        (
+            lambda: LongContextAttentionQKVPacked(2, 1, parallel=ALONE),
+            ValueError,
+            "must be 3 and 1, the dims of heads and of tokens, got 2 and 1",
+        ),
+        (
+            lambda: LongContextAttention(ring_impl_type="zag", parallel=ALONE),
+            ValueError,
+            "ring_impl_type must be one of basic, zigzag, strip, basic_pytorch, basic_flashinfer, "
+            "basic_npu, got 'zag'",
+        ),
+        (
+            lambda: LongContextAttention(ring_impl_type="basic_npu", parallel=ALONE),
+            NotImplementedError,
+            "ask for a kernel that is not here",
+        ),
+        (
+            lambda: UlyssesAttention(attn_type=AttnType.SAGE_FP8),
+            NotImplementedError,
+            "attn_type=AttnType.SAGE_FP8 ask for a kernel that is not here",
+        ),
+        (
+            lambda: LongContextAttention(attn_type="fa", parallel=ALONE),
+            ValueError,
+            "attn_type must be an AttnType, got 'fa'",
+        ),
+        (lambda: UlyssesAttention(use_sync=True), NotImplementedError, "use_sync=True is not"),
+        (
+            lambda: LongContextAttention(use_pack_qkv=True, parallel=ALONE),
+            NotImplementedError,
+            "(the executor decides what travels in one message); leave it at its default",
+        ),
+        (
+            lambda: LongContextAttention(attn_processor=X, parallel=ALONE),
+            NotImplementedError,
+            "it is for SPARSE_SAGE, which skips pairs",
+        ),
+        (
+            lambda: SequenceParallel(2, 1),
+            ValueError,
+            "ulysses_degree=2 times ring_degree=1 is 2 ranks, but the group has 1",
+        ),
+        (lambda: SequenceParallel(0, 1), ValueError, "ulysses_degree must be a number of ranks"),
+        (
+            lambda: set_seq_parallel_pg(1, 1, 0, 2),
+            ValueError,
+            "rank=0 of world_size=2, but torch.distributed has rank 0 of 1 (not initialised)",
+        ),
+        (
+            lambda: set_seq_parallel_pg(1, 2, 0, 1),
+            ValueError,
+            "sp_ulysses_degree=1 times sp_ring_degree=2 must divide the 1 ranks",
+        ),
+        (
+            lambda: EXTRACT_FUNC_DICT["strip"](X, 0, 4, rd=3, ud=1),
+            ValueError,
+            "ring degree rd=3 times Ulysses degree ud=1 must be the 4 ranks",
+        ),
+        (lambda: EXTRACT_FUNC_DICT["zigzag"](X, 0, 4), ValueError, "rd must be a number of ranks"),
+        (
+            lambda: LongContextAttention(parallel=ALONE)(X, X, X, *[0.0] * 8, 1),
+            ValueError,
+            "takes no further arguments, got (1,)",
+        ),
+        (
+            lambda: LongContextAttention(parallel=ALONE)(
+                X, X, X, causal=True, mask=AttnMask.full(4)
+            ),
+            ValueError,
+            "mask says which pairs attend; leave causal, window_size and cu_seqlens",
+        ),
+        (
+            lambda: LongContextAttention(parallel=ALONE)(X[0], X[0], X[0]),
+            ValueError,
+            "query must be [b, l, h, d], got (4, 2, 8)",
+        ),
+        (
+            lambda: LongContextAttentionQKVPacked(parallel=ALONE)(X),
+            ValueError,
+            "qkv must be [b, l, 3, h, d], got shape (1, 4, 2, 8)",
+        ),
+        (
+            lambda: LongContextAttentionQKVPacked(parallel=ALONE, kv_heads=1)(X),
+            ValueError,
+            "qkv must have the heads of q and 2 x kv_heads=1 of k and v",
+        ),
+    ],
+)
+def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel, "_said", [])
+    with pytest.raises(ValueError, match="by set_seq_parallel_pg or as parallel="):
+        LongContextAttention()
+
+
+@pytest.mark.parametrize(
+    ("impl", "degrees", "tokens", "heads", "message"),
+    [
+        ("zigzag", (1, 2), (3, 3), 2, "3 tokens on each of 2 ranks are not laid out zigzag, which"),
+        ("zigzag", (1, 2), (4, 6), 2, "the ranks of the group hold [4, 6] tokens; give total"),
+        ("basic", (2, 1), (4, 4), 1, "a Ulysses degree of 2 needs as many heads, but query has 1"),
+    ],
+)
+def test_every_rank_is_told(
+    impl: str,
+    degrees: tuple[int, int],
+    tokens: tuple[int, ...],
+    heads: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+
+    def body(comm: Any) -> str:
+        comm.start = None  # nothing may be sent
+        module = LongContextAttention(
+            ring_impl_type=impl, parallel=SequenceParallel(*degrees, comm)
+        )
+        x = torch.zeros(1, tokens[comm.rank], heads, 8)
+        with pytest.raises(ValueError) as error:
+            module(x, x, x)
+        return str(error.value)
+
+    assert all(message in said for said in run_ranks(2, body))
