@@ -120,3 +120,13 @@ def as_there(case: UspCase) -> list[list[Tensor]]:
         out.backward(dout)
         results.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
     return results
+
+
+def compiled(case: UspCase) -> Tensor:
+    """A compiled model's out, over the whole world."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    yunchang.set_seq_parallel_pg(case.ud, case.rd, rank, world)
+    model = torch.compile(case.made(tuple(range(world))), fullgraph=True, backend="aot_eager")
+    extract = yunchang.EXTRACT_FUNC_DICT[case.impl]
+    q, k, v, _ = (extract(t, rank, world, rd=case.rd, ud=case.ud) for t in case.tensors())
+    return model(q, k, v, causal=case.causal).cpu()

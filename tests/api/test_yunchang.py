@@ -13,7 +13,7 @@ from dense import assert_same
 from op_cases import expected, gather, run_rank
 from rank_groups import Groups, comms, rows_of, whole
 from ranks import Pool, worlds
-from usp_cases import UspCase, as_there, tokens_there
+from usp_cases import UspCase, as_there, compiled, tokens_there
 from verdicts import check as check_ranks
 
 from customized_ops.ring_attention import AttnMask, attention_call, run_ranks
@@ -236,6 +236,12 @@ def test_programs_as_they_are_there(ranks: Pool, impl: str, low: bool) -> None:
                 for m, name in enumerate(("out", "dq", "dk", "dv")):
                     got = layout.unshard([replies[rank][n][m] for rank in row])
                     assert_same(f"{name} of {row}, model {n}", got, wanted[m + (m > 0)])
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_a_compiled_model(ranks: Pool) -> None:
+    case = case_of("causal", ud=1, rd=2, impl="zigzag", device=device(ranks))
+    assert_same("out", case.layout_of(2).unshard(ranks.run(compiled, case)), expected(case)[0])
 
 
 # --------------------------------------------------------------------------------------- refusals

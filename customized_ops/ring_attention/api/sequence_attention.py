@@ -139,7 +139,7 @@ class SequenceAttention(torch.nn.Module):
         remedy = "give total, the number of tokens over all ranks"
         if not torch.compiler.is_compiling():
             compare_lengths(self.title, self.parallel.comm, local, remedy)
-        layout = self._layout(local * self.parallel.comm.size)
+        layout = self._layout(local * self.parallel.size)
         if set(layout.sizes) != {local}:
             raise ArgumentError(
                 f"{self.title}: {local} tokens on each of {layout.group_size} ranks are not laid "

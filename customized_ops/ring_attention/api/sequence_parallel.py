@@ -58,12 +58,16 @@ class SequenceParallel:
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree"):
             check_degree("SequenceParallel", name, getattr(self, name))
-        ranks = self.ulysses_degree * self.ring_degree
-        if ranks != self.comm.size:
+        if self.size != self.comm.size:
             raise ArgumentError(
                 f"SequenceParallel: ulysses_degree={self.ulysses_degree} times ring_degree="
-                f"{self.ring_degree} is {ranks} ranks, but the group has {self.comm.size}"
+                f"{self.ring_degree} is {self.size} ranks, but the group has {self.comm.size}"
             )
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self.ulysses_degree * self.ring_degree
 
     @property
     def comm(self) -> Comm:
@@ -88,7 +92,7 @@ def check_degree(title: str, name: str, degree: object) -> None:
         raise ArgumentError(f"{title}: {name} must be a number of ranks, 1 or more, got {degree!r}")
 
 
-@lru_cache(maxsize=64)  # a layout may take megabytes
+@torch.compiler.assume_constant_result  # its arguments are, and numpy is not to be traced
 def layout_of(
     ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
 ) -> Layout:
@@ -100,6 +104,13 @@ def layout_of(
     Args:
         ring_impl_type: one of RINGS.
     """
+    return _made(ring_impl_type, total, ulysses_degree, ring_degree, use_ulysses_low)
+
+
+@lru_cache(maxsize=64)  # a layout may take megabytes
+def _made(
+    ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
+) -> Layout:
     make, ranks = RINGS[ring_impl_type], ulysses_degree * ring_degree
     if make is Layout.contiguous or ulysses_degree == 1:
         return make(total, ranks)
