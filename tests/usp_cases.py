@@ -12,7 +12,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.api import yunchang
-from customized_ops.ring_attention.api.sequence_parallel import SequenceParallel
+from customized_ops.ring_attention.api.sequence_parallel import SequenceParallel, layout_of
 
 
 def tokens_there(impl: str, total: int, rank: int, ud: int, rd: int, low: bool) -> list[int]:
@@ -50,8 +50,7 @@ class UspCase(Case):
             return (Layout.contiguous(self.length, 1),) * 2
         assert ranks == self.ud * self.rd
         if self.length % (2 * ranks):
-            assert self.impl == "basic"
-            return (Layout.contiguous(self.length, ranks),) * 2
+            return (layout_of(self.impl, self.length, self.ud, self.rd, self.low),) * 2
         given = self.impl, self.length
         held = [tokens_there(*given, n, self.ud, self.rd, self.low) for n in range(ranks)]
         return (Layout.from_ranges([[(n, n + 1) for n in own] for own in held]),) * 2

@@ -27,6 +27,9 @@ from customized_ops.ring_attention.api.yunchang import (
     UlyssesAttention,
     set_seq_parallel_pg,
 )
+from customized_ops.ring_attention.core.comm import Pending
+from customized_ops.ring_attention.core.cost import H200
+from customized_ops.ring_attention.core.inprocess import InProcessComm
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (2, 3), (3, 2), (2, 4), (4, 2)]
@@ -49,12 +52,11 @@ def test_tokens_lie_as_there(impl: str, ud: int, rd: int, low: bool) -> None:
     total, ranks = 4 * ud * rd, ud * rd
     value = torch.arange(2 * total * 3).view(2, total, 3)
     for rank in range(ranks):
-        got = EXTRACT_FUNC_DICT[impl](value, rank, ranks, rd=rd, ud=ud, use_ulysses_low=low)
+        more = {"use_ulysses_low": low} if impl == "zigzag" else {}
+        got = EXTRACT_FUNC_DICT[impl](value, rank, ranks, rd=rd, ud=ud, **more)
         assert torch.equal(got, value[:, tokens_there(impl, total, rank, ud, rd, low)])
         assert got.is_contiguous() and got.data_ptr() != value.data_ptr()
-        turned = EXTRACT_FUNC_DICT[impl](
-            value.transpose(1, 2), rank, ranks, rd, ud, 2, use_ulysses_low=low
-        )
+        turned = EXTRACT_FUNC_DICT[impl](value.transpose(1, 2), rank, ranks, rd, ud, 2, **more)
         assert torch.equal(turned, got.transpose(1, 2))
 
 
@@ -66,6 +68,7 @@ def test_the_names_are_those_there() -> None:
     assert [part.tolist() for part in parts] == [part.tolist() for part in value.chunk(4, 1)]
     assert not parts[0].requires_grad  # as there
     assert yunchang.zigzag_extract_local(value, 0, 1, 1, 1).requires_grad
+    assert pickle.loads(pickle.dumps(EXTRACT_FUNC_DICT)) == EXTRACT_FUNC_DICT  # for data loaders
     assert yunchang.stripe_extract_local(value, 5, 2, 2, 1).tolist() == value[:, 1::2].tolist()
 
 
@@ -100,14 +103,13 @@ def case_of(what: str, **given: Any) -> UspCase:
     return UspCase(**{"op": "ring", "length": 48, **WHAT[what], **given})
 
 
-def lies(what: str) -> tuple[str, ...]:
-    return ("basic",) if "uneven" in what else ("basic", "zigzag", "strip")
+IMPLS = ("basic", "zigzag", "strip")
 
 
 @pytest.mark.parametrize(("ud", "rd"), [(2, 1), (1, 2), (2, 2), (4, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("what", WHAT)
 def test_equals_dense(what: str, ud: int, rd: int) -> None:
-    for impl in lies(what):
+    for impl in IMPLS:
         check(case_of(what, ud=ud, rd=rd, impl=impl))
 
 
@@ -115,7 +117,7 @@ def test_equals_dense(what: str, ud: int, rd: int) -> None:
 @pytest.mark.parametrize("what", ["causal", "full", "one key head", "documents"])
 def test_the_other_modules(what: str, module: str) -> None:
     dims = (8, 8)  # one tensor has one width
-    for impl in lies(what):
+    for impl in IMPLS:
         check(case_of(what, ud=2, rd=2, impl=impl, module=module, dims=dims))
 
 
@@ -150,6 +152,52 @@ def test_the_ulysses_degree_is_the_size_of_teams(
     monkeypatch.setattr(attention_call, "attention_forward", recorded)
     check(case_of("full", ud=2, rd=2, module=module, low=low))
     assert len(ran) == 4 and set(ran) <= sizes
+
+
+class Noting:
+    """A kernel that notes when it is called."""
+
+    def __init__(self, kernel: Any, events: list[str]) -> None:
+        self._kernel, self._events = kernel, events
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("forward", "backward"):
+            self._events.append("attend")
+        return getattr(self._kernel, name)
+
+
+def test_keys_travel_while_others_are_attended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and in the backward, where calls and links take as long as attending."""
+    passes: list[list[str]] = []  # of rank 0
+    fetch = InProcessComm.fetch
+
+    def asked(comm: Any, *args: Any) -> Pending:
+        pending = fetch(comm, *args)
+        if comm.rank:
+            return pending
+        events = passes[-1]
+        events.append("ask")
+        return Pending(lambda: (events.append("arrive"), pending.wait())[1])
+
+    def noting(run: Any) -> Any:
+        def noted(plan: Any, comm: Any, kernel: Any, *args: Any, **options: Any) -> Any:
+            if comm.rank == 0:
+                passes.append([])
+                kernel = Noting(kernel, passes[-1])
+            return run(plan, comm, kernel, *args, **options)
+
+        return noted
+
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(attention_call, name, noting(getattr(attention_call, name)))
+    monkeypatch.setattr(InProcessComm, "fetch", asked)
+    slow_links = replace(H200, call_seconds=0.0, step_seconds=0.0, link_bytes=1e9)
+    monkeypatch.setattr(InProcessComm, "costs", slow_links)
+    check(case_of("causal", ud=1, rd=2, impl="zigzag", module="AsyncLongContextAttention"))
+    assert len(passes) == 2
+    for events in passes:
+        first = [events.index(event) for event in ("ask", "attend", "arrive")]
+        assert first == sorted(first) and events.count("attend") > 1, events
 
 
 def test_lengths_of_q_and_k_may_differ() -> None:
@@ -312,7 +360,16 @@ X = torch.zeros(1, 4, 2, 8)
             ValueError,
             "ring degree rd=3 times Ulysses degree ud=1 must be the 4 ranks",
         ),
-        (lambda: EXTRACT_FUNC_DICT["zigzag"](X, 0, 4), ValueError, "rd must be a number of ranks"),
+        (
+            lambda: EXTRACT_FUNC_DICT["zigzag"](X, 0, 4, 0, 4),
+            ValueError,
+            "EXTRACT_FUNC_DICT['zigzag']: rd must be a number of ranks, 1 or more, got 0",
+        ),
+        (
+            lambda: EXTRACT_FUNC_DICT["basic"](X, 0, 4, rd=3, ud=1),
+            ValueError,
+            "must be the 4 ranks",
+        ),
         (
             lambda: LongContextAttention(parallel=ALONE)(X, X, X, *[0.0] * 8, 1),
             ValueError,

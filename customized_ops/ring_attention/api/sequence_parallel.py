@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -132,7 +131,7 @@ _said: list[SequenceParallel] = []  # by the last call of set_seq_parallel_pg, n
 
 
 def remember(parallel: SequenceParallel) -> None:
-    """Make it what modules without ``parallel`` and ``extract_local`` take from now on."""
+    """Make it what modules without ``parallel`` and zigzag extracts take from now on."""
     _said[:] = [parallel]
 
 
@@ -149,56 +148,83 @@ def last_said(title: str) -> SequenceParallel:
     return _said[0]
 
 
-def extract_local(ring_impl_type: str, *, keeps_graph: bool) -> Callable[..., Tensor]:
-    """A function from a whole tensor to a rank's tokens of it.
+def basic_extract_local(
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int | None = None,
+    ud: int | None = None,
+    dim: int = 1,
+) -> Tensor:
+    """This rank's tokens of ``value``, laid out contiguously, whatever the degrees; no gradients.
+
+    Others as :func:`zigzag_extract_local`.
+    """
+    degrees = (world_size, 1) if rd is None and ud is None else (rd, ud)
+    return _extract("basic", value.detach(), rank, world_size, *degrees, dim, True)
+
+
+def stripe_extract_local(
+    value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1
+) -> Tensor:
+    """This rank's tokens of ``value``, ring ranks in stripes; as :func:`zigzag_extract_local`."""
+    return _extract("strip", value, rank, world_size, rd, ud, dim, True)
+
+
+def zigzag_extract_local(
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int,
+    ud: int,
+    dim: int = 1,
+    *,
+    use_ulysses_low: bool | None = None,
+) -> Tensor:
+    """This rank's tokens of ``value``, whose dim ``dim`` is the sequence; a copy.
 
     Args:
-        keeps_graph: whether gradients flow through what it returns.
+        rank: among the ranks that cut the sequence, or among all where copies lie one after the
+            other. world_size: how many cut it, ``rd * ud``.
+        rd, ud: ring and Ulysses degree.
+        use_ulysses_low: None takes it from ``set_seq_parallel_pg``, if that was told these degrees
+            last, else True.
+    Raises:
+        ArgumentError: the degrees do not fit the ranks.
     """
+    if use_ulysses_low is None:
+        said = _said[0] if _said else None
+        same = said is not None and (said.ring_degree, said.ulysses_degree) == (rd, ud)
+        use_ulysses_low = said.use_ulysses_low if said is not None and same else True
+    return _extract("zigzag", value, rank, world_size, rd, ud, dim, use_ulysses_low)
+
+
+def _extract(
+    ring_impl_type: str,
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int | None,
+    ud: int | None,
+    dim: int,
+    low: bool,
+) -> Tensor:
     title = f"EXTRACT_FUNC_DICT[{ring_impl_type!r}]"
-
-    def extract(
-        value: Tensor,
-        rank: int,
-        world_size: int,
-        rd: int | None = None,
-        ud: int | None = None,
-        dim: int = 1,
-        *,
-        use_ulysses_low: bool | None = None,
-    ) -> Tensor:
-        """This rank's tokens of ``value``, whose dim ``dim`` is the sequence; a copy.
-
-        Args:
-            rank: in the ranks that cut the sequence, or of all where copies of them lie one after
-                the other. world_size: ranks that cut it, ``rd * ud``.
-            rd, ud: ring and Ulysses degree; basic layouts do without.
-            use_ulysses_low: None takes it from ``set_seq_parallel_pg``, where that has been told
-                these degrees, else True.
-        Raises:
-            ArgumentError: the degrees do not fit the ranks.
-        """
-        check_degree(title, "world_size", world_size)
-        contiguous = RINGS[ring_impl_type] is Layout.contiguous
-        if contiguous and rd is None and ud is None:
-            rd, ud = world_size, 1
-        for name, degree in (("rd", rd), ("ud", ud)):
-            check_degree(title, name, degree)
-        assert rd is not None and ud is not None
-        if rd * ud != world_size or not is_integer(rank):
-            raise ArgumentError(
-                f"{title}: ring degree rd={rd} times Ulysses degree ud={ud} must be the "
-                f"{world_size} ranks that cut the sequence, and rank one of them, got rank {rank!r}"
-            )
-        low = _low(rd, ud) if use_ulysses_low is None else use_ulysses_low
-        layout = layout_of(ring_impl_type, value.shape[dim], ud, rd, low)
-        own = layout.shard(value if keeps_graph else value.detach(), rank % world_size, dim)
-        return own.clone(memory_format=torch.contiguous_format)
-
-    return extract
+    for name, degree in (("world_size", world_size), ("rd", rd), ("ud", ud)):
+        check_degree(title, name, degree)
+    assert rd is not None and ud is not None
+    if rd * ud != world_size or not is_integer(rank):
+        raise ArgumentError(
+            f"{title}: ring degree rd={rd} times Ulysses degree ud={ud} must be the {world_size} "
+            f"ranks that cut the sequence, and rank one of them, got rank {rank!r}"
+        )
+    layout = layout_of(ring_impl_type, value.shape[dim], ud, rd, low)
+    own = layout.shard(value, rank % world_size, dim)
+    return own.clone(memory_format=torch.contiguous_format)
 
 
-def _low(rd: int, ud: int) -> bool:
-    told: Any = _said[0] if _said else None
-    same = told is not None and (told.ring_degree, told.ulysses_degree) == (rd, ud)
-    return told.use_ulysses_low if same else True
+EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(RINGS, basic_extract_local),
+    "strip": stripe_extract_local,
+    "zigzag": zigzag_extract_local,
+}

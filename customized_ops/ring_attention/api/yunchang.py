@@ -53,25 +53,31 @@ from torch import Tensor
 
 from ..arguments import ArgumentError
 from ..core.groups import GroupLike, comm_by_name, group_name
-from ..core.layout import Layout
 from .sequence_attention import SequenceAttention
 from .sequence_parallel import (
-    RINGS,
+    EXTRACT_FUNC_DICT,
     SequenceParallel,
+    basic_extract_local,
     check_degree,
-    extract_local,
     last_said,
     remember,
+    stripe_extract_local,
+    zigzag_extract_local,
 )
 from .yunchang_arguments import AttnType, check_dims, kernel_of, refuse
 
-EXTRACT_FUNC_DICT = {
-    name: extract_local(name, keeps_graph=make is not Layout.contiguous)
-    for name, make in RINGS.items()
-}
-basic_extract_local = EXTRACT_FUNC_DICT["basic"]
-stripe_extract_local = EXTRACT_FUNC_DICT["strip"]
-zigzag_extract_local = EXTRACT_FUNC_DICT["zigzag"]
+__all__ = [
+    "EXTRACT_FUNC_DICT",
+    "AsyncLongContextAttention",
+    "AttnType",
+    "LongContextAttention",
+    "LongContextAttentionQKVPacked",
+    "UlyssesAttention",
+    "basic_extract_local",
+    "set_seq_parallel_pg",
+    "stripe_extract_local",
+    "zigzag_extract_local",
+]
 
 
 def set_seq_parallel_pg(
