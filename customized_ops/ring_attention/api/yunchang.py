@@ -24,7 +24,8 @@ rank, world_size                  must be those of torch.distributed
 use_ulysses_low=False             tokens lie as there. If both degrees are above 1, the plan says
                                   which ranks share out heads: its teams are of neighbours
 ring_impl_type                    where tokens lie, whatever the mask: "basic" contiguous, "zigzag",
-                                  "strip" striped; "basic_pytorch" is basic with torch's kernel.
+                                  "strip" striped, a token each, which cuts masks into as many
+                                  slices; "basic_pytorch" is basic with torch's kernel.
                                   "basic_flashinfer", "basic_npu": refused, no such kernels
 scatter_idx, gather_idx           the dims of heads and of tokens; others are refused
 attn_type                         FA: the fastest kernel that can; FA3: "flash3"; TORCH_FLASH and
