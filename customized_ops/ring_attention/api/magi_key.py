@@ -1,0 +1,295 @@
+"""MagiAttention's keys: a mask, where its tokens lie, and the group, as one value."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..arguments import ArgumentError, is_integer
+from ..core.comm import Comm
+from ..core.groups import GroupLike, comm_by_name, group_name
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..varlen_utils import CuSeqlens
+from .magi_config import DistAttnConfig, dealt
+from .magi_ranges import AttnTypes, mask_of_documents, mask_of_ranges
+from .mesh_group import group_of
+
+
+@dataclass(frozen=True)
+class DistAttnRuntimeKey:
+    """What :func:`.magi_attention.calc_attn` and its neighbours need to know: a value, equal on all
+    ranks, with a hash. What is made for it is cached by value elsewhere, so no key ever expires.
+
+    Attributes:
+        mask: of all tokens, padding included; its rows and keys attend nothing.
+        layout: which rank holds which of them.
+        group: name of the process group; "" is one rank.
+        pad_size: tokens of padding at the end.
+    """
+
+    mask: AttnMask
+    layout: Layout
+    group: str
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    pad_size: int
+    dist_attn_config: DistAttnConfig
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's side of the group."""
+        return comm_by_name(self.group)
+
+    @property
+    def total_seqlen_q(self) -> int:
+        """Tokens, padding included."""
+        return self.mask.q_len
+
+    @property
+    def total_seqlen_k(self) -> int:
+        """Tokens, padding included."""
+        return self.mask.k_len
+
+
+_most_recent: dict[str, DistAttnRuntimeKey] = {}
+
+
+def magi_attn_flex_key(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_mask_type: AttnTypes,
+    total_seqlen_q: int,
+    total_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int = 0,
+    cp_group_or_mesh: GroupLike | DeviceMesh = None,
+    dist_attn_config: DistAttnConfig | None = None,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+    chunk_size: int | None = None,
+) -> DistAttnRuntimeKey:
+    """A key for self-attention under a mask of typed ranges, whose tokens are dealt to the ranks so
+    that they have the same work.
+
+    Args:
+        q_ranges, k_ranges: AttnRanges, or pairs (start, end).
+        attn_mask_type: "full", "causal", "inv_causal", "bi_causal" or AttnMaskType, for each range
+            or for all.
+        total_seqlen_q, total_seqlen_k: tokens without padding; equal.
+        num_heads_q, num_heads_kv, head_dim: of the tensors to come, which are held against them.
+        pad_size: tokens of padding to append. None are needed: ranks may hold different numbers
+            of tokens; :func:`.magi_attention.compute_pad_size` gives how many make them equal.
+        cp_group_or_mesh: a ProcessGroup, a mesh of one or two axes, global ranks, or None.
+        chunk_size: as ``DispatchConfig(chunk_size=)``, deprecated there too.
+    Raises:
+        MaskError: ranges that are none, or that cover a pair twice.
+        ArgumentError: another argument that cannot be.
+        NotImplementedError: is_same_source, is_q_permutable or is_k_permutable not True.
+    """
+    title = "magi_attn_flex_key"
+    flags = {
+        "is_same_source": is_same_source,
+        "is_q_permutable": is_q_permutable,
+        "is_k_permutable": is_k_permutable,
+    }
+    for name, value in flags.items():
+        if value is not True:
+            raise NotImplementedError(
+                f"{title}: {name}={value!r}: keys are for self-attention, as in MagiAttention; "
+                "wrap_masked_attn_func(layout=, k_layout=) attends from one sequence to another"
+            )
+    if total_seqlen_q != total_seqlen_k:
+        raise ArgumentError(
+            f"{title}: total_seqlen_q={total_seqlen_q} and total_seqlen_k={total_seqlen_k} must be "
+            "equal: q and k are one sequence"
+        )
+    mask = mask_of_ranges(title, q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
+    heads = (num_heads_q, num_heads_kv, head_dim)
+    config = _config(title, dist_attn_config, chunk_size, pad_size)
+    return _key(title, mask, heads, pad_size, cp_group_or_mesh, config)
+
+
+def magi_attn_varlen_key(
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dim: int,
+    pad_size: int = 0,
+    cp_group_or_mesh: GroupLike | DeviceMesh = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | None = None,
+    chunk_size: int | None = None,
+) -> DistAttnRuntimeKey:
+    """As :func:`magi_attn_flex_key`, for packed documents.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths, as tensors or lists; of the same total.
+        causal, window_size: in each document; not both.
+    """
+    title = "magi_attn_varlen_key"
+    mask = mask_of_documents(title, cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    if mask.q_len != mask.k_len:
+        raise ArgumentError(
+            f"{title}: cu_seqlens_q ends at {mask.q_len} and cu_seqlens_k at {mask.k_len}; q and k "
+            "are one sequence"
+        )
+    heads = (num_heads_q, num_heads_kv, head_dim)
+    config = _config(title, dist_attn_config, chunk_size, pad_size)
+    return _key(title, mask, heads, pad_size, cp_group_or_mesh, config)
+
+
+def make_flex_key_for_new_mask_after_dispatch(
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_mask_type: AttnTypes,
+    key_for_dispatch: DistAttnRuntimeKey,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+    head_dim: int | None = None,
+    dist_attn_config: DistAttnConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """A key of another mask for tokens that another key has dispatched.
+
+    Work is balanced for the first mask; what this one leaves uneven its plan evens out by moving
+    rows.
+
+    Args:
+        num_heads_q, num_heads_kv, head_dim: None for those of ``key_for_dispatch``.
+        dist_attn_config: must deal as that of ``key_for_dispatch``, since tokens lie already.
+    Raises:
+        as :func:`magi_attn_flex_key`.
+    """
+    title = "make_flex_key_for_new_mask_after_dispatch"
+    total = key_for_dispatch.total_seqlen_q - key_for_dispatch.pad_size
+    mask = mask_of_ranges(title, q_ranges, k_ranges, attn_mask_type, total, total)
+    heads = (num_heads_q, num_heads_kv, head_dim)
+    return _new_mask(title, mask, key_for_dispatch, heads, dist_attn_config)
+
+
+def make_varlen_key_for_new_mask_after_dispatch(
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    key_for_dispatch: DistAttnRuntimeKey,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dist_attn_config: DistAttnConfig | None = None,
+) -> DistAttnRuntimeKey:
+    """As :func:`make_flex_key_for_new_mask_after_dispatch`, for packed documents."""
+    title = "make_varlen_key_for_new_mask_after_dispatch"
+    mask = mask_of_documents(title, cu_seqlens_q, cu_seqlens_k, causal, window_size)
+    return _new_mask(title, mask, key_for_dispatch, (None, None, None), dist_attn_config)
+
+
+def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRuntimeKey:
+    """The key that was made last for a group.
+
+    Raises:
+        ArgumentError: none was.
+    """
+    group = group_name(group_of("get_most_recent_key", cp_group, axes=2))
+    if group not in _most_recent:
+        raise ArgumentError(f"get_most_recent_key: no key was made for the group {group!r}")
+    return _most_recent[group]
+
+
+def clear_cache(cp_group: GroupLike | DeviceMesh = None) -> None:
+    """Forget which key of a group, or of all with None, was the most recent. Keys stay good."""
+    if cp_group is None:
+        _most_recent.clear()
+    else:
+        _most_recent.pop(group_name(group_of("clear_cache", cp_group, axes=2)), None)
+
+
+def _config(
+    title: str, config: DistAttnConfig | None, chunk_size: int | None, pad_size: int
+) -> DistAttnConfig:
+    config = DistAttnConfig() if config is None else config
+    told = config.dispatch_config
+    if chunk_size is not None:
+        if told.chunk_size not in (None, chunk_size):
+            raise ArgumentError(
+                f"{title}: chunk_size={chunk_size}, but dist_attn_config says {told.chunk_size}"
+            )
+        warnings.warn(
+            f"{title}: chunk_size is deprecated: DispatchConfig(chunk_size={chunk_size})",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        config = replace(config, dispatch_config=replace(told, chunk_size=chunk_size))
+    if not is_integer(pad_size):
+        raise ArgumentError(f"{title}: pad_size must be a number of tokens, got {pad_size!r}")
+    if pad_size and told.uneven_shard:
+        raise ArgumentError(f"{title}: pad_size={pad_size}, but uneven_shard=True pads nothing")
+    return config
+
+
+def _key(
+    title: str,
+    mask: AttnMask,
+    heads: tuple[int, int, int],
+    pad_size: int,
+    where: GroupLike | DeviceMesh,
+    config: DistAttnConfig,
+) -> DistAttnRuntimeKey:
+    _check_heads(title, *heads)
+    group = group_name(group_of(title, where, axes=2))
+    mask = _padded(mask, pad_size)
+    layout = dealt(mask, comm_by_name(group).size, config.dispatch_config)
+    return _remember(DistAttnRuntimeKey(mask, layout, group, *heads, pad_size, config))
+
+
+def _new_mask(
+    title: str,
+    mask: AttnMask,
+    old: DistAttnRuntimeKey,
+    heads: tuple[int | None, int | None, int | None],
+    config: DistAttnConfig | None,
+) -> DistAttnRuntimeKey:
+    total = old.total_seqlen_q - old.pad_size
+    if (mask.q_len, mask.k_len) != (total, total):
+        raise ArgumentError(
+            f"{title}: the mask is of {mask.q_len} x {mask.k_len} tokens, but {total} were "
+            "dispatched"
+        )
+    if config is not None and config.dispatch_config != old.dist_attn_config.dispatch_config:
+        raise ArgumentError(
+            f"{title}: dist_attn_config deals tokens by {config.dispatch_config}, but they lie by "
+            f"{old.dist_attn_config.dispatch_config}"
+        )
+    given = (old.num_heads_q, old.num_heads_kv, old.head_dim)
+    q, kv, width = (
+        old_one if new is None else new for new, old_one in zip(heads, given, strict=True)
+    )
+    _check_heads(title, q, kv, width)
+    new = replace(old, mask=_padded(mask, old.pad_size), num_heads_q=q, num_heads_kv=kv)
+    return _remember(replace(new, head_dim=width))
+
+
+def _remember(key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
+    _most_recent[key.group] = key
+    return key
+
+
+def _padded(mask: AttnMask, pad_size: int) -> AttnMask:
+    return mask.shift(0, 0, mask.q_len + pad_size, mask.k_len + pad_size) if pad_size else mask
+
+
+def _check_heads(title: str, num_heads_q: int, num_heads_kv: int, head_dim: int) -> None:
+    counts = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
+    for name, value in counts.items():
+        if not is_integer(value, 1):
+            raise ArgumentError(f"{title}: {name} must be an integer of at least 1, got {value!r}")
+    if num_heads_q % num_heads_kv:
+        raise ArgumentError(
+            f"{title}: num_heads_q={num_heads_q} must be a multiple of num_heads_kv={num_heads_kv}"
+        )
