@@ -429,6 +429,8 @@ BAD = [
         "from_block_mask([[True]], 2, q_len=3)",
         "q_len = 3 takes 2 blocks of 2, but block_mask has 1",
     ),
+    ("from_dense([[1, 0]])", "dense must be bool[queries, keys], got int64 of shape (1, 2)"),
+    ("from_dense([True])", "dense must be bool[queries, keys], got bool of shape (1,)"),
     (
         "from_block_mask([[True]], 2, k_len=0)",
         "k_len = 0 takes 0 blocks of 2, but block_mask has 1",

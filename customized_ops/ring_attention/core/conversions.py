@@ -11,6 +11,7 @@ import numpy.typing as npt
 from .mask_arguments import Integers, MaskError, count, ranges, shown
 from .mask_value import MaskValue
 from .overlap import require_disjoint
+from .runs import runs_of, slices_of_runs
 from .slices import K1, Q1, UNBOUNDED, Slices
 
 if TYPE_CHECKING:
@@ -98,6 +99,22 @@ class Conversions(MaskValue):
         return cls._disjoint(slices, q_len, k_len)
 
     @classmethod
+    def from_dense(cls, dense: npt.NDArray[np.bool_] | Sequence[Sequence[bool]]) -> Self:
+        """A mask from all its pairs, as few slices (see :mod:`.runs`); the inverse of ``to_dense``.
+
+            AttnMask.from_dense([[True, False, False], [True, True, True]])
+            x . .
+            x x x
+
+        Args:
+            dense: bool[q_len, k_len].
+        Raises:
+            MaskError: not bool or not two-dimensional.
+        """
+        pairs = _bool_matrix("dense", dense)
+        return cls._disjoint(slices_of_runs(runs_of(pairs)), *pairs.shape)
+
+    @classmethod
     def from_block_mask(
         cls,
         block_mask: npt.NDArray[np.bool_] | Sequence[Sequence[bool]],
@@ -123,7 +140,7 @@ class Conversions(MaskValue):
             MaskError: not bool or not two-dimensional, ``block`` below 1, or lengths that need
                 another number of blocks.
         """
-        blocks = _bool_matrix(block_mask)
+        blocks = _bool_matrix("block_mask", block_mask)
         sizes = block if isinstance(block, (tuple, list)) else (block, block)
         if len(sizes) != 2:
             raise MaskError(f"block must be an integer or two, got {shown(block)}")
@@ -151,17 +168,15 @@ def _range_types(types: Sequence[str | int] | npt.NDArray[np.integer]) -> Intege
     return np.array(kinds, dtype=np.int64)
 
 
-def _bool_matrix(block_mask: object) -> npt.NDArray[np.bool_]:
+def _bool_matrix(name: str, given: object) -> npt.NDArray[np.bool_]:
     try:
-        blocks = np.asarray(block_mask)
+        matrix = np.asarray(given)
     except ValueError:  # ragged
-        raise MaskError(f"block_mask must be a matrix, got {shown(block_mask)}") from None
-    if blocks.dtype != np.bool_ or blocks.ndim != 2:
-        raise MaskError(
-            f"block_mask must be bool[block rows, block columns], got {blocks.dtype} of shape "
-            f"{blocks.shape}"
-        )
-    return blocks
+        raise MaskError(f"{name} must be a matrix, got {shown(given)}") from None
+    if matrix.dtype != np.bool_ or matrix.ndim != 2:
+        sizes = "block rows, block columns" if name == "block_mask" else "queries, keys"
+        raise MaskError(f"{name} must be bool[{sizes}], got {matrix.dtype} of shape {matrix.shape}")
+    return matrix
 
 
 def _block_length(name: str, length: int | None, blocks: int, block: int) -> int:
