@@ -30,10 +30,13 @@ def runs_of(dense: npt.NDArray[np.bool_], first_row: int = 0) -> Runs:
         dense: bool[rows, keys], True where a pair attends.
         first_row: the number of the first of them.
     """
-    edges = np.diff(np.pad(dense, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    row, start = np.nonzero(edges == 1)
-    stop = np.nonzero(edges == -1)[1]
-    return np.stack([row + first_row, start, stop], axis=1)
+    rows, keys = dense.shape
+    padded = np.zeros((rows, keys + 2), dtype=bool)
+    padded[:, 1:-1] = dense
+    # In each row a start, a stop, a start, ...
+    edges = np.flatnonzero(padded[:, 1:] != padded[:, :-1])
+    row, key = np.divmod(edges, keys + 1)
+    return np.stack([row[::2] + first_row, key[::2], key[1::2]], axis=1)
 
 
 def slices_of_runs(runs: Runs) -> Slices:
