@@ -1,0 +1,150 @@
+"""How a program's own calls of torch's attention become calls over ranks, while a block is open.
+
+``torch.nn.functional.scaled_dot_product_attention`` is replaced by name, and beside it a
+TorchFunctionMode takes the calls of those who bound the name before. Both are needed: torch takes
+modes off the stack while it runs ``backward`` and ``nn.MultiheadAttention``, which is where a
+checkpointed block is computed again.
+
+What would attend to this rank's tokens alone, without a word, is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .sdpa import Cut, sdpa
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+class _Thread(threading.local):
+    """Blocks open on this thread, the last one's last; and whether an op of ours is running."""
+
+    def __init__(self) -> None:
+        self.open: list[Cut] = []
+        self.entered: list[AbstractContextManager[None]] = []
+        self.busy = False
+
+
+_thread = _Thread()
+_everywhere: list[tuple[int, Cut]] = []  # threads and their blocks
+_lock = threading.Lock()
+
+
+def current() -> Cut | None:
+    """The block in which this thread is, if any.
+
+    A thread on which autograd runs is in the block that is open elsewhere.
+
+    Raises:
+        RuntimeError: several threads have one open, and this is another, of autograd.
+    """
+    if _thread.open:
+        return _thread.open[-1]
+    if not _everywhere or not _in_backward():
+        return None
+    if len({thread for thread, _ in _everywhere}) > 1:
+        raise RuntimeError(
+            "context_parallel: several threads have a block open, and autograd runs on another: "
+            "whose this is cannot be told"
+        )
+    return _everywhere[-1][1]
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """While an op of ours runs, what it calls is not looked at."""
+    before, _thread.busy = _thread.busy, True
+    try:
+        yield
+    finally:
+        _thread.busy = before
+
+
+@wraps(ORIGINAL)
+def _replacement(*args: Any, **kwargs: Any) -> Any:
+    cut = None if _thread.busy else current()
+    return ORIGINAL(*args, **kwargs) if cut is None else _attend(cut, args, kwargs)
+
+
+def _attend(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with running():
+        return sdpa(cut, *args, **kwargs)
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is ORIGINAL and not _thread.busy:
+            cut = current()
+            assert cut is not None, "a mode is on, but no block open"
+            return _attend(cut, args, kwargs)
+        if func in _LOCAL and not _thread.busy and not _in_backward():
+            _LOCAL[func](kwargs)
+        return func(*args, **kwargs)
+
+
+def _in_backward() -> bool:
+    """Where kernels of ours call what programs must not."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _refuse_flex(kwargs: dict[str, Any]) -> None:
+    raise NotImplementedError(
+        "context_parallel: torch's flex_attention attends to this rank's tokens alone; call "
+        "flex_attention of customized_ops.ring_attention.api.torch_context_parallel"
+    )
+
+
+def _refuse_weights(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("need_weights", True):
+        raise NotImplementedError(
+            "context_parallel: nn.MultiheadAttention with need_weights=True makes the weights of "
+            "this rank's tokens alone; pass need_weights=False"
+        )
+
+
+# What would attend to this rank's tokens alone.
+_LOCAL: dict[Any, Callable[[dict[str, Any]], None]] = {
+    torch.ops.higher_order.flex_attention: _refuse_flex,
+    F.multi_head_attention_forward: _refuse_weights,
+}
+
+
+@contextmanager
+def attention_over(cut: Cut) -> Iterator[None]:
+    """A block in which attention is that of the whole sequence."""
+    here = threading.get_ident(), cut
+    with _lock:
+        _everywhere.append(here)
+        F.scaled_dot_product_attention = _replacement
+    _thread.open.append(cut)
+    try:
+        with _Mode():
+            yield
+    finally:
+        _thread.open.pop()
+        with _lock:
+            _everywhere.remove(here)
+            if not _everywhere:
+                F.scaled_dot_product_attention = ORIGINAL
+
+
+def enter(cut: Cut) -> None:
+    """Open a block on this thread, which :func:`leave` closes."""
+    block = attention_over(cut)
+    block.__enter__()
+    _thread.entered.append(block)
+
+
+def leave() -> None:
+    """Close the block that was entered last."""
+    _thread.entered.pop().__exit__(None, None, None)

@@ -1,0 +1,62 @@
+"""A style for ``parallelize_module``: modules whose attention is over ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..arguments import ArgumentError
+from ..core.layout import Layout
+from .interception import enter, leave
+from .mesh_group import group_of
+from .sdpa import Cut
+
+
+class AttentionType(Enum):
+    """What a module calls; either is taken in any case."""
+
+    FLEX = "flex_attention"
+    SDPA = "scaled_dot_product_attention"
+
+
+class ContextParallel(ParallelStyle):
+    """A style for ``parallelize_module``: within the module's forward, attention is that of the
+    whole sequence. Its inputs are this rank's tokens, as tensors.
+
+    Args:
+        seq_dim: of q, k and v; 2.
+        attention_type: an AttentionType; for FLEX, the module calls this package's.
+        layout: which tokens each rank holds; None is as many on each, in order.
+        kernel: as in :func:`.masked_attn.wrap_masked_attn_func`.
+    """
+
+    def __init__(
+        self,
+        seq_dim: int = 2,
+        attention_type: AttentionType = AttentionType.SDPA,
+        *,
+        layout: Layout | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__()
+        if seq_dim != 2:
+            raise NotImplementedError(
+                f"ContextParallel: seq_dim={seq_dim}: torch's attention has its tokens in dim 2"
+            )
+        if attention_type not in AttentionType:
+            raise ArgumentError(f"ContextParallel: attention_type={attention_type!r}")
+        if layout is not None and not isinstance(layout, Layout):
+            raise ArgumentError(
+                f"ContextParallel: layout must be a Layout or None, got {layout!r}: a module knows "
+                "only its rank's tokens, as in Layout.zigzag(total, ranks)"
+            )
+        self.layout, self.kernel = layout, kernel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = Cut(group_of("ContextParallel", device_mesh), self.layout, self.kernel)
+        module.register_forward_pre_hook(lambda module, args: enter(cut))
+        module.register_forward_hook(lambda module, args, output: leave(), always_call=True)
+        return module
