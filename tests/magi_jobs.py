@@ -130,7 +130,7 @@ def _through(
     loss = (out * dout).sum() + (lse.masked_fill(~seen, 0.0) * dlse).sum()
     grads = list(torch.autograd.grad(loss, leaves))
     if sink and comm is not None:  # a rank's gradient is that of its rows
-        grads[3] = sum(comm.all_gather_object(grads[3]))
+        grads[3] = sum(comm.all_gather_object(grads[3].cpu()))
     return [t.detach().cpu() for t in (out, lse, *grads)]
 
 
