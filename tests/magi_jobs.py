@@ -140,7 +140,7 @@ def in_world(case: Magi) -> list[Tensor]:
 
 
 def on_a_mesh(case: Magi, shape: tuple[int, int]) -> list[Tensor]:
-    """Over the second axis of a mesh, whose rows compute different things, then over both."""
+    """Over the second axis of a mesh, then over both."""
     mesh = mesh_of(shape)
     names = mesh.mesh_dim_names
     mine = cut(case, mesh[names[1]])

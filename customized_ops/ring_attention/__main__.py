@@ -1,7 +1,8 @@
-"""Plans from the command line (no device, no process group), and the kernels of this machine.
+"""Plans from the command line (no device, no process group), and what this machine has.
 
 python -m customized_ops.ring_attention plan --mask causal --tokens 1M --ranks 64 --heads 64:8
 python -m customized_ops.ring_attention kernels
+python -m customized_ops.ring_attention doctor
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .core.mask import AttnMask
 from .core.plan import make_plan
 from .core.report import report
 from .core.work import ASSIGNMENTS
+from .doctor import doctor
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 MOST = 1 << 28  # tokens whose sums fit a small machine
@@ -228,9 +230,11 @@ def _team(text: str) -> int | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m customized_ops.ring_attention", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="plan|kernels")
+    commands = parser.add_subparsers(required=True, metavar="plan|kernels|doctor")
     kernels = commands.add_parser("kernels", help="list what kernels this machine has")
     kernels.set_defaults(parser=kernels, run=_kernels)
+    health = commands.add_parser("doctor", help="say what this machine has, and what to install")
+    health.set_defaults(parser=health, run=lambda options: doctor())
     plan = commands.add_parser(
         "plan",
         help="print what every rank moves and computes",

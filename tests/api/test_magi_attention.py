@@ -184,6 +184,18 @@ def test_documents_as_ranges(causal: bool, window: tuple[int, int], first: int) 
     assert np.array_equal(one.to_dense()[6:, 9:], AttnMask.dense(14, window=window).to_dense())
 
 
+def test_ranges() -> None:
+    ranges = magi.AttnRanges.from_cu_seqlens([2, 5, 9], 9)
+    assert ranges == magi.AttnRanges.from_ranges([[2, 5], (5, 9)])
+    assert (ranges.start, ranges.end, ranges.size, ranges.total_seqlen) == (2, 9, 2, 7)
+    assert ranges.to_tensor().tolist() == [[2, 5], [5, 9]]
+    assert ranges[1].seqlen == 4
+    for kind in magi.AttnMaskType:
+        assert magi.AttnMaskType.from_int_type(kind.to_int_type()) is kind
+    with pytest.raises(ArgumentError, match="cu_seqlens ends at 9, seq_len is 8"):
+        magi.AttnRanges.from_cu_seqlens([2, 5, 9], 8)
+
+
 def test_a_batch_as_documents() -> None:
     cu, _ = magi.infer_varlen_mask_from_batch(3, 5, "cpu")
     key = magi.magi_attn_varlen_key(cu, cu, 2, 1, 4, causal=True)

@@ -244,6 +244,8 @@ def test_calls_that_are_refused() -> None:
         short = create_block_mask(lambda b, h, i, j: i >= j, None, None, 7, 7, device="cpu")
         with pytest.raises(ArgumentError, match="of 7 x 7 tokens, but the whole sequence has 8"):
             cp.flex_attention(q, q, q, block_mask=short)
+    with pytest.raises(ArgumentError, match=r"seq_dims are of \[0\], but buffers of \['x'\]"):
+        cp.context_parallel_shard(None, {"x": q}, [2])
     with pytest.raises(NotImplementedError, match="seq_dim=1"):
         cp.ContextParallel(1)
     with pytest.raises(ArgumentError, match="layout must be a Layout or None"):

@@ -99,6 +99,11 @@ class AttnRanges(list[AttnRange]):
         return len(self)
 
     @property
+    def start(self) -> int:
+        """Where the first token is."""
+        return min(each.start for each in self)
+
+    @property
     def end(self) -> int:
         """Where the last token is, and one."""
         return max(each.end for each in self)

@@ -137,8 +137,11 @@ def context_parallel_shard(
     names = list(buffers) if isinstance(buffers, Mapping) else range(len(buffers))
 
     def check() -> dict[Any, Any]:
-        if len(seq_dims) != len(buffers):
-            raise ArgumentError(f"{title}: {len(buffers)} buffers, {len(seq_dims)} seq_dims")
+        told = seq_dims if isinstance(seq_dims, Mapping) else range(len(seq_dims))
+        if set(told) != set(names):
+            raise ArgumentError(
+                f"{title}: seq_dims are of {list(told)}, but buffers of {list(names)}"
+            )
         rank = comm_by_name(group_name(group)).rank
         shards = {}
         for name in names:

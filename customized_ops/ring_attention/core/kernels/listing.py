@@ -33,7 +33,7 @@ def listing(device: torch.device) -> str:
     kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
     notes: list[str] = []
     for name, kernel in KERNELS.items():
-        problem, unproven = _problem(kernel, device), UNPROVEN.get(name)
+        problem, unproven = problem_of(kernel, device), UNPROVEN.get(name)
         here = "yes" if problem is None else "no"
         for reason in filter(None, (problem, unproven)):
             notes += [] if reason in notes else [reason]
@@ -47,10 +47,10 @@ def listing(device: torch.device) -> str:
     below = [f"[{n}] {note}" for n, note in enumerate(notes, 1)]
     asked = f"For training on {device.type} in bf16, 32 query and 8 key heads of dim 128"
     asked += ", by figures measured on an H200:" if device.type == "cuda" else ":"
-    return "\n".join([_table(kernels), *below, "", asked, _table(taken)])
+    return "\n".join([table(kernels), *below, "", asked, table(taken)])
 
 
-def _problem(kernel: Kernel, device: torch.device) -> str | None:
+def problem_of(kernel: Kernel, device: torch.device) -> str | None:
     """Why a kernel does not run on this machine; only one that might is asked itself."""
     if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
         return "no CUDA device"
@@ -86,7 +86,8 @@ def _taken(device: torch.device, shape: str, tokens: int) -> str:
     return fastest(request)[0] or "none"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cells."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -1,0 +1,183 @@
+"""What this machine has: GPUs, the links between them, kernels, packages; and what to install."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata, util
+from typing import NamedTuple
+
+import torch
+
+from .core.kernels.choice import KERNELS, UNPROVEN
+from .core.kernels.listing import problem_of, table
+from .core.symmetric import CHOICE
+
+SECONDS = 20  # that nvidia-smi may take
+
+
+class Package(NamedTuple):
+    """An optional one: its distribution, the module that it brings, what for, and from where."""
+
+    distribution: str
+    module: str
+    purpose: str
+    install: str
+    arch: tuple[int, int] | None = None  # compute capability from which it is of use; None: any
+
+
+PACKAGES = (
+    Package("flash-attn-4", "flash_attn.cute", "kernel flash4", "pip install '.[flash]'", (9, 0)),
+    Package(
+        "transformer-engine",
+        "transformer_engine",
+        "kernel te, and te_cp",
+        "pip install '.[te]'",
+        (9, 0),
+    ),
+    Package("flash-attn-3", "flash_attn_interface", "kernel flash3, by name", "see its README"),
+    Package("flash-attn", "flash_attn", "kernel flash2, by name", "pip install flash-attn"),
+    Package("triton", "triton", "fused merging, kernel flex", "comes with torch for CUDA", (8, 0)),
+    Package(
+        "nnscaler",
+        "nnscaler",
+        'engine="nnscaler"',
+        "git clone https://github.com/msrasys/nnscaler && pip install ./nnscaler regex",
+    ),
+    Package("transformers", "transformers", "Hugging Face models", "pip install '.[hf]'"),
+    Package("matplotlib", "matplotlib", "plan.draw()", "pip install '.[plot]'"),
+)
+
+
+def doctor() -> str:
+    """All of it as text; imports kernels' libraries only where there is a GPU for them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    advice = [f"- {line}" for line in _advice(device)] or ["- nothing"]
+    return "\n".join(
+        [
+            table(_machine()),
+            "",
+            *_gpus(),
+            "",
+            table([("package", "version", "for", "install"), *map(_found, PACKAGES)]),
+            "",
+            table([("kernel", "here"), *_kernels(device)]),
+            "",
+            "to do:",
+            *advice,
+        ]
+    )
+
+
+def _machine() -> list[tuple[str, str]]:
+    backends = [
+        name
+        for name in ("gloo", "nccl")
+        if getattr(torch.distributed, f"is_{name}_available", lambda: False)()
+    ]
+    return [
+        ("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
+        ("python", platform.python_version()),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, cuDNN {_cudnn()}"),
+        ("torch.distributed", ", ".join(backends) or "none"),
+        ("NCCL", _nccl()),
+        ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or "none"),
+        ("SEQSHARD_CHECK", os.environ.get("SEQSHARD_CHECK", "0")),
+        (CHOICE, os.environ.get(CHOICE, "auto")),
+    ]
+
+
+def _cudnn() -> str:
+    return str(torch.backends.cudnn.version() or "none") if torch.cuda.is_available() else "none"
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gpus() -> Iterator[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        yield "no GPU that torch sees"
+        return
+    rows = [("GPU", "name", "capability", "GiB", "writes into memory of")]
+    for n in range(count):
+        has = torch.cuda.get_device_properties(n)
+        peers = ", ".join(map(str, _reached(n, count))) or "none"
+        memory = f"{has.total_memory / 2**30:.0f}"
+        rows.append((str(n), has.name, f"{has.major}.{has.minor}", memory, peers))
+    yield table(rows)
+    yield from _topology() if count > 1 else ()
+
+
+def _reached(n: int, count: int) -> list[int]:
+    """GPUs whose memory GPU n can write into."""
+    others = (m for m in range(count) if m != n)
+    return [m for m in others if torch.cuda.can_device_access_peer(n, m)]
+
+
+def _topology() -> Iterator[str]:
+    """The links between GPUs as nvidia-smi names them: NV18 is 18 NVLinks, PHB, NODE and SYS are
+    ways over the host."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        yield f"links: nvidia-smi does not say ({error})"
+        return
+    yield "links, by nvidia-smi topo -m:"
+    yield from (line.rstrip() for line in done.stdout.splitlines() if "GPU" in line)
+
+
+def _found(package: Package) -> tuple[str, str, str, str]:
+    version = _version(package)
+    install = "" if version is not None else package.install
+    return package.distribution, version or "not installed", package.purpose, install
+
+
+def _version(package: Package) -> str | None:
+    """None where it is not installed. A module may be there without a distribution of its name."""
+    try:
+        return metadata.version(package.distribution)
+    except metadata.PackageNotFoundError:
+        top = package.module.partition(".")[0]
+        alone = top == package.module and util.find_spec(top) is not None
+        return "unknown version" if alone else None
+
+
+def _kernels(device: torch.device) -> list[tuple[str, str]]:
+    rows = []
+    for name, kernel in KERNELS.items():
+        problem = problem_of(kernel, device)
+        told = f"yes, {UNPROVEN[name]}" if name in UNPROVEN else "yes"
+        rows.append((name, told if problem is None else f"no: {problem}"))
+    return rows
+
+
+def _advice(device: torch.device) -> Iterator[str]:
+    if device.type == "cpu":
+        without = torch.version.cuda is None
+        why = "this torch is built without CUDA" if without else "torch finds no CUDA device"
+        yield f"{why}: attention runs on CPUs alone, and nnscaler does not run"
+        return
+    least = min(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
+    if least < (8, 0):
+        yield "GPUs older than Ampere have the reference kernel alone, which is slow"
+    for package in PACKAGES:
+        if package.arch is not None and least >= package.arch and _version(package) is None:
+            yield f"{package.purpose}: {package.install}"
+    count = torch.cuda.device_count()
+    if any(len(_reached(n, count)) < count - 1 for n in range(count)):
+        yield "GPUs do not all reach one another's memory: ranks send NCCL messages, more slowly"
+    if not torch.distributed.is_nccl_available():
+        yield "this torch has no NCCL, so no group of GPUs"

@@ -1,0 +1,63 @@
+"""The command that says what this machine has."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from customized_ops.ring_attention import doctor
+from customized_ops.ring_attention.__main__ import main
+from customized_ops.ring_attention.core.kernels import KERNELS
+
+
+def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("torch ") and torch.__version__ in line for line in lines)
+    for package in doctor.PACKAGES:
+        (line,) = (line for line in lines if line.split()[0:1] == [package.distribution])
+        assert ("not installed" in line) == (package.install in line)
+    kernels = lines[lines.index(next(x for x in lines if x.startswith("kernel "))) + 1 :]
+    assert [line.split()[0] for line in kernels[: len(KERNELS)]] == list(KERNELS)
+    assert lines[-1].startswith("- ")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, which do not reach each other, and with no library."""
+    has = SimpleNamespace(name="H200", major=9, minor=0, total_memory=140 * 2**30)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda n: has,
+        "get_device_capability": lambda n: (9, 0),
+        "can_device_access_peer": lambda a, b: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(doctor, "_kernels", lambda device: [("flash4", "no")])
+
+
+def test_a_machine_with_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = SimpleNamespace(stdout="        GPU0    GPU1\nGPU0     X      NV18\n\nLegend:\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: said)
+    text = doctor.doctor()
+    assert "0    H200  9.0         140  none" in text
+    assert "GPU0     X      NV18" in text
+    assert "Legend" not in text
+    assert "- kernel flash4: pip install '.[flash]'" in text
+    assert "- kernel te, and te_cp: pip install '.[te]'" in text
+    assert "ranks send NCCL messages" in text
+    assert "nnscaler: " not in text  # which nobody needs
+
+
+def test_no_nvidia_smi(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert "links: nvidia-smi does not say (nvidia-smi)" in doctor.doctor()
