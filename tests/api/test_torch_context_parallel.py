@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import cp_jobs
@@ -17,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 from customized_ops.ring_attention import AttnMask, GroupError, Layout, run_ranks
+from customized_ops.ring_attention.api import interception
 from customized_ops.ring_attention.api import torch_context_parallel as cp
 from customized_ops.ring_attention.api.interception import ORIGINAL
 from customized_ops.ring_attention.arguments import ArgumentError
@@ -162,6 +164,24 @@ def test_torchs_own_flex_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(NotImplementedError, match="torch's flex_attention attends to this rank's"),
     ):
         flex_attention(q, q, q)
+
+
+def test_threads_of_autograd_are_in_the_block_that_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards of GPUs run on threads of their own; another thread is in no block."""
+    with (
+        ThreadPoolExecutor(1) as other,
+        cp.context_parallel(None, layout=Layout.contiguous(8, 1)),
+    ):
+        here = interception.current()
+        assert here is not None
+        assert other.submit(interception.current).result() is None
+        monkeypatch.setattr(interception, "_in_backward", lambda: True)
+        assert other.submit(interception.current).result() is here
+        with ThreadPoolExecutor(1) as third:
+            third.submit(interception.enter, here).result()
+            with pytest.raises(RuntimeError, match="several threads have a block open"):
+                other.submit(interception.current).result()
+            third.submit(interception.leave).result()
 
 
 def test_nothing_is_copied() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention import AttnMask
 
+FEW_EXAMPLES = settings(max_examples=60, deadline=None)
 FEW = {
     "causal": (AttnMask.causal(30), 1),
     "longer keys": (AttnMask.causal(7, 20), 1),
@@ -30,6 +31,7 @@ def test_few_slices(name: str) -> None:
     assert len(again.slices) <= most
 
 
+@FEW_EXAMPLES
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.integers(0, 10**6))
 def test_any_matrix(rows: int, keys: int, density: float, seed: int) -> None:
     dense = np.random.default_rng(seed).random((rows, keys)) < density
@@ -38,6 +40,7 @@ def test_any_matrix(rows: int, keys: int, density: float, seed: int) -> None:
     AttnMask(mask.slices, rows, keys)  # disjoint, or it raises
 
 
+@FEW_EXAMPLES
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=14))
 def test_any_staircase(rows: list[tuple[int, int]]) -> None:
     """A run in each row, whose ends go anywhere: where most chains turn."""
