@@ -55,23 +55,32 @@ class Captured:
         Raises:
             CaptureError: another structure, shape, dtype or value than the example's.
         """
-        bound = self.signature.bind(*args, **kwargs)
-        captured, called = (sorted(x) for x in (self.in_spec.context, bound.arguments))
+        arguments = _by_name(self.signature.bind(*args, **kwargs))
+        captured, called = (sorted(x) for x in (self.in_spec.context, arguments))
         if captured != called:
             raise CaptureError(
                 f"captured with the arguments {', '.join(captured)}, called with "
                 f"{', '.join(called)}; parallelize the module again for other arguments"
             )
-        flat, spec = pytree.tree_flatten(dict(bound.arguments))
+        flat, spec = pytree.tree_flatten(arguments)
         if spec != self.in_spec:
             raise CaptureError(
-                f"called with {sorted(bound.arguments)} nested as {spec}, but the module was "
+                f"called with {sorted(arguments)} nested as {spec}, but the module was "
                 f"captured with {self.in_spec}"
             )
-        names = [".".join(map(str, path)) for path, _ in _paths(dict(bound.arguments))]
+        names = [".".join(map(str, path)) for path, _ in _paths(arguments)]
         for name, value, example in zip(names, flat, self.examples, strict=True):
             _check_input(name, value, example)
         return flat
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """A call's arguments, those that ``**kwargs`` takes among them."""
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
 
 
 def _paths(tree: Any) -> list[tuple[list[str], Any]]:
@@ -110,7 +119,7 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
         raise CaptureError(
             f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}"
         ) from None
-    arguments = dict(bound.arguments)
+    arguments = _by_name(bound)
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
