@@ -1,0 +1,197 @@
+"""Attention for Hugging Face transformers models: ``attn_implementation="seqshard"``.
+
+    register()
+    model = LlamaForCausalLM.from_pretrained(name, attn_implementation="seqshard")
+
+Every mask that transformers names by causality, windows, chunks, documents and padding is attended
+as it is, with no dense mask; so are softcaps, sinks and dropout. What else a model asks for is an
+error that names it. Three ways to run:
+
+    one device          as any implementation, ``generate`` with its cache included
+    cut by hand         shard_batch(batch, group), and the model inside its context()
+    cut by the engine   parallelize(model, batch, "cp", config): see the README
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import ArgumentError, Options
+from ..varlen_utils import on_host
+from . import transformers_traced as traced
+from .transformers_cut import Cut, sequence_parallel
+from .transformers_mask import Mask, is_traced, make_mask, maskless
+from .transformers_pattern import TITLE
+from .transformers_shard import Shard, shard_batch, sum_gradients, sum_over_ranks
+
+__all__ = [
+    "Cut",
+    "Shard",
+    "register",
+    "sequence_parallel",
+    "shard_batch",
+    "sum_gradients",
+    "sum_over_ranks",
+]
+
+NAME = "seqshard"
+
+# Keyword arguments that models pass down to their layers and that say nothing of attention.
+OTHERS = frozenset(
+    [
+        "use_cache",
+        "cache_position",
+        "num_items_in_batch",
+        "shift_labels",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "logits_to_keep",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+    ]
+)
+
+
+def register() -> None:
+    """Make ``"seqshard"`` known to transformers, as an attention and as a mask implementation.
+
+    Call it once, before a model is made or ``set_attn_implementation("seqshard")`` is called.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "register() needs transformers 5 or newer: pip install 'seqshard[hf]'"
+        ) from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+@torch.compiler.disable  # plans are made on the host; the layers around it are compiled
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls.
+
+    Args:
+        query: [b, h, l, d]. key: [b, g, m, d], value: [b, g, m, e].
+        attention_mask: a :class:`.transformers_mask.Mask`, or None for models that make no mask.
+        s_aux: [h], sinks: logits that join the softmax with no value.
+    Returns:
+        [b, l, h, e], and None for the weights, which are never made.
+    Raises:
+        NotImplementedError, ValueError: something that is asked for cannot be done; names it.
+    """
+    _refuse(module, attention_mask, others)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = maskless(q, k, causal, sliding_window)
+    else:
+        mask = attention_mask
+        _check_window(mask, sliding_window)
+    if mask.cut is not None:
+        _refuse_router_loss(module, others)
+    cu_seqlens = _same_documents(cu_seq_lens_q, cu_seq_lens_k)
+    options = Options(
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        dropout_p=dropout,
+        dropout_seed=_seed(module, mask.cut, dropout),
+        sink=s_aux,
+    )
+    if is_traced(q):
+        return traced.attend(mask, q, k, v, options, position_ids, cu_seqlens), None
+    pairs = mask.pairs(q, k, position_ids, cu_seqlens)
+    return pairs.attend(q, k, v, options, None if mask.cut is None else mask.cut.group), None
+
+
+def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:
+    """Raise for what cannot be done.
+
+    Raises:
+        NotImplementedError: see :func:`attention`.
+    """
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        raise NotImplementedError(
+            f"{TITLE}: attention_mask is {type(attention_mask).__name__} {shape}, made by the "
+            "model or its caller, which cannot be told as windows, documents and padding; pass a "
+            "2-dimensional attention_mask, or use attn_implementation='eager' or 'sdpa'"
+        )
+    config = getattr(module, "config", None)
+    if others.pop("output_attentions", None) or getattr(config, "output_attentions", False):
+        raise NotImplementedError(
+            f"{TITLE}: output_attentions: the weights are never made; use "
+            "attn_implementation='eager'"
+        )
+    for name, value in others.items():
+        if name not in OTHERS and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{TITLE}: {type(module).__name__} passes {name}, which is not supported"
+            )
+
+
+def _refuse_router_loss(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    config = getattr(module, "config", None)
+    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
+            "tokens, so a rank's part of them does not give its share; set it to False"
+        )
+
+
+def _check_window(mask: Mask, sliding_window: int | None) -> None:
+    left = mask.pattern.left
+    if sliding_window is not None and left not in (sliding_window - 1, sliding_window):
+        shown = "none" if left < 0 else f"{left} keys before a token's own"
+        raise ArgumentError(
+            f"{TITLE}: the layer asks for sliding_window={sliding_window}, but the window of its "
+            f"mask is {shown}"
+        )
+
+
+def _same_documents(cu_q: Tensor | None, cu_k: Tensor | None) -> Tensor | None:
+    if cu_q is cu_k:
+        return cu_q
+    if cu_q is None or cu_k is None or cu_q.shape != cu_k.shape:
+        raise ArgumentError(
+            f"{TITLE}: give both cu_seq_lens_q and cu_seq_lens_k, of the same documents"
+        )
+    # In a captured graph neither can be read: as a collator makes them they are the same.
+    if not is_traced(cu_q) and not np.array_equal(on_host(cu_q), on_host(cu_k)):
+        raise NotImplementedError(
+            f"{TITLE}: documents whose queries and keys differ in length (cu_seq_lens_q and "
+            "cu_seq_lens_k) are not supported"
+        )
+    return cu_q
+
+
+def _seed(module: torch.nn.Module, cut: Cut | None, dropout: float) -> int | None:
+    if not dropout or cut is None or cut.dropout_seed is None:
+        return None
+    return cut.dropout_seed + int(getattr(module, "layer_idx", 0) or 0)

@@ -1,0 +1,155 @@
+"""Tokens of a transformers model that are cut over ranks: where they lie, and which are documents.
+
+A model that runs on a rank's tokens sees neither where documents begin nor what is padding, so both
+are told for the whole sequence, once a batch:
+
+    with sequence_parallel(group, layout, position_ids=whole):
+        model(input_ids=mine, position_ids=layout.shard(whole, rank))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import ArgumentError, checked
+from ..core.groups import GroupLike, comm_by_name, group_name
+from ..core.layout import Layout
+from .transformers_pairs import Flags, Ints, Pairs, Rows, find_pairs
+from .transformers_pattern import TITLE, Pattern
+from .transformers_segments import documents_of, on_host, segments_of
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A batch whose tokens are cut over ranks.
+
+    Attributes:
+        position_ids: int64[b or 1, total], of the whole sequence; where they do not go on by one,
+            a document begins.
+        attended: bool[b, total], False for padding; None for none.
+        dropout_seed: what layers draw dropout by, each with its own number added.
+    """
+
+    group: GroupLike
+    layout: Layout
+    position_ids: Ints
+    attended: Flags | None = None
+    dropout_seed: int | None = None
+
+    @property
+    def positions(self) -> Ints:
+        """[b or 1, l], this rank's position ids."""
+        rank = comm_by_name(group_name(self.group)).rank
+        return self.position_ids[:, self.layout.positions(rank)]
+
+    def pairs(self, pattern: Pattern, batch: int) -> Pairs:
+        """The pairs of the whole batch."""
+        documents = documents_of(self.position_ids, self.attended, TITLE)
+        total, pattern = self.layout.total, replace(pattern, left_padding=None)  # of its own tokens
+        segments, _ = segments_of(pattern, documents, self.position_ids, self.attended, total)
+        rows = Rows(total, total, segments=segments, attended=self.attended)
+        return find_pairs(pattern, rows, batch, self.layout)
+
+    def check(self, pattern: Pattern, shape: torch.Size, position_ids: Tensor | None) -> None:
+        """Whether a layer's input is this rank's part of the batch; the ranks hear of each other
+        with ``SEQSHARD_CHECK=1``.
+
+        Args:
+            shape: of q, [b, l, h, d].
+        Raises:
+            ArgumentError: another number of tokens or rows, or position ids of other tokens.
+        """
+
+        def look() -> None:
+            mine = self.positions
+            rows = {1, len(self.position_ids), 1 if self.attended is None else len(self.attended)}
+            if shape[1] != mine.shape[1] or not rows <= {1, shape[0]}:
+                raise ArgumentError(
+                    f"{TITLE}: {shape[0]} rows of {shape[1]} tokens, but sequence_parallel was "
+                    f"told of {max(rows)} of which this rank holds {mine.shape[1]} tokens, by "
+                    f"layout {self.layout}"
+                )
+            if position_ids is None or position_ids.ndim != 2:
+                return
+            given = on_host(position_ids)
+            if not (given == mine).all():
+                raise ArgumentError(
+                    f"{TITLE}: position_ids begin with {given[0, :4].tolist()}, but the tokens of "
+                    f"this rank, by layout {self.layout}, have {mine[0, :4].tolist()}; pass "
+                    "position_ids to the model, and those of the whole sequence to "
+                    "sequence_parallel where they are not 0, 1, 2, ..."
+                )
+
+        checked(TITLE, self.group, look)
+
+
+_current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
+
+
+def current_cut() -> Cut | None:
+    """The cut that the running model's inputs lie in, None for whole inputs."""
+    return _current.get()
+
+
+@contextmanager
+def sequence_parallel(
+    group: GroupLike,
+    layout: Layout,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    dropout_seed: int | None = None,
+) -> Iterator[Cut]:
+    """Inside, models with ``attn_implementation="seqshard"`` run on this rank's tokens.
+
+    The backward may run outside. Pass the model its own tokens and their ``position_ids``, and no
+    ``attention_mask``.
+
+    Args:
+        group: a ProcessGroup, its global ranks in increasing order, or a Comm.
+        layout: which tokens of each row each rank holds.
+        position_ids: [b or 1, total], of the whole sequence, the same on every rank; None is 0, 1,
+            2, ... Where they do not go on by one a document begins, which attends only itself.
+        attention_mask: [b, total], of the whole sequence; 0 for padding.
+        dropout_seed: for attention's dropout, the same on every rank and another at each step. None
+            draws from torch's generator, which then has to be seeded alike on all ranks.
+    Raises:
+        ValueError: the group, the layout and the shapes do not fit.
+    """
+    ranks = comm_by_name(group_name(group)).size
+    if not isinstance(layout, Layout) or layout.group_size != ranks:
+        raise ArgumentError(
+            f"sequence_parallel: layout must be a Layout over {ranks} ranks, got {layout!r}"
+        )
+    whole = _of_total("position_ids", position_ids, layout)
+    attended = _of_total("attention_mask", attention_mask, layout)
+    cut = Cut(
+        group,
+        layout,
+        np.arange(layout.total)[None] if whole is None else whole,
+        None if attended is None or attended.all() else attended != 0,
+        dropout_seed,
+    )
+    token = _current.set(cut)
+    try:
+        yield cut
+    finally:
+        _current.reset(token)
+
+
+def _of_total(name: str, given: Tensor | None, layout: Layout) -> Ints | None:
+    if given is None:
+        return None
+    if given.ndim != 2 or given.shape[1] != layout.total:
+        raise ArgumentError(
+            f"sequence_parallel: {name} must be [b, {layout.total}], of the whole sequence as "
+            f"layout {layout} has it, got {tuple(given.shape)}"
+        )
+    return on_host(given)

@@ -1,0 +1,255 @@
+"""What models hand from transformers' mask creation to their attention layers.
+
+    mask function (once a forward, for each kind of mask)  ->  Mask  ->  every layer  ->  Pairs
+
+What a mask needs of the batch is copied to the host once, by the first layer that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arguments import ArgumentError
+from ..varlen_utils import on_host as cu_on_host
+from .transformers_cut import Cut, current_cut
+from .transformers_pairs import Ints, Pairs, Rows, find_pairs, numbered
+from .transformers_pattern import TITLE, Pattern, read_pattern
+from .transformers_segments import begins, documents_of, on_host, segments_of
+
+
+class Mask:
+    """Which pairs attend in a forward, of one kind of layer.
+
+    Attributes:
+        pattern: windows, chunks and documents.
+        batch, q_len, k_len: of the layers' inputs. q_offset, k_offset: where the first query and
+            the first key stand in the sequence, which a cache makes differ.
+        padding: [b, any], the attention_mask that the model was given; None for none.
+        cut: where the inputs are a rank's part.
+    """
+
+    ndim = 0  # generate() hands a mask that it made for a static cache back to the mask functions
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        batch: int,
+        q_len: int,
+        k_len: int,
+        q_offset: Any = 0,
+        k_offset: Any = 0,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.pattern, self.batch = pattern, batch
+        self.q_len, self.k_len = q_len, k_len
+        self.q_offset, self.k_offset = q_offset, k_offset
+        self.padding = padding
+        self.cut: Cut | None = current_cut()
+        self._found: dict[bytes | None, Pairs] = {}
+
+    def contiguous(self) -> Mask:
+        """Itself: what generate() asks of a mask."""
+        return self
+
+    def pairs(
+        self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Pairs:
+        """The pairs of a layer's inputs, the same for all layers.
+
+        Args:
+            q, k: [b, l, h, d]. position_ids: [b or 1, l], as the layer got them.
+            cu_seqlens: [documents + 1], of a batch of one row, as its data collator made them.
+        Raises:
+            ArgumentError: they do not fit one another, or may mean two things.
+        """
+        key = None if cu_seqlens is None else cu_on_host(cu_seqlens).tobytes()
+        if key not in self._found:
+            if self.cut is None:
+                found = self._of_whole(q, k, position_ids, cu_seqlens)
+            else:
+                found = self._of_cut(self.cut, q, k, position_ids, cu_seqlens)
+            self._found[key] = found
+        return self._found[key]
+
+    def _of_cut(
+        self,
+        cut: Cut,
+        q: Tensor,
+        k: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Pairs:
+        for name, given, instead in (
+            ("attention_mask", self.padding, "pass that of the whole sequence"),
+            (
+                "cu_seq_lens_q",
+                cu_seqlens,
+                "pass position_ids of the whole sequence, which restart,",
+            ),
+        ):
+            if given is not None:
+                raise ArgumentError(
+                    f"{TITLE}: {name} does not go with a rank's part of the tokens; {instead} to "
+                    "sequence_parallel instead"
+                )
+        if int(self.q_offset) or q.shape[1] != k.shape[1]:
+            raise ArgumentError(
+                f"{TITLE}: {q.shape[1]} queries with {k.shape[1]} keys: a cache with tokens in it "
+                "does not go with tokens cut over ranks; generate on one rank"
+            )
+        cut.check(self.pattern, q.shape, position_ids)
+        return cut.pairs(self.pattern, q.shape[0])
+
+    def _of_whole(
+        self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Pairs:
+        if (q.shape[1], k.shape[1]) != (self.q_len, self.k_len):
+            raise ArgumentError(
+                f"{TITLE}: the mask is of {self.q_len} queries and {self.k_len} keys, but the "
+                f"layer has {q.shape[1]} and {k.shape[1]}"
+            )
+        offsets = int(self.q_offset), int(self.k_offset)
+        attended = self._attended(offsets[1])
+        positions = position_ids if self.pattern.position_ids is None else self.pattern.position_ids
+        on_its_own = self.q_len == self.k_len and offsets[0] == offsets[1]
+        host = None
+        if positions is not None and positions.ndim == 2 and self.q_len > 1:
+            host = on_host(positions)
+        documents = self._documents(host, attended, on_its_own, cu_seqlens)
+        segments, q_segments = segments_of(
+            self.pattern,
+            documents,
+            host,
+            attended,
+            self.k_len,
+            offsets,
+            None if on_its_own else self.q_len,
+        )
+        rows = Rows(self.q_len, self.k_len, *offsets, segments, q_segments, attended)
+        return find_pairs(self.pattern, rows, self.batch)
+
+    def _attended(self, offset: int) -> Any:
+        """bool[b, k_len], where not all are; tokens beyond the model's attention_mask are not."""
+        if self.padding is None:
+            return None
+        given = on_host(self.padding)[:, offset : offset + self.k_len] != 0
+        attended = np.zeros((len(given), self.k_len), dtype=bool)
+        attended[:, : given.shape[1]] = given
+        return None if attended.all() else attended
+
+    def _documents(
+        self,
+        positions: Ints | None,
+        attended: Any,
+        on_its_own: bool,
+        cu_seqlens: Tensor | None,
+    ) -> Ints | None:
+        """Numbers of documents, [b or 1, k_len]."""
+        if cu_seqlens is not None:
+            return self._of_cu_seqlens(cu_seqlens, positions, attended)
+        if positions is None:
+            return None
+        visible = attended
+        if attended is not None and not on_its_own:
+            visible = attended[:, -self.q_len :]
+        if not begins(positions, visible).any():
+            return None
+        if not self.pattern.causal:
+            raise ArgumentError(
+                f"{TITLE}: position_ids restart, but the mask is not causal, where transformers "
+                "does not look at them; say where documents begin by cu_seq_lens_q and _k"
+            )
+        if not on_its_own:
+            raise ArgumentError(
+                f"{TITLE}: position_ids restart among {self.q_len} queries that have "
+                f"{self.k_len} keys: documents cannot be told from a cache with tokens in it"
+            )
+        return documents_of(positions, attended, TITLE)
+
+    def _of_cu_seqlens(self, cu_seqlens: Tensor, positions: Ints | None, attended: Any) -> Ints:
+        ends = cu_on_host(cu_seqlens)
+        if self.batch != 1 or self.q_len != self.k_len or attended is not None:
+            raise ArgumentError(
+                f"{TITLE}: cu_seq_lens_q goes with one row without padding or cache, got "
+                f"{self.batch} rows of {self.q_len} queries and {self.k_len} keys"
+                + ("" if attended is None else ", and an attention_mask with padding")
+            )
+        if ends[0] != 0 or ends[-1] != self.k_len or (np.diff(ends) < 0).any():
+            raise ArgumentError(
+                f"{TITLE}: cu_seq_lens_q must rise from 0 to the {self.k_len} tokens, got "
+                f"{ends.tolist()}"
+            )
+        documents = np.repeat(np.arange(len(ends) - 1), np.diff(ends))[None]
+        if positions is not None:
+            restarts = begins(positions, None)
+            if restarts.any() and not np.array_equal(restarts, np.diff(documents) != 0):
+                raise ArgumentError(
+                    f"{TITLE}: cu_seq_lens_q {ends.tolist()} and position_ids, which restart at "
+                    f"{(np.flatnonzero(restarts[0]) + 1).tolist()}, name different documents"
+                )
+        return numbered(np.diff(documents) != 0)
+
+
+@torch.compiler.disable  # it reads closures
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | Mask | None = None,
+    use_vmap: bool = False,
+    **_: Any,  # what other implementations need to make or to leave out a dense mask
+) -> Mask:
+    """The mask function that transformers calls; see ``transformers.masking_utils``.
+
+    Raises:
+        NotImplementedError: the mask cannot be told as windows, chunks and documents.
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    assert mask_function is not None, "transformers names the mask"
+    pattern = read_pattern(mask_function)
+    if use_vmap:
+        raise NotImplementedError(
+            f"{TITLE}: the model changes its mask by a function of its own; use "
+            "attn_implementation='eager' or 'sdpa'"
+        )
+    return Mask(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+
+
+def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
+    """For layers of models that make no mask, such as an image encoder's.
+
+    Args:
+        window: as flash attention counts it, with a token's own.
+    Raises:
+        ArgumentError: the tokens are cut over ranks, and nobody says whether these are too; or a
+            causal layer has more keys than queries, and nobody says which come last.
+    """
+    if current_cut() is not None:
+        raise ArgumentError(
+            f"{TITLE}: a layer without a mask inside sequence_parallel: its model makes none, so "
+            "whether its tokens are those that are cut cannot be told"
+        )
+    q_len, k_len = q.shape[1], k.shape[1]
+    if causal and q_len != k_len and q_len > 1:
+        raise ArgumentError(
+            f"{TITLE}: a causal layer without a mask has {q_len} queries and {k_len} keys, and "
+            "which of the keys are the queries' own cannot be told"
+        )
+    left = -1 if window is None else window - 1
+    return Mask(Pattern(left, 0 if causal else left), q.shape[0], q_len, k_len, k_len - q_len)
+
+
+def is_traced(q: Tensor) -> bool:
+    """Whether a graph is being captured, where nothing can be read on the host."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(q, FakeTensor) or torch.compiler.is_exporting()

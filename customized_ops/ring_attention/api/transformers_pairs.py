@@ -1,0 +1,157 @@
+"""Which pairs attend in a batch, as an :class:`AttnMask`.
+
+Rows of a batch that differ, in their documents or their padding, are attended as one sequence, one
+row after the other:
+
+    [b, l, h, d]  ->  [1, b * l, h, d], and the mask of row r begins at token r * l
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..arguments import Options
+from ..core.groups import GroupLike
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..core.slices import UNBOUNDED, Slices
+from ..masked_attn import wrap_masked_attn_func
+from ..ring_attn import wrap_ring_attn_func
+from .transformers_pattern import Pattern
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A batch's tokens, as far as its mask goes.
+
+    Attributes:
+        q_offset, k_offset: where the first query and the first key stand in the sequence.
+        segments: int64[b or 1, k_len], numbers of the documents or chunks that keys belong to, not
+            falling; a query attends its own. None for one.
+        q_segments: int64[b or 1, q_len], those of the queries, where they are not the keys.
+        attended: bool[b or 1, k_len], False for padding; None for none.
+    """
+
+    q_len: int
+    k_len: int
+    q_offset: int = 0
+    k_offset: int = 0
+    segments: Ints | None = None
+    q_segments: Ints | None = None
+    attended: Flags | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Which pairs attend.
+
+    Attributes:
+        mask: of each row alike, or of all rows as one sequence.
+        joined: whether it is the latter.
+        window: keys before and after a token's own, where that says it all.
+        layout: where the tokens of the masked sequence lie; None on one rank.
+    """
+
+    mask: AttnMask
+    joined: bool
+    window: tuple[int, int] | None
+    layout: Layout | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options, group: GroupLike) -> Tensor:
+        """q [b, l, h, d], k and v [b, m, g, d] -> [b, l, h, d]."""
+        shape = q.shape[:3]
+        said: dict[str, Any] = {
+            "softmax_scale": options.softmax_scale,
+            "softcap": options.softcap,
+            "dropout_p": options.dropout_p,
+            "dropout_seed": options.dropout_seed,
+            "sink": options.sink,
+            "process_group": group,
+            "layout": self.layout,
+        }
+        if self.window is not None:
+            causal = self.window[1] == 0
+            out = wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **said)
+            assert isinstance(out, Tensor)
+            return out
+        q, k, v = (t.flatten(0, 1).unsqueeze(0) if self.joined else t for t in (q, k, v))
+        out = wrap_masked_attn_func(q, k, v, self.mask, **said)
+        assert isinstance(out, Tensor)
+        return out.view(*shape, v.shape[-1]) if self.joined else out
+
+
+def find_pairs(pattern: Pattern, rows: Rows, batch: int, layout: Layout | None = None) -> Pairs:
+    """The pairs of a batch.
+
+    Args:
+        layout: where the tokens of each row lie.
+    """
+    plain = rows.segments is None and rows.attended is None and rows.q_len == rows.k_len
+    window = (pattern.left, pattern.right) if plain and not rows.q_offset else None
+    each = list(_slices(pattern, rows))
+    if len(each) == 1 or all(np.array_equal(each[0], other) for other in each):
+        mask = AttnMask._disjoint(each[0], rows.q_len, rows.k_len)
+        return Pairs(mask, False, window, layout)
+    mask = AttnMask._disjoint(_joined(each, rows), batch * rows.q_len, batch * rows.k_len)
+    return Pairs(mask, True, None, None if layout is None else repeated(layout, batch))
+
+
+def numbered(changes: Flags) -> Ints:
+    """Numbers of runs: changes[..., n] says whether token n + 1 begins a new one."""
+    numbers = np.zeros((*changes.shape[:-1], changes.shape[-1] + 1), dtype=np.int64)
+    np.cumsum(changes, axis=-1, out=numbers[..., 1:])
+    return numbers
+
+
+def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
+    """Of each row that may differ: a slice for each run of keys that attend alike."""
+    one_segment = np.zeros((1, rows.k_len), dtype=np.int64)
+    segments = one_segment if rows.segments is None else rows.segments
+    attended = np.ones((1, rows.k_len), dtype=bool) if rows.attended is None else rows.attended
+    shift = rows.q_offset - rows.k_offset
+    low = -UNBOUNDED if pattern.left < 0 else shift - pattern.left
+    high = UNBOUNDED if pattern.right < 0 else shift + pattern.right
+    for n in range(max(len(segments), len(attended))):
+        segment, counts = segments[min(n, len(segments) - 1)], attended[min(n, len(attended) - 1)]
+        changes = (segment[1:] != segment[:-1]) | (counts[1:] != counts[:-1])
+        starts = np.flatnonzero(np.concatenate([np.ones(min(rows.k_len, 1), dtype=bool), changes]))
+        stops = np.append(starts[1:], rows.k_len)[: len(starts)]
+        starts, stops = starts[counts[starts]], stops[counts[starts]]
+        found = np.empty((len(starts), 6), dtype=np.int64)
+        found[:, 0], found[:, 1] = 0, rows.q_len
+        if rows.segments is not None:
+            queries = (
+                segment
+                if rows.q_segments is None
+                else rows.q_segments[min(n, len(rows.q_segments) - 1)]
+            )
+            found[:, 0] = np.searchsorted(queries, segment[starts], "left")
+            found[:, 1] = np.searchsorted(queries, segment[starts], "right")
+        found[:, 2], found[:, 3], found[:, 4], found[:, 5] = starts, stops, low, high
+        yield found
+
+
+def _joined(each: list[Slices], rows: Rows) -> Slices:
+    moved = []
+    for n, slices in enumerate(each):
+        q_by, k_by = n * rows.q_len, n * rows.k_len
+        by = np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by])
+        moved.append(slices + by)
+    return np.concatenate(moved)
+
+
+def repeated(layout: Layout, batch: int) -> Layout:
+    """Where the tokens of a batch's rows lie, one row after the other."""
+    ranks, starts, stops = np.tile(layout.table, (batch, 1)).T
+    by = np.repeat(np.arange(batch) * layout.total, len(layout.table))
+    table = np.stack([ranks, starts + by, stops + by], axis=1)
+    return Layout(table[np.argsort(ranks, kind="stable")], layout.group_size)

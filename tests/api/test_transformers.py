@@ -1,0 +1,287 @@
+"""Hugging Face models by seqshard attention: equal to sdpa and eager, alone and over ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool, worlds
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+
+import hf_jobs
+from hf_models import BY_EAGER, TOKENS, batch, run, tiny
+from transformers import DataCollatorWithFlattening
+
+from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
+from customized_ops.ring_attention.api import transformers as seqshard
+from customized_ops.ring_attention.api import transformers_mask
+
+# Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
+TOLERANCE = {"gemma2": 1e-6, "llama4": 1e-6, "llama both ways": 1e-6}
+
+
+def same(name: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for what, expected in want.items():
+        # The loss is of fp32 logits.
+        tolerance = 2e-6 if what == "loss" else TOLERANCE.get(name, 1e-10)
+        largest = expected.abs().max().item()
+        assert largest > 1e-4, f"{what}: nothing to compare"
+        difference = (got[what] - expected).abs().max().item() / max(1.0, largest)
+        assert difference < tolerance, f"{name}, {what}: {difference:.1e}"
+
+
+def test_a_difference_is_found() -> None:
+    want = {"loss": torch.ones(()), "weight": torch.ones(3)}
+    for what in want:
+        wrong = want | {what: want[what] + 1e-5}
+        with pytest.raises(AssertionError, match=what):
+            same("llama", wrong, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *[(name, case) for name in ("llama", "qwen3") for case in ("plain", "packed")],
+        *[("mistral", case) for case in ("packed", "padded right", "padded left")],
+        ("qwen3", "padded inside"),
+        ("gemma2", "plain"),
+        ("gemma2", "packed"),
+        ("gpt-oss", "plain"),
+        ("gpt-oss", "padded right"),
+        ("llama4", "packed"),
+        ("llama4", "padded left"),
+        ("llama both ways", "plain"),
+        ("llama both ways", "padded right"),
+    ],
+)
+def test_equals_transformers_own_on_any_ranks(name: str, case: str) -> None:
+    """One device, then 2 and 4 in-process ranks."""
+    model, given = tiny(name), batch(case)
+    attended = given.get("attention_mask", torch.ones(3, TOKENS)) == 1
+
+    def counted(answer: dict[str, Tensor]) -> dict[str, Tensor]:
+        return answer | {"logits": answer["logits"][attended]}  # of padding they mean nothing
+
+    want = counted(run(model, "eager" if name in BY_EAGER else "sdpa", given))
+    same(name, counted(run(model, "seqshard", given)), want)
+    for size, layout in ((2, "zigzag"), (4, "contiguous")):
+        parts = run_ranks(size, lambda comm, by=layout: hf_jobs.cut(model, given, comm, by))
+        where = getattr(Layout, layout)(TOKENS, size)
+        whole = where.unshard([part["logits"] for part in parts])
+        same(name, counted(parts[0] | {"logits": whole}), want)
+
+
+def test_documents_do_not_see_each_other_in_gpt_oss() -> None:
+    """Whose own masks know nothing of position ids, but under flash attention."""
+    model, given = tiny("gpt-oss", layers=1), batch("packed")
+    whole = run(model, "seqshard", given)["logits"]
+    for row, positions in enumerate(given["position_ids"]):
+        starts = [*torch.where(positions == 0)[0].tolist(), TOKENS]
+        for start, stop in pairwise(starts):
+            model.set_attn_implementation("eager")
+            alone = model(given["input_ids"][row : row + 1, start:stop], use_cache=False).logits
+            assert (whole[row, start:stop] - alone[0]).abs().max() < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_dropout_and_checkpoints_over_ranks() -> None:
+    """Dropout draws by token; layers that are run again in the backward know their mask still."""
+    model, given = tiny("llama dropout"), batch("packed")
+    model.train()
+    alone = hf_jobs.cut(model, given, None, "contiguous")
+    no_dropout = hf_jobs.cut(tiny("llama"), given, None, "contiguous")
+    assert (alone["logits"] - no_dropout["logits"]).abs().max() > 1e-3
+    model.gradient_checkpointing_enable()
+    parts = run_ranks(2, lambda comm: hf_jobs.cut(model, given, comm, "contiguous"))
+    whole = Layout.contiguous(TOKENS, 2).unshard([part["logits"] for part in parts])
+    same("llama", parts[0] | {"logits": whole}, alone)
+
+
+def test_the_collator_that_flattens() -> None:
+    """Its position ids and cu_seq_lens, alone and over ranks."""
+    g = torch.Generator().manual_seed(2)
+    documents = [torch.randint(1, 48, (n,), generator=g).tolist() for n in (5, 9, 8)]
+    features = [{"input_ids": ids, "labels": ids} for ids in documents]
+    collate = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)
+    given, model = dict(collate(features)), tiny("mistral")
+    plain = {n: given[n] for n in ("input_ids", "labels", "position_ids")}
+    want = run(model, "sdpa", plain)
+    same("mistral", run(model, "seqshard", given), want)
+    del given["position_ids"]
+    model.zero_grad()
+    parts = run_ranks(2, lambda comm: hf_jobs.cut(model, given, comm, "zigzag"))
+    whole = Layout.zigzag(TOKENS, 2).unshard([part["logits"] for part in parts])
+    same("mistral", parts[0] | {"logits": whole}, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("llama", {}),
+        ("mistral", {}),
+        ("gpt-oss", {}),
+        ("mistral", {"cache_implementation": "static", "disable_compile": True}),
+    ],
+)
+def test_generate(name: str, cache: dict[str, Any]) -> None:
+    model, given = tiny(name), batch("padded left")
+    told = {n: given[n][:, :12] for n in ("input_ids", "attention_mask")}
+    found = []
+    for implementation in ("eager" if name in BY_EAGER else "sdpa", "seqshard"):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(**told, max_new_tokens=6, do_sample=False, **cache))
+    assert torch.equal(*found)
+
+
+def test_a_forward_looks_at_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny("llama"), batch("packed")
+    copies: list[Any] = []
+    on_host = transformers_mask.on_host
+    monkeypatch.setattr(transformers_mask, "on_host", lambda t: copies.append(t) or on_host(t))
+    run(model, "seqshard", given)
+    assert len(model.model.layers) == 2 and len(copies) == 1
+
+
+def refused(changed: dict[str, Any], name: str = "llama", case: str = "plain") -> str:
+    model = tiny(name, layers=1)
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        run(model, "seqshard", batch(case) | changed)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(3, 1, TOKENS, TOKENS)},
+            "attention_mask is Tensor (3, 1, 22",
+        ),
+        ({"output_attentions": True}, "output_attentions: the weights are never made"),
+        ({"head_mask": torch.ones(4)}, "LlamaAttention passes head_mask, which is not supported"),
+        ({"position_bias": torch.ones(4)}, "passes position_bias"),
+        ({"cu_seq_lens_q": torch.tensor([0, 22])}, "give both cu_seq_lens_q and cu_seq_lens_k"),
+        (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 22])), "one row"),
+        (
+            {
+                "position_ids": torch.arange(TOKENS).remainder(9).repeat(3, 1),
+                "attention_mask": torch.ones(3, TOKENS).tril(20),
+            },
+            "position_ids restart in row 0 at token 9, and attention_mask has padding",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused(changed: dict[str, Any], message: str) -> None:
+    assert message in refused(changed)
+
+
+def test_what_masks_cannot_be_told_is_refused() -> None:
+    from transformers.masking_utils import (
+        and_masks,
+        blockwise_overlay,
+        causal_mask_function,
+        or_masks,
+    )
+
+    blocks = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1, 4)))
+    own = and_masks(causal_mask_function, lambda b, h, q, k: q > k)
+    for function, message in ((blocks, "a part, or_masks"), (own, "a part of the model's own")):
+        with pytest.raises(NotImplementedError, match=message):
+            transformers_mask.make_mask(1, 4, 4, mask_function=function)
+    mask = transformers_mask.make_mask(1, 4, 4, mask_function=causal_mask_function)
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="sliding_window=3, but the window of its mask is none"):
+        seqshard.attention(nn.Module(), q, q, q, mask, sliding_window=3)
+    with pytest.raises(
+        ValueError, match="the mask is of 4 queries and 4 keys, but the layer has 4"
+    ):
+        seqshard.attention(nn.Module(), q, q[:, :, :3], q[:, :, :3], mask)
+    positions = torch.tensor([[0, 1, 0, 1]])
+    cached = transformers_mask.make_mask(1, 4, 6, 2, 0, mask_function=causal_mask_function)
+    k = torch.zeros(1, 2, 6, 8)
+    with pytest.raises(ValueError, match="position_ids restart among 4 queries that have 6 keys"):
+        seqshard.attention(nn.Module(), q, k, k, cached, position_ids=positions)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"position_ids": None},
+            "position_ids begin with [0, 1, 2, 3], but the tokens of this rank",
+        ),
+        ({"attention_mask": torch.ones(3, 11)}, "attention_mask does not go with a rank's part"),
+        (
+            {"input_ids": torch.ones(3, 9, dtype=torch.int64), "position_ids": None},
+            "3 rows of 9 tokens, but",
+        ),
+    ],
+)
+def test_parts_that_are_not_this_ranks_are_refused(changed: dict[str, Any], message: str) -> None:
+    model = tiny("llama", layers=1)
+    model.set_attn_implementation("seqshard")
+
+    def rank(comm: Any) -> str:
+        shard = seqshard.shard_batch({"input_ids": batch("plain")["input_ids"]}, comm)
+        with shard.context(), pytest.raises((ValueError, DisagreementError)) as error:
+            model(**(dict(shard.inputs) | changed))
+        return str(error.value)
+
+    assert any(message in said for said in run_ranks(2, rank))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
+        ({"token_type_ids": torch.ones(3, TOKENS)}, "the batch has token_type_ids, and how to cut"),
+        ({"labels": torch.ones(3, 9)}, "labels must be of 22 tokens a row, got (3, 9)"),
+        ({"cu_seq_lens_q": [0, 9]}, "cu_seq_lens_q must rise from 0 to the 22 tokens"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        seqshard.shard_batch(batch("plain") | changed, None)
+    assert message in str(error.value)
+    with pytest.raises(ValueError, match="layout must be zigzag, contiguous, striped"):
+        seqshard.shard_batch(batch("plain"), None, "diagonal")
+
+
+@worlds(cpus=[2], gpus=[2, 4])
+def test_cut_by_hand_on_real_ranks(ranks: Pool) -> None:
+    for name, case in (("mistral", "packed"), ("llama", "padded left")):
+        for alone, got in ranks.run(hf_jobs.cut_by_hand, name, case, "zigzag"):
+            same(name, got, alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "policy", "rows"),
+    [
+        ("llama", "plain", "cp", 3),
+        ("qwen3", "plain", "dp", 2),
+        ("mistral", "packed", "cp", 2),
+    ],
+)
+@worlds(cpus=[2], gpus=[2])
+def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int) -> None:
+    """The plan cuts attention and the loss, whose labels are shifted across the cut."""
+    for alone, got, plan in ranks.run(hf_jobs.parallelized, name, case, policy, rows):
+        same(name, got, alone)
+        split = "b" if policy == "dp" else "l"
+        assert f" {split} / {ranks.size}" in plan
+
+
+@worlds(cpus=[4], gpus=[4])
+def test_parallelized_over_four(ranks: Pool) -> None:
+    for alone, got, plan in ranks.run(hf_jobs.parallelized, "qwen3", "plain", "cp", 3):
+        same("qwen3", got, alone)
+        assert " l / 4" in plan
+
+
+def test_what_cannot_be_captured_is_refused(two_ranks: Pool) -> None:
+    for said in two_ranks.run(hf_jobs.captured_wrongly, "padding"):
+        assert "attention_mask in a captured graph is not supported" in said

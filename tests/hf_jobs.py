@@ -1,0 +1,90 @@
+"""Jobs for ``api/test_transformers.py``; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import hf_models
+import torch.distributed as dist
+from rank_groups import device
+from torch import Tensor, nn
+
+from annotations import ComputeConfig, parallelize
+from customized_ops.ring_attention.api import transformers as seqshard
+
+Answer = dict[str, Tensor]
+
+
+def cut(model: nn.Module, given: dict[str, Tensor], group: Any, layout: str) -> Answer:
+    """What :func:`hf_models.run` gives, from a rank's part of the batch."""
+    mine = copy.deepcopy(model)  # ranks may be threads
+    mine.set_attn_implementation("seqshard")
+    mine.zero_grad()
+    shard = seqshard.shard_batch(given, group, layout, dropout_seed=7)
+    with shard.context():
+        out = mine(**shard.inputs)
+    out.loss.backward()
+    seqshard.sum_gradients(mine.parameters(), group)
+    loss = seqshard.sum_over_ranks(out.loss, group)
+    return {"loss": loss, "logits": out.logits.detach(), **hf_models.gradients(mine)}
+
+
+def cut_by_hand(name: str, case: str, layout: str) -> tuple[Answer, Answer]:
+    """On real ranks, and alone."""
+    model, group = hf_models.tiny(name).to(device()), dist.group.WORLD
+    given = {n: t.to(device()) for n, t in hf_models.batch(case).items()}
+    alone = hf_models.run(model, "seqshard", given)
+    parts = cut(model, given, group, layout)
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, parts["logits"].cpu())
+    whole = seqshard.shard_batch(given, group, layout).layout.unshard(shards)
+    return on_cpu(alone), on_cpu(parts | {"logits": whole})
+
+
+class Loss(nn.Module):
+    """A model's loss alone, so that no rank has to hold the logits of all tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **given: Any) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
+
+
+def parallelized(name: str, case: str, policy: str, rows: int) -> tuple[Answer, Answer, str]:
+    """Cut by the engine and alone: loss and gradients; and the plan."""
+    model = hf_models.tiny(name, layers=1).to(device())
+    model.set_attn_implementation("seqshard")
+    loss_of = Loss(model)
+    given = {n: t.to(device()) for n, t in hf_models.batch(case, rows).items()}
+    alone = loss_of(**given)
+    alone.backward()
+    size = dist.get_world_size()
+    module = parallelize(loss_of, given, policy, ComputeConfig(size, size))
+    loss = module(**given)
+    loss.backward()
+    module.sync_grad()
+    answers = (
+        {"loss": found.detach(), **hf_models.gradients(each)}
+        for found, each in ((alone, loss_of), (loss, module))
+    )
+    return on_cpu(next(answers)), on_cpu(next(answers)), str(module.plan)
+
+
+def captured_wrongly(what: str) -> str:
+    """The error of a call that cannot be captured."""
+    model = hf_models.tiny("llama", layers=1)
+    model.set_attn_implementation("seqshard")
+    given = hf_models.batch("padded right" if what == "padding" else "plain")
+    try:
+        parallelize(Loss(model), given, "cp", ComputeConfig(2, 2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def on_cpu(answer: Answer) -> Answer:
+    """To send to the test."""
+    return {name: t.cpu() for name, t in answer.items()}
