@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
-from .engines.config import EMBEDDED_FIELDS, NNSCALER_OPTIONS, changed
+from .engines.config import NNSCALER_OPTIONS, only_nnscaler
 
 _logger = logging.getLogger(__name__)
 
@@ -19,14 +19,15 @@ REPOSITORY = "https://github.com/msrasys/nnscaler"
 # Modules with ``parallelize`` and ``as_config`` by the engine's name; imported when asked for.
 ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.engines.torch"}
 
-# Policies by name that only nnscaler has, its own and this package's.
-NNSCALER_POLICIES = ("cp_follow", "autodist", "tp", "pp", "data", "hybrid", "fsdp")
+# Policies by name that only nnscaler has, its own and this package's. Both engines have "tp" and
+# "hybrid".
+NNSCALER_POLICIES = ("cp_follow", "autodist", "pp", "data", "fsdp")
 
 
 def parallelize(
     module_or_module_class: torch.nn.Module | type[torch.nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | Callable[..., Any],
+    pas_policy: Any,
     compute_config: Any,
     *,
     engine: str = "auto",
@@ -89,11 +90,10 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
     """The engine that can do what a call asks for, and why it."""
     if type(config).__module__.partition(".")[0] == "nnscaler":
         return "nnscaler", "compute_config is nnscaler's"
-    if policy in NNSCALER_POLICIES:
+    if isinstance(policy, str) and policy in NNSCALER_POLICIES:
         return "nnscaler", f"the policy {policy!r} is nnscaler's"
-    for name in changed(config):
-        if name not in EMBEDDED_FIELDS:
-            return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
+    for name in only_nnscaler(config):
+        return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
     for name, value in options.items():
         if name in NNSCALER_OPTIONS and value != NNSCALER_OPTIONS[name]:
             return "nnscaler", f"only nnscaler has the argument {name}"

@@ -46,12 +46,14 @@ class InnerCost:
         what: short text for plans, e.g. ``k, v``.
         forward_bytes, backward_bytes: received by the rank that receives most.
         imbalance: largest rank's work over the mean.
+        overlaps: whether the op computes while that moves.
     """
 
     what: str = ""
     forward_bytes: int = 0
     backward_bytes: int = 0
     imbalance: float = 1.0
+    overlaps: bool = False
 
 
 Arguments = Callable[[SplitSite], Mapping[str, Any]]

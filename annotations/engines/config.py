@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 # Fields that the embedded engine acts on, and one that says how nnscaler runs functions while
 # tracing, where the embedded engine runs none. Of the others only the defaults are accepted.
 EMBEDDED_FIELDS = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
+
+# Keys of pas_config that the embedded engine acts on: see ComputeConfig.
+EMBEDDED_PAS_CONFIG = ("mesh_shape", "memory_bytes", "optimizer_bytes_per_parameter", "rates")
 
 # Keyword arguments of nnscaler's parallelize that mean something to it alone; the embedded engine
 # takes the defaults.
@@ -36,6 +41,13 @@ class ComputeConfig:
             (data parallelism outside the plan).
         reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25 (with nnscaler:
             25 for its asynchronous reducer, else no limit).
+        pas_config: what the planner is told. The embedded engine knows ``"mesh_shape"``, the ranks
+            of a copy as a mesh of several axes (its product is ``plan_ngpus``; by default one axis;
+            ranks next to each other are along the last); ``"memory_bytes"``, what a rank may hold
+            (by default, with ``"auto"`` on CUDA, all of its device, else no limit);
+            ``"optimizer_bytes_per_parameter"``, the optimizer's state for each element (by default
+            8, two fp32 copies, as Adam has); and ``"rates"``, speeds to plan with (an
+            ``annotations.engines.torch.Rates``; by default those measured on this machine, if any).
 
     The other fields are nnscaler's, and act only there: the embedded engine refuses a value that is
     not the default (``trace_strategy`` apart, which is about tracing with nnscaler).
@@ -89,6 +101,25 @@ class ComputeConfig:
         """Copies of the model, each over ``plan_ngpus`` ranks."""
         return self.ranks // self.plan_ngpus
 
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The ranks of one copy as a mesh.
+
+        Raises:
+            ValueError: ``pas_config["mesh_shape"]`` is not ``plan_ngpus`` ranks.
+        """
+        given = self.pas_config.get("mesh_shape") if isinstance(self.pas_config, dict) else None
+        if given is None:
+            return (self.plan_ngpus,)
+        sizes = tuple(given) if isinstance(given, list | tuple) else (given,)
+        whole = all(isinstance(n, int) and n > 0 for n in sizes)
+        if not whole or math.prod(sizes) != self.plan_ngpus:
+            raise ValueError(
+                f"ComputeConfig: pas_config['mesh_shape']={given!r} must be counts of ranks whose "
+                f"product is plan_ngpus={self.plan_ngpus}"
+            )
+        return sizes
+
 
 def changed(config: Any) -> dict[str, Any]:
     """The fields of a config, of either kind, that are not at their defaults."""
@@ -122,8 +153,17 @@ def check_embedded(config: ComputeConfig) -> None:
     Raises:
         NotImplementedError: a field that only nnscaler acts on is set; names it.
     """
-    for name, value in changed(config).items():
-        if name not in EMBEDDED_FIELDS:
-            raise NotImplementedError(
-                f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
-            )
+    for name, value in only_nnscaler(config).items():
+        raise NotImplementedError(
+            f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
+        )
+
+
+def only_nnscaler(config: Any) -> dict[str, Any]:
+    """What is set in a config, of either kind, that the embedded engine does not act on."""
+    found = {n: value for n, value in changed(config).items() if n not in EMBEDDED_FIELDS}
+    given = found.pop("pas_config", {})
+    if not isinstance(given, Mapping):
+        return {**found, "pas_config": given}
+    keys = {f"pas_config[{key!r}]": x for key, x in given.items() if key not in EMBEDDED_PAS_CONFIG}
+    return {**found, **keys}

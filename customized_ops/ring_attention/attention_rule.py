@@ -109,6 +109,7 @@ def rule_of(
             forward_bytes=batch * int(plan.forward_bytes(*shape)[:, 1].max()),
             backward_bytes=batch * int(backward_bytes[:, 1].max()),
             imbalance=plan.imbalance(h, g),
+            overlaps=not plan.gathered or plan.head_groups > 1,
         )
 
     def flops(bound: BoundAnnotation, given: Given) -> float:

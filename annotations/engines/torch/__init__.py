@@ -2,21 +2,33 @@
 
 capture -> strategies -> planner -> execute          report: the plan as a table
 (graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
+
+rates: speeds, measured    rehearsal: plans without ranks    replay: plans given back
 """
 
 from ..config import as_own as as_config
 from .capture import CaptureError
+from .cost import Link, Rates
 from .module import ParallelModule, parallelize
 from .policies import OpSite, Policy, PolicyError
+from .rates import calibrate
+from .rehearsal import plan_without_ranks, plans_without_ranks
 from .report import EnginePlan
+from .solver import PlanningError
 
 __all__ = [
     "CaptureError",
     "EnginePlan",
+    "Link",
     "OpSite",
     "ParallelModule",
+    "PlanningError",
     "Policy",
     "PolicyError",
+    "Rates",
     "as_config",
+    "calibrate",
     "parallelize",
+    "plan_without_ranks",
+    "plans_without_ranks",
 ]

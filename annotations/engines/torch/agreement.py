@@ -37,6 +37,15 @@ def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any) -> No
         _compare("batches of one copy", _each(given, _digest), group)
 
 
+def same_graph(hashed: str) -> None:
+    """Refuse a module that was captured as another graph than another rank's, on every rank.
+
+    Raises:
+        CaptureError: says who has which.
+    """
+    _compare("captured graphs", {"graph": hashed}, None)
+
+
 def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
     named, _ = pytree.tree_flatten_with_path(tree)
     return {

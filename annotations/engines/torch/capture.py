@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -102,12 +103,17 @@ def _check_input(name: str, value: Any, example: Any) -> None:
         raise CaptureError(f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}")
 
 
-def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> Captured:
+def capture(
+    module: torch.nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    mode: FakeTensorMode | None = None,
+) -> Captured:
     """Trace ``module`` in its present mode (train or eval).
 
     Args:
         dummy_forward_args: example arguments of ``forward`` by name; shapes and dtypes are kept,
             values are not.
+        mode: where ``module`` has no data: what its tensors are fakes of.
     Raises:
         CaptureError: the arguments do not fit ``forward``, or the module changes a buffer, draws
             random numbers or nests graphs.
@@ -123,7 +129,8 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        exported = torch.export.export(module, (), arguments, strict=False).run_decompositions({})
+        given = arguments if mode is None else _without_data(mode, arguments)
+        exported = torch.export.export(module, (), given, strict=False).run_decompositions({})
     graph = exported.graph_module.graph
     _refuse_unsupported(exported)
     _drop_asserts(graph)
@@ -134,9 +141,22 @@ def capture(module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]) -> C
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     attributes, constants, user_inputs = _placeholders(exported, examples)
+    _join_tied(graph, attributes, module)
     return Captured(
         graph, attributes, constants, user_inputs, examples, signature, in_spec, out_spec
     )
+
+
+def _without_data(mode: FakeTensorMode, arguments: dict[str, Any]) -> dict[str, Any]:
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type == "meta":
+            with mode:
+                return torch.empty(value.shape, dtype=value.dtype)
+        return mode.from_tensor(value)
+
+    return pytree.tree_map(fake, arguments)
 
 
 def _placeholders(
@@ -158,6 +178,23 @@ def _placeholders(
             is_tensor = isinstance(examples[len(user_inputs)], Tensor)
             user_inputs.append(name if is_tensor else None)
     return attributes, constants, user_inputs
+
+
+def _join_tied(graph: Graph, attributes: dict[str, str], module: torch.nn.Module) -> None:
+    """One placeholder for a tensor that the module has under several names."""
+    tensors: dict[str, Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    first: dict[int, Node] = {}
+    for node in list(graph.nodes):
+        if node.name not in attributes:
+            continue
+        same = first.setdefault(id(tensors[attributes[node.name]]), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            del attributes[node.name]
 
 
 def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:

@@ -1,24 +1,27 @@
 """Running a planned graph: each op on DTensors that lie as its strategy wants them.
 
-Moves between strategies are DTensor redistributions; what an annotated op moves inside is its own
-business, through the rule that it was registered with.
+Moves between strategies are paths of collectives (:mod:`.moves`); what an annotated op moves inside
+is its own business, through the rule that it was registered with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
 from .capture import Captured, with_inputs
-from .planner import resolve
-from .strategies import Strategy, is_getitem
+from .lying import Places, share, unsplit
+from .moves import Move, brought
+from .nodes import is_getitem, resolve
+from .strategies import Strategy
 
 
 class PartsOfGradient(torch.autograd.Function):
@@ -29,19 +32,49 @@ class PartsOfGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
-        """The parameter as a replicated DTensor."""
-        return DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+    def forward(  # type: ignore[override]
+        ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Places
+    ) -> Any:
+        """The parameter as it is read; nothing moves."""
+        return brought(_replicated(parameter.detach(), mesh), places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """This rank's part of the gradient."""
-        assert isinstance(grad, DTensor)
-        if grad.placements[0].is_partial():
-            return grad.to_local(), None
-        # The same on every rank, so that each contributes an equal part.
-        whole = grad.redistribute(grad.device_mesh, [Replicate()]).to_local()
-        return whole / grad.device_mesh.size(), None
+        mesh, places = grad.device_mesh, grad.placements
+        local = grad.to_local()
+        # The same on every rank of an axis, so that each contributes an equal part.
+        copies = math.prod(mesh.size(axis) for axis, p in enumerate(places) if p.is_replicate())
+        local = local / copies if copies > 1 else local
+        if not any(p.is_shard() for p in places):
+            return local, None, None
+        whole = local.new_zeros(grad.shape)
+        part = whole
+        for axis, place in enumerate(places):
+            if isinstance(place, Shard):
+                size, n, r = part.shape[place.dim], mesh.size(axis), mesh.get_local_rank(axis)
+                start = min(size, share(size, n, 0) * r)
+                part = part.narrow(place.dim, start, share(size, n, r))
+        part.copy_(local)
+        return whole, None, None
+
+
+class _Wrap(torch.autograd.Function):
+    """A rank's result as a DTensor; the gradient of a partial sum is that of each of its parts."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, local: Tensor, mesh: DeviceMesh, places: Places, shape: Any, stride: Any
+    ) -> Any:
+        ctx.places = places
+        return DTensor.from_local(
+            local.detach(), mesh, places, run_check=False, shape=shape, stride=stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        local = brought(grad, tuple(map(unsplit, ctx.places))).to_local()
+        return local, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,23 +83,25 @@ class Program:
 
     Attributes:
         strategies: how each op runs; ``getitem`` nodes follow their producer.
+        parameters: how each parameter that is kept in parts lies, by its name in the module.
     """
 
     captured: Captured
     strategies: Mapping[Node, Strategy]
     mesh: DeviceMesh
+    parameters: Mapping[str, Places] = field(default_factory=dict)
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward.
 
         Args:
-            attribute: a parameter or buffer by its name in the module.
+            attribute: a parameter or buffer by its name in the module; those in ``parameters`` are
+                DTensors that lie so.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
         Returns:
             The flat results, whole on every rank.
         """
-        values = self._inputs(attribute, flat_inputs)
-        run = _Run(self, values)
+        run = _Run(self, self._inputs(attribute, flat_inputs))
         for node in self.captured.graph.nodes:
             if node.op == "call_function" and not is_getitem(node):
                 run.step(node)
@@ -83,13 +118,13 @@ class Program:
         for node in captured.graph.nodes:
             if node.op != "placeholder":
                 break
-            local: Tensor | None
+            local: Any
             if node.name in captured.attributes:
                 local = attribute(captured.attributes[node.name])
             else:
                 local = given.get(node.name, captured.constants.get(node.name))
-            if isinstance(local, torch.nn.Parameter):
-                values[node, 0] = PartsOfGradient.apply(local, mesh)
+            if isinstance(local, torch.nn.Parameter | DTensor):
+                values[node, 0] = local
             elif local is not None:
                 values[node, 0] = _replicated(local, mesh)
         return values
@@ -101,51 +136,46 @@ class _Run:
     def __init__(self, program: Program, values: dict[tuple[Node, int], Any]) -> None:
         self._program = program
         self._values = values
-        self._moved: dict[tuple[Node, int, Placement], Any] = {}
+        self._moved: dict[tuple[Node, int, Places, Places], Any] = {}
 
     def step(self, node: Node) -> None:
         strategy = self._program.strategies[node]
-        on_locals = strategy.local or not strategy.divides
-        get = self._get_local if on_locals else self._get
-        args, kwargs = with_inputs(node, lambda x, n: get(x, strategy.inputs[n], strategy))
+
+        def get(x: Node, n: int) -> Any:
+            value = self._get(x, strategy.inputs[n], strategy.grads[n])
+            return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
+
+        args, kwargs = with_inputs(node, get)
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         single = isinstance(results, Tensor)
         values = (node.meta["val"],) if single else node.meta["val"]
         for n, result in enumerate((results,) if single else results):
-            if on_locals and isinstance(result, Tensor):
-                result = self._wrap(result, strategy.outputs[n], values[n])
+            if strategy.local and isinstance(result, Tensor):
+                like, places = values[n], strategy.outputs[n]
+                result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
             self._values[node, n] = result
 
-    def _wrap(self, local: Tensor, place: Placement, like: Tensor) -> DTensor:
-        return DTensor.from_local(
-            local,
-            self._program.mesh,
-            [place],
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
-    def _get_local(self, node: Node, place: Placement, strategy: Strategy) -> Tensor:
-        # A whole input of an op that is cut gets a part of its gradient from each rank.
-        grad = Partial() if place.is_replicate() and strategy.divides else place
-        return self._get(node, place, strategy).to_local(grad_placements=[grad])
-
     def whole(self, x: Any) -> Any:
+        """A result of the graph, whole on every rank."""
         if not isinstance(x, Node):
             return x
-        return self._get(x, Replicate()).to_local()
+        everywhere = (Replicate(),) * self._program.mesh.ndim
+        return self._get(x, everywhere, everywhere).to_local(grad_placements=everywhere)
 
-    def _get(self, node: Node, place: Placement, _: Strategy | None = None) -> Any:
+    def _get(self, node: Node, places: Places, grads: Places) -> Any:
         producer, index = resolve(node)
-        key = (producer, index, place)
+        key = (producer, index, places, grads)
         if key not in self._moved:
             value = self._values[producer, index]
-            if value.placements[0] != place:
-                value = value.redistribute(value.device_mesh, [place])
+            if not isinstance(value, DTensor):
+                value = PartsOfGradient.apply(value, self._program.mesh, places)
+            else:
+                lying = tuple(value.placements)
+                if lying != places or tuple(map(unsplit, lying)) != grads:
+                    value = Move.apply(value, places)
             self._moved[key] = value
         return self._moved[key]
 
 
 def _replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -13,22 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from . import policies
 from .agreement import same_batch, same_examples
 from .capture import Captured, capture
-from .cost import Rates
 from .execute import Program
-from .planner import choose, find_choices
-from .policies import Policy
-from .report import EnginePlan, make_report, whole_copies
-from .strategies import Strategy
+from .lying import Places
+from .planning import AnyPolicy, shaped, shared_plan
+from .rates import known_rates
+from .replay import as_plan
+from .report import EnginePlan, whole_copies
+from .stored import keep_in_parts, whole_without_data
+from .verification import same_as_alone
 
 DEFAULT_BUCKET_MB = 25.0
 
-_meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh]] = {}
+_meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
 
 
 class ParallelModule(torch.nn.Module):
@@ -54,7 +56,7 @@ class ParallelModule(torch.nn.Module):
         self,
         module: torch.nn.Module,
         dummy_forward_args: Mapping[str, Any],
-        policy: str | Policy,
+        policy: AnyPolicy,
         config: ComputeConfig,
     ) -> None:
         super().__init__()
@@ -68,11 +70,16 @@ class ParallelModule(torch.nn.Module):
         self.compute_config = config
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
-        self._policy = policies.named(policy)
+        self._policy = as_plan(policy)
+        if not isinstance(self._policy, EnginePlan):
+            policies.named(self._policy)  # refuses an unknown one before anything else
+        self._kept: Mapping[str, Places] | None = None
         self._unsynced = False  # whether a forward has run since the last sync_grad
         self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
-            self._mesh = _mesh(config, next(chain(self.parameters(), self.buffers()), None))
+            like = next(chain(self.parameters(), self.buffers()), None)
+            self._mesh, self._copies = _mesh(config, like)
+            self._plan_mesh = shaped(self._mesh, config)
             same_examples(dummy_forward_args)
             _same_weights(self)
         if config.plan_ngpus > 1:
@@ -111,12 +118,16 @@ class ParallelModule(torch.nn.Module):
             return
         self._unsynced = False
         cap = (self.compute_config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
-        _agree_on_gradients([p for p in self.parameters() if p.requires_grad])
-        for bucket in _buckets([p.grad for p in self.parameters() if p.grad is not None], cap):
+        whole = [p for p in self.parameters() if not isinstance(p, DTensor)]
+        _agree_on_gradients([p for p in whole if p.requires_grad])
+        for bucket in _buckets([p.grad for p in whole if p.grad is not None], cap):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat)
             for grad, whole in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 grad.copy_(whole)
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, DTensor):  # whole over the plan already
+                dist.all_reduce(parameter.grad.to_local(), group=self._copies.get_group())
 
     def _attribute(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -132,42 +143,34 @@ class ParallelModule(torch.nn.Module):
     def _build(self) -> Program:
         """Capture on every rank; plan on rank 0, so that all ranks run one plan."""
         self._original.training = self.training
-        captured = capture(self._original, self._dummy_forward_args)
-        made: list[Any] = [None]
-        if dist.get_rank() == 0:
-            made = [self._plan(captured)]
-        dist.broadcast_object_list(made, src=0)
-        if isinstance(made[0], Exception):
-            raise made[0]
-        chosen, self.plan = made[0]
+        captured = self._captured()
+        trained = dict(self.named_parameters(remove_duplicate=False))
+        planned = shared_plan(
+            captured,
+            mesh=self._plan_mesh,
+            policy=self._policy,
+            config=self.compute_config,
+            parameters=tuple(trained),
+            rates=self.compute_config.pas_config.get("rates")
+            or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
+            device=next(iter(trained.values())).device if trained else "cpu",
+            kept=self._kept,
+        )
+        self.plan, self._kept = planned.report, planned.parameters
+        keep_in_parts(self._original, planned.parameters, self._plan_mesh)
         by_name = {node.name: node for node in captured.graph.nodes}
-        return Program(captured, {by_name[n]: s for n, s in chosen.items()}, self._mesh)
+        strategies = {by_name[n]: s for n, s in planned.strategies.items()}
+        return Program(captured, strategies, self._plan_mesh, planned.parameters)
 
-    def _plan(self, captured: Captured) -> tuple[dict[str, Strategy], EnginePlan] | Exception:
-        """Strategies by op name and the report, or why there are none."""
-        config, parts = self.compute_config, self.compute_config.plan_ngpus
-        try:
-            choices = find_choices(captured, self._mesh)
-            forced = policies.apply(self._policy, choices.ops, config)
-            chosen = choose(choices, forced, parts, Rates())
-            gradients = _gradient_bytes(self)
-            report = make_report(choices, chosen, parts, config.num_scale_units, gradients)
-        except Exception as error:  # every rank must hear of it, or the others wait for ever
-            return _sendable(error)
-        return {node.name: strategy for node, strategy in chosen.items()}, report
+    def _captured(self) -> Captured:
+        if not self._kept:
+            return capture(self._original, self._dummy_forward_args)
+        with whole_without_data(self._original) as mode:
+            return capture(self._original, self._dummy_forward_args, mode)
 
 
-def _sendable(error: Exception) -> Exception:
-    """``error``, or its text where a user's exception cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
-    """The ranks of this rank's copy, as a mesh of one axis."""
+def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks of this rank's copy, and those of its place in every copy, as meshes."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
@@ -185,8 +188,8 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> DeviceMesh:
     world = dist.group.WORLD
     if key not in _meshes or _meshes[key][0] is not world:
         mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
-        _meshes[key] = (world, mesh["plan"])
-    return _meshes[key][1]
+        _meshes[key] = (world, mesh["plan"], mesh["copy"])
+    return _meshes[key][1:]
 
 
 def _same_weights(module: torch.nn.Module) -> None:
@@ -232,10 +235,11 @@ def _buckets(grads: list[Tensor], cap_bytes: float) -> Iterator[list[Tensor]]:
 def parallelize(
     module_or_module_class: torch.nn.Module | type[torch.nn.Module],
     dummy_forward_args: Mapping[str, Any],
-    pas_policy: str | Policy,
+    pas_policy: AnyPolicy,
     compute_config: ComputeConfig,
     *,
     module_dtype: torch.dtype | None = None,
+    verify: bool = False,
     **nnscaler_only: Any,
 ) -> ParallelModule:
     """Cut a single-device module over ranks, by the embedded engine.
@@ -247,11 +251,21 @@ def parallelize(
         module_or_module_class: a module, written for one device. Its attention calls
             ``wrap_*_attn_func`` without a group. Classes are not supported yet.
         dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
-        pas_policy: ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; or a function
-            from the annotated ops (:class:`~.policies.OpSite`) and the config to the split of each
-            by name. Everything that is left open is planned to move the fewest bytes.
-        compute_config: how many ranks.
+        pas_policy: what is decided before the rest is planned to move the fewest bytes.
+            ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; ``"ulysses"`` on heads
+            with its neighbours on the sequence; ``"tp"`` on heads, with the weights of linears kept
+            in parts; ``"hybrid"``, on a mesh of two axes, on the sequence along the first and on
+            heads along the second. ``"auto"`` decides nothing: all of it, and which parameters are
+            kept in parts, is what the predicted time says, within the memory of a rank.
+            A mapping names ops, module paths, parameters or patterns of them, and says what each is
+            split on: ``{"blocks.0.attention": "l", "*.down.weight": 1}``, ``None`` for whole, a
+            tuple for one word an axis. A function makes that mapping from the annotated ops
+            (:class:`~.policies.OpSite`) and the config. A plan made before, or the path of one in
+            a file (``plan.to_json()``), is followed where it says something.
+        compute_config: how many ranks, as which mesh, and what the planner is told.
         module_dtype: convert the copy to this dtype first.
+        verify: run one step on the example arguments, on every rank alone as well as in parallel,
+            and compare results and gradients. Takes the memory of the whole model and batch.
         nnscaler_only: nnscaler's other keyword arguments, at their defaults.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
@@ -265,6 +279,8 @@ def parallelize(
         ValueError: ``runtime_ngpus`` is not the number of ranks.
         TypeError: ``dummy_forward_args`` is not a mapping.
         RuntimeError: ``torch.distributed`` is not initialised.
+        PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
+        VerificationError: with ``verify``, something differs from the single module; names it.
     """
     for name, value in nnscaler_only.items():
         if name not in NNSCALER_OPTIONS:
@@ -284,4 +300,9 @@ def parallelize(
         )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)
-    return ParallelModule(module, dummy_forward_args, pas_policy, compute_config)
+    parallel = ParallelModule(module, dummy_forward_args, pas_policy, compute_config)
+    if verify and compute_config.ranks > 1:
+        alone = copy.deepcopy(module)
+        _same_weights(alone)
+        same_as_alone(parallel, alone, dummy_forward_args)
+    return parallel

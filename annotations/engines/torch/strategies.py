@@ -1,249 +1,190 @@
-"""How each op of a captured graph may run on a one-axis mesh.
+"""How each op of a captured graph may run on a mesh.
 
-A strategy says how an op's tensor inputs must lie and how its results then lie. For annotated ops
-they follow from the annotation. For every other op DTensor itself is asked: the op is run on meta
-tensors that lie in each possible way, and what ran without communication is a strategy. That keeps
-one source of truth for what DTensor can do, whatever its version.
+A strategy says, for each axis of the mesh, how an op's tensor inputs must lie and how its results
+then lie. Axes are first asked one by one, annotated ops by their annotation and all others by
+DTensor (:mod:`.oracle`); then every choice on one axis is combined with every choice on the others.
+
+one axis: AxisStrategy    --combine-->    all axes: Strategy
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import Replicate
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from annotations.binding import BoundAnnotation, Split, bind
-from annotations.dtensor import placement
-from annotations.errors import PartitionError
+from annotations.memo import remembered
 from annotations.registry import OpRecord, record_of
-from annotations.rules import InnerCost, SplitSite, check_parts
+from annotations.rules import InnerCost, SplitSite
 
-from .capture import tensor_inputs, with_inputs
+from .capture import tensor_inputs
+from .lying import Places, fits, local_shape
+from .nodes import arguments_of, signature, values_of
+from .one_axis import AxisStrategy, along_axis
+from .oracle import ask_dtensor
 
-# Beyond this many tensor inputs only uniform placements are tried.
-ALL_COMBINATIONS_INPUTS = 3
-
-# Aten ops that may run on local tensors, by their number of tensor inputs. DTensor's own rule of
-# linear flattens the leading dims, which it refuses for uneven shards.
-ATEN: dict[Any, dict[int, str]] = {
-    torch.ops.aten.linear.default: {2: "* k^, n k^ -> * n", 3: "* k^, n k^, n -> * n"}
-}
+# What DTensor answered, for all graphs of this process.
+_asked: dict[Any, list[AxisStrategy]] = {}
 
 # Group name under which costs are asked for; no group is used.
 COST_ONLY = "cost only"
 
-NOTHING = InnerCost()
-
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op.
+    """One way to run an op on the mesh.
 
     Attributes:
-        inputs: placement of each tensor input, in argument order.
-        outputs: placement of each result.
-        identifier: what an annotated op is split on, None if it is not split.
-        inner: what an annotated op moves inside, and how uneven the parts of its work are.
+        inputs, outputs, grads: of each tensor how it lies along each axis, as of AxisStrategy.
+        split: for each axis what an annotated op is split on.
+        inner: for each axis what an annotated op moves inside, and how uneven its parts are.
+        divided: for each axis whether its ranks do a part of the work each.
         local: run the op on the local tensors themselves, not through DTensor.
     """
 
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    identifier: str | None = None
-    inner: InnerCost = NOTHING
-    local: bool = False
-
-    @property
-    def divides(self) -> bool:
-        """Whether each rank does only its part of the work."""
-        return any(p.is_shard() for p in (*self.inputs, *self.outputs))
+    inputs: tuple[Places, ...]
+    outputs: tuple[Places, ...]
+    grads: tuple[Places, ...]
+    split: tuple[str | None, ...]
+    inner: tuple[InnerCost, ...]
+    divided: tuple[bool, ...]
+    local: bool
 
 
-def strategies_of(node: Node, mesh: DeviceMesh, known: dict[Any, Any]) -> list[Strategy]:
+def strategies_of(
+    node: Node, mesh: DeviceMesh, known: dict[Any, Any], stored: bool = False
+) -> list[Strategy]:
     """Every way to run ``node``; the first is always to run it whole on each rank.
 
     Args:
         known: a cache to pass to every call; equal ops are asked once.
+        stored: ``node`` is a parameter, which may be kept in parts.
     """
-    record = record_of(node.target)
-    if record is not None:
-        return annotated_strategies(node, record, mesh.size())
     inputs = tensor_inputs(node)
-    if node.target in ATEN:
-        return local_strategies(node, inputs, mesh.size())
-    if node.op in ("placeholder", "output") or not inputs:
-        return [Strategy((Replicate(),) * len(inputs), (Replicate(),) * _n_outputs(node))]
-    key = _signature(node, inputs)
+    key = (signature(node, inputs), stored)
     if key not in known:
-        known[key] = _ask_dtensor(node, inputs, mesh)
+        along = [_along_axis(node, inputs, mesh, axis, known, stored) for axis in range(mesh.ndim)]
+        known[key] = _combine(node, inputs, along, tuple(mesh.shape))
     return known[key]
 
 
-def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[Strategy]:
-    """The splits that the annotation allows over ``parts`` ranks.
+def _along_axis(
+    node: Node,
+    inputs: Sequence[Node],
+    mesh: DeviceMesh,
+    axis: int,
+    known: dict[Any, Any],
+    stored: bool,
+) -> list[AxisStrategy]:
+    key = signature(node, inputs), mesh.size(axis), stored
+    if key not in known:
+        known[key], more = along_axis(node, inputs, mesh.size(axis), stored)
+        if more:
+            asked = (mesh.device_type, *key)
+            known[key] += remembered(_asked, asked, lambda: ask_dtensor(node, inputs, mesh, axis))
+    return known[key]
 
-    Those of an alternative that cut inputs and results as one found before does are left out.
-    """
-    arguments = arguments_of(node, record)
-    names = list(record.signature.parameters)
-    tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
-    found = [Strategy((Replicate(),) * len(tensors), (Replicate(),) * record.n_outputs)]
-    for bound in record.bindings(arguments):
-        known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
-        for split in bound.splits():
-            cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
-            inputs = tuple(Replicate() if cut is None else placement(cut) for cut in cuts)
-            outputs = tuple(placement(cut) for cut in split.outputs)
-            if (inputs, outputs) in known or not _can_be_cut(bound, split, parts):
-                continue
-            inner = _inner_cost(record, bound, split, parts, arguments)
-            found.append(Strategy(inputs, outputs, split.identifier, inner))
+
+def _combine(
+    node: Node,
+    inputs: Sequence[Node],
+    along: Sequence[Sequence[AxisStrategy]],
+    parts: tuple[int, ...],
+) -> list[Strategy]:
+    """Every choice on one axis with every choice on the others, as far as they go together."""
+    values = [x.meta["val"] for x in inputs]
+    results = values_of(node)
+    found = []
+    for combination in itertools.product(*along):
+        local = all(s.local or not s.divides for s in combination)
+        if not _go_together(node, combination, local):
+            continue
+        made = Strategy(
+            tuple(zip(*(s.inputs for s in combination), strict=True)),
+            tuple(zip(*(s.outputs for s in combination), strict=True)),
+            tuple(zip(*(s.grads for s in combination), strict=True)),
+            tuple(s.identifier for s in combination),
+            (InnerCost(),) * len(parts),
+            tuple(s.divides for s in combination),
+            local,
+        )
+        lying = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
+        if all(fits(value, places, parts) for value, places in lying):
+            found.append(_with_costs(node, made, parts))
     return found
 
 
-def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
-    """The op's arguments by name, tensors without data."""
-    return record.arguments(
-        *pytree.tree_map(_value_of, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
+def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -> bool:
+    """Whether one alternative of the annotation has all splits; two axes may cut the same one only
+    where the op runs on local tensors and need not know."""
+    record = record_of(node.target)
+    names = [s.identifier for s in combination if s.identifier is not None]
+    if record is None or len(names) < 2:
+        return True
+    if len(set(names)) < len(names) and not local:
+        return False
+    for bound in record.bindings(arguments_of(node, record)):
+        if set(names) <= {split.identifier for split in bound.splits()}:
+            return True
+    return False
+
+
+def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strategy:
+    """``strategy`` with what its op moves inside, each axis as the others cut its tensors."""
+    record = record_of(node.target)
+    if record is None or strategy.local:
+        return strategy
+    inner = []
+    for axis, identifier in enumerate(strategy.split):
+        if identifier is None:
+            inner.append(InnerCost())
+            continue
+        arguments = _cut_elsewhere(node, record, strategy, parts, axis)
+        inner.append(_inner_cost(record, identifier, parts[axis], arguments))
+    return Strategy(
+        strategy.inputs,
+        strategy.outputs,
+        strategy.grads,
+        strategy.split,
+        tuple(inner),
+        strategy.divided,
+        strategy.local,
     )
 
 
-def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
-    """Whether every rank gets some of it, and no inner dim is torn."""
-    try:
-        check_parts(bound, split, parts)
-    except PartitionError:
-        return False
-    return bound.sizes[split.identifier] >= parts
+def _cut_elsewhere(
+    node: Node, record: OpRecord, strategy: Strategy, parts: tuple[int, ...], axis: int
+) -> dict[str, Any]:
+    """The op's arguments as the ranks of one axis together see them."""
+    arguments = arguments_of(node, record)
+    whole = record.bindings(arguments)
+    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    for other, identifier in enumerate(strategy.split):
+        if other != axis and identifier is not None and identifier in record.rule.told:
+            size = next(b.sizes[identifier] for b in whole if identifier in b.sizes)
+            site = SplitSite(identifier, size, parts[other], COST_ONLY)
+            arguments |= record.rule.arguments(record.title, site)
+    for name, places in zip(tensors, strategy.inputs, strict=True):
+        others = tuple(Replicate() if a == axis else p for a, p in enumerate(places))
+        shape = local_shape(arguments[name].shape, others, parts)
+        if shape != tuple(arguments[name].shape):
+            arguments[name] = torch.empty(shape, dtype=arguments[name].dtype, device="meta")
+    return arguments
 
 
 def _inner_cost(
-    record: OpRecord, bound: BoundAnnotation, split: Split, parts: int, arguments: dict[str, Any]
+    record: OpRecord, identifier: str, parts: int, arguments: Mapping[str, Any]
 ) -> InnerCost:
-    site = SplitSite(split.identifier, bound.sizes[split.identifier], parts, COST_ONLY)
+    bound = next(
+        b for b in record.bindings(arguments) if identifier in {s.identifier for s in b.splits()}
+    )
+    site = SplitSite(identifier, bound.sizes[identifier], parts, COST_ONLY)
     itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
     return record.rule.cost(bound, site, arguments, itemsize)
-
-
-def local_strategies(node: Node, inputs: Sequence[Node], parts: int) -> list[Strategy]:
-    """The splits of an aten op that this engine has an annotation for."""
-    shapes = [tuple(x.meta["val"].shape) for x in inputs]
-    names = [f"input {n}" for n in range(len(inputs))]
-    bound = bind(ATEN[node.target][len(inputs)], str(node.target), names, shapes)
-    whole = Strategy((Replicate(),) * len(inputs), (Replicate(),))
-    return [whole] + [
-        Strategy(
-            tuple(placement(cut) for cut in split.inputs),
-            tuple(placement(cut) for cut in split.outputs),
-            local=True,
-        )
-        for split in bound.splits()
-        if bound.sizes[split.identifier] >= parts
-    ]
-
-
-def _value_of(x: Any) -> Any:
-    return x.meta["val"] if isinstance(x, Node) else x
-
-
-def _n_outputs(node: Node) -> int:
-    value = node.meta.get("val")
-    return len(value) if isinstance(value, tuple | list) else 1
-
-
-def _signature(node: Node, inputs: Sequence[Node]) -> Any:
-    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
-    rest = with_inputs(node, lambda x, n: f"<{n}>")
-    return node.target, shapes, repr(rest)
-
-
-def _ask_dtensor(node: Node, inputs: Sequence[Node], mesh: DeviceMesh) -> list[Strategy]:
-    whole = Strategy((Replicate(),) * len(inputs), (Replicate(),) * _n_outputs(node))
-    choices = [_placements(x.meta["val"], mesh.size()) for x in inputs]
-    if len(inputs) <= ALL_COMBINATIONS_INPUTS:
-        combinations = list(itertools.product(*choices))
-    else:
-        combinations = [(p,) * len(inputs) for p in choices[0] if all(p in c for c in choices)]
-    found = [whole]
-    for places in combinations:
-        if all(p.is_replicate() for p in places):
-            continue
-        outputs = _run_on_meta(node, inputs, places, mesh)
-        if outputs is not None:
-            found.append(Strategy(places, outputs))
-    return found
-
-
-def _placements(value: Tensor, parts: int) -> list[Placement]:
-    cuts = [Shard(dim) for dim in range(value.ndim) if value.shape[dim] >= parts]
-    return [Replicate(), *cuts]
-
-
-def _run_on_meta(
-    node: Node, inputs: Sequence[Node], places: Sequence[Placement], mesh: DeviceMesh
-) -> tuple[Placement, ...] | None:
-    """Placements of the results, or None where the op communicates or cannot run."""
-
-    def meta(x: Node, n: int) -> Tensor:
-        value = x.meta["val"]
-        shape = list(value.shape)
-        if isinstance(cut := places[n], Shard):
-            shape[cut.dim] = -(-shape[cut.dim] // mesh.size())  # rank 0's part
-        local = torch.empty(shape, dtype=value.dtype, device="meta")
-        stride = torch.empty(value.shape, device="meta").stride()
-        like = DTensor.from_local(
-            local, mesh, [places[n]], run_check=False, shape=value.shape, stride=stride
-        )
-        return like.requires_grad_(value.is_floating_point())
-
-    args, kwargs = with_inputs(node, meta)
-    # DTensor logs how it would communicate; it is only being asked.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with torch.enable_grad(), CommDebugMode() as counted:
-            results = node.target(*args, **_on_meta(kwargs))  # type: ignore[operator]
-            flat = [results] if isinstance(results, Tensor) else list(results)
-            _differentiate(flat)
-    except Exception:
-        # DTensor refuses in many ways (NotImplementedError, RuntimeError, AssertionError, ...), and
-        # each of them means the same: not like this. The op still runs whole.
-        return None
-    finally:
-        logging.disable(before)
-    if counted.get_total_counts():
-        return None
-    outputs = tuple(r.placements[0] if isinstance(r, DTensor) else None for r in flat)
-    plain = all(type(p) in (Replicate, Shard) or p == Partial("sum") for p in outputs)
-    return outputs if plain else None  # type: ignore[return-value]
-
-
-def _differentiate(results: Sequence[Any]) -> None:
-    """Run the backward too: some ops run on a cut tensor but their backward does not."""
-    made = [r for r in results if isinstance(r, DTensor) and r.requires_grad]
-    # The gradient of a partial sum is the same on every rank; others lie as the result does.
-    grads = [
-        r.redistribute(placements=[Replicate()]) if r.placements[0].is_partial() else r
-        for r in made
-    ]
-    torch.autograd.backward(made, [grad.detach() for grad in grads])
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {k: torch.device("meta") if k == "device" and v else v for k, v in kwargs.items()}
-
-
-def is_getitem(node: Node) -> bool:
-    """Whether ``node`` picks one of another node's results."""
-    return node.target is operator.getitem

@@ -1,0 +1,57 @@
+"""How tensors lie on a mesh, and how much of them is where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+# How a tensor lies: one placement for each axis of the mesh.
+Places = tuple[Placement, ...]
+
+
+def share(size: int, parts: int, index: int) -> int:
+    """How much of a dim rank ``index`` holds where it is cut, as DTensor cuts."""
+    each = -(-size // parts)
+    return max(0, min(size, each * (index + 1)) - each * index)
+
+
+def local_shape(
+    shape: Iterable[int],
+    places: Places,
+    parts: Sequence[int],
+    at: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """The part of a tensor on the rank ``at`` these coordinates, by default the first, which holds
+    most. Axes cut in turn: where two cut one dim, the later cuts the parts of the earlier."""
+    local = list(shape)
+    for axis, (place, n) in enumerate(zip(places, parts, strict=True)):
+        if isinstance(place, Shard):
+            local[place.dim] = share(local[place.dim], n, at[axis] if at else 0)
+    return tuple(local)
+
+
+def local_bytes(value: Any, places: Places, parts: Sequence[int]) -> int:
+    """Bytes of a tensor on the rank that holds most of it."""
+    if not isinstance(value, Tensor):
+        return 0
+    return math.prod(local_shape(value.shape, places, parts)) * value.element_size()
+
+
+def unsplit(place: Placement) -> Placement:
+    """How the gradient of what lies so must lie: of a partial sum whole."""
+    return Replicate() if isinstance(place, Partial) else place
+
+
+def fits(value: Any, places: Places, parts: Sequence[int]) -> bool:
+    """Whether every rank gets some of a tensor that lies so."""
+    if not isinstance(value, Tensor):
+        return True
+    over: dict[int, int] = {}
+    for place, n in zip(places, parts, strict=True):
+        if isinstance(place, Shard):
+            over[place.dim] = over.get(place.dim, 1) * n
+    return all(value.shape[dim] >= n for dim, n in over.items())

@@ -1,0 +1,108 @@
+"""What a rank must keep between forward and backward, in bytes: an estimate.
+
+Parameters, their gradients and the optimizer's state are counted exactly. Of activations, what an
+op reads is kept where its backward needs it, each tensor once for each way in which it lies. What
+an op receives, it holds only while it runs; that of the op that receives most is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .capture import tensor_inputs
+from .cost import is_view
+from .lying import Places, local_bytes, local_shape
+from .moves import Shape
+from .strategies import Strategy
+
+ADAM_BYTES = 8.0  # two fp32 copies
+
+_aten = torch.ops.aten
+# Their gradients need no input.
+LINEAR = {
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.neg.default,
+    _aten._to_copy.default,
+    _aten.cat.default,
+    _aten.clone.default,
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.default,
+    _aten.mean.dim,
+}
+# Theirs need the other input.
+PRODUCTS = {_aten.mul.Tensor, _aten.div.Tensor}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a rank may hold.
+
+    Attributes:
+        limit_bytes: None for no limit.
+        optimizer_bytes: the optimizer's state for each element of a parameter.
+    """
+
+    limit_bytes: float | None = None
+    optimizer_bytes: float = ADAM_BYTES
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    passing: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
+
+
+def keeps(node: Node, differentiated: Mapping[Node, bool]) -> bool:
+    """Whether the backward of an op needs what it reads."""
+    if node.op != "call_function" or not differentiated.get(node) or is_view(node):
+        return False
+    if node.target in LINEAR:
+        return False
+    return node.target not in PRODUCTS or len(tensor_inputs(node)) > 1
+
+
+def parameter_bytes(value: Tensor, places: Places, parts: Shape, budget: Budget) -> tuple[int, ...]:
+    """Of a parameter, its gradient and the optimizer's state, as it is kept."""
+    kept = local_bytes(value, places, parts)
+    if not value.requires_grad:
+        return kept, 0, 0
+    elements = math.prod(local_shape(value.shape, places, parts))
+    return kept, kept, int(elements * budget.optimizer_bytes)
+
+
+def passing_bytes(strategy: Strategy) -> int:
+    """What an op holds only while it runs: what it receives."""
+    return sum(inner.forward_bytes for inner in strategy.inner)
+
+
+def held(
+    stored: Sequence[tuple[Any, Places]],
+    kept: Sequence[tuple[Any, Places]],
+    passing: int,
+    parts: Shape,
+    budget: Budget,
+) -> Held:
+    """Of parameters and activations, each with how it lies."""
+    each = [parameter_bytes(value, places, parts, budget) for value, places in stored]
+    sums = [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0]
+    activations = sum(local_bytes(value, places, parts) for value, places in kept)
+    return Held(sums[0], sums[1], sums[2], activations, passing)

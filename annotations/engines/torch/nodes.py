@@ -1,0 +1,59 @@
+"""What the planner asks of a graph's nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from annotations.registry import OpRecord
+
+from .capture import with_inputs
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether ``node`` picks one of another node's results."""
+    return node.target is operator.getitem
+
+
+def resolve(node: Node) -> tuple[Node, int]:
+    """The op that made a value and which of its results it is."""
+    if is_getitem(node):
+        source, index = node.args
+        assert isinstance(source, Node) and isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def value_of(node: Node, index: int) -> Any:
+    """A result of a node, as a tensor without data."""
+    value = node.meta["val"]
+    return value[index] if isinstance(value, tuple | list) else value
+
+
+def values_of(node: Node) -> tuple[Any, ...]:
+    """All results of a node."""
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def signature(node: Node, inputs: Sequence[Node]) -> Any:
+    """What two calls have in common that may run in the same ways."""
+    shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
+    if node.op == "placeholder":
+        value = node.meta.get("val")
+        return "placeholder", tuple(getattr(value, "shape", ())), getattr(value, "dtype", None)
+    rest = with_inputs(node, lambda x, n: f"<{n}>")
+    return node.target, shapes, repr(rest)
+
+
+def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
+    """The op's arguments by name, tensors without data."""
+    is_node = lambda x: isinstance(x, Node)  # noqa: E731
+    given = pytree.tree_map(
+        lambda x: x.meta["val"] if is_node(x) else x, (node.args, node.kwargs), is_leaf=is_node
+    )
+    return record.arguments(*given)

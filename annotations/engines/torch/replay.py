@@ -1,0 +1,68 @@
+"""A plan given back as a policy: made before, perhaps edited, from memory or from a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .account import graph_hash
+from .choices import Choices
+from .limits import Limits
+from .policies import PolicyError
+from .report import EnginePlan, Lying, places_text
+from .strategies import Strategy
+
+
+def as_plan(policy: Any) -> Any:
+    """The plan in a file that a policy names: a path, or a string that ends in ``.json``."""
+    named = isinstance(policy, str) and policy.endswith(".json")
+    return EnginePlan.from_json(Path(policy).read_text()) if (
+        named or isinstance(policy, os.PathLike)
+    ) else policy  # fmt: skip
+
+
+def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
+    """Each op and parameter as the plan has it; what it leaves out is open.
+
+    Raises:
+        PolicyError: it is for another module, other shapes or another mesh, or it has been edited
+            to something that an op does not allow.
+    """
+    if plan.mesh_shape != choices.parts:
+        raise PolicyError(f"the plan is for a mesh of {plan.mesh_shape}, not of {choices.parts}")
+    if plan.graph != graph_hash(choices.captured):
+        raise PolicyError("the plan is for another module, or for inputs of other shapes")
+    limits = Limits()
+    by_name = {node.name: node for node in choices.strategies}
+    for name, lying in plan.ops.items():
+        if name not in by_name:
+            raise PolicyError(f"the plan names {name}, which is no op of the graph")
+        node = by_name[name]
+        if not limits.keep(node, choices, lambda s, a=lying: _is(s, a)):  # type: ignore[misc]
+            options = "\n    ".join(dict.fromkeys(map(_shown, choices.strategies[node])))
+            raise PolicyError(f"the plan has {name} as {lying}, but it can only be\n    {options}")
+    for node, path in choices.parameters.items():
+        whole = ",".join("R" for _ in choices.parts)
+        wanted = plan.parameters.get(path, whole)
+        if not limits.keep(
+            node,
+            choices,
+            lambda s, w=wanted: places_text(s.outputs[0]) == w,  # type: ignore[misc]
+        ):
+            raise PolicyError(f"the plan keeps {path} as {wanted!r}, which it cannot be")
+    return limits
+
+
+def _is(strategy: Strategy, lying: Lying) -> bool:
+    return (
+        strategy.split == lying.split
+        and tuple(map(places_text, strategy.inputs)) == lying.inputs
+        and tuple(map(places_text, strategy.outputs)) == lying.outputs
+    )
+
+
+def _shown(strategy: Strategy) -> str:
+    inputs, outputs = (" ".join(map(places_text, x)) for x in (strategy.inputs, strategy.outputs))
+    split = ", ".join(name or "-" for name in strategy.split) if any(strategy.split) else ""
+    return f"{inputs} -> {outputs}" + (f" (split {split})" if split else "")

@@ -1,0 +1,85 @@
+"""Linear programs, solved by HiGHS: minimise cost . x, some x 0 or 1, under linear constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+SOLVER_SECONDS = 60
+
+Terms = Sequence[tuple[int, float]]
+
+
+INFEASIBLE = 2  # scipy's number for it
+
+
+class PlanningError(ValueError):
+    """No plan satisfies all constraints, or none was found in time."""
+
+
+class Infeasible(PlanningError):
+    """No solution satisfies all constraints."""
+
+
+class LinearProgram:
+    """Collects variables and constraints, then solves."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self._binary: list[int] = []
+        self._upper: list[float] = []
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._values: list[float] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+
+    def add(self, seconds: float, *, binary: bool = False, upper: float = 1.0) -> int:
+        """A variable from 0 to ``upper``; its number."""
+        self.cost.append(seconds)
+        self._binary.append(int(binary))
+        self._upper.append(upper)
+        return len(self.cost) - 1
+
+    def equal(self, terms: Terms, right: float) -> None:
+        """sum of terms = right"""
+        self._row(terms, right, right)
+
+    def at_most(self, terms: Terms, right: float) -> None:
+        """sum of terms <= right"""
+        self._row(terms, -np.inf, right)
+
+    def _row(self, terms: Terms, low: float, high: float) -> None:
+        for column, value in terms:
+            self._rows.append(len(self._low))
+            self._columns.append(column)
+            self._values.append(value)
+        self._low.append(low)
+        self._high.append(high)
+
+    def solve(self, gap: float = 1e-6) -> npt.NDArray[np.float64]:
+        """The variables, within ``gap`` of the least cost.
+
+        Raises:
+            Infeasible: there is no solution. PlanningError: none was found in time.
+        """
+        shape = (len(self._low), len(self.cost))
+        matrix = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsc()
+        # In microseconds the solver's tolerances are far below any cost that matters.
+        cost = np.array(self.cost) * 1e6
+        result = milp(
+            cost,
+            constraints=LinearConstraint(matrix, self._low, self._high),
+            integrality=np.array(self._binary),
+            bounds=Bounds(0, np.array(self._upper)),
+            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": gap},
+        )
+        if result.status == INFEASIBLE:
+            raise Infeasible(f"no plan: {result.message}")
+        if result.x is None:
+            raise PlanningError(f"no plan: {result.message}")
+        return result.x

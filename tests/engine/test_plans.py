@@ -1,0 +1,144 @@
+"""Plans of several kinds on real ranks: the same loss and gradients as one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import engine_jobs
+import planning_jobs
+import pytest
+import torch
+from dense import assert_same
+from planning_jobs import SLOW
+from ranks import Pool, worlds
+
+CUT = {"rates": SLOW}
+
+
+def check(
+    pool: Pool, policy: Any, shape: tuple[int, ...], length: int, layers: int, told: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Compare with one process to 1e-10; returns parameters in parts, and the plan."""
+    plan = 1
+    for n in shape:
+        plan *= n
+    copies, losses = pool.size // plan, []
+    model = engine_jobs.tiny_llama("ring", layers)
+    for copy in range(copies):
+        loss = model(**engine_jobs.sample("ring", 1, length, seed=1 + copy))
+        (loss / copies).backward()
+        losses.append(loss.item())
+    replies = pool.run(planning_jobs.step, policy, shape, length, layers, told)
+    for rank, (loss, grads, _, _) in enumerate(replies):
+        assert abs(loss - losses[rank // plan]) < 1e-10
+        for name, parameter in model.named_parameters():
+            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+    return replies[0][2], json.loads(replies[0][3])
+
+
+@pytest.mark.parametrize(
+    ("policy", "split", "in_parts"),
+    [("tp", "g", True), ("ulysses", "g", False), ("auto", None, False)],
+)
+def test_two_ranks(two_ranks: Pool, policy: str, split: str | None, in_parts: bool) -> None:
+    lying, plan = check(two_ranks, policy, (2,), 33, 1, CUT)
+    assert bool(lying) == in_parts or policy == "auto"
+    assert split in (None, plan["splits"]["ring_attn"])
+    assert any(op["split"][0] or "S" in str(op["inputs"]) for op in plan["ops"].values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape", "told"),
+    [
+        ("hybrid", (2, 2), {}),
+        ("tp", (2, 2), {}),
+        ("auto", (2, 2), CUT),
+        ("auto", (4,), CUT | {"memory_bytes": 2.1e5}),
+        # Two copies of the model, each in parts.
+        ("tp", (2,), {}),
+        # Heads of q alone beside the sequence; a parameter in parts, gathered where it is read.
+        ({"blocks.*.attention": ("l", "qh"), "*.gate.weight": (0, 1), "cos": "whole"}, (2, 2), {}),
+    ],
+)
+@worlds(cpus=[4], gpus=[4])
+def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict[str, Any]) -> None:
+    """30 tokens in uneven parts of uneven parts."""
+    lying, plan = check(ranks, policy, shape, 30, 1, told)
+    attention = plan["splits"]["ring_attn"]
+    if policy == "hybrid":
+        assert attention == ["l", "g"] and not lying
+        assert plan["ops"]["linear"]["inputs"][0] == "S1,S1"
+    if policy == "tp":
+        assert "blocks.0.gate.weight" in lying
+    if isinstance(policy, dict):
+        assert attention == ["l", "qh"]
+        assert lying == {"blocks.0.gate.weight": ("(Shard(dim=0), Shard(dim=1))", (24, 16))}
+    if "memory_bytes" in told:
+        assert lying and sum(plan["held"].values()) <= told["memory_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape"),
+    [("cp", (4,)), ("tp", (4,)), ("hybrid", (2, 2)), ("tp", (2, 2))],
+)
+def test_counted_bytes_are_the_planned_ones(
+    four_ranks: Pool, policy: str, shape: tuple[int, ...]
+) -> None:
+    """Between ops, and inside attention; of the rank that receives most."""
+    replies = four_ranks.run(planning_jobs.received, policy, shape)
+    counted = [max(reply[0][n] for reply in replies) for n in range(4)]
+    assert counted == replies[0][1]
+    assert sum(counted) > 0
+
+
+@pytest.mark.parametrize("edit", ["file", "first layer open", "heads", "another graph"])
+def test_plans_given_back(two_ranks: Pool, edit: str, tmp_path: Path) -> None:
+    replies = two_ranks.run(planning_jobs.replayed, edit, str(tmp_path / "plan.json"))
+    assert replies[0] == replies[1]
+    first, second = replies[0]
+    if edit == "file":
+        assert second == first
+    elif edit == "first layer open":
+        assert json.loads(second)["splits"]["ring_attn_1"] == "l"
+    elif edit == "heads":
+        assert second.startswith("PolicyError: the plan has ring_attn as Lying(split=('hd',)")
+        assert "R R R -> R R\n" in second and "(split l)" in second
+    else:
+        assert (
+            second == "PolicyError: the plan is for another module, or for inputs of other shapes"
+        )
+
+
+def test_a_parameter_of_two_names_in_parts(two_ranks: Pool) -> None:
+    """It stays one; and the module can be captured again though no rank has it whole."""
+    model = planning_jobs.Tied()
+    loss = model(torch.arange(12).view(2, 6))
+    loss.backward()
+    for grad, in_parts, again, names in two_ranks.run(planning_jobs.tied):
+        assert in_parts and names == ["embed.weight", "head.weight"]
+        assert abs(again - loss.item()) < 1e-10
+        assert_same("weight", grad, model.embed.weight.grad)
+
+
+def test_verify(two_ranks: Pool) -> None:
+    assert two_ranks.run(planning_jobs.verified, False) == ["the same"] * 2
+    first, second = two_ranks.run(planning_jobs.verified, True)
+    assert first == second
+    assert first.startswith(
+        "VerificationError: the parallel module differs from the one alone; "
+        "rank 0: the gradient of bad.weight differs by up to "
+    )
+
+
+def test_calibrate(two_ranks: Pool, tmp_path: Path) -> None:
+    replies = two_ranks.run(planning_jobs.calibrated, str(tmp_path))
+    assert replies[0][1] == replies[1][1]
+    for unknown, found, known, there, text in replies:
+        assert not unknown.calibrated and there
+        assert found == known and found.calibrated
+        speeds = found.matmul_flops_per_second, found.memory_bytes_per_second
+        assert all(speed > 1e6 for speed in speeds)
+        assert len(found.links) == 2 and all(link.bytes_per_second > 0 for link in found.links)
+        assert "(measured rates)" in text

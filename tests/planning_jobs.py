@@ -1,0 +1,235 @@
+"""Jobs for the tests of plans on real ranks; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_jobs
+import torch
+import torch.distributed as dist
+from rank_groups import device
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
+from annotations.engines.torch import module as engine_module
+from annotations.engines.torch.rates import known_rates, rates_file
+from customized_ops.ring_attention.core import groups
+
+# Computing is slow beside links, so that even tiny models are cut.
+SLOW = Rates(1e8, 1e8, 1e9, (Link(1e-9, 1e12),))
+
+
+def config(plan: int, shape: tuple[int, ...], **told: Any) -> ComputeConfig:
+    return ComputeConfig(plan, dist.get_world_size(), pas_config={"mesh_shape": shape, **told})
+
+
+def step(
+    policy: Any, shape: tuple[int, ...], length: int, layers: int, told: dict[str, Any]
+) -> tuple[float, dict[str, Tensor], dict[str, Any], str]:
+    """Loss, whole gradients, parameters in parts with their local sizes, the plan as JSON."""
+    plan = 1
+    for n in shape:
+        plan *= n
+    copies = dist.get_world_size() // plan
+    model = engine_jobs.tiny_llama("ring", layers).to(device())
+
+    def inputs(seed: int) -> dict[str, Tensor]:
+        given = engine_jobs.sample("ring", 1, length, seed)
+        return {name: t.to(device()) for name, t in given.items()}
+
+    parallel = parallelize(model, inputs(1), policy, config(plan, shape, **told))
+    loss = parallel(**inputs(1 + dist.get_rank() // plan))
+    (loss / copies).backward()
+    parallel.sync_grad()
+    grads, lying = {}, {}
+    for name, p in parallel.named_parameters():
+        assert p.grad is not None
+        if isinstance(p, DTensor):
+            assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+            lying[name] = (str(p.placements), tuple(p.to_local().shape))
+            grads[name] = p.grad.full_tensor().cpu()
+        else:
+            grads[name] = p.grad.cpu()
+    assert list(parallel.state_dict()) == list(model.state_dict())
+    return loss.item(), grads, lying, parallel.plan.to_json()
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that functional collectives bring to this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if "_c10d_functional" in name and isinstance(result, Tensor):
+            self.count += self._received(name, args, result)
+        return result
+
+    def _received(self, name: str, args: Any, result: Tensor) -> int:
+        if "all_gather_into_tensor" in name:
+            return result.nbytes * (args[1] - 1) // args[1]
+        if "reduce_scatter_tensor" in name:
+            return result.nbytes * (args[2] - 1)
+        if "all_reduce" in name:
+            group = torch.distributed.distributed_c10d._resolve_process_group(args[2])
+            return 2 * result.nbytes * (group.size() - 1) // group.size()
+        if "all_to_all_single" in name:
+            group = torch.distributed.distributed_c10d._resolve_process_group(args[3])
+            return result.nbytes - result.nbytes * args[1][group.rank()] // sum(args[1])
+        return 0
+
+
+def received(policy: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Bytes of a step between ops and inside attention, each forward and backward: counted and
+    planned."""
+    plan = dist.get_world_size()
+    parallel = parallelize(
+        engine_jobs.tiny_llama("ring", 1),
+        engine_jobs.sample("ring", 1, 32),
+        policy,
+        config(plan, shape, rates=SLOW),
+    )
+    batch = engine_jobs.sample("ring", 1, 32)
+    comms = [comm for _, comm in groups._by_name.values()]
+    before = sum(comm.counters.received_bytes for comm in comms)
+
+    def inside() -> int:
+        now = [comm for _, comm in groups._by_name.values()]
+        return sum(comm.counters.received_bytes for comm in now) - before
+
+    with Received() as forward:
+        loss = parallel(**batch)
+    forward_inside = inside()
+    with Received() as backward:
+        loss.backward()
+    counted = [forward.count, backward.count, forward_inside, inside() - forward_inside]
+    rows = [(row, n) for row, n in parallel.plan.rows if row.op != "sync_grad"]
+    attention = [(r, n) for r, n in rows if r.op == "wrap_ring_attn_func" and r.split != "-"]
+    between = [(r, n) for r, n in rows if (r, n) not in attention]
+    planned = [
+        sum(getattr(r, side) * n for r, n in part)
+        for part in (between, attention)
+        for side in ("forward_bytes", "backward_bytes")
+    ]
+    return counted, planned
+
+
+def replayed(edit: str, path: str) -> tuple[str, str]:
+    """A plan made, edited, given back: what each then says, or the error."""
+    given = engine_jobs.sample("ring", 1, 16)
+
+    def make(policy: Any) -> EnginePlan:
+        model = engine_jobs.tiny_llama("ring", 2)
+        return parallelize(model, given, policy, config(2, (2,))).plan
+
+    first = make("cp")
+    plan = EnginePlan.from_json(first.to_json())
+    assert plan == first
+    policy: Any = plan
+    if edit == "first layer open":
+        policy = replace(plan, ops={n: op for n, op in plan.ops.items() if n == "ring_attn_1"})
+    if edit == "heads":
+        lying = replace(plan.ops["ring_attn"], split=("hd",))
+        policy = replace(plan, ops={"ring_attn": lying})
+    if edit == "another graph":
+        policy = replace(plan, graph="0")
+    if edit == "file":
+        if dist.get_rank() == 0:
+            Path(path).write_text(plan.to_json())
+        dist.barrier()
+        policy = path
+    try:
+        return first.to_json(), make(policy).to_json()
+    except ValueError as error:
+        return first.to_json(), f"{type(error).__name__}: {error}"
+
+
+class Tied(nn.Module):
+    """A head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8).double(), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x)).square().mean()
+
+
+def tied() -> tuple[Tensor, bool, float, list[str]]:
+    """Gradient of a parameter of two names in parts, whether it is still one, a loss in eval mode,
+    for which the module is captured again, and how the parameter lies."""
+    given = {"x": torch.arange(12).view(2, 6)}
+    policy = {"embed.weight": 1}
+    parallel = parallelize(Tied(), given, policy, config(2, (2,)))
+    parallel(**given).backward()
+    parallel.sync_grad()
+    weight = parallel.embed.weight
+    loss = parallel.eval()(**given).item()
+    assert parallel.head.weight is weight
+    return weight.grad.full_tensor(), isinstance(weight, DTensor), loss, list(parallel.state_dict())
+
+
+class Wrong(nn.Module):
+    """Its bias is not what it was by the second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bad(self.good(x)).square().mean()
+
+
+def verified(wrong: bool) -> str:
+    """What ``verify`` says of a module; ``wrong`` loses half of a gradient on the way."""
+    torch.manual_seed(0)
+    given = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
+    model = Wrong()
+    sync = engine_module.ParallelModule.sync_grad
+
+    def losing(self: Any) -> None:
+        sync(self)
+        self.bad.weight.grad.mul_(0.5)
+
+    if wrong:
+        engine_module.ParallelModule.sync_grad = losing  # type: ignore[method-assign]
+    try:
+        parallel = parallelize(
+            model, given, "auto", config(2, (2,), rates=SLOW), verify=True, engine="torch"
+        )
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine_module.ParallelModule.sync_grad = sync  # type: ignore[method-assign]
+    assert all(p.grad is None for p in parallel.parameters())
+    return "the same"
+
+
+def calibrated(folder: str) -> tuple[Rates, Rates, Rates, bool, str]:
+    """Rates before, as measured and as read back; whether the file is there; what a plan says."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = folder
+    try:
+        given = engine_jobs.sample("ring", 1, 16)
+        parallel = parallelize(engine_jobs.tiny_llama("ring"), given, "cp", config(2, (2,)))
+        unknown = known_rates(parallel._plan_mesh)
+        dist.barrier()  # rank 0 keeps them
+        found = calibrate(parallel._plan_mesh)
+        again = parallelize(engine_jobs.tiny_llama("ring"), given, "cp", config(2, (2,)))
+        known = known_rates(parallel._plan_mesh)
+        return unknown, found, known, rates_file(parallel._plan_mesh).exists(), str(again.plan)
+    finally:
+        os.environ.pop("XDG_CACHE_HOME")
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
