@@ -10,7 +10,7 @@ from .errors import AnnotationError, AnnotationSyntaxError, BindingError, Partit
 from .groups import group_named
 from .parallel import parallelize
 from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
-from .rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
+from .rules import Communicates, InnerCost, Order, Orders, PartitionRule, SplitSite, Told
 
 if TYPE_CHECKING:
     from .engines.torch import ParallelModule
@@ -34,6 +34,8 @@ __all__ = [
     "ComputeConfig",
     "InnerCost",
     "OpRecord",
+    "Order",
+    "Orders",
     "ParallelModule",
     "PartitionError",
     "PartitionRule",

@@ -63,8 +63,9 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     arguments = record.arguments(inputs, {})
     mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
     bound, splits = _allowed(record, arguments, mesh)
+    whole = dict(arguments)
     for site in _sites(bound, mesh, splits):
-        told = record.rule.arguments(record.title, site)
+        told = record.rule.arguments(record.title, site, whole)
         if unknown := ", ".join(map(repr, told.keys() - set(names))):
             raise AnnotationError(
                 f"the rule for splits of {site.identifier!r} gives {unknown}, which the op has not",

@@ -97,6 +97,40 @@ class Told:
     cost: Cost | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Order:
+    """An order in which the positions of a sequence can lie.
+
+    Attributes:
+        name: for plans, e.g. ``zigzag``.
+        tokens: int64[n] numpy array: which position of the sequence stands at each place.
+    """
+
+    name: str
+    tokens: Any
+
+
+@dataclass(frozen=True)
+class Orders:
+    """An identifier whose positions may come in another order, if the op is told of it.
+
+    So an engine may permute a sequence once, before the first op, and cut it then. Other than the
+    splits that need no word to the op, to which no order matters anyway.
+
+    Attributes:
+        wanted: from the bound annotation, the site and the op's arguments by name to an order whose
+            contiguous parts are more even work, or None if there is none or it is not known.
+        told: from the op's arguments and an order to the arguments, by name, that tell the whole op
+            that its positions lie so; None where it cannot be told.
+        cut: from the site and the arguments of an op that was told so, or was not, to what it is
+            told where it is cut, over what the rule says without.
+    """
+
+    wanted: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Order | None]
+    told: Callable[[Mapping[str, Any], Order], Mapping[str, Any] | None]
+    cut: Callable[[SplitSite, Mapping[str, Any]], Mapping[str, Any]] = lambda site, given: {}
+
+
 @dataclass(frozen=True)
 class PartitionRule:
     """Partition behaviour of an op.
@@ -107,11 +141,13 @@ class PartitionRule:
             holds.
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments, or None where moving its bytes is what takes the time.
+        orders: those of ``communicates`` and ``told`` whose positions may come in another order.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
     flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
     told: Mapping[str, Told] = field(default_factory=dict)
+    orders: Mapping[str, Orders] = field(default_factory=dict)
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
         """Of each result, whether a rank's backward is given a share of its gradient, 1 / parts.
@@ -127,12 +163,23 @@ class PartitionRule:
             added_up = any(cut is Spread.REPLICATE and reduce for cut, reduce in inputs)
         return tuple(added_up and cut is Spread.REPLICATE for cut in split.outputs)
 
-    def arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
+    def arguments(
+        self, op: str, site: SplitSite, given: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
         """Op arguments to replace when ``site`` is how the op is split.
 
+        Args:
+            given: the op's arguments by name, which may tell of another order of its positions;
+                None where they cannot.
         Raises:
             PartitionError: the split communicates and the site has no group.
         """
+        arguments = self._arguments(op, site)
+        if given is not None and site.parts > 1 and site.identifier in self.orders:
+            arguments = {**arguments, **self.orders[site.identifier].cut(site, given)}
+        return arguments
+
+    def _arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
         if site.parts == 1:
             return {}
         if site.identifier in self.told:

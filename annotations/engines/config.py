@@ -13,7 +13,13 @@ from typing import Any
 EMBEDDED_FIELDS = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
 
 # Keys of pas_config that the embedded engine acts on: see ComputeConfig.
-EMBEDDED_PAS_CONFIG = ("mesh_shape", "memory_bytes", "optimizer_bytes_per_parameter", "rates")
+EMBEDDED_PAS_CONFIG = (
+    "mesh_shape",
+    "memory_bytes",
+    "optimizer_bytes_per_parameter",
+    "rates",
+    "hoist",
+)
 
 # Keyword arguments of nnscaler's parallelize that mean something to it alone; the embedded engine
 # takes the defaults.
@@ -46,8 +52,11 @@ class ComputeConfig:
             ranks next to each other are along the last); ``"memory_bytes"``, what a rank may hold
             (by default, with ``"auto"`` on CUDA, all of its device, else no limit);
             ``"optimizer_bytes_per_parameter"``, the optimizer's state for each element (by default
-            8, two fp32 copies, as Adam has); and ``"rates"``, speeds to plan with (an
-            ``annotations.engines.torch.Rates``; by default those measured on this machine, if any).
+            8, two fp32 copies, as Adam has); ``"rates"``, speeds to plan with (an
+            ``annotations.engines.torch.Rates``; by default those measured on this machine, if any);
+            and ``"hoist"``, whether a sequence is put in an order in which its parts are even work,
+            once, before the first layer: always (True) or never (False), by default where it is
+            predicted to be faster.
 
     The other fields are nnscaler's, and act only there: the embedded engine refuses a value that is
     not the default (``trace_strategy`` apart, which is about tracing with nnscaler).
@@ -152,11 +161,15 @@ def check_embedded(config: ComputeConfig) -> None:
 
     Raises:
         NotImplementedError: a field that only nnscaler acts on is set; names it.
+        ValueError: a setting has a value that it cannot have.
     """
     for name, value in only_nnscaler(config).items():
         raise NotImplementedError(
             f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
         )
+    hoist = config.pas_config.get("hoist", False) if config.pas_config else False
+    if not isinstance(hoist, bool):
+        raise ValueError(f"ComputeConfig: pas_config['hoist'] must be True or False, got {hoist!r}")
 
 
 def only_nnscaler(config: Any) -> dict[str, Any]:

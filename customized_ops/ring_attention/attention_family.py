@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .core.comm import Comm
 from .core.layout import Layout
 from .core.mask import AttnMask
 
 Given = Mapping[str, Any]  # an op's arguments by name
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read: not those of a graph that is being traced."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
 
 OPTIONAL_TENSORS = ("alibi_slopes", "sink", "dropout_seed")
 OPTIONS: dict[str, type] = {
@@ -63,7 +70,9 @@ class Family:
         problem: from title, arguments, this rank's number of rows and group to the problem; raises
             ValueError where they contradict one another.
         all_rows: from arguments to the number of rows of the whole q, where q is a part of it.
-        worst: from arguments and lengths of q and k to the mask that costs are taken from.
+        known: from arguments and lengths of q and k to the mask; None where tensors that say which
+            pairs attend have no data, as in a graph.
+        otherwise: likewise, to the mask that costs are taken from where it is not known.
     """
 
     packed: bool
@@ -72,7 +81,13 @@ class Family:
     same_length: bool
     problem: Callable[[str, Given, int, Comm], Problem]
     all_rows: Callable[[Given], int]
-    worst: Callable[[Given, int, int], AttnMask]
+    known: Callable[[Given, int, int], AttnMask | None]
+    otherwise: Callable[[Given, int, int], AttnMask]
+
+    def worst(self, given: Given, q_len: int, k_len: int) -> AttnMask:
+        """The mask that costs are taken from."""
+        known = self.known(given, q_len, k_len)
+        return self.otherwise(given, q_len, k_len) if known is None else known
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -39,13 +39,13 @@ from .arguments import (
 )
 from .attention_call import Call, backward, forward, lse_like, resolve
 from .attention_family import OPTIONAL_TENSORS, OPTIONS, Family, Given, Problem
+from .attention_order import layout_at
 from .attention_repeat import Pattern, find, key_of, note, repeat_of
 from .attention_rule import annotation, rule_of, sizes
 from .core.comm import Comm
 from .core.cost import H200, CostModel
 from .core.groups import GroupLike, group_name
 from .core.inprocess import InProcessComm
-from .core.layout import Layout
 from .core.plan import Plan, make_plan
 from .parts import KeyHeads, part_numbers, refuse_with_parts, rows_of
 from .varlen_utils import on_host
@@ -136,7 +136,7 @@ def declare(
         return q.new_empty((*lead, length, h, v.shape[-1])), lse_like(q, (*lead, h, length))
 
     def plan_of(bound: BoundAnnotation, site: SplitSite, given: Given) -> Plan:
-        layout = Layout.contiguous(site.size, site.parts)
+        layout = layout_at(site, given)
         _, h, g, *_ = sizes(bound)
         return plan(Problem(family.worst(given, site.size, site.size), layout, layout), (h, g))
 

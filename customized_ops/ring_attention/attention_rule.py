@@ -16,6 +16,7 @@ from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite,
 
 from .arguments import REDUCE_DTYPES, check_heads
 from .attention_family import OPTIONAL_TENSORS, Family, Given
+from .attention_order import orders_of
 from .core.layout import Layout
 from .core.plan import Plan
 from .parts import KeyHeads, told_heads, told_rows
@@ -127,4 +128,5 @@ def rule_of(
         return InnerCost(imbalance=largest * site.parts / mask.area if mask.area else 1.0)
 
     told = {"lq": Told(told_rows, cost_of_rows), "qh": Told(told_heads, _cost_of_heads)}
-    return PartitionRule({"l": Communicates(site_arguments, cost)}, flops, told)
+    inside = {"l": Communicates(site_arguments, cost)}
+    return PartitionRule(inside, flops, told, orders_of(family))

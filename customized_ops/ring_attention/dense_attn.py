@@ -57,7 +57,8 @@ DENSE = Family(
     same_length=True,
     problem=_problem,
     all_rows=lambda given: given["k"].shape[1],
-    worst=sequence_mask,
+    known=sequence_mask,
+    otherwise=sequence_mask,
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import ArgumentError, Options
-from .attention_family import Family, Given, Problem
+from .attention_family import Family, Given, Problem, has_data
 from .attention_layout import layout_of
 from .attention_op import call_op, declare
 from .attention_repeat import Pattern
@@ -32,12 +32,9 @@ def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     return Problem(mask, q_layout, k_layout)
 
 
-def _worst(given: Given, q_len: int, k_len: int) -> AttnMask:
-    """The mask itself, where its slices can be read: not while a graph is being traced."""
-    slices = given["mask_slices"]
-    if isinstance(slices, FakeTensor) or slices.is_meta or q_len != given["q_len"]:
-        return AttnMask.dense(q_len, k_len)
-    return _mask(given)
+def _known(given: Given, q_len: int, k_len: int) -> AttnMask | None:
+    read = has_data(given["mask_slices"]) and q_len == given["q_len"]
+    return _mask(given) if read else None
 
 
 def _mask(given: Given) -> AttnMask:
@@ -76,7 +73,8 @@ MASKED = Family(
     same_length=False,
     problem=_problem,
     all_rows=lambda given: given["q_len"],
-    worst=_worst,
+    known=_known,
+    otherwise=lambda given, q_len, k_len: AttnMask.dense(q_len, k_len),
 )
 
 MASKED_ATTN = declare(MASKED, "seqshard::masked_attn", TITLE)

@@ -18,12 +18,13 @@ from .arguments import (
     tokens_of,
     window_bounds,
 )
-from .attention_family import Family, Given, Problem
+from .attention_family import Family, Given, Problem, has_data
 from .attention_layout import layout_of
 from .attention_op import call_op
 from .attention_repeat import Pattern
 from .core.comm import Comm
 from .core.groups import GroupLike
+from .core.mask import AttnMask
 from .dense_attn import sequence_mask
 from .varlen_utils import (
     CuSeqlens,
@@ -73,6 +74,17 @@ def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     return Problem(mask, q_layout, k_layout, positions)
 
 
+def _known(given: Given, q_len: int, k_len: int) -> AttnMask | None:
+    cu = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    if not all(map(has_data, cu)):
+        return None
+    ends = on_host(cu[0]), on_host(cu[1])
+    if (ends[0][-1], ends[1][-1]) != (q_len, k_len):
+        return None
+    window = given["window_left"], given["window_right"]
+    return document_mask(*ends, given["causal"], window, given["sink_tokens"])
+
+
 PACKED = Family(
     packed=True,
     tensors={"cu_seqlens_q": "e^", "cu_seqlens_k": "f^"},
@@ -87,8 +99,9 @@ PACKED = Family(
     same_length=False,
     problem=_problem,
     all_rows=lambda given: int(on_host(given["cu_seqlens_q"])[-1]),
+    known=_known,
     # The lengths of documents are data, so one document as long as all.
-    worst=sequence_mask,
+    otherwise=sequence_mask,
 )
 
 

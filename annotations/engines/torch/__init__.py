@@ -3,6 +3,9 @@
 capture -> strategies -> planner -> execute          report: the plan as a table
 (graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
 
+In between, label_shift takes slices off logits, and hoist puts a sequence in another order, once:
+order_cut says which ops run in it, axes and op_axes which ops may, and reorder rewrites the graph.
+
 rates: speeds, measured    rehearsal: plans without ranks    replay: plans given back
 """
 

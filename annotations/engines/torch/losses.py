@@ -86,18 +86,18 @@ def _replace(
     scalar = node.meta["val"]
     with graph.inserting_before(node):
         if not classes_last:
-            logits = _call(graph, aten.movedim.int, logits, 1, -1)
+            logits = call(graph, aten.movedim.int, logits, 1, -1)
         pair = graph.call_function(
             torch.ops.seqshard.cross_entropy_sum.default, (logits, target, ignore_index)
         )
         wide = scalar.to(_sum_dtype(scalar.dtype))
         pair.meta["val"] = (wide, wide)
         pair.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
-        total = _call(graph, operator.getitem, pair, 0)
+        total = call(graph, operator.getitem, pair, 0)
         if reduction == MEAN:
-            total = _call(graph, aten.div.Tensor, total, _call(graph, operator.getitem, pair, 1))
+            total = call(graph, aten.div.Tensor, total, call(graph, operator.getitem, pair, 1))
         if wide.dtype != scalar.dtype:
-            total = _call(graph, aten._to_copy.default, total, dtype=scalar.dtype)
+            total = call(graph, aten._to_copy.default, total, dtype=scalar.dtype)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
 
@@ -107,7 +107,8 @@ def _unflattened(logits: Node, target: Node) -> tuple[Node, Node, bool]:
 
     Also says whether the classes are the last dim of logits; torch has them in dim 1.
     """
-    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+    aten = torch.ops.aten
+    views = aten.view.default, aten._unsafe_view.default, aten.reshape.default
     if logits.target in views and target.target in views:
         whole_logits, whole_target = logits.args[0], target.args[0]
         assert isinstance(whole_logits, Node) and isinstance(whole_target, Node)
@@ -118,8 +119,9 @@ def _unflattened(logits: Node, target: Node) -> tuple[Node, Node, bool]:
     return logits, target, logits.meta["val"].ndim == 2
 
 
-def _call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call of ``op`` in a graph, at its insertion point, with what it returns noted."""
     node = graph.call_function(op, args, kwargs)
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
     node.meta["val"] = op(*values, **kwargs)
     return node

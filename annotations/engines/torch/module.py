@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -20,9 +21,11 @@ from . import policies
 from .agreement import same_batch, same_examples
 from .capture import Captured, capture
 from .execute import Program
+from .label_shift import whole_logits
 from .lying import Places
 from .planning import AnyPolicy, shaped, shared_plan
 from .rates import known_rates
+from .reorder import reordered
 from .replay import as_plan
 from .report import EnginePlan, whole_copies
 from .stored import keep_in_parts, whole_without_data
@@ -158,15 +161,19 @@ class ParallelModule(torch.nn.Module):
         )
         self.plan, self._kept = planned.report, planned.parameters
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
+        captured = functools.reduce(reordered, planned.hoistings, captured)
         by_name = {node.name: node for node in captured.graph.nodes}
         strategies = {by_name[n]: s for n, s in planned.strategies.items()}
         return Program(captured, strategies, self._plan_mesh, planned.parameters)
 
     def _captured(self) -> Captured:
         if not self._kept:
-            return capture(self._original, self._dummy_forward_args)
-        with whole_without_data(self._original) as mode:
-            return capture(self._original, self._dummy_forward_args, mode)
+            captured = capture(self._original, self._dummy_forward_args)
+        else:
+            with whole_without_data(self._original) as mode:
+                captured = capture(self._original, self._dummy_forward_args, mode)
+        whole_logits(captured.graph)
+        return captured
 
 
 def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:

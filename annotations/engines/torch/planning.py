@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from .agreement import same_graph
 from .capture import Captured
 from .choices import Choices, find_choices
 from .cost import Rates
+from .hoist import hoisted, hoisted_as
 from .limits import Limits, limits_of
 from .lying import Places
 from .memory import ADAM_BYTES, Budget
 from .planner import choose
-from .policies import Force, Policy, named
+from .policies import Force, Policy, PolicyError, named
+from .reorder import Hoisting, reordered
 from .report import EnginePlan
 from .strategies import Strategy
 
@@ -35,10 +38,12 @@ class Planned:
     """A plan, in terms that go from rank to rank.
 
     Attributes:
-        strategies: of each op, by its name in the graph.
+        hoistings: what puts the graph's sequences in another order, one after the other.
+        strategies: of each op, by its name in the graph, thereafter.
         parameters: how those lie that are kept in parts, by their names in the module.
     """
 
+    hoistings: Sequence[Hoisting]
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Places]
     report: EnginePlan
@@ -91,17 +96,65 @@ def plan_graph(
         device: what the ranks compute on.
         kept: how parameters lie already that are kept in parts.
     """
+
+    def planned(hoistings: Sequence[Hoisting], splits: Mapping[str, Any]) -> Planned:
+        graph = functools.reduce(reordered, hoistings, captured)
+        choices = find_choices(graph, mesh, parameters, config.num_scale_units)
+        limits = _limits(policy, choices, config)
+        if kept is not None:
+            _keep(limits, choices, kept)
+        _split_so(limits, choices, splits)
+        found = _cheapest(choices, limits, policy, config, rates, device, mesh)
+        report = replace(found.report, graph=graph_hash(captured), hoisted=bool(hoistings))
+        return replace(found, hoistings=hoistings, report=report)
+
+    if isinstance(policy, EnginePlan):
+        if policy.graph != graph_hash(captured):
+            raise PolicyError("the plan is for another module, or for inputs of other shapes")
+        hoistings, notes = hoisted_as(policy, captured, rates, config.pas_config)
+        return _noted(planned(hoistings, {}), notes)
+    found = planned((), {})
+    splits = found.report.splits
+    hoistings, notes = hoisted(captured, splits, tuple(mesh.shape), rates, config.pas_config)
+    if hoistings:
+        natural, found = found, planned(hoistings, splits)
+        slower = found.report.seconds > natural.report.seconds
+        if policy == "auto" and slower and not config.pas_config.get("hoist"):
+            found = natural
+            notes = ["kept natural order: another would make the whole step slower"]
+    return _noted(found, notes)
+
+
+def _cheapest(
+    choices: Choices,
+    limits: Limits,
+    policy: AnyPolicy,
+    config: ComputeConfig,
+    rates: Rates,
+    device: torch.device | str,
+    mesh: DeviceMesh,
+) -> Planned:
     # Memory that nobody named limits only a plan that can do something about it.
     budget = budget_of(config, device if policy == "auto" else "cpu")
-    choices = find_choices(captured, mesh, parameters, config.num_scale_units)
-    limits = _limits(policy, choices, config)
-    if kept is not None:
-        _keep(limits, choices, kept)
     # What a policy leaves open is planned so that the fewest bytes move, small as the model may be.
     chosen = choose(choices, limits, rates if policy == "auto" else rates.by_bytes(), budget, mesh)
     report = make_report(choices, chosen, rates, budget)
     stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
-    return Planned({node.name: s for node, s in chosen.items()}, stored, report)
+    return Planned((), {node.name: s for node, s in chosen.items()}, stored, report)
+
+
+def _noted(planned: Planned, notes: Sequence[str]) -> Planned:
+    return replace(planned, report=replace(planned.report, notes=tuple(notes)))
+
+
+def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Any]) -> None:
+    """Annotated ops stay split as they were when an order was chosen for them."""
+    for node in choices.strategies:
+        if node.name in splits:
+            wanted = splits[node.name]
+            each = wanted if isinstance(wanted, tuple) else (wanted,)
+            found = limits.keep(node, choices, lambda s, w=each: s.split == w)  # type: ignore[misc]
+            assert found, f"{node.name} cannot be split as it was"
 
 
 def _limits(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ComputeConfig, check_embedded
 from .capture import capture
 from .cost import Rates
+from .label_shift import whole_logits
 from .planning import AnyPolicy, plan_graph
 from .replay import as_plan
 from .report import EnginePlan
@@ -58,6 +59,7 @@ def plans_without_ranks(
     policy, found = as_plan(pas_policy), []
     with whole_without_data(module) as mode:
         captured = capture(module, dummy_forward_args, mode)
+        whole_logits(captured.graph)
         names = tuple(dict(module.named_parameters(remove_duplicate=False)))
         for config in compute_configs:
             check_embedded(config)

@@ -63,6 +63,8 @@ class EnginePlan:
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
         graph: hash of the graph that it is for.
+        notes: lines below the title, on what was done to the module before.
+        hoisted: whether its ops are those of the graph with a sequence in another order.
     """
 
     parts: int
@@ -76,6 +78,8 @@ class EnginePlan:
     limit_bytes: float | None = None
     calibrated: bool = False
     graph: str = ""
+    notes: Sequence[str] = ()
+    hoisted: bool = False
 
     @property
     def seconds(self) -> float:
@@ -93,7 +97,7 @@ class EnginePlan:
         rule = "-" * (sum(widths) + 2 * len(widths) - 2)
         body = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
                 for line in [header, *lines]]  # fmt: skip
-        text = [self._title(), body[0], rule, *body[1:], rule, *self._totals()]
+        text = [self._title(), *self.notes, body[0], rule, *body[1:], rule, *self._totals()]
         if any("->" in row.split for row, _ in self.rows):
             text.append("S1: cut on dim 1, R: whole, P: a partial sum; one for each axis")
         return "\n".join(text)
@@ -153,6 +157,7 @@ class EnginePlan:
                     "splits": {n: tuple(s) if isinstance(s, list) else s
                                for n, s in given["splits"].items()},
                     "mesh_shape": tuple(given["mesh_shape"]),
+                    "notes": tuple(given["notes"]),
                 },
                 rows=[(Row(**row), n) for row, n in rows],
                 ops=ops,
