@@ -52,7 +52,8 @@ def parallelize(
             it that only it acts on, one of its keyword arguments or policies; else the embedded
             one. So what a call does never changes because a package was installed. Which engine it
             is and why, is logged.
-        options: ``module_dtype``, and with nnscaler its other keyword arguments.
+        options: ``module_dtype``; ``compute_dtype`` of the embedded engine; with nnscaler its other
+            keyword arguments.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step, and with
         ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what

@@ -117,8 +117,8 @@ class Llama(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         angles = (position_ids.unsqueeze(-1) * self.inv_freq).unsqueeze(2)
-        cos, sin = angles.cos(), angles.sin()
         x = self.embed(tokens)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, cu_seqlens)
         logits = F.linear(self.norm(x), self.embed.weight)

@@ -12,6 +12,7 @@ which pools a test runs:
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -120,7 +121,8 @@ class Pool:
         """Stop the processes; each may take so many seconds to end by itself."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with contextlib.suppress(BrokenPipeError):  # it is dying
+                    pipe.send(None)
         for process in self._processes:
             process.join(patience)
             process.kill()

@@ -10,7 +10,14 @@ from typing import Any
 
 # Fields that the embedded engine acts on, and one that says how nnscaler runs functions while
 # tracing, where the embedded engine runs none. Of the others only the defaults are accepted.
-EMBEDDED_FIELDS = ("plan_ngpus", "runtime_ngpus", "reducer_bucket_cap_mb", "trace_strategy")
+EMBEDDED_FIELDS = (
+    "plan_ngpus",
+    "runtime_ngpus",
+    "reducer_bucket_cap_mb",
+    "use_async_reducer",
+    "use_end2end",
+    "trace_strategy",
+)
 
 # Keys of pas_config that the embedded engine acts on: see ComputeConfig.
 EMBEDDED_PAS_CONFIG = (
@@ -45,6 +52,10 @@ class ComputeConfig:
         runtime_ngpus: all ranks, a multiple of ``plan_ngpus``; None reads ``WORLD_SIZE``. The model
             is copied ``runtime_ngpus / plan_ngpus`` times, each copy with its own batch
             (data parallelism outside the plan).
+        use_async_reducer: add gradients up while the backward runs, bucket by bucket. Run all
+            backwards of a step but the last within ``no_sync()`` then (with nnscaler: in its
+            ``accum_mode``).
+        use_end2end: the module is to have ``train_step`` and ``infer_step``.
         reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25 (with nnscaler:
             25 for its asynchronous reducer, else no limit).
         pas_config: what the planner is told. The embedded engine knows ``"mesh_shape"``, the ranks

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.kernels.philox import keep, philox
+from annotations.philox import philox
+from customized_ops.ring_attention.core.kernels.philox import keep
 
 # counter, key, words: Random123's known answers for philox4x32-10
 KNOWN = [

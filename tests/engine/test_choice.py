@@ -29,6 +29,7 @@ def policy(*_: Any) -> None: ...
         (policy, {}, {}, "torch", ASKS_NOTHING),
         ("cp", {"reducer_bucket_cap_mb": 9.0}, {"reuse": "match"}, "torch", ASKS_NOTHING),
         ("cp", {"trace_strategy": "cpu"}, {"module_dtype": torch.float64}, "torch", ASKS_NOTHING),
+        ("cp", {"use_async_reducer": True, "use_end2end": True}, {}, "torch", ASKS_NOTHING),
         ("autodist", {}, {}, "nnscaler", "the policy 'autodist' is nnscaler's"),
         ("cp", {"use_zero": 1}, {}, "nnscaler", "only nnscaler has use_zero of ComputeConfig"),
         ("cp", {}, {"gen_savedir": "x"}, "nnscaler", "only nnscaler has the argument gen_savedir"),

@@ -24,7 +24,7 @@ def test_wrong_counts(plan: int, runtime: int) -> None:
         ComputeConfig(plan, runtime)
 
 
-@pytest.mark.parametrize("name", ["use_zero", "use_end2end", "inference_only", "pas_config"])
+@pytest.mark.parametrize("name", ["use_zero", "use_fbw", "inference_only", "pas_config"])
 def test_fields_for_later_are_named(name: str) -> None:
     module, config = torch.nn.Linear(3, 3), ComputeConfig(1, 1, **{name: True})
     with pytest.raises(

@@ -121,7 +121,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
             "CaptureError: the ranks' example arguments must be the same, but differ\n"
             "    x: rank 0 (2, 8, 8) torch.float32, rank 1 (2, 10, 8) torch.float32",
         ),
-        ("dropout", "draws random numbers, which is not supported yet"),
+        ("noise", "draws random numbers, which is not supported yet"),
         ("buffer", "CaptureError: the module changes 'seen' in its forward"),
     ],
 )

@@ -19,11 +19,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from . import checkpointed, dropout
+from .errors import CaptureError
 from .losses import exact_cross_entropy
-
-
-class CaptureError(ValueError):
-    """The module does something that the engine cannot run in parallel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +33,9 @@ class Captured:
         attributes: placeholder name to the module's parameter or buffer name.
         constants: placeholder name to the tensor it stands for.
         user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
-            not a tensor.
+            not a tensor; last the seed's, where the graph draws.
         examples: the user's flat example inputs.
+        draws: whether the graph takes a seed of :func:`.dropout.draw_seed` as its last input.
         signature: of the module's ``forward``.
         in_spec, out_spec: how arguments and results nest.
     """
@@ -49,6 +48,7 @@ class Captured:
     signature: inspect.Signature
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    draws: bool
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """A call's arguments as flat inputs; checked against what was captured.
@@ -130,8 +130,12 @@ def capture(
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         given = arguments if mode is None else _without_data(mode, arguments)
-        exported = torch.export.export(module, (), given, strict=False).run_decompositions({})
+        with checkpointed.marked():
+            exported = torch.export.export(module, (), given, strict=False)
+            _refuse_gradients_off(exported)
+            exported = exported.run_decompositions({})
     graph = exported.graph_module.graph
+    seed = dropout.dropped_by_place(graph)
     _refuse_unsupported(exported)
     _drop_asserts(graph)
     exact_cross_entropy(graph)
@@ -142,8 +146,18 @@ def capture(
     assert out_spec is not None
     attributes, constants, user_inputs = _placeholders(exported, examples)
     _join_tied(graph, attributes, module)
+    if seed is not None:
+        user_inputs.append(seed.name)
     return Captured(
-        graph, attributes, constants, user_inputs, examples, signature, in_spec, out_spec
+        graph,
+        attributes,
+        constants,
+        user_inputs,
+        examples,
+        signature,
+        in_spec,
+        out_spec,
+        draws=seed is not None,
     )
 
 
@@ -205,29 +219,47 @@ def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
             )
     for node in exported.graph_module.graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise CaptureError(
-                f"{node.name}: nested graphs ({node.target}) are not supported yet; autocast and "
-                "checkpointing inside the forward make them"
-            )
+            raise CaptureError(f"{node.name}: nested graphs ({node.target}) are not supported yet")
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and not _is_inactive_dropout(node):
+        if draws and (dropout.is_active(node) or node.target not in dropout.ATEN):
             raise CaptureError(
                 f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
                 "ranks would draw the same ones for different tokens" + _instead(node)
             )
 
 
+def _refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
+    """Refuse no_grad where it would matter: the graph is differentiated as if it were not there."""
+    flowing: set[Node] = set()
+    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            kind = inputs[node.name].kind
+            value = node.meta.get("val")
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            trained = kind == InputKind.PARAMETER and value.requires_grad
+            if trained or (floating and kind == InputKind.USER_INPUT):
+                flowing.add(node)
+            continue
+        comes = [source for source in node.all_input_nodes if source in flowing]
+        value = node.meta.get("val")
+        whole_numbers = isinstance(value, Tensor) and not value.is_floating_point()
+        if not comes or whole_numbers or node.target is torch.ops.aten.detach.default:
+            continue
+        flowing.add(node)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+            names = ", ".join(source.name for source in comes)
+            raise CaptureError(
+                f"the forward switches gradients off for what depends on {names} (torch.no_grad, "
+                "an autograd.Function, or checkpoint with use_reentrant=True), which is not "
+                "supported: use tensor.detach(), register_op, or use_reentrant=False"
+            )
+
+
 def _instead(node: Node) -> str:
     if "scaled_dot_product" in str(node.target):
         return "; call wrap_ring_attn_func, which may be cut and drops nothing"
-    return "; set dropout to 0, or call .eval() first"
-
-
-def _is_inactive_dropout(node: Node) -> bool:
-    if node.target not in (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default):
-        return False
-    _, p, train = node.args
-    return bool(p == 0 or train is False)
+    return "; use torch.nn.Dropout, which draws by token, or call .eval() first"
 
 
 def _drop_asserts(graph: Graph) -> None:

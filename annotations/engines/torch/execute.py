@@ -7,7 +7,7 @@ is its own business, through the rule that it was registered with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
+from . import recompute
 from .capture import Captured, with_inputs
 from .lying import Places, share, unsplit
 from .moves import Move, brought
@@ -101,13 +102,17 @@ class Program:
         Returns:
             The flat results, whole on every rank.
         """
-        run = _Run(self, self._inputs(attribute, flat_inputs))
-        for node in self.captured.graph.nodes:
-            if node.op == "call_function" and not is_getitem(node):
-                run.step(node)
-            elif node.op == "output":
-                return [run.whole(x) for x in node.args[0]]
-        raise AssertionError("a graph ends in its output")
+        values = self._inputs(attribute, flat_inputs)
+        run = _Run(self, values)
+        nodes = self.captured.graph.nodes
+        ops = [node for node in nodes if node.op == "call_function" and not is_getitem(node)]
+        for part in recompute.parts(ops):
+            if isinstance(part, Node):
+                run.step(part)
+            else:
+                run.steps(part)
+        output = next(iter(reversed(nodes)))
+        return [run.whole(x) for x in output.args[0]]
 
     def _inputs(
         self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]
@@ -154,6 +159,19 @@ class _Run:
                 like, places = values[n], strategy.outputs[n]
                 result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
             self._values[node, n] = result
+
+    def steps(self, nodes: Sequence[Node]) -> None:
+        """Ops whose forward is to run again in the backward."""
+
+        def execute(values: dict[tuple[Node, int], Any]) -> None:
+            run = _Run(self._program, values)
+            for node in nodes:
+                run.step(node)
+
+        if torch.is_grad_enabled():
+            recompute.run_again(nodes, self._values, execute)
+        else:
+            execute(self._values)
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
-from . import policies
+from . import computing, policies
 from .agreement import same_batch, same_examples
-from .capture import Captured, capture
+from .capture import Captured, CaptureError, capture
+from .dropout import draw_seed
 from .execute import Program
+from .gradients import DEFAULT_BUCKET_MB, Reducer
 from .label_shift import whole_logits
 from .lying import Places
 from .planning import AnyPolicy, shaped, shared_plan
@@ -29,14 +30,13 @@ from .reorder import reordered
 from .replay import as_plan
 from .report import EnginePlan, whole_copies
 from .stored import keep_in_parts, whole_without_data
+from .training import TrainingModule
 from .verification import same_as_alone
-
-DEFAULT_BUCKET_MB = 25.0
 
 _meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
 
 
-class ParallelModule(torch.nn.Module):
+class ParallelModule(TrainingModule):
     """A module whose forward runs cut over the ranks of a plan.
 
     It has the original's parameters, buffers and submodules under their own names, whole on every
@@ -48,11 +48,12 @@ class ParallelModule(torch.nn.Module):
 
     Attributes:
         plan: what the engine decided; prints as a table.
-        compute_config: as given.
+        compute_config, compute_dtype: as given.
     """
 
     plan: EnginePlan
     compute_config: ComputeConfig
+    compute_dtype: torch.dtype | None
     _original: torch.nn.Module
 
     def __init__(
@@ -61,6 +62,7 @@ class ParallelModule(torch.nn.Module):
         dummy_forward_args: Mapping[str, Any],
         policy: AnyPolicy,
         config: ComputeConfig,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         original = copy.deepcopy(module)
@@ -73,18 +75,24 @@ class ParallelModule(torch.nn.Module):
         self.compute_config = config
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
+        self.compute_dtype = compute_dtype
         self._policy = as_plan(policy)
         if not isinstance(self._policy, EnginePlan):
             policies.named(self._policy)  # refuses an unknown one before anything else
         self._kept: Mapping[str, Places] | None = None
-        self._unsynced = False  # whether a forward has run since the last sync_grad
+        self._unsynced = False
+        self._reducer = None
+        self._argument_names = tuple(dummy_forward_args)
         self._programs: dict[tuple[bool, ...], Program] = {}
         if config.ranks > 1:
             like = next(chain(self.parameters(), self.buffers()), None)
-            self._mesh, self._copies = _mesh(config, like)
+            self._mesh, copies = _mesh(config, like)
             self._plan_mesh = shaped(self._mesh, config)
             same_examples(dummy_forward_args)
             _same_weights(self)
+            cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
+            group = copies.get_group() if config.num_scale_units > 1 else None
+            self._reducer = Reducer(cap, group, overlap=config.use_async_reducer)
         if config.plan_ngpus > 1:
             self._program()
         else:
@@ -99,42 +107,38 @@ class ParallelModule(torch.nn.Module):
         Raises:
             CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
         """
-        self._unsynced |= torch.is_grad_enabled()
+        self._refuse_autocast()
+        if torch.is_grad_enabled():
+            self._unsynced = True
+            if self._reducer is not None:
+                self._reducer.watch(list(self.parameters()))
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training
-            return self._original(*args, **kwargs)
+            return computing.call(self._original, self.compute_dtype, args, kwargs)
         program = self._program()
         same_batch(args, kwargs, self._mesh.get_group())
         flat = program.captured.flatten(args, kwargs)
+        if program.captured.draws:
+            flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
-    def sync_grad(self) -> None:
-        """Add up the gradients of all ranks, in place, after the last backward of a step.
+    @property
+    def draws(self) -> bool:
+        """Whether the module, in its present modes, drops elements at random."""
+        return self.compute_config.plan_ngpus > 1 and self._program().captured.draws
 
-        A second call without a forward in between does nothing.
-
-        Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
-        nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
-        """
-        if self.compute_config.ranks == 1 or not self._unsynced:
-            return
-        self._unsynced = False
-        cap = (self.compute_config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
-        whole = [p for p in self.parameters() if not isinstance(p, DTensor)]
-        _agree_on_gradients([p for p in whole if p.requires_grad])
-        for bucket in _buckets([p.grad for p in whole if p.grad is not None], cap):
-            flat = _flatten_dense_tensors(bucket)
-            dist.all_reduce(flat)
-            for grad, whole in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                grad.copy_(whole)
-        for parameter in self.parameters():
-            if isinstance(parameter.grad, DTensor):  # whole over the plan already
-                dist.all_reduce(parameter.grad.to_local(), group=self._copies.get_group())
+    def _refuse_autocast(self) -> None:
+        device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
+        if device and torch.is_autocast_enabled(device):
+            raise CaptureError(
+                "torch.autocast around a parallelized module cannot change its graph; use it "
+                "inside the module's forward, or parallelize(..., compute_dtype=...)"
+            )
 
     def _attribute(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
-        return getattr(self.get_submodule(owner), leaf)
+        return computing.cast(getattr(self.get_submodule(owner), leaf), self.compute_dtype)
 
     def _program(self) -> Program:
         """The planned graph for the present modes; made on first use, on all ranks alike."""
@@ -167,11 +171,11 @@ class ParallelModule(torch.nn.Module):
         return Program(captured, strategies, self._plan_mesh, planned.parameters)
 
     def _captured(self) -> Captured:
-        if not self._kept:
-            captured = capture(self._original, self._dummy_forward_args)
-        else:
-            with whole_without_data(self._original) as mode:
-                captured = capture(self._original, self._dummy_forward_args, mode)
+        """The graph in the present modes; its parameters need no data if some are in parts."""
+        with contextlib.ExitStack() as stack:
+            mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
+            stack.enter_context(computing.in_dtype(self._original, self.compute_dtype))
+            captured = capture(self._original, self._dummy_forward_args, mode)
         whole_logits(captured.graph)
         return captured
 
@@ -206,37 +210,8 @@ def _same_weights(module: torch.nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def _agree_on_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Copies may use different parameters: give every rank a gradient where any rank has one.
-
-    Ranks that differed in which gradients they have would add one parameter's to another's.
-    """
-    if not parameters:
-        return
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    used = used.to(parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-        if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
 def _gradient_bytes(module: torch.nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if p.requires_grad)
-
-
-def _buckets(grads: list[Tensor], cap_bytes: float) -> Iterator[list[Tensor]]:
-    """Runs of gradients of one dtype, up to ``cap_bytes`` each."""
-    bucket: list[Tensor] = []
-    size = 0
-    for grad in grads:
-        if bucket and (grad.dtype != bucket[0].dtype or size + grad.nbytes > cap_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += grad.nbytes
-    if bucket:
-        yield bucket
 
 
 def parallelize(
@@ -246,6 +221,7 @@ def parallelize(
     compute_config: ComputeConfig,
     *,
     module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
     verify: bool = False,
     **nnscaler_only: Any,
 ) -> ParallelModule:
@@ -271,6 +247,11 @@ def parallelize(
             a file (``plan.to_json()``), is followed where it says something.
         compute_config: how many ranks, as which mesh, and what the planner is told.
         module_dtype: convert the copy to this dtype first.
+        compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
+            with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
+            and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
+            and inputs are not cast: a module casts what it makes of them to the dtype of its
+            activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
         verify: run one step on the example arguments, on every rank alone as well as in parallel,
             and compare results and gradients. Takes the memory of the whole model and batch.
         nnscaler_only: nnscaler's other keyword arguments, at their defaults.
@@ -307,7 +288,7 @@ def parallelize(
         )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)
-    parallel = ParallelModule(module, dummy_forward_args, pas_policy, compute_config)
+    parallel = ParallelModule(module, dummy_forward_args, pas_policy, compute_config, compute_dtype)
     if verify and compute_config.ranks > 1:
         alone = copy.deepcopy(module)
         _same_weights(alone)

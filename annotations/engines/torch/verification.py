@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from . import computing
+
 # Largest difference, as a share of the largest value: summing in another order costs so much.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -26,8 +28,12 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     Raises:
         VerificationError: names the first that differs and by how much, on every rank alike.
     """
+    if parallel.draws:
+        raise VerificationError(
+            "verify=True cannot compare a module that drops elements at random: call .eval() first"
+        )
     copies = parallel.compute_config.num_scale_units
-    want, want_grads = _step(alone, example, lambda: None)
+    want, want_grads = _step(alone, example, lambda: None, parallel.compute_dtype)
     got, got_grads = _step(parallel, example, parallel.sync_grad)
     found = [
         _differing(f"result {n}", a, b) for n, (a, b) in enumerate(zip(got, want, strict=True))
@@ -46,9 +52,9 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
 
 
 def _step(
-    module: Any, example: Mapping[str, Any], sync: Any
+    module: Any, example: Mapping[str, Any], sync: Any, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    results = pytree.tree_leaves(module(**copy.deepcopy(dict(example))))
+    results = pytree.tree_leaves(computing.call(module, dtype, (), copy.deepcopy(dict(example))))
     floating = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
     losses = [x if x.ndim == 0 else x.square().sum() for x in floating if x.requires_grad]
     if losses:

@@ -1,16 +1,12 @@
-"""Dropout's random numbers: a pure function of a seed and of global places.
+"""Attention dropout's random numbers: a pure function of a seed and of global places.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) makes four
-random 32-bit words of a 128-bit counter. There is no state to keep, hand on or restore: the
-backward makes the forward's mask again, and no sharding, tiling or kernel changes it.
+They are words of :mod:`annotations.philox`:
 
 | | word 0 | word 1 | word 2 | word 3 |
 |---|---|---|---|---|
 | counter | query index | key index | head // 4 | batch index |
 | key | seed, low half | seed, high half | | |
 | result | head % 4 = 0 | 1 | 2 | 3 |
-
-Words are int64 tensors that hold 32 bits: torch has little arithmetic on unsigned ones.
 """
 
 from __future__ import annotations
@@ -18,32 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-LOW = 0xFFFFFFFF  # the low 32 bits
-WORDS = 4
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random words for each counter.
-
-    Args:
-        counter: int64 tensors of 32-bit values that broadcast against each other.
-        key: likewise.
-    Returns:
-        int64 tensors of 32-bit values, of the broadcast shape.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        high0, low0 = _product(c0, MULTIPLIERS[0])
-        high1, low1 = _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + KEY_STEPS[0]) & LOW, (k1 + KEY_STEPS[1]) & LOW
-    return c0, c1, c2, c3
+from annotations.philox import LOW, WORDS, philox, threshold
 
 
 def keep(
@@ -73,13 +44,5 @@ def keep(
         (rows[:, None], keys[None, :], groups[:, None, None], entries[:, None, None, None]),
         (seed & LOW, (seed >> 32) & LOW),
     )
-    threshold = round(p * 2**32)
-    by_head = torch.stack([word >= threshold for word in words], dim=2).flatten(1, 2)
+    by_head = torch.stack([word >= threshold(p) for word in words], dim=2).flatten(1, 2)
     return by_head[:, first_head % WORDS :][:, :heads]
-
-
-def _product(x: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product. int64 wraps to the right bits; the mask after the
-    shift takes off the sign that an arithmetic shift drags in."""
-    product = x * multiplier
-    return (product >> 32) & LOW, product & LOW

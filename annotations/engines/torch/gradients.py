@@ -1,0 +1,185 @@
+"""Adding up gradients over ranks, in buckets: after the backward, or while it still runs.
+
+    .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
+
+A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
+One that the plan cuts is a DTensor, as is its gradient, and only the copies of the model add up.
+
+Copies may use different parameters. So a bucket also carries which of its parameters have a
+gradient: where any rank has one, every rank gets it, and all ranks start the same buckets in the
+same order whatever they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        parameters: of one dtype and group; at most the cap in bytes, or one.
+        group: whose gradients are added up; None is every rank.
+        missing: which parameters, by number, the backward has not come to yet.
+    """
+
+    parameters: Sequence[Parameter]
+    group: dist.ProcessGroup | None
+    missing: set[int] = field(default_factory=set)
+    _flat: Tensor | None = None
+    _work: Any = None
+
+    def __post_init__(self) -> None:
+        self.missing = set(range(len(self.parameters)))
+
+    def start(self) -> None:
+        """Send this rank's gradients on their way, as they are now."""
+        used = [p.grad is not None for p in self.parameters]
+        parts = [local(p if p.grad is None else p.grad).reshape(-1) for p in self.parameters]
+        parts = [x if has else torch.zeros_like(x) for x, has in zip(parts, used, strict=True)]
+        flags = torch.tensor(used, dtype=parts[0].dtype, device=parts[0].device)
+        self._flat = torch.cat([*parts, flags])
+        self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the sums and put them into ``.grad``; ready for the next backward."""
+        self._work.wait()
+        sizes = [local(p).numel() for p in self.parameters]
+        *sums, flags = self._flat.split([*sizes, len(sizes)])  # type: ignore[union-attr]
+        if any(p.grad is None for p in self.parameters):
+            for parameter, ranks in zip(self.parameters, flags.tolist(), strict=True):
+                if ranks and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            if parameter.grad is not None:
+                grad = local(parameter.grad)
+                grad.copy_(total.view(grad.shape))
+        self._flat = self._work = None
+        self.missing = set(range(len(self.parameters)))
+
+
+class Reducer:
+    """The buckets of a module.
+
+    Args:
+        cap_bytes: largest bucket.
+        copies: the ranks that hold the same part in each copy; None where there is one copy.
+        overlap: start a bucket in the backward, as soon as its last gradient is there.
+    """
+
+    def __init__(
+        self, cap_bytes: float, copies: dist.ProcessGroup | None, *, overlap: bool
+    ) -> None:
+        self._cap_bytes, self._copies, self._overlap = cap_bytes, copies, overlap
+        self._paused = False
+        self._watched: list[Parameter] = []
+        self._buckets: list[Bucket] = []
+        self._started = 0
+        self._hooks: list[Any] = []
+
+    def watch(self, parameters: Sequence[Parameter]) -> None:
+        """Take these parameters, before the backward; all ranks alike."""
+        parameters = [p for p in parameters if p.requires_grad]
+        same = len(parameters) == len(self._watched) and all(
+            a is b for a, b in zip(parameters, self._watched, strict=True)
+        )
+        if same and not self._recast():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._watched = list(parameters)
+        # The backward comes to the last parameters first.
+        self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
+        self._started = 0
+        self._hooks = []
+        if self._overlap:
+            for bucket in self._buckets:
+                for n, parameter in enumerate(bucket.parameters):
+                    hook = self._hook(bucket, n)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _recast(self) -> bool:
+        """Whether the module was converted to another dtype since."""
+        return any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
+
+    def _hook(self, bucket: Bucket, n: int) -> Any:
+        def accumulated(_: Tensor) -> None:
+            if self._paused:
+                return
+            if n not in bucket.missing:
+                raise RuntimeError(
+                    "a second backward since the last sync_grad(): with use_async_reducer the "
+                    "first one's gradients are being added up already; call sync_grad() after "
+                    "each, or run all backwards of a step but the last within no_sync()"
+                )
+            bucket.missing.discard(n)
+            self._start_ready()
+
+        return accumulated
+
+    def _start_ready(self) -> None:
+        # In order, so that ranks whose backwards differ still start the same bucket next.
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            self._buckets[self._started].start()
+            self._started += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards within start nothing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def sync(self) -> None:
+        """Start what has not started yet, and wait for all."""
+        for bucket in self._buckets[self._started :]:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.finish()
+        self._started = 0
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def buckets(
+    parameters: Sequence[Parameter], copies: dist.ProcessGroup | None, cap_bytes: float
+) -> Iterator[Bucket]:
+    """Parameters in this order, up to ``cap_bytes`` together, of one dtype and group each.
+
+    Those that the plan cuts are left out where there is one copy: nothing is left to add up.
+    """
+    open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    size: dict[tuple[torch.dtype, bool], int] = {}
+    for parameter in parameters:
+        cut = isinstance(parameter, DTensor)
+        if cut and copies is None:
+            continue
+        key = parameter.dtype, cut
+        nbytes = local(parameter).nbytes
+        if open_.get(key) and size[key] + nbytes > cap_bytes:
+            yield Bucket(open_.pop(key), copies if cut else None)
+        if key not in open_:
+            open_[key], size[key] = [], 0
+        open_[key].append(parameter)
+        size[key] += nbytes
+    for (_, cut), rest in open_.items():
+        yield Bucket(rest, copies if cut else None)

@@ -1,0 +1,112 @@
+"""Training on real ranks: gradients in buckets, norms, whole steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import training_jobs as jobs
+from dense import assert_same
+from engine_jobs import Branches, tiny_llama
+from ranks import Pool, worlds
+
+from annotations import ComputeConfig, parallelize
+
+
+@pytest.mark.parametrize(("overlap", "plan"), [(True, 2), (True, 4), (False, 1)])
+@worlds(cpus=[4], gpus=[4])
+def test_accumulated_gradients(ranks: Pool, overlap: bool, plan: int) -> None:
+    """Of two micro-batches; only the second's backward moves any, and that while it runs."""
+    copies = ranks.size // plan
+    model = tiny_llama("ring")
+    for seed in range(1, 1 + 2 * copies):
+        (model(**jobs.sample("ring", 1, 16, seed)) / copies).backward()
+    for rank, (grads, started) in enumerate(ranks.run(jobs.accumulated, overlap, plan, 2)):
+        assert started > 3 if overlap else started == 0
+        for name, parameter in model.named_parameters():
+            assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+
+
+def test_copies_that_differ_while_gradients_move(two_ranks: Pool) -> None:
+    module = Branches()
+    module.drop.eval()
+    for second in (False, True):
+        module(torch.ones(2, 4), second).backward()
+    for grads, said in two_ranks.run(jobs.overlapped_and_different):
+        assert "a second backward since the last sync_grad()" in said
+        for name, parameter in module.named_parameters():
+            if name.startswith("unused"):
+                assert grads[name] is None
+            else:
+                assert_same(name, grads[name], parameter.grad, 1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_norm_of_whole_and_cut_gradients(
+    four_ranks: Pool, norm_type: float, max_norm: float
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in jobs.whole_grads()]
+    for parameter, grad in zip(parameters, jobs.whole_grads(), strict=True):
+        parameter.grad = grad
+    want = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    for norm, grads in four_ranks.run(jobs.norm_of_parts, norm_type, max_norm):
+        assert norm == pytest.approx(want.item(), rel=1e-12)
+        for n, (got, parameter) in enumerate(zip(grads, parameters, strict=True)):
+            assert_same(f"gradient {n}", got, parameter.grad, 1e-12)
+
+
+def test_gradients_of_cut_parameters(four_ranks: Pool) -> None:
+    """Whole ones are added up over all ranks, cut ones over copies."""
+    for whole, cut in four_ranks.run(jobs.cut_parameters):
+        assert whole.tolist() == [6.0] * 3
+        assert torch.equal(cut, 3 * torch.arange(10.0).view(5, 2))
+
+
+def test_clipping_on_one_rank_is_torchs() -> None:
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).double()
+    tied[1].weight = tied[0].weight
+    x = torch.randn(2, 3, dtype=torch.float64)
+    model = parallelize(tied, {"input": x}, "cp", ComputeConfig(1, 1))
+    for module in (tied, model):
+        module(x).square().sum().backward()
+    want = torch.nn.utils.clip_grad_norm_(tied.parameters(), 0.1)
+    measured, _ = model.clip_gnorm()
+    norm, grads = model.clip_gnorm(0.1)
+    assert norm == measured == want
+    for mine, parameter in zip(grads, tied.parameters(), strict=True):
+        assert torch.equal(mine, parameter.grad)
+    with pytest.raises(ValueError, match="got max_norm=-1, norm_type=2"):
+        model.clip_gnorm(-1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@worlds(cpus=[2], gpus=[2])
+def test_end_to_end_steps(ranks: Pool, overlap: bool) -> None:
+    model = jobs.TwoResults()
+    losses = []
+    for seed in (1, 2, 3):
+        loss, _ = model(jobs.sample("ring", 1, 16, seed))
+        losses.append(loss.item())
+        if seed < 3:
+            (loss / 2).backward()
+    for said, inferred, grads in ranks.run(jobs.end_to_end, overlap):
+        assert said == pytest.approx([2 * loss for loss in losses], rel=1e-12)
+        assert inferred == pytest.approx(losses, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            assert_same(name, grads[name], parameter.grad)
+
+
+def test_steps_want_their_field_of_the_config() -> None:
+    x = torch.zeros(2, 3)
+    model = parallelize(torch.nn.Linear(3, 3), {"input": x}, "cp", ComputeConfig(1, 1))
+    for step in (model.train_step, model.infer_step):
+        with pytest.raises(RuntimeError, match=r"needs ComputeConfig\(use_end2end=True\)"):
+            step([x])
+    config = ComputeConfig(1, 1, use_end2end=True)
+    model = parallelize(torch.nn.Linear(3, 3), {"input": x}, "cp", config, engine="torch")
+    with pytest.raises(ValueError, match=r"must return a scalar loss first, got \(2, 3\)"):
+        model.train_step([x])
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        model.train_step([x], [False, True])

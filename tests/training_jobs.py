@@ -1,0 +1,135 @@
+"""Jobs for the tests of training; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from engine_jobs import Branches, sample, tiny_llama
+from rank_groups import device
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import gradients, norms
+
+SMALL_BUCKET_MB = 0.01  # several buckets even of a tiny model
+
+
+def batch(seed: int, length: int = 16) -> dict[str, Tensor]:
+    given = sample("ring", 1, length, seed)
+    return {name: t.to(device()) for name, t in given.items()}
+
+
+def accumulated(overlap: bool, plan: int, micro_batches: int) -> tuple[dict[str, Tensor], int]:
+    """Gradients of a step of several micro-batches, and how many buckets the backward started."""
+    ranks = dist.get_world_size()
+    copies, copy = ranks // plan, dist.get_rank() // plan
+    config = ComputeConfig(
+        plan, ranks, use_async_reducer=overlap, reducer_bucket_cap_mb=SMALL_BUCKET_MB
+    )
+    model = parallelize(tiny_llama("ring").to(device()), batch(1), "cp", config)
+    started = 0
+    with mock.patch.object(gradients.Bucket, "start", autospec=True) as start:
+        start.side_effect = start_bucket
+        for n in range(micro_batches - 1):
+            with model.no_sync():
+                (model(**batch(1 + copy + copies * n)) / copies).backward()
+            assert start.call_count == 0
+        (model(**batch(1 + copy + copies * (micro_batches - 1))) / copies).backward()
+        started = start.call_count
+        model.sync_grad()
+    assert start.call_count > 3
+    return {name: p.grad.cpu() for name, p in model.named_parameters()}, started
+
+
+start_bucket = gradients.Bucket.start
+
+
+def overlapped_and_different() -> tuple[dict[str, Tensor | None], str]:
+    """Two copies that use different parameters, with gradients moving in the backward; and what a
+    second backward is told."""
+    module = Branches()
+    module.drop.eval()
+    given = {"x": torch.ones(2, 4), "second": False}
+    config = ComputeConfig(1, 2, use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
+    model = parallelize(module, given, "cp", config)
+    said = "nothing"
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 4), second=dist.get_rank() == 1).backward()
+        model.sync_grad()
+    grads = {
+        name: p.grad.clone() if p.grad is not None else None for name, p in model.named_parameters()
+    }
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4), second=False).backward()
+    except RuntimeError as error:
+        said = str(error)
+    model.sync_grad()
+    return grads, said
+
+
+def whole_grads() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((5, 3), (7,), (4, 6), (2, 2))
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def norm_of_parts(norm_type: float, max_norm: float) -> tuple[float, list[Tensor]]:
+    """The norm over whole gradients and those cut over the plan, evenly or not; then clipped."""
+    mesh = init_device_mesh(device(), (2, 2), mesh_dim_names=("copy", "plan"))["plan"]
+    cut = (None, [Shard(0)], [Shard(1)], [Replicate()])
+    grads = [
+        g.to(device()) if place is None else distribute_tensor(g.to(device()), mesh, place)
+        for g, place in zip(whole_grads(), cut, strict=True)
+    ]
+    norm = norms.total_norm(grads, norm_type)
+    norms.clip(grads, norm, max_norm)
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return norm.item(), [g.cpu() for g in whole]
+
+
+def cut_parameters() -> list[Tensor]:
+    """Gradients of a parameter that is whole and of one that the plan cuts, added up by buckets."""
+    mesh = init_device_mesh(device(), (2, 2), mesh_dim_names=("copy", "plan"))
+    copy = mesh.get_local_rank("copy")
+    whole = nn.Parameter(torch.zeros(3, device=device()))
+    zeros = torch.zeros(5, 2, device=device())
+    cut = nn.Parameter(distribute_tensor(zeros, mesh["plan"], [Shard(0)]))
+    whole.grad = torch.full((3,), float(dist.get_rank()), device=device())
+    cut.grad = distribute_tensor(
+        torch.arange(10.0, device=device()).view(5, 2) * (1 + copy), mesh["plan"], [Shard(0)]
+    )
+    reducer = gradients.Reducer(1e6, mesh["copy"].get_group(), overlap=False)
+    reducer.watch([whole, cut])
+    reducer.sync()
+    return [whole.grad.cpu(), cut.grad.full_tensor().cpu()]
+
+
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.llama = tiny_llama("ring")
+
+    def forward(self, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss = self.llama(**data)
+        return loss, 2 * loss
+
+
+def end_to_end(overlap: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """nnscaler's steps: three micro-batches, the last of which is a dummy."""
+    config = ComputeConfig(2, 2, use_end2end=True, use_async_reducer=overlap)
+    module = TwoResults().to(device())
+    model = parallelize(module, {"data": batch(1)}, "cp", config)
+    given = [batch(seed) for seed in (1, 2, 3)]
+    for _ in range(2):  # gradients of the first step are cleared
+        results = model.train_step(given, [False, False, True], lambda loss: loss / 2)
+    said = [twice.item() for _, twice in results]
+    assert not results[0][0].requires_grad
+    inferred = [loss.item() for loss, _ in model.infer_step(given)]
+    return said, inferred, {n: p.grad.cpu() for n, p in model.named_parameters()}
