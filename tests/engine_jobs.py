@@ -51,7 +51,7 @@ def sample(op: str, batch: int, length: int, seed: int = 1) -> dict[str, Tensor]
 
 
 def loss_and_gradients(
-    op: str, policy: Any, plan: int, batch: int, length: int, layers: int
+    op: str, policy: Any, plan: int, batch: int, length: int, layers: int, lowered: bool = True
 ) -> tuple[float, dict[str, Tensor], str]:
     """One step of a copy on its own batch: loss, gradients after sync, the plan's text."""
     copies = dist.get_world_size() // plan
@@ -61,7 +61,7 @@ def loss_and_gradients(
         return {name: t.to(device()) for name, t in sample(op, batch, length, seed).items()}
 
     config = ComputeConfig(plan, dist.get_world_size())
-    parallel = parallelize(model, inputs(1), policy, config)
+    parallel = parallelize(model, inputs(1), policy, config, lowered=lowered)
     loss = parallel(**inputs(1 + dist.get_rank() // plan))
     (loss / copies).backward()
     parallel.sync_grad()

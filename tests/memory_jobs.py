@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ class Again(nn.Module):
 
 
 class Watch(TorchDispatchMode):
-    """How often ranks exchange messages, and what is still held of all that was made."""
+    """How often ranks exchange messages, and what is still held of all that was made anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
+        self.before = {tensor.untyped_storage()._cdata for tensor in before}
         self.collectives = self.attentions = 0
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -49,7 +51,8 @@ class Watch(TorchDispatchMode):
             value = value._local_tensor if isinstance(value, DTensor) else value
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if storage._cdata not in self.before:
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return results
 
     def held_bytes(self) -> int:
@@ -69,7 +72,7 @@ def recomputed(again: bool) -> tuple[float, list[Tensor], tuple[int, int, int], 
     given = {name: t.to(device()) for name, t in sample("ring", 1, 64).items()}
     model = parallelize(module.to(device()), given, "cp", ComputeConfig(ranks, ranks))
     before = received_bytes()
-    with Watch() as watch:
+    with Watch((*model.parameters(), *model.buffers())) as watch:
         loss = model(**given)
         held = watch.held_bytes()
         loss.backward()

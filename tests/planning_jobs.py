@@ -99,6 +99,7 @@ def received(policy: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]
         config(plan, shape, rates=SLOW),
     )
     batch = engine_jobs.sample("ring", 1, 32)
+    parallel(**batch).backward()  # traced
     comms = [comm for _, comm in groups._by_name.values()]
     before = sum(comm.counters.received_bytes for comm in comms)
 
@@ -123,8 +124,8 @@ def received(policy: Any, shape: tuple[int, ...]) -> tuple[list[int], list[int]]
     return counted, planned
 
 
-def replayed(edit: str, path: str) -> tuple[str, str]:
-    """A plan made, edited, given back: what each then says, or the error."""
+def replayed(path: str) -> tuple[str, dict[str, str]]:
+    """A plan made, and what it is or which error there is when it is edited and given back."""
     given = engine_jobs.sample("ring", 1, 16)
 
     def make(policy: Any) -> EnginePlan:
@@ -134,23 +135,23 @@ def replayed(edit: str, path: str) -> tuple[str, str]:
     first = make("cp")
     plan = EnginePlan.from_json(first.to_json())
     assert plan == first
-    policy: Any = plan
-    if edit == "first layer open":
-        policy = replace(plan, ops={n: op for n, op in plan.ops.items() if n == "ring_attn_1"})
-    if edit == "heads":
-        lying = replace(plan.ops["ring_attn"], split=("hd",))
-        policy = replace(plan, ops={"ring_attn": lying})
-    if edit == "another graph":
-        policy = replace(plan, graph="0")
-    if edit == "file":
-        if dist.get_rank() == 0:
-            Path(path).write_text(plan.to_json())
-        dist.barrier()
-        policy = path
-    try:
-        return first.to_json(), make(policy).to_json()
-    except ValueError as error:
-        return first.to_json(), f"{type(error).__name__}: {error}"
+    if dist.get_rank() == 0:
+        Path(path).write_text(plan.to_json())
+    dist.barrier()
+    wrong = {"ring_attn": replace(plan.ops["ring_attn"], split=("hd",))}
+    edited: dict[str, Any] = {
+        "file": path,
+        "first layer open": replace(plan, ops={"ring_attn_1": plan.ops["ring_attn_1"]}),
+        "heads": replace(plan, ops=wrong),
+        "another graph": replace(plan, graph="0"),
+    }
+    said = {}
+    for name, policy in edited.items():
+        try:
+            said[name] = make(policy).to_json()
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return first.to_json(), said
 
 
 class Tied(nn.Module):

@@ -12,7 +12,16 @@ from dense import assert_same
 from ranks import Pool, worlds
 
 
-def check(pool: Pool, op: str, policy: Any, plan: int, batch: int, length: int, layers: int) -> str:
+def check(
+    pool: Pool,
+    op: str,
+    policy: Any,
+    plan: int,
+    batch: int,
+    length: int,
+    layers: int,
+    lowered: bool = True,
+) -> str:
     """Compare with one process to 1e-10; returns the plan's text."""
     copies = pool.size // plan
     model = engine_jobs.tiny_llama(op, layers)
@@ -21,7 +30,8 @@ def check(pool: Pool, op: str, policy: Any, plan: int, batch: int, length: int, 
         loss = model(**engine_jobs.sample(op, batch, length, seed=1 + copy))
         (loss / copies).backward()
         losses.append(loss.item())
-    replies = pool.run(engine_jobs.loss_and_gradients, op, policy, plan, batch, length, layers)
+    given = op, policy, plan, batch, length, layers, lowered
+    replies = pool.run(engine_jobs.loss_and_gradients, *given)
     for rank, (loss, grads, _) in enumerate(replies):
         assert abs(loss - losses[rank // plan]) < 1e-10
         for name, parameter in model.named_parameters():
@@ -44,6 +54,11 @@ def test_two_ranks(
     two_ranks: Pool, op: str, policy: Any, batch: int, length: int, layers: int
 ) -> None:
     check(two_ranks, op, policy, 2, batch, length, layers)
+
+
+@pytest.mark.parametrize("op", ["ring", "varlen"])
+def test_on_dtensors(two_ranks: Pool, op: str) -> None:
+    check(two_ranks, op, "cp", 2, 1, 33, 1, lowered=False)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict
 
 @pytest.mark.parametrize(
     ("policy", "shape"),
-    [("cp", (4,)), ("tp", (4,)), ("hybrid", (2, 2)), ("tp", (2, 2))],
+    [("cp", (4,)), ("tp", (4,)), ("hybrid", (2, 2))],
 )
 def test_counted_bytes_are_the_planned_ones(
     four_ranks: Pool, policy: str, shape: tuple[int, ...]
@@ -93,22 +93,17 @@ def test_counted_bytes_are_the_planned_ones(
     assert sum(counted) > 0
 
 
-@pytest.mark.parametrize("edit", ["file", "first layer open", "heads", "another graph"])
-def test_plans_given_back(two_ranks: Pool, edit: str, tmp_path: Path) -> None:
-    replies = two_ranks.run(planning_jobs.replayed, edit, str(tmp_path / "plan.json"))
+def test_plans_given_back(two_ranks: Pool, tmp_path: Path) -> None:
+    replies = two_ranks.run(planning_jobs.replayed, str(tmp_path / "plan.json"))
     assert replies[0] == replies[1]
-    first, second = replies[0]
-    if edit == "file":
-        assert second == first
-    elif edit == "first layer open":
-        assert json.loads(second)["splits"]["ring_attn_1"] == "l"
-    elif edit == "heads":
-        assert second.startswith("PolicyError: the plan has ring_attn as Lying(split=('hd',)")
-        assert "R R R -> R R\n" in second and "(split l)" in second
-    else:
-        assert (
-            second == "PolicyError: the plan is for another module, or for inputs of other shapes"
-        )
+    first, said = replies[0]
+    assert said["file"] == first
+    assert json.loads(said["first layer open"])["splits"]["ring_attn_1"] == "l"
+    assert said["heads"].startswith("PolicyError: the plan has ring_attn as Lying(split=('hd',)")
+    assert "R R R -> R R\n" in said["heads"] and "(split l)" in said["heads"]
+    assert said["another graph"] == (
+        "PolicyError: the plan is for another module, or for inputs of other shapes"
+    )
 
 
 def test_a_parameter_of_two_names_in_parts(two_ranks: Pool) -> None:

@@ -1,7 +1,7 @@
 """The embedded engine: torch.export and DTensor, nothing else to install.
 
-capture -> strategies -> planner -> execute          report: the plan as a table
-(graph)    (per op)      (one each)  (on DTensors)   module: ParallelModule, parallelize
+capture -> strategies -> planner -> execute       -> lowered            report: the plan as a table
+(graph)    (per op)      (one each)  (on DTensors)   (on plain tensors)  module: ParallelModule
 
 In between, label_shift takes slices off logits, and hoist puts a sequence in another order, once:
 order_cut says which ops run in it, axes and op_axes which ops may, and reorder rewrites the graph.
@@ -12,6 +12,7 @@ rates: speeds, measured    rehearsal: plans without ranks    replay: plans given
 from ..config import as_own as as_config
 from .capture import CaptureError
 from .cost import Link, Rates
+from .lowered import LoweringError
 from .module import ParallelModule, parallelize
 from .policies import OpSite, Policy, PolicyError
 from .rates import calibrate
@@ -23,6 +24,7 @@ __all__ = [
     "CaptureError",
     "EnginePlan",
     "Link",
+    "LoweringError",
     "OpSite",
     "ParallelModule",
     "PlanningError",

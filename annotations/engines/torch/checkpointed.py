@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -67,6 +67,11 @@ def marked() -> Iterator[None]:
         torch.fx.traceback.preserve_node_meta(),
     ):
         yield
+
+
+def region(nodes: Sequence[Node]) -> AbstractContextManager[Any]:
+    """While inside, what is traced is of the same checkpointed call as ``nodes``."""
+    return torch.fx.traceback.annotate({KEY: region_of(nodes[0])})
 
 
 def region_of(node: Node) -> int | None:

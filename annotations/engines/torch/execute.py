@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
-from . import recompute
+from . import checkpointed, recompute
 from .capture import Captured, with_inputs
 from .lying import Places, share, unsplit
 from .moves import Move, brought
@@ -85,12 +85,19 @@ class Program:
     Attributes:
         strategies: how each op runs; ``getitem`` nodes follow their producer.
         parameters: how each parameter that is kept in parts lies, by its name in the module.
+        traced: whether a graph is made of the run, in which checkpointed calls are marked.
     """
 
     captured: Captured
     strategies: Mapping[Node, Strategy]
     mesh: DeviceMesh
     parameters: Mapping[str, Places] = field(default_factory=dict)
+    traced: bool = False
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether some ops are of a checkpointed call."""
+        return any(checkpointed.region_of(n) is not None for n in self.captured.graph.nodes)
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward.
@@ -162,6 +169,11 @@ class _Run:
 
     def steps(self, nodes: Sequence[Node]) -> None:
         """Ops whose forward is to run again in the backward."""
+        if self._program.traced:
+            with checkpointed.region(nodes):
+                for node in nodes:
+                    self.step(node)
+            return
 
         def execute(values: dict[tuple[Node, int], Any]) -> None:
             run = _Run(self._program, values)

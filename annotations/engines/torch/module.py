@@ -23,6 +23,7 @@ from .dropout import draw_seed
 from .execute import Program
 from .gradients import DEFAULT_BUCKET_MB, Reducer
 from .label_shift import whole_logits
+from .lowered import Lowered
 from .lying import Places
 from .planning import AnyPolicy, shaped, shared_plan
 from .rates import known_rates
@@ -63,6 +64,9 @@ class ParallelModule(TrainingModule):
         policy: AnyPolicy,
         config: ComputeConfig,
         compute_dtype: torch.dtype | None = None,
+        *,
+        lowered: bool = True,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         original = copy.deepcopy(module)
@@ -83,7 +87,8 @@ class ParallelModule(TrainingModule):
         self._unsynced = False
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
-        self._programs: dict[tuple[bool, ...], Program] = {}
+        self._lowered, self._compile = lowered, compile
+        self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
         if config.ranks > 1:
             like = next(chain(self.parameters(), self.buffers()), None)
             self._mesh, copies = _mesh(config, like)
@@ -102,9 +107,11 @@ class ParallelModule(TrainingModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward. Inputs and results are whole, on every rank of the copy.
 
-        torch.compile leaves it alone: the graph is planned already, and runs on DTensors.
+        torch.compile leaves it alone: the graph is planned and lowered already, and
+        ``parallelize(..., compile=True)`` compiles it.
 
         Raises:
+            LoweringError: the planned graph could not be traced on plain tensors.
             CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
         """
         self._refuse_autocast()
@@ -140,11 +147,14 @@ class ParallelModule(TrainingModule):
         owner, _, leaf = name.rpartition(".")
         return computing.cast(getattr(self.get_submodule(owner), leaf), self.compute_dtype)
 
-    def _program(self) -> Program:
+    def _program(self) -> Program | Lowered:
         """The planned graph for the present modes; made on first use, on all ranks alike."""
         modes = tuple(module.training for module in self.modules())
         if modes not in self._programs:
-            self._programs[modes] = self._build()
+            program = self._build()
+            self._programs[modes] = (
+                Lowered(program, compiled=self._compile) if self._lowered else program
+            )
         return self._programs[modes]
 
     def _build(self) -> Program:
@@ -223,6 +233,8 @@ def parallelize(
     module_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     verify: bool = False,
+    lowered: bool = True,
+    compile: bool = False,
     **nnscaler_only: Any,
 ) -> ParallelModule:
     """Cut a single-device module over ranks, by the embedded engine.
@@ -254,6 +266,9 @@ def parallelize(
             activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
         verify: run one step on the example arguments, on every rank alone as well as in parallel,
             and compare results and gradients. Takes the memory of the whole model and batch.
+        lowered: trace the planned graph once, at the first call of each kind, into ops on this
+            rank's plain tensors. False runs every op on DTensors, several times slower on the host.
+        compile: have inductor compile what was traced. Costs a minute or so at the first calls.
         nnscaler_only: nnscaler's other keyword arguments, at their defaults.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
@@ -264,7 +279,7 @@ def parallelize(
         CaptureError: the module does something that cannot be captured or run in parallel yet.
         NotImplementedError: a module class, or a keyword argument or field of the config that only
             nnscaler acts on is not at its default; names it.
-        ValueError: ``runtime_ngpus`` is not the number of ranks.
+        ValueError: ``runtime_ngpus`` is not the number of ranks, or ``compile`` lacks ``lowered``.
         TypeError: ``dummy_forward_args`` is not a mapping.
         RuntimeError: ``torch.distributed`` is not initialised.
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
@@ -286,9 +301,21 @@ def parallelize(
             "parallelize: dummy_forward_args must map forward's argument names to example values, "
             f"got {type(dummy_forward_args).__name__}"
         )
+    if compile and not lowered:
+        raise ValueError(
+            "parallelize: compile=True needs lowered=True: what is compiled is lowered"
+        )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)
-    parallel = ParallelModule(module, dummy_forward_args, pas_policy, compute_config, compute_dtype)
+    parallel = ParallelModule(
+        module,
+        dummy_forward_args,
+        pas_policy,
+        compute_config,
+        compute_dtype,
+        lowered=lowered,
+        compile=compile,
+    )
     if verify and compute_config.ranks > 1:
         alone = copy.deepcopy(module)
         _same_weights(alone)

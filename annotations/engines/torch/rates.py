@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +68,10 @@ def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
     device = torch.device(mesh.device_type)
     found = [_matmul_rate(device), _attention_rate(device), _memory_rate(device)]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] + [dist.group.WORLD]
-    links = [_link(group, device) for group in groups]
+    with warnings.catch_warnings():
+        # all_gather_into_tensor has another name from torch 2.13 on, which torch 2.11 has not.
+        warnings.filterwarnings("ignore", message=".*all_gather", category=FutureWarning)
+        links = [_link(group, device) for group in groups]
     speeds = torch.tensor(found + [x for link in links for x in (1 / link[0], link[1])])
     speeds = speeds.to(device=device, dtype=torch.float64)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN)

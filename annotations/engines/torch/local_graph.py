@@ -1,0 +1,189 @@
+"""What is done to a graph of ops on plain tensors before it runs.
+
+simplify: nothing in it that changes nothing or is computed twice
+overlap:  messages start as early as they can, and are waited for where they are first needed
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+_VIEWS = (*_RESHAPES, aten.expand.default, aten.alias.default, aten.detach.default)
+
+# These put what arrived in its place; they are no reason to wait for it.
+_PLACING = (
+    *_RESHAPES,
+    operator.getitem,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.slice.Tensor,
+    aten.cat.default,
+    aten.clone.default,
+)
+
+
+def communicates(node: Node) -> bool:
+    """Whether ranks may exchange messages in an op: a collective, or any op that is not torch's.
+
+    All ranks must come to these in one order.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") and not _waits(node)
+
+
+def results_of(node: Node) -> list[Node]:
+    """``node``, or the nodes that pick its results where it has several."""
+    picked = [user for user in node.users if user.target is operator.getitem]
+    return picked or [node]
+
+
+def _starts(node: Node) -> bool:
+    return communicates(node) and node.target.namespace == "_c10d_functional"  # type: ignore[union-attr]
+
+
+def _waits(node: Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def simplify(graph: Graph) -> None:
+    """Take out views that change nothing, reshapes of reshapes, and what is computed twice.
+
+    What is returned stays a tensor of its own: a caller may change it in place.
+    """
+    returned = set(output_of(graph).all_input_nodes)
+    memory = {_memory(node) for node in returned}
+    known: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in returned:
+            continue
+        source = _same_view(node)
+        if source is None and not communicates(node) and not _draws(node):
+            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            source = None if first is node or _memory(node) in memory else first
+        if source is not None:
+            node.replace_all_uses_with(source)
+    drop_unused(graph)
+
+
+def drop_unused(graph: Graph) -> None:
+    """Take out what no result depends on; waiting for a message is no reason to send it."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _same_view(node: Node) -> Node | None:
+    """The input that a view equals, if it does; a reshape of a reshape becomes one."""
+    source = _source(node)
+    if source is None:
+        return None
+    if node.target is source.target is aten.t.default:
+        return _source(source)
+    if node.target in _RESHAPES:
+        while source.target in _RESHAPES:
+            earlier = _source(source)
+            if earlier is None or not earlier.meta["val"].is_contiguous():
+                break
+            source = earlier
+            node.args = (source, *node.args[1:])
+    if node.target not in _VIEWS:
+        return None
+    new, old = node.meta["val"], source.meta["val"]
+    return source if new.shape == old.shape and new.stride() == old.stride() else None
+
+
+def _source(node: Node) -> Node | None:
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, Node) else None
+
+
+def output_of(graph: Graph) -> Node:
+    """The node that returns."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def overlap(graph: Graph) -> None:
+    """Start each collective once what it sends is there, and wait for it where it is first used.
+
+    Ops that communicate keep their order: it must be the same on all ranks.
+    """
+    order = _Order(graph)
+    for node in graph.nodes:
+        if not order.may_wait(node):
+            order.take(node)
+            order.start_collectives()
+    previous = None
+    for node in order.taken:
+        if previous is not None:
+            previous.append(node)
+        previous = node
+    graph.lint()
+
+
+class _Order:
+    """Nodes in the order in which they will run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.taken: dict[Node, None] = {}
+        self._place = {node: n for n, node in enumerate(graph.nodes)}
+        self._talking = [node for node in graph.nodes if communicates(node)]
+        self._talking.reverse()  # the next one last
+        self._deferred: set[Node] = set()
+
+    def may_wait(self, node: Node) -> bool:
+        """Put off what waits for a message, or only places what is waited for."""
+        sources = node.all_input_nodes
+        put_off = _waits(node) or (
+            node.target in _PLACING and any(source in self._deferred for source in sources)
+        )
+        if put_off:
+            self._deferred.add(node)
+        return put_off
+
+    def take(self, node: Node) -> None:
+        """``node``, after all that it needs."""
+        for each in sorted(self._missing(node), key=self._place.__getitem__):
+            self.taken[each] = None
+            self._deferred.discard(each)
+        while self._talking and self._talking[-1] in self.taken:
+            self._talking.pop()
+
+    def start_collectives(self) -> None:
+        """Take the next ops that communicate, as long as all that is missing is for them alone."""
+        while self._talking and _starts(self._talking[-1]):
+            node = self._talking[-1]
+            missing = self._missing(node)
+            if any(_is_wanted_by_others(each, missing) for each in missing - {node}):
+                return
+            self.take(node)
+
+    def _missing(self, node: Node) -> set[Node]:
+        """``node`` and what it needs, as far as it is not taken yet."""
+        found: set[Node] = set()
+        left = [node]
+        while left:
+            each = left.pop()
+            if each not in self.taken and each not in found:
+                found.add(each)
+                left += each.all_input_nodes
+        return found
+
+
+def _is_wanted_by_others(node: Node, group: set[Node]) -> bool:
+    return node.op == "placeholder" or _waits(node) or not group.issuperset(node.users)
