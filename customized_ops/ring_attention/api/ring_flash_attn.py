@@ -1,0 +1,282 @@
+"""The functions of ring_flash_attn 0.1.7 (github.com/zhuzilin/ring-flash-attention) on the core.
+
+A program that imports them from here keeps its calls and its shards, and gets the same results.
+Each ``_func`` has its ``_kvpacked_func`` and its ``_qkvpacked_func``, as there.
+
+========================================  ========================================================
+there                                     here
+========================================  ========================================================
+``ring_flash_attn_func``                  ``wrap_ring_attn_func`` with ``Layout.contiguous``
+``zigzag_ring_flash_attn_func``           ``wrap_zigzag_attn_func`` with ``Layout.zigzag``
+``stripe_flash_attn_func``                ``wrap_ring_attn_func`` with ``Layout.striped`` by one
+                                          token: a plan has a slice for each, so it is slow to make
+``ring_flash_attn_varlen_func``           ``wrap_ring_attn_varlen_func``; rank r holds the r-th of
+                                          equal parts of each document
+``zigzag_ring_flash_attn_varlen_func``    ``wrap_ring_attn_varlen_func`` with ``Layout.zigzag`` of
+                                          each document
+``llama3_flash_attn_varlen_func``         ``wrap_ring_attn_varlen_func`` with ``Layout.contiguous``
+``llama3_flash_attn_prepare_cu_seqlens``  the same, on the host
+``substitute_hf_flash_attn``              the same: registers transformers' "flash_attention_2"
+``update_ring_flash_attn_params``         the same: the documents of the forwards that follow
+========================================  ========================================================
+
+=====================  ===========================================================================
+argument               here
+=====================  ===========================================================================
+``causal``             False by default, as there; zigzag and stripe take it too, where they refuse
+``window_size``        of the whole sequence or document; there, of each pair of shards
+``alibi_slopes``       of the whole sequence or document; refused there
+``dropout_p``          drawn by token and head, from a seed that torch's generator gives and that
+                       must be the same on all ranks; there the backward draws anew
+``deterministic``      honoured; there the forward drops it
+``return_attn_probs``  (out, lse, None) as there; lse is [b, h, l], of packed documents [h, l], and
+                       gradients flow through it
+``group``              a ProcessGroup, the global ranks of one, or an in-process Comm. None is the
+                       world, as there, and refused where there is none: alone, a rank would attend
+                       its own tokens only
+``cu_seqlens``         of this rank's tokens, the same on every rank, as there; zigzag refuses odd
+                       lengths, since a rank holds two equal chunks of each document
+``max_seqlen``         not needed; refused where a document is longer
+``heads_k_stride``     so many key heads to a call, so that no more are received at once: the fewer
+                       calls the faster. Refused where it does not divide the key heads
+``local_k_slice``      it, ``cu_seqlens_q`` and so on must be what ``..._prepare_cu_seqlens`` here
+                       returned for the rank, its group and ``causal``: a plan needs the documents
+                       of all ranks, and the slice brings them. Others are refused
+=====================  ===========================================================================
+
+Models of transformers ask for ``is_causal``, ``scaling``, ``sliding_window``, ``softcap``,
+``dropout``, ``deterministic`` and sinks (``s_aux``), all of which are honoured. Refused are padding
+masks, a KV cache with earlier tokens, more than one row in a batch, and documents that are passed
+to the model: those of ``update_ring_flash_attn_params`` count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..arguments import ArgumentError, checked
+from ..attention_layout import layout_of
+from ..core.comm import Comm
+from ..core.groups import GroupLike
+from ..core.layout import Layout
+from ..ring_attn import wrap_ring_attn_func
+from ..ring_attn_varlen import wrap_ring_attn_varlen_func
+from ..varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
+from ..zigzag_attn import wrap_zigzag_attn_func
+from .ring_flash_attn_calls import Result, called, comm_of, of_packed
+from .ring_flash_attn_hf import substitute_hf_flash_attn, update_ring_flash_attn_params
+from .ring_flash_attn_llama3 import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+)
+
+__all__ = [
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+
+Making = Callable[[int, int], Layout]
+
+# 1. One sequence a batch entry.
+
+
+def _batch_function(
+    kind: str, attend: Callable[..., Any], layout: Making, halves: int = 1
+) -> Callable[..., Result]:
+    """``attend`` over shards that lie in a layout made from their total and the number of ranks."""
+    name = f"{kind}_flash_attn_func"
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: GroupLike = None,
+    ) -> Result:
+        comm = comm_of(name, group)
+        result = attend(
+            q,
+            k,
+            v,
+            softmax_scale,
+            dropout_p,
+            causal,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            process_group=comm,
+            return_lse=return_attn_probs,
+            layout=checked(name, comm, lambda: _even_layout(name, layout, halves, q, comm)),
+        )
+        return (*result, None) if return_attn_probs else result
+
+    call.__doc__ = f"""``b l (g n) d, b l g d, b l g d -> b l (g n) d``: q, k and v as this rank
+    holds them in ``Layout.{layout.__name__}``. Arguments: the table at the top of this module;
+    errors: those of :func:`{attend.__name__}`."""
+    return called(call, name)
+
+
+def _even_layout(name: str, layout: Making, halves: int, q: Tensor, comm: Comm) -> Layout | None:
+    """For as many tokens on every rank.
+
+    Raises:
+        ArgumentError: ranks hold different numbers of tokens, or a number that is no two chunks.
+    """
+    if q.ndim != 4:  # the op says what is wrong with q
+        return None
+    rows = q.shape[1]
+    if rows % halves:
+        raise ArgumentError(
+            f"{name}: a rank holds two chunks of equal length, so dim 1 of q must be even, got "
+            f"q of shape {tuple(q.shape)}"
+        )
+    total = layout_of(name, comm, "layout", "", rows, None).total
+    return _made(layout, total, comm.size)
+
+
+@lru_cache(maxsize=64)
+def _made(layout: Making, total: int, size: int) -> Layout:
+    return layout(total, size)
+
+
+# 2. Packed documents, each cut over all ranks; cu_seqlens are those of this rank's tokens.
+
+
+def _varlen_function(
+    kind: str, layout: Callable[[tuple[int, ...], int], Layout], halves: int = 1
+) -> Callable[..., Result]:
+    """Documents that lie in a layout made from ``cu_seqlens`` of a rank and the number of ranks."""
+    name = f"{kind}_flash_attn_varlen_func"
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: CuSeqlens,
+        max_seqlen: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        group: GroupLike = None,
+    ) -> Result:
+        comm = comm_of(name, group)
+        local = checked(name, comm, lambda: _own_documents(name, cu_seqlens, max_seqlen, halves))
+        whole = np.asarray(local) * comm.size
+        result = wrap_ring_attn_varlen_func(
+            q,
+            k,
+            v,
+            whole,
+            whole,
+            alibi_slopes,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            deterministic,
+            process_group=comm,
+            return_lse=return_attn_probs,
+            layout=layout(local, comm.size),
+        )
+        return (*result, None) if return_attn_probs else result
+
+    call.__doc__ = """``l (g n) d, l g d, l g d -> l (g n) d``: q, k and v as this rank holds them,
+    ``cu_seqlens`` [documents + 1] of its own tokens. Arguments: the table at the top of this
+    module; errors: those of :func:`wrap_ring_attn_varlen_func`."""
+    return called(call, name)
+
+
+def _own_documents(
+    name: str, cu_seqlens: CuSeqlens, max_seqlen: int, halves: int
+) -> tuple[int, ...]:
+    """``cu_seqlens`` of one rank, checked."""
+    local = on_host(as_tensor(name, "cu_seqlens", cu_seqlens))
+    check_cu_seqlens(name, "cu_seqlens", local)
+    check_max_seqlen(name, "max_seqlen", max_seqlen, local)
+    odd = np.flatnonzero(np.diff(local) % halves)
+    if len(odd):
+        n = int(odd[0])
+        raise ArgumentError(
+            f"{name}: a rank holds two chunks of equal length of each document, so lengths in "
+            f"cu_seqlens must be even, but document {n} has {local[n + 1] - local[n]} tokens here"
+        )
+    return tuple(local.tolist())
+
+
+@lru_cache(maxsize=64)
+def _in_turn(local: tuple[int, ...], size: int) -> Layout:
+    """Rank r holds the r-th of ``size`` equal parts of each document."""
+    documents = list(zip(local, np.diff(local).tolist(), strict=False))
+    return Layout.from_ranges(
+        [[(size * s + r * n, size * s + (r + 1) * n) for s, n in documents] for r in range(size)]
+    )
+
+
+@lru_cache(maxsize=64)
+def _zigzag(local: tuple[int, ...], size: int) -> Layout:
+    whole = [size * n for n in local]
+    return Layout.zigzag(whole[-1], size, whole)
+
+
+# 3. The names, and the same from tensors that hold k and v, or q, k and v, in one.
+
+
+ring_flash_attn_func = _batch_function("ring", wrap_ring_attn_func, Layout.contiguous)
+ring_flash_attn_kvpacked_func = of_packed(ring_flash_attn_func, "kv")
+ring_flash_attn_qkvpacked_func = of_packed(ring_flash_attn_func, "qkv")
+
+zigzag_ring_flash_attn_func = _batch_function(
+    "zigzag_ring", wrap_zigzag_attn_func, Layout.zigzag, 2
+)
+zigzag_ring_flash_attn_kvpacked_func = of_packed(zigzag_ring_flash_attn_func, "kv")
+zigzag_ring_flash_attn_qkvpacked_func = of_packed(zigzag_ring_flash_attn_func, "qkv")
+
+stripe_flash_attn_func = _batch_function("stripe", wrap_ring_attn_func, Layout.striped)
+stripe_flash_attn_kvpacked_func = of_packed(stripe_flash_attn_func, "kv")
+stripe_flash_attn_qkvpacked_func = of_packed(stripe_flash_attn_func, "qkv")
+
+ring_flash_attn_varlen_func = _varlen_function("ring", _in_turn)
+ring_flash_attn_varlen_kvpacked_func = of_packed(ring_flash_attn_varlen_func, "kv")
+ring_flash_attn_varlen_qkvpacked_func = of_packed(ring_flash_attn_varlen_func, "qkv")
+
+zigzag_ring_flash_attn_varlen_func = _varlen_function("zigzag_ring", _zigzag, halves=2)
+zigzag_ring_flash_attn_varlen_kvpacked_func = of_packed(zigzag_ring_flash_attn_varlen_func, "kv")
+zigzag_ring_flash_attn_varlen_qkvpacked_func = of_packed(zigzag_ring_flash_attn_varlen_func, "qkv")
+
+llama3_flash_attn_varlen_kvpacked_func = of_packed(llama3_flash_attn_varlen_func, "kv")
+llama3_flash_attn_varlen_qkvpacked_func = of_packed(llama3_flash_attn_varlen_func, "qkv")

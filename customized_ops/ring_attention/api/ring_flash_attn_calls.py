@@ -1,0 +1,62 @@
+"""What the functions of ring_flash_attn share: their group, tensors with k and v in one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import ArgumentError
+from ..core.comm import Comm
+from ..core.groups import GroupLike, comm_by_name, group_name
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def comm_of(title: str, group: GroupLike) -> Comm:
+    """The ranks of ``group``, or of the world.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ArgumentError(
+                f"{title}: group=None is the world, but torch.distributed is not initialised; "
+                "initialise it or pass a group"
+            )
+        group = dist.group.WORLD
+    return comm_by_name(group_name(group))
+
+
+def called(function: Callable[..., Result], name: str) -> Callable[..., Result]:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def of_packed(function: Callable[..., Result], packed: str) -> Callable[..., Result]:
+    """``function`` of a tensor that holds those named by ``packed``, stacked on dim -3."""
+    name = function.__name__.replace("_func", f"_{packed}packed_func")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        given = signature.bind(*args, **kwargs).arguments
+        stacked = given.pop(packed)
+        if stacked.ndim < 4 or stacked.shape[-3] != len(packed):
+            raise ArgumentError(
+                f"{name}: dim -3 of {packed} must hold {', '.join(packed)}, got {packed} of shape "
+                f"{tuple(stacked.shape)}"
+            )
+        return function(**given, **dict(zip(packed, stacked.unbind(-3), strict=True)))
+
+    plain = inspect.signature(function)
+    others = [each for each in plain.parameters.values() if each.name not in packed]
+    stack = inspect.Parameter(packed, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
+    others.insert(int(packed == "kv"), stack)
+    signature = plain.replace(parameters=others)
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return called(call, name)

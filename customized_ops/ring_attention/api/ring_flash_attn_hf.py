@@ -1,0 +1,172 @@
+"""Models of transformers over the ranks of a group, as ring_flash_attn has them; see its table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from ..arguments import ArgumentError, checked, is_integer
+from ..core.comm import Comm
+from ..core.groups import GroupLike, comm_by_name
+from ..varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from .ring_flash_attn_calls import comm_of
+from .ring_flash_attn_llama3 import by_key_heads
+
+TITLE = "ring_flash_attn in transformers"
+IMPLEMENTATION = "flash_attention_2"
+
+# What models hand on that says nothing about attention.
+HARMLESS = frozenset(
+    (
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "layer_idx",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+    )
+)
+
+
+@dataclass
+class Told:
+    """What the two functions below were told, and the models' layers do not hear of.
+
+    Attributes:
+        group: of ``substitute_hf_flash_attn``, by name; None before it was called.
+        documents: of ``update_ring_flash_attn_params``, cumulative over all ranks, and the group
+            that they are for; None before it was called.
+    """
+
+    group: str | None = None
+    heads_k_stride: int = 1
+    documents: tuple[npt.NDArray[np.int64], str] | None = None
+
+
+_told = Told()
+
+
+def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> None:
+    """Have every model of transformers whose attention is "flash_attention_2" attend over a group.
+
+    Each rank runs the model on its tokens: one row of packed documents, cut contiguously, with the
+    position ids of those tokens. Loading a model with that attention needs flash_attn installed, as
+    without this; running it does not.
+
+    Args:
+        process_group: the ranks over which a sequence is cut; None is the world.
+        heads_k_stride: how many key heads are attended at a time.
+    Raises:
+        ArgumentError: ``heads_k_stride`` is not positive, or there is no group.
+        ImportError: transformers 5 or newer is not installed.
+    """
+    from transformers import AttentionInterface
+
+    title = "substitute_hf_flash_attn"
+    comm = comm_of(title, process_group)
+    if not is_integer(heads_k_stride, 1):
+        raise ArgumentError(f"{title}: heads_k_stride must be positive, got {heads_k_stride!r}")
+    _told.group, _told.heads_k_stride = comm.name, int(heads_k_stride)
+    AttentionInterface.register(IMPLEMENTATION, attention)
+
+
+def update_ring_flash_attn_params(cu_seqlens: CuSeqlens, process_group: GroupLike) -> None:
+    """Say which documents the coming forwards, and their backwards, run on.
+
+    Args:
+        cu_seqlens: [documents + 1] of the whole sequence, the same on every rank.
+        process_group: that of :func:`substitute_hf_flash_attn`.
+    Raises:
+        ArgumentError: ``cu_seqlens`` do not start at 0, or fall.
+    """
+    title = "update_ring_flash_attn_params"
+    comm = comm_of(title, process_group)
+
+    def check() -> npt.NDArray[np.int64]:
+        cu = on_host(as_tensor(title, "cu_seqlens", cu_seqlens))
+        check_cu_seqlens(title, "cu_seqlens", cu)
+        return cu
+
+    _told.documents = checked(title, comm, check), comm.name
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """``1 h l d, 1 g l d, 1 g l d -> 1 l h d``: what transformers calls in each attention layer.
+
+    Raises:
+        ArgumentError: see the last paragraph of the table in ``ring_flash_attn``.
+    """
+    assert _told.group is not None, "registered by substitute_hf_flash_attn"
+    comm = comm_by_name(_told.group)
+    others = {name: value for name, value in others.items() if name not in HARMLESS}
+    others["attention_mask"] = attention_mask
+    documents = checked(TITLE, comm, lambda: _documents(comm, query, key, others))
+    reach = -1 if sliding_window is None else sliding_window - 1  # it counts the token itself
+    if deterministic is None:  # the switch of transformers
+        deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    out = by_key_heads(
+        TITLE,
+        _told.heads_k_stride,
+        (q, k, v),
+        documents,
+        comm,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=bool(module.is_causal if is_causal is None else is_causal),
+        window_size=(reach, reach),
+        softcap=softcap or 0.0,
+        sink=s_aux,
+        deterministic=deterministic,
+    )
+    return out.unsqueeze(0), None
+
+
+def _documents(
+    comm: Comm, query: Tensor, key: Tensor, others: dict[str, Any]
+) -> npt.NDArray[np.int64]:
+    """``cu_seqlens`` of all ranks, for a call that asks for nothing that cannot be done."""
+    if _told.documents is None or _told.documents[1] != comm.name:
+        raise ArgumentError(
+            f"{TITLE}: before the model runs, update_ring_flash_attn_params has to be told the "
+            "documents and the group of substitute_hf_flash_attn"
+        )
+    if query.shape[0] != 1:
+        raise ArgumentError(
+            f"{TITLE}: documents are packed in one row, but query is of shape {tuple(query.shape)}"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ArgumentError(
+            f"{TITLE}: query has {query.shape[2]} tokens and key {key.shape[2]}; a KV cache with "
+            "earlier tokens is not cut over ranks, so generate without this attention"
+        )
+    asked = sorted(
+        name for name, value in others.items() if value is not None and value is not False
+    )
+    if asked:
+        raise ArgumentError(
+            f"{TITLE}: {', '.join(asked)} cannot be honoured; the documents of "
+            "update_ring_flash_attn_params say which tokens attend, so leave out padding"
+        )
+    return _told.documents[0]

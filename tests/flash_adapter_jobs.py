@@ -1,0 +1,73 @@
+"""A tiny Llama of transformers over ranks, by ring_flash_attn's adapter; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from customized_ops.ring_attention.api.ring_flash_attn import (
+    substitute_hf_flash_attn,
+    update_ring_flash_attn_params,
+)
+from customized_ops.ring_attention.core.groups import comm_by_name, group_name
+
+DOCUMENTS = (5, 9, 2, 8)
+
+
+def model(implementation: str, **options: Any) -> Any:
+    """Two layers, 4 query heads on 2 key heads, in fp64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=61)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options)).double()
+    # Loading it so asks for flash_attn; what runs is looked up by this name.
+    made.config._attn_implementation = implementation
+    return made
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [1, l], their position ids, and a weight [l, vocabulary] for each logit."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(61, (1, sum(DOCUMENTS)), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS]).unsqueeze(0)
+    return tokens, positions, torch.randn(sum(DOCUMENTS), 61, generator=generator).double()
+
+
+def outcome(made: Any, tokens: Tensor, positions: Tensor, weight: Tensor) -> list[Tensor]:
+    """Logits, and the gradients of all parameters."""
+    logits = made(input_ids=tokens, position_ids=positions).logits[0]
+    grads = torch.autograd.grad((logits * weight.to(logits)).sum(), list(made.parameters()))
+    return [logits.detach(), *grads]
+
+
+def alone() -> list[Tensor]:
+    """Document by document, with transformers' own attention."""
+    made, (tokens, positions, weight) = model("sdpa"), packed()
+    parts = [t.split(DOCUMENTS, n) for t, n in ((tokens, 1), (positions, 1), (weight, 0))]
+    each = [outcome(made, *given) for given in zip(*parts, strict=True)]
+    logits, *grads = zip(*each, strict=True)
+    return [torch.cat(logits), *(sum(g) for g in grads)]
+
+
+def cut(made: Any, group: Any, stride: int) -> list[Tensor]:
+    """This rank's logits, and its part of the gradients."""
+    comm = comm_by_name(group_name(group))
+    substitute_hf_flash_attn(group, stride)
+    cu = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
+    update_ring_flash_attn_params(cu, group)
+    tokens, positions, weight = packed()
+    given = [
+        t.chunk(comm.size, n)[comm.rank] for t, n in ((tokens, 1), (positions, 1), (weight, 0))
+    ]
+    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    return [t.cpu() for t in outcome(made.to(device), *(t.to(device) for t in given))]
+
+
+def cut_over_world(stride: int) -> list[Tensor]:
+    """The same on all ranks of the world."""
+    return cut(model("flash_attention_2"), dist.group.WORLD, stride)
