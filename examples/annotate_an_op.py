@@ -10,7 +10,6 @@ is from that of one process.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import start_ranks
 from torch import Tensor, nn
 
 from annotations import (
@@ -168,8 +168,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.engine == "nnscaler" and not torch.cuda.is_available():
         parser.error("--engine nnscaler needs CUDA, which is not available here")
-    if "RANK" not in os.environ:  # not under torchrun yet: start two ranks
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        os.execv(sys.executable, [sys.executable, *launch, *sys.argv])
+    start_ranks(2, sys.argv[1:])
     main(arguments.engine)

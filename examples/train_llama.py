@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import start_ranks
 from text_corpus import VOCAB_SIZE, Batch, PackedText, load_documents
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -206,12 +207,9 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse()
-    if "RANK" in os.environ:
-        sys.exit(main(arguments))
-    # Not under torchrun yet: start the ranks. torchrun takes --nproc for an option of its own.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", arguments.nproc]
+    # torchrun takes --nproc for an option of its own.
     given = {name: value for name, value in vars(arguments).items() if name != "nproc"}
     flags = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if not isinstance(v, bool)]
     flags += [f"--{n.replace('_', '-')}" for n, v in given.items() if v is True]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *map(str, launch), __file__, *flags])
+    start_ranks(arguments.nproc, flags)
+    sys.exit(main(arguments))

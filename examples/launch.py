@@ -1,0 +1,48 @@
+"""Ranks for the examples: torchrun's, or as many processes as are asked for, started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> None:
+    """Run this script again, as ``count`` ranks under torchrun; returns on those ranks only."""
+    if "RANK" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.execv(sys.executable, [sys.executable, *launch, sys.argv[0], *arguments])
+
+
+def on_ranks(main: Callable[[torch.device], int], count: int) -> None:
+    """Exit with what ``main(device)`` returns on ``count`` ranks: on GPUs where there are as many,
+    else on the CPU over gloo."""
+    start_ranks(count, sys.argv[1:])
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= world:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    failed = main(device)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(failed)
+
+
+def verdict(claim: str, difference: float, allowed: float) -> int:
+    """Print on rank 0 whether the largest ``difference`` of all ranks is allowed; 0 if it is."""
+    worst = torch.tensor(difference, dtype=torch.float64)
+    worst = torch.nan_to_num(worst, nan=torch.inf)  # which a maximum may lose
+    if dist.is_initialized():
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    holds = worst.item() <= allowed
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        how = f"largest difference {worst.item():.1e}, allowed {allowed:.0e}"
+        print(f"{'shown' if holds else 'NOT SO'}: {claim} ({how})")
+    return int(not holds)

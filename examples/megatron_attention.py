@@ -1,0 +1,146 @@
+"""Megatron's core attention, and how it cuts a batch, over the ranks of a context-parallel group.
+
+``RingCoreAttention`` has the call of Megatron-Core's ``DotProductAttention``: tokens first, [s, b,
+h, d] to [s, b, h d]. ``get_batch_on_this_cp_rank`` cuts tensors as Megatron's function of that name
+does: 2 P chunks, of which rank r gets chunk r and chunk 2 P - 1 - r, which is ``Layout.zigzag``.
+Megatron is not needed. Shows that a small model over ranks has the losses of one process.
+
+    python examples/megatron_attention.py                   2 processes
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import on_ranks, verdict
+from text_corpus import VOCAB_SIZE, PackedText, load_documents
+from torch import Tensor, nn
+
+from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
+
+
+class RingCoreAttention(nn.Module):
+    """Causal or full attention over a group; ``None`` is one rank."""
+
+    def __init__(self, group: Any = None, softmax_scale: float | None = None) -> None:
+        super().__init__()
+        self.group, self.softmax_scale = group, softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = "causal",
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """``s b (g n) d, s b g d, s b g d -> s b ((g n) d)``
+
+        Args:
+            attn_mask_type: Megatron's enum, or its name: "causal" or "no_mask".
+            attention_mask: only for the causal mask, which is known without it.
+        Raises:
+            NotImplementedError: what this attention does not do.
+        """
+        kind = getattr(attn_mask_type, "name", attn_mask_type)
+        if kind not in ("causal", "no_mask") or (attention_mask is not None and kind != "causal"):
+            raise NotImplementedError(f"attn_mask_type {kind!r} and its attention_mask")
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError("attention_bias and packed_seq_params")
+        size = 1 if self.group is None else dist.get_world_size(self.group)
+        out = wrap_zigzag_attn_func(
+            *(t.transpose(0, 1) for t in (query, key, value)),
+            softmax_scale=self.softmax_scale,
+            causal=kind == "causal",
+            process_group=self.group,
+            layout=Layout.zigzag(query.shape[0] * size, size),
+        )
+        return out.transpose(0, 1).flatten(2)
+
+
+def get_batch_on_this_cp_rank(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """This rank's tokens of each tensor [b, s, ...] ("attention_mask": [b, 1, s, s], its rows)."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def own(name: str, whole: Tensor) -> Tensor:
+        dim = 2 if name == "attention_mask" else 1
+        if whole.shape[dim] % (2 * ranks):
+            raise ValueError(f"{name}: {2 * ranks} does not divide dim {dim} of {whole.shape}")
+        chunks = whole.chunk(2 * ranks, dim)
+        return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
+
+    return {name: None if t is None else own(name, t) for name, t in batch.items()}
+
+
+class TinyModel(nn.Module):
+    """An attention layer between an embedding and a linear head; tokens first inside."""
+
+    def __init__(self, group: Any, dim: int = 32, heads: int = 4, groups: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head_dim = nn.Embedding(VOCAB_SIZE, dim), dim // heads
+        self.sizes = [heads * self.head_dim, groups * self.head_dim, groups * self.head_dim]
+        self.qkv, self.out = nn.Linear(dim, sum(self.sizes)), nn.Linear(dim, VOCAB_SIZE)
+        self.position = nn.Embedding(1024, dim)
+        self.core_attention = RingCoreAttention(group)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the losses of these tokens."""
+        x = (self.embed(tokens) + self.position(position_ids)).transpose(0, 1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv(x).split(self.sizes, -1))
+        x = x + self.core_attention(q, k, v, None)
+        return F.cross_entropy(self.out(x).flatten(0, 1), labels.T.flatten(), reduction="sum")
+
+
+def train(group: Any, text: PackedText, steps: int, device: torch.device) -> Tensor:
+    """The mean loss of each step."""
+    model = TinyModel(group).double().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = torch.zeros(steps, dtype=torch.float64, device=device)
+    for step in range(steps):
+        whole = text.batch(step, packed=False)
+        batch = {"tokens": whole.tokens, "labels": whole.targets}
+        batch["position_ids"] = whole.position_ids
+        if group is not None:
+            batch = get_batch_on_this_cp_rank(batch, group)
+        loss = model(**{name: t.to(device) for name, t in batch.items()}) / text.seq_len
+        optimizer.zero_grad()
+        loss.backward()
+        losses[step] = loss.detach()
+        if group is not None:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+    if group is not None:
+        dist.all_reduce(losses, group=group)
+    return losses
+
+
+def main(given: argparse.Namespace, device: torch.device) -> int:
+    text = PackedText(load_documents(max_bytes=100_000), given.tokens)
+    cut = train(dist.group.WORLD, text, given.steps, device)
+    alone = train(None, text, given.steps, device)
+    if dist.get_rank() == 0:
+        print(f"losses over {dist.get_world_size()} ranks: {[round(x, 4) for x in cut.tolist()]}")
+    difference = (cut - alone).abs().max().item()
+    return verdict("the losses are those of one process", difference, 1e-10)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256, help="in a batch")
+    parser.add_argument("--steps", type=int, default=5)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options = parse()
+    on_ranks(lambda device: main(options, device), options.ranks)

@@ -1,0 +1,106 @@
+"""The examples that run on ranks: what each shows is so, and where it is not they fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import example_jobs
+import nnscaler_llama
+import pytest
+import torch
+from ranks import Pool, worlds
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def shown(ranks: Pool, name: str, *arguments: str) -> list[str]:
+    """The claims that rank 0 prints, of which none may fail on any rank."""
+    replies = ranks.run(example_jobs.run, name, arguments)
+    assert all(failed == 0 for failed, _ in replies), replies[0][1]
+    lines = replies[0][1].splitlines()
+    return [line.split(": ")[1].split(" (")[0] for line in lines if line.startswith("shown: ")]
+
+
+@worlds(cpus=[2, 4])
+def test_video_block_mask(ranks: Pool) -> None:
+    assert shown(ranks, "video_block_mask") == [
+        "out and gradients over ranks as of dense attention",
+        "the balanced layout evens the work out",
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "new"), [("61", "5"), ("3", "6")])
+@worlds(cpus=[2, 4])
+def test_long_context_inference(ranks: Pool, prompt: str, new: str) -> None:
+    """Of three tokens some of four ranks keep none."""
+    assert shown(ranks, "long_context_inference", "--prompt", prompt, "--new", new) == [
+        "the tokens are those of one device",
+        "so are their logits",
+    ]
+
+
+@worlds(cpus=[2])
+def test_megatron_attention(ranks: Pool) -> None:
+    said = shown(ranks, "megatron_attention", "--tokens", "64", "--steps", "3")
+    assert said == ["the losses are those of one process"]
+
+
+@worlds(cpus=[4], gpus=[4])
+def test_fsdp2_context_parallel(ranks: Pool) -> None:
+    assert shown(ranks, "fsdp2_context_parallel", "--tokens", "32", "--steps", "3") == [
+        "the loss falls",
+        "the loss curve is that of one process",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "claim"),
+    [
+        ("video_block_mask", ("EVEN", 0.5), "the balanced layout evens the work out"),
+        (
+            "long_context_inference",
+            ("merge_", example_jobs.no_merge),
+            "so are their logits",
+        ),
+        (
+            "megatron_attention",
+            ("wrap_zigzag_attn_func", example_jobs.no_peers),
+            "the losses are those of one process",
+        ),
+    ],
+)
+def test_what_is_not_so_is_not_shown(
+    two_ranks: Pool, name: str, change: tuple[str, object], claim: str
+) -> None:
+    for rank, (failed, said) in enumerate(two_ranks.run(example_jobs.run, name, [], change)):
+        assert failed == 1
+        assert rank or f"NOT SO: {claim}" in said
+
+
+def test_a_wrong_mesh_is_not_shown(four_ranks: Pool) -> None:
+    change = ("wrap_zigzag_attn_func", example_jobs.no_peers)
+    replies = four_ranks.run(example_jobs.run, "fsdp2_context_parallel", ["--steps", "2"], change)
+    assert all(failed == 1 for failed, _ in replies)
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_example_starts_its_own_ranks() -> None:
+    done = run("megatron_attention", "--tokens", "32", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "losses over 2 ranks: [" in done.stdout
+    assert "shown: the losses are those of one process (largest difference" in done.stdout
+
+
+@pytest.mark.skipif(not nnscaler_llama.missing(2), reason="nothing is missing here")
+def test_nnscaler_says_what_is_missing() -> None:
+    done = run("nnscaler_llama", "--ranks", "2")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == nnscaler_llama.missing(2)
+    if torch.cuda.device_count() == 0:
+        assert "nnscaler runs on CUDA: 2 GPUs needed, 0 here" in done.stderr
