@@ -1,4 +1,4 @@
-"""``examples/annotate_an_op.py`` with nnscaler, and an op that a script registers for itself."""
+"""The examples with nnscaler, and an op that a script registers for itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import annotate_an_op
 import pytest
 from ranks import Pool
 
-from on_nnscaler import autodist, jobs
+from on_nnscaler import autodist, example_llama, jobs
 from on_nnscaler.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
@@ -50,3 +50,12 @@ def test_an_op_of_a_script(tmp_path: Path, policy: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^centred +1 +l / 2$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_llama(two_ranks: Pool, tmp_path: Path) -> None:
+    arguments = ["--tokens", "64", "--steps", "3", "--generated", str(tmp_path)]
+    replies = two_ranks.run(example_llama.run, arguments)
+    for failed, _ in replies:
+        assert failed == 0
+    assert re.search(r"^wrap_ring_attn_func +2 +l / 2", replies[0][1], re.MULTILINE)
+    assert "shown: the loss curve is that of one process" in replies[0][1]
