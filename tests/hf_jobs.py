@@ -30,6 +30,10 @@ def cut(model: nn.Module, given: dict[str, Tensor], group: Any, layout: str) -> 
     return {"loss": loss, "logits": out.logits.detach(), **hf_models.gradients(mine)}
 
 
+def imported() -> None:
+    """A job of its own for the seconds that importing transformers takes."""
+
+
 def cut_by_hand(name: str, case: str, layout: str) -> tuple[Answer, Answer]:
     """On real ranks, and alone."""
     model, group = hf_models.tiny(name).to(device()), dist.group.WORLD
