@@ -12,7 +12,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.api import yunchang
-from customized_ops.ring_attention.api.sequence_parallel import SequenceParallel, layout_of
+from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel, layout_of
 
 
 def tokens_there(impl: str, total: int, rank: int, ud: int, rd: int, low: bool) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 
 from customized_ops.ring_attention import MaskError
-from customized_ops.ring_attention.api.block_mask import mask_of_block_mask
+from customized_ops.ring_attention.api.torch_context_parallel.block_mask import mask_of_block_mask
 
 DOCUMENTS = torch.repeat_interleave(torch.arange(4), torch.tensor([33, 7, 60, 20]))
 

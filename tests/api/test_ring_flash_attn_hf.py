@@ -11,7 +11,7 @@ from ranks import Pool, worlds
 from torch import Tensor
 
 from customized_ops.ring_attention import run_ranks
-from customized_ops.ring_attention.api import ring_flash_attn_hf as adapter
+from customized_ops.ring_attention.api.ring_flash_attn import hf as adapter
 from customized_ops.ring_attention.api.ring_flash_attn import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,

@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.nn.functional import scaled_dot_product_attention as bound_before
 
 from customized_ops.ring_attention import AttnMask, GroupError, Layout, run_ranks
-from customized_ops.ring_attention.api import interception
 from customized_ops.ring_attention.api import torch_context_parallel as cp
-from customized_ops.ring_attention.api.interception import ORIGINAL
+from customized_ops.ring_attention.api.torch_context_parallel import interception
+from customized_ops.ring_attention.api.torch_context_parallel.interception import ORIGINAL
 from customized_ops.ring_attention.arguments import ArgumentError
 from tests.dense import dense_attention
 

@@ -18,7 +18,7 @@ from transformers import DataCollatorWithFlattening
 
 from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
-from customized_ops.ring_attention.api import transformers_mask
+from customized_ops.ring_attention.api.transformers import mask as transformers_mask
 
 # Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
 TOLERANCE = {"gemma2": 1e-6, "llama4": 1e-6, "llama both ways": 1e-6}

@@ -17,8 +17,7 @@ from usp_cases import UspCase, as_there, compiled, tokens_there
 from verdicts import check as check_ranks
 
 from customized_ops.ring_attention import AttnMask, attention_call, run_ranks
-from customized_ops.ring_attention.api import sequence_parallel, yunchang
-from customized_ops.ring_attention.api.sequence_parallel import SequenceParallel
+from customized_ops.ring_attention.api import yunchang
 from customized_ops.ring_attention.api.yunchang import (
     EXTRACT_FUNC_DICT,
     AttnType,
@@ -27,6 +26,8 @@ from customized_ops.ring_attention.api.yunchang import (
     UlyssesAttention,
     set_seq_parallel_pg,
 )
+from customized_ops.ring_attention.api.yunchang import degrees as sequence_parallel
+from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
 from customized_ops.ring_attention.core.comm import Pending
 from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.inprocess import InProcessComm

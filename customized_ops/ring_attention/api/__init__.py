@@ -1,9 +1,13 @@
 """Thin faces of this package under the names that users of other packages import.
 
-Each file starts with a table: a name or argument there, what it is here, what is refused and why.
+Each starts with a table: a name or argument there, what it is here, what is refused and why.
 
-| file | names of |
+| module | names of |
 |---|---|
-| `yunchang.py` | yunchang (long-context-attention, USP), with `sequence_*.py` |
-| `ring_swa.py` | ring_swa (ring-sliding-window-attention) |
+| `yunchang` | yunchang (long-context-attention, USP) |
+| `ring_flash_attn` | ring_flash_attn (ring-flash-attention) |
+| `ring_swa` | ring_swa (ring-sliding-window-attention) |
+| `magi_attention` | MagiAttention |
+| `torch_context_parallel` | PyTorch's context_parallel |
+| `transformers` | Hugging Face transformers: an attention implementation |
 """

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError, checked
-from ..attention_layout import compare_lengths
-from ..core.layout import Layout
-from ..core.mask import AttnMask
-from ..masked_attn import wrap_masked_attn_func
-from ..ring_attn import wrap_ring_attn_func
-from ..ring_attn_varlen import wrap_ring_attn_varlen_func
-from ..varlen_utils import CuSeqlens, as_tensor, on_host
-from .sequence_parallel import SequenceParallel
+from ...arguments import ArgumentError, checked
+from ...attention_layout import compare_lengths
+from ...core.layout import Layout
+from ...core.mask import AttnMask
+from ...masked_attn import wrap_masked_attn_func
+from ...ring_attn import wrap_ring_attn_func
+from ...ring_attn_varlen import wrap_ring_attn_varlen_func
+from ...varlen_utils import CuSeqlens, as_tensor, on_host
+from .degrees import SequenceParallel
 
 
 class SequenceAttention(torch.nn.Module):

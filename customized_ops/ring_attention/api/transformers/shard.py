@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from ..core.groups import GroupLike, comm_by_name, group_name
-from ..core.layout import Layout
-from ..varlen_utils import on_host
-from .transformers_cut import Cut, sequence_parallel
+from ...arguments import ArgumentError
+from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.layout import Layout
+from ...varlen_utils import on_host
+from .cut import Cut, sequence_parallel
 
 IGNORED = -100  # the label of tokens that do not count
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError, Options
-from ..varlen_utils import on_host
-from . import transformers_traced as traced
-from .transformers_cut import Cut, sequence_parallel
-from .transformers_mask import Mask, is_traced, make_mask, maskless
-from .transformers_pattern import TITLE
-from .transformers_shard import Shard, shard_batch, sum_gradients, sum_over_ranks
+from ...arguments import ArgumentError, Options
+from ...varlen_utils import on_host
+from . import traced
+from .cut import Cut, sequence_parallel
+from .mask import Mask, is_traced, make_mask, maskless
+from .pattern import TITLE
+from .shard import Shard, shard_batch, sum_gradients, sum_over_ranks
 
 __all__ = [
     "Cut",
@@ -99,7 +99,7 @@ def attention(
 
     Args:
         query: [b, h, l, d]. key: [b, g, m, d], value: [b, g, m, e].
-        attention_mask: a :class:`.transformers_mask.Mask`, or None for models that make no mask.
+        attention_mask: a :class:`.mask.Mask`, or None for models that make no mask.
         s_aux: [h], sinks: logits that join the softmax with no value.
     Returns:
         [b, l, h, e], and None for the weights, which are never made.

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..arguments import ArgumentError
-from ..core.layout import Layout
+from ...arguments import ArgumentError
+from ...core.layout import Layout
+from ..mesh_group import group_of
 from .interception import enter, leave
-from .mesh_group import group_of
 from .sdpa import Cut
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from ..core.conversions import RANGE_TYPES
-from ..core.mask import AttnMask, MaskError
-from ..varlen_utils import CuSeqlens, as_tensor, on_host
+from ...arguments import ArgumentError
+from ...core.conversions import RANGE_TYPES
+from ...core.mask import AttnMask, MaskError
+from ...varlen_utils import CuSeqlens, as_tensor, on_host
 
 
 class AttnMaskType(Enum):

@@ -14,11 +14,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..arguments import ArgumentError, Options
-from ..ring_attn_varlen import wrap_ring_attn_varlen_func
-from .transformers_pairs import Ints, Pairs, Rows, find_pairs
-from .transformers_pattern import TITLE
-from .transformers_segments import documents_of, on_host, segments_of
+from ...arguments import ArgumentError, Options
+from ...ring_attn_varlen import wrap_ring_attn_varlen_func
+from .pairs import Ints, Pairs, Rows, find_pairs
+from .pattern import TITLE
+from .segments import documents_of, on_host, segments_of
 
 
 class _ReachedByInput(Exception):
@@ -37,7 +37,7 @@ def attend(
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
-        mask: a :class:`.transformers_mask.Mask`. cu_seqlens: [documents + 1], of a batch of one.
+        mask: a :class:`.mask.Mask`. cu_seqlens: [documents + 1], of a batch of one.
     Raises:
         NotImplementedError: padding, a cache, or a sequence that is cut already.
     """

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError, checked, is_integer
-from ..core.comm import Comm
-from ..core.groups import GroupLike
-from ..ring_attn_varlen import wrap_ring_attn_varlen_func
-from ..varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
-from .ring_flash_attn_calls import Result, comm_of
+from ...arguments import ArgumentError, checked, is_integer
+from ...core.comm import Comm
+from ...core.groups import GroupLike
+from ...ring_attn_varlen import wrap_ring_attn_varlen_func
+from ...varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
+from .calls import Result, comm_of
 
 
 class EveryDocument(int):

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from ..core.mask import AttnMask
-from ..masked_attn import wrap_masked_attn_func
-from ..varlen_utils import on_host
-from .magi_ranges import mask_of_ranges
+from ...arguments import ArgumentError
+from ...core.mask import AttnMask
+from ...masked_attn import wrap_masked_attn_func
+from ...varlen_utils import on_host
+from .ranges import mask_of_ranges
 
 # Arguments that tune their kernel, as they must be here.
 TUNING: dict[str, Any] = {

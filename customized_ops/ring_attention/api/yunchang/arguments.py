@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ..arguments import ArgumentError
-from .sequence_parallel import RINGS
+from ...arguments import ArgumentError
+from .degrees import RINGS
 
 
 class AttnType(Enum):

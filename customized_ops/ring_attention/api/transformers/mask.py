@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from ..varlen_utils import on_host as cu_on_host
-from .transformers_cut import Cut, current_cut
-from .transformers_pairs import Ints, Pairs, Rows, find_pairs, numbered
-from .transformers_pattern import TITLE, Pattern, read_pattern
-from .transformers_segments import begins, documents_of, on_host, segments_of
+from ...arguments import ArgumentError
+from ...varlen_utils import on_host as cu_on_host
+from .cut import Cut, current_cut
+from .pairs import Ints, Pairs, Rows, find_pairs, numbered
+from .pattern import TITLE, Pattern, read_pattern
+from .segments import begins, documents_of, on_host, segments_of
 
 
 class Mask:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from ..arguments import ArgumentError, checked, is_integer
-from ..core.comm import Comm
-from ..core.groups import GroupLike, comm_by_name
-from ..varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, on_host
-from .ring_flash_attn_calls import comm_of
-from .ring_flash_attn_llama3 import by_key_heads
+from ...arguments import ArgumentError, checked, is_integer
+from ...core.comm import Comm
+from ...core.groups import GroupLike, comm_by_name
+from ...varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from .calls import comm_of
+from .llama3 import by_key_heads
 
 TITLE = "ring_flash_attn in transformers"
 IMPLEMENTATION = "flash_attention_2"

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..core.layout import Layout
-from ..core.mask import AttnMask
+from ...core.layout import Layout
+from ...core.mask import AttnMask
 
 Deal = Callable[[AttnMask, int, int | None], Layout]
 

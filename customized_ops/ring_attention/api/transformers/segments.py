@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from .transformers_pairs import Flags, Ints, numbered
-from .transformers_pattern import Pattern
+from ...arguments import ArgumentError
+from .pairs import Flags, Ints, numbered
+from .pattern import Pattern
 
 
 def on_host(tensor: Tensor) -> Ints:

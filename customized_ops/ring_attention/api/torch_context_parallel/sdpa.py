@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..arguments import ArgumentError, checked
-from ..core.comm import Comm
-from ..core.groups import GroupLike, comm_by_name, group_name
-from ..core.layout import Layout
-from ..core.mask import AttnMask
-from ..masked_attn import wrap_masked_attn_func
-from ..ring_attn import wrap_ring_attn_func
+from ...arguments import ArgumentError, checked
+from ...core.comm import Comm
+from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.layout import Layout
+from ...core.mask import AttnMask
+from ...masked_attn import wrap_masked_attn_func
+from ...ring_attn import wrap_ring_attn_func
 from .block_mask import mask_of_block_mask
 
 SDPA, FLEX = "scaled_dot_product_attention", "flex_attention"

@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError, checked
-from ..core.groups import comm_by_name
-from ..core.layout import Layout
-from ..layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
-from .magi_config import (
+from ...arguments import ArgumentError, checked
+from ...core.groups import comm_by_name
+from ...core.layout import Layout
+from ...layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
+from .config import (
     DispatchAlg,
     DispatchConfig,
     DistAttnConfig,
@@ -48,8 +48,8 @@ from .magi_config import (
     OverlapConfig,
     SequentialDispatchAlg,
 )
-from .magi_flex import AttnForwardMeta, attention, flex_flash_attn_func, refuse_max_logits
-from .magi_key import (
+from .flex import AttnForwardMeta, attention, flex_flash_attn_func, refuse_max_logits
+from .key import (
     DistAttnRuntimeKey,
     clear_cache,
     get_most_recent_key,
@@ -58,7 +58,7 @@ from .magi_key import (
     make_flex_key_for_new_mask_after_dispatch,
     make_varlen_key_for_new_mask_after_dispatch,
 )
-from .magi_ranges import (
+from .ranges import (
     AttnMaskType,
     AttnRange,
     AttnRanges,

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..arguments import ArgumentError, is_integer
-from ..core.comm import Comm
-from ..core.groups import GroupLike, comm_by_name, group_name
-from ..core.layout import Layout
-from ..core.mask import AttnMask
-from ..varlen_utils import CuSeqlens
-from .magi_config import DistAttnConfig, dealt
-from .magi_ranges import AttnTypes, mask_of_documents, mask_of_ranges
-from .mesh_group import group_of
+from ...arguments import ArgumentError, is_integer
+from ...core.comm import Comm
+from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.layout import Layout
+from ...core.mask import AttnMask
+from ...varlen_utils import CuSeqlens
+from ..mesh_group import group_of
+from .config import DistAttnConfig, dealt
+from .ranges import AttnTypes, mask_of_documents, mask_of_ranges
 
 
 @dataclass(frozen=True)
 class DistAttnRuntimeKey:
-    """What :func:`.magi_attention.calc_attn` and its neighbours need to know: a value, equal on all
+    """What :func:`.calc_attn` and its neighbours need to know: a value, equal on all
     ranks, with a hash. What is made for it is cached by value elsewhere, so no key ever expires.
 
     Attributes:
@@ -86,7 +86,7 @@ def magi_attn_flex_key(
         total_seqlen_q, total_seqlen_k: tokens without padding; equal.
         num_heads_q, num_heads_kv, head_dim: of the tensors to come, which are held against them.
         pad_size: tokens of padding to append. None are needed: ranks may hold different numbers
-            of tokens; :func:`.magi_attention.compute_pad_size` gives how many make them equal.
+            of tokens; :func:`.ranges.compute_pad_size` gives how many make them equal.
         cp_group_or_mesh: a ProcessGroup, a mesh of one or two axes, global ranks, or None.
         chunk_size: as ``DispatchConfig(chunk_size=)``, deprecated there too.
     Raises:

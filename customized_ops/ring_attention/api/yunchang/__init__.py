@@ -52,10 +52,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import ArgumentError
-from ..core.groups import GroupLike, comm_by_name, group_name
-from .sequence_attention import SequenceAttention
-from .sequence_parallel import (
+from ...arguments import ArgumentError
+from ...core.groups import GroupLike, comm_by_name, group_name
+from .arguments import AttnType, check_dims, kernel_of, refuse
+from .attention import SequenceAttention
+from .degrees import (
     EXTRACT_FUNC_DICT,
     SequenceParallel,
     basic_extract_local,
@@ -65,7 +66,6 @@ from .sequence_parallel import (
     stripe_extract_local,
     zigzag_extract_local,
 )
-from .yunchang_arguments import AttnType, check_dims, kernel_of, refuse
 
 __all__ = [
     "EXTRACT_FUNC_DICT",

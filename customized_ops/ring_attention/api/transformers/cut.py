@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import ArgumentError, checked
-from ..core.groups import GroupLike, comm_by_name, group_name
-from ..core.layout import Layout
-from .transformers_pairs import Flags, Ints, Pairs, Rows, find_pairs
-from .transformers_pattern import TITLE, Pattern
-from .transformers_segments import documents_of, on_host, segments_of
+from ...arguments import ArgumentError, checked
+from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.layout import Layout
+from .pairs import Flags, Ints, Pairs, Rows, find_pairs
+from .pattern import TITLE, Pattern
+from .segments import documents_of, on_host, segments_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..arguments import Options
-from ..core.groups import GroupLike
-from ..core.layout import Layout
-from ..core.mask import AttnMask
-from ..core.slices import UNBOUNDED, Slices
-from ..masked_attn import wrap_masked_attn_func
-from ..ring_attn import wrap_ring_attn_func
-from .transformers_pattern import Pattern
+from ...arguments import Options
+from ...core.groups import GroupLike
+from ...core.layout import Layout
+from ...core.mask import AttnMask
+from ...core.slices import UNBOUNDED, Slices
+from ...masked_attn import wrap_masked_attn_func
+from ...ring_attn import wrap_ring_attn_func
+from .pattern import Pattern
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
