@@ -7,6 +7,9 @@ In between, label_shift takes slices off logits, and hoist puts a sequence in an
 order_cut says which ops run in it, axes and op_axes which ops may, and reorder rewrites the graph.
 
 rates: speeds, measured    rehearsal: plans without ranks    replay: plans given back
+
+.. include:: ../../docs/planning.md
+.. include:: ../../docs/training.md
 """
 
 from ..config import as_own as as_config
