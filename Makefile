@@ -26,9 +26,9 @@ demo: $(STAMP)  ## train a small Llama on a sequence split over several processe
 	@echo "demo: examples/train_llama.py $(ARGS)"
 	@$(BIN)/python examples/train_llama.py $(ARGS)
 
-test: $(STAMP)  ## run the tests that need no GPU, a process for each core
-	@echo 'test: pytest -m "not gpu" -n auto --dist worksteal $(ARGS)'
-	@$(BIN)/python -m pytest -m "not gpu" -n auto --dist worksteal $(ARGS)
+test: $(STAMP)  ## run the tests that need no GPU and little time, a process for each core
+	@echo 'test: pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)'
+	@$(BIN)/python -m pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## check style, formatting and types
 	@echo "lint: ruff check"

@@ -123,7 +123,9 @@ def trained_parallel(reduction: str, split: str) -> tuple[Tensor, dict[str, Tens
     """Losses, parameters and the plan of the model cut over all ranks."""
     ranks = dist.get_world_size()
     policy = split if split in ("cp", "dp") else lambda ops, config: {op.name: split for op in ops}
-    parallel = parallelize(Model(reduction), samples(), policy, ComputeConfig(ranks, ranks))
+    parallel = parallelize(
+        Model(reduction), samples(), policy, ComputeConfig(ranks, ranks), lowered=False
+    )
     losses = train(parallel)
     parameters = {name: p.detach() for name, p in parallel.named_parameters()}
     return losses, parameters, str(parallel.plan)

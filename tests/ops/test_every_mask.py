@@ -92,6 +92,13 @@ def from_ranges(draw: Draw) -> AttnMask:
 
 
 @st.composite
+def from_dense(draw: Draw) -> AttnMask:
+    shape = draw(tokens), draw(tokens)
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    return AttnMask.from_dense(random.random(shape) < draw(st.floats(0, 1)))
+
+
+@st.composite
 def from_slices(draw: Draw) -> AttnMask:
     q_len, k_len = draw(tokens), draw(tokens)
     offset = st.integers(-20, 20)
@@ -145,6 +152,7 @@ MASKS: dict[str, st.SearchStrategy[AttnMask]] = {
     "strided": st.builds(AttnMask.strided, tokens, positive, reach, block=block),
     "global_local": st.builds(AttnMask.global_local, tokens, reach, some, block=block),
     "star": st.builds(AttnMask.star, tokens, positive, some),
+    "from_dense": from_dense(),
     "from_slices": from_slices(),
     "from_ranges": from_ranges(),
     "from_block_mask": from_block_mask(),
