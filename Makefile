@@ -9,6 +9,9 @@ STAMP  := $(VENV)/.installed
 # Those whose names users meet; a package brings what it lists of its own.
 MODULES := annotations annotations.engines.torch annotations.grammar annotations.rules \
   customized_ops.chunk_linear_cross_entropy customized_ops.ring_attention \
+  customized_ops.ring_attention.api.magi_attention customized_ops.ring_attention.api.ring_flash_attn \
+  customized_ops.ring_attention.api.ring_swa customized_ops.ring_attention.api.torch_context_parallel \
+  customized_ops.ring_attention.api.transformers customized_ops.ring_attention.api.yunchang \
   customized_ops.ring_attention.core.cost customized_ops.ring_attention.core.kernels \
   customized_ops.ring_attention.core.layout customized_ops.ring_attention.core.mask \
   customized_ops.ring_attention.core.patterns customized_ops.ring_attention.core.plan \

@@ -31,6 +31,8 @@ from annotations import (
     register_op,
 )
 
+TOLERANCE = 1e-10  # of fp64
+
 # 1. The op. Each rank runs the function on its part of the tensors. By the annotation, batch `b`
 #    and groups `g` may be cut as they are, channels `c^` may not; ranks that share `gain` add its
 #    gradients up. If `l` is cut, a mean needs the tokens of all ranks: the rule has the op told
@@ -130,7 +132,7 @@ def train(
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
-def main(engine: str) -> None:
+def main(engine: str) -> int:
     device, options = torch.device("cpu"), {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if engine == "nnscaler" else "gloo")
     rank = dist.get_rank()
@@ -151,15 +153,16 @@ def main(engine: str) -> None:
     parallel = parallelize(model(), batch(0), policy, config, engine=engine, **options)
     losses, gradients = train(parallel, parallel.sync_grad, device)
     alone, whole = train(model(), lambda: None, torch.device("cpu"))
+    differences = {"loss": max(abs(a - b) for a, b in zip(losses, alone, strict=True))}
+    if engine == "torch":  # nnscaler names and cuts parameters its own way
+        off = [(gradients[n] - g).abs().max().item() for n, g in whole.items()]
+        differences["gradients"] = max(off)
     if rank == 0:
         print(parallel.plan, end="\n\n")
-        difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
-        print(f"largest difference from one process: loss {difference:.1e}", end="")
-        if engine == "torch":  # nnscaler names and cuts parameters its own way
-            difference = max((gradients[n] - g).abs().max().item() for n, g in whole.items())
-            print(f", gradients {difference:.1e}", end="")
-        print()
+        shown = ", ".join(f"{what} {difference:.1e}" for what, difference in differences.items())
+        print(f"largest difference from one process: {shown}")
     dist.destroy_process_group()
+    return int(not all(difference < TOLERANCE for difference in differences.values()))
 
 
 if __name__ == "__main__":
@@ -169,4 +172,4 @@ if __name__ == "__main__":
     if arguments.engine == "nnscaler" and not torch.cuda.is_available():
         parser.error("--engine nnscaler needs CUDA, which is not available here")
     start_ranks(2, sys.argv[1:])
-    main(arguments.engine)
+    sys.exit(main(arguments.engine))

@@ -91,9 +91,9 @@ def test_pages_of_the_api_are_made() -> None:
     made = {name: pdoc.doc.Module.from_name(name) for name in modules[1].split()}
     plan = pdoc.render.html_module(made["customized_ops.ring_attention.core.plan"], made)
     assert "#what-moves" in plan and "data:image/png" in plan
-    assert "wrap_ring_attn_func" in pdoc.render.html_module(
-        made["customized_ops.ring_attention"], made
-    )
+    for module, name in (("", "wrap_ring_attn_func"), (".api.yunchang", "LongContextAttention")):
+        module = f"customized_ops.ring_attention{module}"
+        assert name in pdoc.render.html_module(made[module], made)
 
 
 def test_readme_shows_an_example_by_line_30() -> None:

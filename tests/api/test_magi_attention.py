@@ -267,6 +267,7 @@ def test_calls_that_are_refused() -> None:
         magi.calc_attn(q, k, v, key, return_max_logits=True)
     with pytest.raises(NotImplementedError, match="degree=2 is not taken: a plan's costs"):
         magi.OverlapConfig(degree=2)
+    assert magi.OverlapConfig() == magi.OverlapConfig(degree=1)
     ranges = torch.tensor([[0, 40]])
     for name, value in (("sparse_load", True), ("sm_margin", 8), ("index_attn_indices", ranges)):
         with pytest.raises(NotImplementedError, match=f"{name} is for MagiAttention's own kernel"):
@@ -275,6 +276,9 @@ def test_calls_that_are_refused() -> None:
         magi.flex_flash_attn_func(q, k, v, ranges, ranges, sparse_lode=True)
     with pytest.raises(ArgumentError, match="max_seqlen_q=39, a range has 40 tokens"):
         magi.flex_flash_attn_func(q, k, v, ranges, ranges, max_seqlen_q=39)
+    for types in ([0], torch.zeros(1)):
+        with pytest.raises(ValueError, match="attn_type_map must be a tensor of integers"):
+            magi.flex_flash_attn_func(q, k, v, ranges, ranges, types)
     with pytest.raises(MaskError, match="flex_flash_attn_func: types"):
         magi.flex_flash_attn_func(q, k, v, ranges, ranges, torch.tensor([4]))
     with pytest.raises(ArgumentError, match="causal=True with window_size="):

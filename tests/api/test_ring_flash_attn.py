@@ -46,7 +46,7 @@ def test_other_numbers_of_ranks(function: str, ranks: int) -> None:
 @worlds(cpus=[2, 4], gpus=[])
 def test_real_ranks(ranks: Pool) -> None:
     cases = {name: TABLE[name] for name in TABLE if name.endswith(" kv")}
-    check(ranks, [cases], [Groups(whole(ranks.size), "ranks")])
+    assert not check(ranks, [cases], [Groups(whole(ranks.size), "ranks")])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -56,7 +56,7 @@ def test_gpus(ranks: Pool, dtype: str) -> None:
     if dtype == "bfloat16":
         made = {"dtype": torch.bfloat16, "dims": (64, 64)}
         cases = {name: replace(case, **made) for name, case in cases.items()}
-    check(ranks, [cases], [Groups(whole(ranks.size), comm) for comm in comms(ranks)])
+    assert not check(ranks, [cases], [Groups(whole(ranks.size), comm) for comm in comms(ranks)])
 
 
 def test_all_names_of_the_package() -> None:
@@ -212,3 +212,15 @@ def test_ranks_of_other_lengths_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(ValueError, match=r"hold \[4, 6\] tokens"):
         run_ranks(2, rank)
+
+
+def test_an_odd_length_on_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQSHARD_CHECK", "0")
+
+    def rank(comm) -> str:
+        q = torch.zeros(1, 4 + comm.rank, 2, 4)
+        with pytest.raises(ValueError) as error:
+            api.zigzag_ring_flash_attn_func(q, q, q, group=comm)
+        return str(error.value)
+
+    assert all("[4, 5]" in said for said in run_ranks(2, rank))

@@ -279,3 +279,24 @@ def test_a_mesh_of_two_axes_is_refused(ranks: Pool) -> None:
     said = ranks.run(cp_jobs.whole_mesh)
     assert all("the mesh has 2 axes, outer, inner" in text for text in said)
     assert GroupError.__name__ in said[0]
+
+
+def test_a_backward_outside_that_reads_a_buffer_is_refused() -> None:
+    """The buffer is whole again there; with one token a rank, shapes alone would not tell."""
+
+    def rank(comm) -> None:
+        table = torch.arange(2.0).view(1, 2, 1, 1)
+        q = torch.ones(1, 1, 1, 4, requires_grad=True)
+        with cp.context_parallel(comm, buffers=[table], buffer_seq_dims=[1]):
+            out = (q * table.transpose(1, 2)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", [cp.ContextParallel.AttentionType.FLEX, cp.AttentionType.SDPA])
+def test_attention_types(kind: cp.AttentionType) -> None:
+    cp.ContextParallel(attention_type=kind)
+    with pytest.raises(ValueError, match="attention_type='sdpa' is none of"):
+        cp.ContextParallel(attention_type="sdpa")  # type: ignore[arg-type]

@@ -181,6 +181,21 @@ def test_what_cannot_be_done_is_refused(changed: dict[str, Any], message: str) -
     assert message in refused(changed)
 
 
+def test_layers_that_mix_tokens_otherwise_are_not_cut() -> None:
+    model = tiny("llama", layers=1)
+    model.config.layer_types = ["linear_attention"]
+    for layer in model.model.layers:
+        layer.self_attn.config.layer_types = ["full_attention", "linear_attention"]
+    said = run_ranks(1, lambda comm: _refused_cut(model, comm))[0]
+    assert "layers of type linear_attention, which would mix only" in said
+
+
+def _refused_cut(model: nn.Module, comm: Any) -> str:
+    with pytest.raises(NotImplementedError) as error:
+        hf_jobs.cut(model, batch("plain"), comm, "contiguous")
+    return str(error.value)
+
+
 def test_what_masks_cannot_be_told_is_refused() -> None:
     from transformers.masking_utils import (
         and_masks,

@@ -1,6 +1,6 @@
 """Thin faces of this package under the names that users of other packages import.
 
-Each starts with a table: a name or argument there, what it is here, what is refused and why.
+Each starts with what names and arguments there are here, what is refused and why.
 
 | module | names of |
 |---|---|

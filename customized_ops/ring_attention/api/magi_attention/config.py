@@ -78,15 +78,15 @@ class OverlapConfig:
     """How computing and moving overlap: here a plan chooses it by its costs.
 
     Attributes:
-        degree: None, MagiAttention's dynamic mode; a number of stages is refused.
+        degree: None or 1, their default; another number of stages is refused.
     Raises:
-        NotImplementedError: a number of stages.
+        NotImplementedError: another number of stages.
     """
 
-    degree: int | None = None
+    degree: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.degree is not None:
+        if self.degree not in (None, 1):
             raise NotImplementedError(
                 f"OverlapConfig: degree={self.degree} is not taken: a plan's costs choose in how "
                 "many steps keys arrive; leave it None (make_plan(stages=) shows what others cost)"

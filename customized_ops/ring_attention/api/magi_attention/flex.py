@@ -88,6 +88,10 @@ def flex_flash_attn_func(
     for name, each in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
         if not isinstance(each, Tensor) or each.ndim != 2 or each.shape[1] != 2:
             raise ArgumentError(f"{title}: {name} must be a tensor [n, 2], got {each!r}")
+    of_integers = {"q_ranges": q_ranges, "k_ranges": k_ranges, "attn_type_map": attn_type_map}
+    for name, given in of_integers.items():
+        if given is not None and (not isinstance(given, Tensor) or given.is_floating_point()):
+            raise ArgumentError(f"{title}: {name} must be a tensor of integers, got {given!r}")
     assert q_ranges is not None and k_ranges is not None
     if sink_layout != "sh":
         raise NotImplementedError(f"{title}: sink_layout={sink_layout!r}: sinks are [s, h], 'sh'")

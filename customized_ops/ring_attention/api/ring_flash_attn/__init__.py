@@ -156,12 +156,12 @@ def _even_layout(name: str, layout: Making, halves: int, q: Tensor, comm: Comm) 
     if q.ndim != 4:  # the op says what is wrong with q
         return None
     rows = q.shape[1]
+    total = layout_of(name, comm, "layout", "", rows, None).total  # all ranks hear of all lengths
     if rows % halves:
         raise ArgumentError(
             f"{name}: a rank holds two chunks of equal length, so dim 1 of q must be even, got "
             f"q of shape {tuple(q.shape)}"
         )
-    total = layout_of(name, comm, "layout", "", rows, None).total
     return _made(layout, total, comm.size)
 
 

@@ -96,7 +96,7 @@ def llama3_flash_attn_varlen_func(
     group: GroupLike = None,
 ) -> Result:
     """``l (g n) d, l g d, l g d -> l (g n) d``: q, k and v are this rank's equal part of packed
-    documents. Arguments: the table at the top of this module.
+    documents. Arguments: the table at the top of ``ring_flash_attn``.
 
     Raises:
         ArgumentError: what describes the documents is not what

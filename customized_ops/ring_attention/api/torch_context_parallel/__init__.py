@@ -22,10 +22,12 @@ Refused, each with its reason: masks that add to scores, `score_mod`, `kernel_op
 require gradients, `nn.MultiheadAttention` that returns weights. `set_rotate_method` is not here: a
 plan chooses how keys move.
 
-Run the backward in the block, too, where there are checkpoints: what they compute again is then
-attention of the whole sequence again, if it is called as `F.scaled_dot_product_attention`. (A name
-bound to the function before is followed in the forward alone.) A checkpoint inside a module of
-style `ContextParallel` cannot be followed; checkpoint the module.
+Run the backward in the block, too: buffers that it reads (token ids of an embedding, a table of
+cosines) are whole again outside, which autograd notices and refuses; and what checkpoints compute
+again is attention of the whole sequence only there, if it is called as
+`F.scaled_dot_product_attention`. (A name bound to the function before is followed in the forward
+alone.) A checkpoint inside a module of style `ContextParallel` cannot be followed; checkpoint the
+module.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def context_parallel(
         no_restore_buffers: those of them that stay cut.
         layout: ``"zigzag"``, even work under a causal mask, ``"contiguous"``, or a Layout. Without
             buffers a Layout.
-        kernel: as in :func:`.masked_attn.wrap_masked_attn_func`.
+        kernel: as in ``wrap_masked_attn_func``.
     Raises:
         ArgumentError: an argument that does not fit; on every rank alike.
     """
@@ -115,6 +117,8 @@ def context_parallel(
         for tensor, whole in zip(tensors, wholes, strict=True):
             if not any(tensor is each for each in kept):
                 tensor.data = whole
+                # What autograd has saved of a shard is whole now: it says so rather than use it.
+                torch.autograd.graph.increment_version(tensor)
 
 
 def context_parallel_shard(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +31,15 @@ class ContextParallel(ParallelStyle):
         seq_dim: of q, k and v; 2.
         attention_type: an AttentionType; for FLEX, the module calls this package's.
         layout: which tokens each rank holds; None is as many on each, in order.
-        kernel: as in :func:`.masked_attn.wrap_masked_attn_func`.
+        kernel: as in ``wrap_masked_attn_func``.
     """
+
+    AttentionType: ClassVar = AttentionType  # where torch has it
 
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type: AttentionType = AttentionType.SDPA,
+        attention_type: Enum = AttentionType.SDPA,
         *,
         layout: Layout | None = None,
         kernel: str = "auto",
@@ -46,8 +49,13 @@ class ContextParallel(ParallelStyle):
             raise NotImplementedError(
                 f"ContextParallel: seq_dim={seq_dim}: torch's attention has its tokens in dim 2"
             )
-        if attention_type not in AttentionType:
-            raise ArgumentError(f"ContextParallel: attention_type={attention_type!r}")
+        try:  # torch's own enumeration serves as well
+            AttentionType(getattr(attention_type, "value", attention_type))
+        except ValueError:
+            known = ", ".join(map(str, AttentionType))
+            raise ArgumentError(
+                f"ContextParallel: attention_type={attention_type!r} is none of {known}"
+            ) from None
         if layout is not None and not isinstance(layout, Layout):
             raise ArgumentError(
                 f"ContextParallel: layout must be a Layout or None, got {layout!r}: a module knows "

@@ -77,6 +77,10 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
+# Types of layers in which nothing but attention mixes tokens.
+TOKEN_BY_TOKEN = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+
+
 @torch.compiler.disable  # plans are made on the host; the layers around it are compiled
 def attention(
     module: torch.nn.Module,
@@ -116,6 +120,7 @@ def attention(
         _check_window(mask, sliding_window)
     if mask.cut is not None:
         _refuse_router_loss(module, others)
+        _refuse_other_mixers(module)
     cu_seqlens = _same_documents(cu_seq_lens_q, cu_seq_lens_k)
     options = Options(
         softmax_scale=scaling,
@@ -128,6 +133,21 @@ def attention(
         return traced.attend(mask, q, k, v, options, position_ids, cu_seqlens), None
     pairs = mask.pairs(q, k, position_ids, cu_seqlens)
     return pairs.attend(q, k, v, options, None if mask.cut is None else mask.cut.group), None
+
+
+def _refuse_other_mixers(module: torch.nn.Module) -> None:
+    """Layers that carry something from token to token without attention know only a rank's own.
+
+    Raises:
+        NotImplementedError: the model has such layers; names them.
+    """
+    config = getattr(module, "config", None)
+    alone = sorted(set(getattr(config, "layer_types", None) or ()) - TOKEN_BY_TOKEN)
+    if alone:
+        raise NotImplementedError(
+            f"{TITLE}: the model has layers of type {', '.join(alone)}, which would mix only the "
+            "tokens of each rank; models are cut by hand where attention alone mixes tokens"
+        )
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:

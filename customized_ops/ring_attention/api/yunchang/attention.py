@@ -84,6 +84,11 @@ class SequenceAttention(torch.nn.Module):
                     f"{self.title}: mask says which pairs attend; leave causal, window_size and "
                     "cu_seqlens at their defaults"
                 )
+            if total is not None and (mask is not None or cu_seqlens is not None):
+                raise ArgumentError(
+                    f"{self.title}: mask and cu_seqlens say how many tokens there are; leave total "
+                    f"None, got {total!r}"
+                )
             return self._layouts(query, cu_seqlens, mask, total)
 
         options: dict[str, Any] = {
