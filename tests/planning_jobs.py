@@ -142,7 +142,9 @@ def replayed(path: str) -> tuple[str, dict[str, str]]:
     edited: dict[str, Any] = {
         "file": path,
         "first layer open": replace(plan, ops={"ring_attn_1": plan.ops["ring_attn_1"]}),
-        "heads": replace(plan, ops=wrong),
+        "heads": replace(plan, ops=wrong, splits={}),
+        "at odds": replace(plan, splits={"ring_attn": "g"}),
+        "no op": replace(plan, splits={"attention": "l"}),
         "another graph": replace(plan, graph="0"),
     }
     said = {}
@@ -176,6 +178,9 @@ def tied() -> tuple[Tensor, bool, float, list[str]]:
     parallel(**given).backward()
     parallel.sync_grad()
     weight = parallel.embed.weight
+    parallel.load_state_dict({name: t + 1 for name, t in Tied().state_dict().items()})
+    assert (weight.full_tensor() - Tied().embed.weight - 1).abs().max() < 1e-12
+    parallel.load_state_dict(Tied().state_dict())
     loss = parallel.eval()(**given).item()
     assert parallel.head.weight is weight
     return weight.grad.full_tensor(), isinstance(weight, DTensor), loss, list(parallel.state_dict())

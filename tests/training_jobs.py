@@ -75,14 +75,14 @@ def overlapped_and_different() -> tuple[dict[str, Tensor | None], str]:
 
 def whole_grads() -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    shapes = ((5, 3), (7,), (4, 6), (2, 2))
+    shapes = ((5, 3), (7,), (4, 6), (2, 2), (1, 3))
     return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
 def norm_of_parts(norm_type: float, max_norm: float) -> tuple[float, list[Tensor]]:
     """The norm over whole gradients and those cut over the plan, evenly or not; then clipped."""
     mesh = init_device_mesh(device(), (2, 2), mesh_dim_names=("copy", "plan"))["plan"]
-    cut = (None, [Shard(0)], [Shard(1)], [Replicate()])
+    cut = (None, [Shard(0)], [Shard(1)], [Replicate()], [Shard(0)])  # of the last one rank has none
     grads = [
         g.to(device()) if place is None else distribute_tensor(g.to(device()), mesh, place)
         for g, place in zip(whole_grads(), cut, strict=True)

@@ -145,6 +145,8 @@ def hoisted(
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
     """
+    if settings.get("hoist") is False:
+        return [], []
     rules = {node.name: record_of(node.target) for node in captured.graph.nodes}
     cuts: dict[int, dict[str, str | None]] = {}
     for name, split in splits.items():
@@ -166,8 +168,12 @@ def hoisted_as(
     """What was permuted when ``plan`` was made: what gives a graph that has all of its ops.
 
     Raises:
-        PolicyError: nothing does.
+        PolicyError: nothing does, or ``settings`` want it otherwise.
     """
+    wanted = settings.get("hoist", plan.hoisted)
+    if wanted != plan.hoisted:
+        has = "another" if plan.hoisted else "natural"
+        raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
     if not plan.hoisted:
         return [], list(plan.notes)
     for given in (settings, {"hoist": True}):

@@ -190,32 +190,39 @@ def _save_regions(
     """Save what the backward needs, but of checkpointed calls only what ops that communicate have
     returned, and what is read outside; the rest is computed again."""
     simplify(joint.graph)
+    _tag_regions(joint.graph, others=True)
+    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
+
+
+def _tag_regions(graph: Graph, *, others: bool) -> None:
+    """Say to the partitioner what is computed again: checkpointed calls, but for what ops that
+    communicate have returned. ``others``: all else is saved, rather than what is cheapest."""
     of_backward: set[Node] = set()
-    for node in joint.graph.nodes:
+    for node in graph.nodes:
         tangent = node.op == "placeholder" and node.name.startswith("tangents")
         if tangent or any(source in of_backward for source in node.all_input_nodes):
             of_backward.add(node)
         elif node.op == "call_function":
             region = region_of(node)
+            if region is None and not others:
+                continue
             again = region is not None and not communicates(node)
             node.meta["ac_graph_id"] = -1 if region is None else region
             node.meta["recompute"] = (
                 CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
             )
-    for node in joint.graph.nodes:
+    for node in graph.nodes:
         if communicates(node) and node not in of_backward:
             for result in results_of(node):
                 result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
+                result.meta.setdefault("ac_graph_id", -1)
 
 
 def _save_least(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    """Save the fewest bytes that spare all that is not cheap once it is compiled."""
+    """Save the fewest bytes that spare all that is not cheap once it is compiled; checkpointed
+    calls are computed again, and nothing that communicates is."""
     simplify(joint.graph)
-    for node in joint.graph.nodes:
-        if communicates(node):
-            for result in results_of(node):
-                result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    _tag_regions(joint.graph, others=False)
     return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
 
 

@@ -30,7 +30,7 @@ from .rates import known_rates
 from .reorder import reordered
 from .replay import as_plan
 from .report import EnginePlan, whole_copies
-from .stored import keep_in_parts, whole_without_data
+from .stored import cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
 from .verification import same_as_alone
 
@@ -41,14 +41,16 @@ class ParallelModule(TrainingModule):
     """A module whose forward runs cut over the ranks of a plan.
 
     It has the original's parameters, buffers and submodules under their own names, whole on every
-    rank, so an optimizer and ``state_dict`` work as on the original.
+    rank, or DTensors where the plan keeps them in parts, so an optimizer and ``state_dict`` work as
+    on the original. It loads the original's state; what it keeps in parts is gathered for the
+    original by torch's ``get_model_state_dict(..., full_state_dict=True)``.
 
         out = module(...)          every rank of a copy passes the same whole inputs
         out.backward()
         module.sync_grad()         once, before the optimizer's step
 
     Attributes:
-        plan: what the engine decided; prints as a table.
+        plan: what the engine decided for the present modes; prints as a table.
         compute_config, compute_dtype: as given.
     """
 
@@ -89,6 +91,8 @@ class ParallelModule(TrainingModule):
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
         self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
+        self._plans: dict[tuple[bool, ...], EnginePlan] = {}
+        self._register_load_state_dict_pre_hook(self._fit_state)
         if config.ranks > 1:
             like = next(chain(self.parameters(), self.buffers()), None)
             self._mesh, copies = _mesh(config, like)
@@ -133,7 +137,13 @@ class ParallelModule(TrainingModule):
     @property
     def draws(self) -> bool:
         """Whether the module, in its present modes, drops elements at random."""
-        return self.compute_config.plan_ngpus > 1 and self._program().captured.draws
+        if self.compute_config.plan_ngpus > 1:
+            return self._program().captured.draws
+        dropouts = [m for m in self.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
+        return any(m.training and m.p > 0 for m in dropouts)
+
+    def _fit_state(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        cut_to_fit(self, state, prefix)
 
     def _refuse_autocast(self) -> None:
         device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
@@ -155,6 +165,8 @@ class ParallelModule(TrainingModule):
             self._programs[modes] = (
                 Lowered(program, compiled=self._compile) if self._lowered else program
             )
+            self._plans[modes] = self.plan
+        self.plan = self._plans[modes]
         return self._programs[modes]
 
     def _build(self) -> Program:

@@ -32,7 +32,11 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     # Of gradients that lie alike the ranks need to tell each other only one number.
     alike: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for grad in grads:
-        norm = torch.linalg.vector_norm(local(grad), norm_type, dtype=dtype)
+        part = local(grad)
+        # The largest of nothing is an error in torch; some rank's part may be empty.
+        norm = part.new_zeros((), dtype=dtype)
+        if part.numel():
+            norm = torch.linalg.vector_norm(part, norm_type, dtype=dtype)
         alike.setdefault(_cut_over(grad), []).append(norm.double())
     sums = [
         _over_ranks(_joined(torch.stack(norms), norm_type), where, norm_type)

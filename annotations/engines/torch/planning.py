@@ -26,6 +26,7 @@ from .planner import choose
 from .policies import Force, Policy, PolicyError, named
 from .reorder import Hoisting, reordered
 from .report import EnginePlan
+from .solver import PlanningError
 from .strategies import Strategy
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
@@ -108,20 +109,29 @@ def plan_graph(
         report = replace(found.report, graph=graph_hash(captured), hoisted=bool(hoistings))
         return replace(found, hoistings=hoistings, report=report)
 
-    if isinstance(policy, EnginePlan):
-        if policy.graph != graph_hash(captured):
+    if isinstance(policy, EnginePlan) and policy.graph != graph_hash(captured):
+        if kept is None:
             raise PolicyError("the plan is for another module, or for inputs of other shapes")
+        # Another mode of the module, with other ops: those that are annotated are split as before.
+        here = {node.name for node in captured.graph.nodes}
+        policy = {name: split for name, split in policy.splits.items() if name in here}
+    if isinstance(policy, EnginePlan):
         hoistings, notes = hoisted_as(policy, captured, rates, config.pas_config)
         return _noted(planned(hoistings, {}), notes)
     found = planned((), {})
     splits = found.report.splits
     hoistings, notes = hoisted(captured, splits, tuple(mesh.shape), rates, config.pas_config)
     if hoistings:
-        natural, found = found, planned(hoistings, splits)
-        slower = found.report.seconds > natural.report.seconds
-        if policy == "auto" and slower and not config.pas_config.get("hoist"):
-            found = natural
-            notes = ["kept natural order: another would make the whole step slower"]
+        always = config.pas_config.get("hoist")
+        try:
+            other = planned(hoistings, splits)
+        except PlanningError:
+            if always:
+                raise
+            return _noted(found, ["kept natural order: another would need more memory"])
+        if policy != "auto" or always or other.report.seconds <= found.report.seconds:
+            return _noted(other, notes)
+        notes = ["kept natural order: another would make the whole step slower"]
     return _noted(found, notes)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch.fx import Node
 
 from .choices import Choices
 from .limits import Limits
@@ -22,7 +25,8 @@ def as_plan(policy: Any) -> Any:
 
 
 def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
-    """Each op and parameter as the plan has it; what it leaves out is open.
+    """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
+    are whole.
 
     Raises:
         PolicyError: it is for another module, other shapes or another mesh, or it has been edited
@@ -32,6 +36,7 @@ def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
         raise PolicyError(f"the plan is for a mesh of {plan.mesh_shape}, not of {choices.parts}")
     limits = Limits()
     by_name = {node.name: node for node in choices.strategies}
+    _follow_splits(plan, choices, limits, by_name)
     for name, lying in plan.ops.items():
         if name not in by_name:
             raise PolicyError(f"the plan names {name}, which is no op of the graph")
@@ -49,6 +54,25 @@ def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
         ):
             raise PolicyError(f"the plan keeps {path} as {wanted!r}, which it cannot be")
     return limits
+
+
+def _follow_splits(
+    plan: EnginePlan, choices: Choices, limits: Limits, by_name: Mapping[str, Node]
+) -> None:
+    for name, split in plan.splits.items():
+        if name not in by_name:
+            raise PolicyError(f"the plan splits {name}, which is no op of the graph")
+        each = split if isinstance(split, tuple) else (split,)
+        if name in plan.ops and plan.ops[name].split != each:
+            raise PolicyError(
+                f"the plan's splits have {name} on {each}, and its ops on {plan.ops[name].split}; "
+                "change both, or leave it out of the ops"
+            )
+        if not limits.keep(by_name[name], choices, lambda s, w=each: s.split == w):  # type: ignore[misc]
+            can = ", ".join(dict.fromkeys(str(s.split) for s in choices.strategies[by_name[name]]))
+            raise PolicyError(
+                f"the plan splits {name} on {each}, but it can only be split on {can}"
+            )
 
 
 def _is(strategy: Strategy, lying: Lying) -> bool:

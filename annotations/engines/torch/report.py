@@ -130,8 +130,9 @@ class EnginePlan:
         return found
 
     def to_json(self) -> str:
-        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited, and entries left
-        out for the planner to decide; the rest is for reading."""
+        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited. Ops that are left
+        out are for the planner to decide, parameters that are left out are whole; the rest is for
+        reading."""
         given = {**asdict(self), "predicted_seconds": self.seconds}
         given["rows"] = [{**asdict(row), "count": n} for row, n in self.rows]
         return json.dumps(given, indent=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,19 @@ def keep_in_parts(
         for other, parameter in owners.items():
             if parameter is whole:
                 _set(module, other, made)
+
+
+def cut_to_fit(module: torch.nn.Module, state: dict[str, Any], prefix: str = "") -> None:
+    """Replace whole tensors of a state by this rank's part, where ``module`` keeps parts."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        given = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(given, Tensor):
+            if isinstance(given, DTensor) or given.shape != parameter.shape:
+                continue  # as it lies, or for torch to refuse
+            mesh = parameter.device_mesh
+            whole = given.to(parameter.device)
+            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            state[prefix + name] = brought(replicated, tuple(parameter.placements))
 
 
 @contextmanager

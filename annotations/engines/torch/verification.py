@@ -36,12 +36,15 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     want, want_grads = _step(alone, example, lambda: None, parallel.compute_dtype)
     got, got_grads = _step(parallel, example, parallel.sync_grad)
     found = [
-        _differing(f"result {n}", a, b) for n, (a, b) in enumerate(zip(got, want, strict=True))
+        _differing(f"result {n}", a, b, dtype=parallel.compute_dtype)
+        for n, (a, b) in enumerate(zip(got, want, strict=True))
     ]
     # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
     # and their gradients were added up.
     found += [
-        _differing(f"the gradient of {name}", got_grads.get(name), grad, copies)
+        _differing(
+            f"the gradient of {name}", got_grads.get(name), grad, copies, parallel.compute_dtype
+        )
         for name, grad in want_grads.items()
     ]
     said: list[Any] = [None] * dist.get_world_size()
@@ -66,15 +69,17 @@ def _step(
     return floating, grads
 
 
-def _differing(what: str, got: Any, want: Any, copies: int = 1) -> str:
-    """What is wrong, empty if nothing."""
+def _differing(
+    what: str, got: Any, want: Any, copies: int = 1, dtype: torch.dtype | None = None
+) -> str:
+    """What is wrong, empty if nothing; ``dtype`` is what is computed in, if not ``want``'s."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
         nothing = all(x is None or not x.abs().max() for x in (got, want))
         return "" if nothing else f"{what}: {none}"
     whole = got.full_tensor() if isinstance(got, DTensor) else got
     difference = (whole.detach() / copies - want).abs().max()
-    allowed = TOLERANCE.get(want.dtype, 1e-3) * want.abs().max()
+    allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max()
     if bool(difference <= allowed):  # False for NaN
         return ""
     return f"{what} differs by up to {difference:.3e}, of values up to {want.abs().max():.3e}"
