@@ -280,7 +280,7 @@ def test_cut_by_hand_on_real_ranks(ranks: Pool) -> None:
     ("name", "case", "policy", "rows"),
     [
         ("llama", "plain", "cp", 3),
-        ("qwen3", "plain", "dp", 2),
+        pytest.param("qwen3", "plain", "dp", 2, marks=pytest.mark.slow),
         ("mistral", "packed", "cp", 2),
     ],
 )
@@ -294,6 +294,7 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         assert f" {split} / {ranks.size}" in plan
 
 
+@pytest.mark.slow
 @worlds(cpus=[4], gpus=[4])
 def test_parallelized_over_four(ranks: Pool) -> None:
     ranks.run(hf_jobs.imported)

@@ -710,7 +710,7 @@ def scorings(draw, shape: Shape) -> Scoring:
 
 
 @given(plans(), st.data())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_case_equals_dense_attention(case, data):
     plan, shape = case
     scoring = data.draw(scorings(shape))

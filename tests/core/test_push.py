@@ -194,7 +194,7 @@ def test_whoever_is_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_alike(first, passes(plan, torch.float32, times=4, begin=begin))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
 def test_plans_drawn_at_random(data: st.DataObject) -> None:
     """Several plans one after the other over one group: places shrink, grow and are used again."""

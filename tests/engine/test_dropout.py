@@ -17,7 +17,12 @@ from annotations.engines.torch.dropout import MAX_CUT_DIMS, kept
 
 @pytest.mark.parametrize(
     ("policy", "plan"),
-    [("cp", 4), ("cp", 2), (jobs.by_batch, 2), (jobs.on_columns, 4)],
+    [
+        ("cp", 4),
+        ("cp", 2),
+        pytest.param(jobs.by_batch, 2, marks=pytest.mark.slow),
+        (jobs.on_columns, 4),
+    ],
 )
 @worlds(cpus=[4], gpus=[4])
 def test_any_plan_drops_the_same(

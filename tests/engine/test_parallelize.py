@@ -65,10 +65,10 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
     ("op", "policy", "plan", "batch", "length"),
     [
         ("ring", "cp", 4, 1, 30),
-        ("zigzag", "cp", 2, 1, 20),
+        pytest.param("zigzag", "cp", 2, 1, 20, marks=pytest.mark.slow),
         ("varlen", "cp", 2, 1, 20),
-        ("ring", "dp", 4, 4, 12),
-        ("ring", "dp", 2, 2, 12),
+        pytest.param("ring", "dp", 4, 4, 12, marks=pytest.mark.slow),
+        pytest.param("ring", "dp", 2, 2, 12, marks=pytest.mark.slow),
         ("ring", "cp", 1, 1, 12),
     ],
 )

@@ -53,13 +53,18 @@ def test_two_ranks(two_ranks: Pool, policy: str, split: str | None, in_parts: bo
     ("policy", "shape", "told"),
     [
         ("hybrid", (2, 2), {}),
-        ("tp", (2, 2), {}),
+        pytest.param("tp", (2, 2), {}, marks=pytest.mark.slow),
         ("auto", (2, 2), CUT),
-        ("auto", (4,), CUT | {"memory_bytes": 2.1e5}),
+        pytest.param("auto", (4,), CUT | {"memory_bytes": 2.1e5}, marks=pytest.mark.slow),
         # Two copies of the model, each in parts.
         ("tp", (2,), {}),
         # Heads of q alone beside the sequence; a parameter in parts, gathered where it is read.
-        ({"blocks.*.attention": ("l", "qh"), "*.gate.weight": (0, 1), "cos": "whole"}, (2, 2), {}),
+        pytest.param(
+            {"blocks.*.attention": ("l", "qh"), "*.gate.weight": (0, 1), "cos": "whole"},
+            (2, 2),
+            {},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @worlds(cpus=[4], gpus=[4])
@@ -81,7 +86,7 @@ def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict
 
 @pytest.mark.parametrize(
     ("policy", "shape"),
-    [("cp", (4,)), ("tp", (4,)), ("hybrid", (2, 2))],
+    [("cp", (4,)), pytest.param("tp", (4,), marks=pytest.mark.slow), ("hybrid", (2, 2))],
 )
 def test_counted_bytes_are_the_planned_ones(
     four_ranks: Pool, policy: str, shape: tuple[int, ...]

@@ -336,6 +336,7 @@ def test_a_run_of_its_own(tmp_path: Path) -> None:
     assert picture.is_file()
 
 
+@pytest.mark.slow
 def test_no_baseline_at_a_length_that_takes_too_long(tmp_path: Path) -> None:
     figures = tmp_path / "figures.jsonl"
     shown = launch(

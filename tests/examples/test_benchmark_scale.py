@@ -35,6 +35,7 @@ def case(kind: str, tokens: int = 96, heads: tuple[int, int] = (8, 4), head_dim:
     return Maker(heads, head_dim, seed=3, document_multiple=8).of(kind, tokens)
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     """All peers are right, and planned bytes are those that ranks receive."""
     figures = tmp_path / "figures.jsonl"

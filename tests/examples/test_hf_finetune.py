@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "hf_finetune.py"
 
 
+@pytest.mark.slow
 def test_same_loss_as_on_one_rank() -> None:
     command = [sys.executable, str(SCRIPT), "--steps", "3", "--seq-len", "160"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -17,7 +17,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize(("op", "ranks"), [("ring", 2), ("zigzag", 2), ("varlen", 4)])
+@pytest.mark.parametrize(
+    ("op", "ranks"),
+    [
+        ("ring", 2),
+        pytest.param("zigzag", 2, marks=pytest.mark.slow),
+        pytest.param("varlen", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
     done = run("--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128")
     assert done.returncode == 0, done.stderr
@@ -31,6 +38,7 @@ def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
     assert difference < 1e-4
 
 
+@pytest.mark.slow
 def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     """The exit code is what `make demo` and CI see."""
     source = (ROOT / "examples" / "train_llama.py").read_text()

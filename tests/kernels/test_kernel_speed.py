@@ -24,6 +24,7 @@ def kernel_speed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("kernel_speed")
 
 
+@pytest.mark.slow
 def test_measures_every_mask_and_says_what_it_did_not(tmp_path: Path) -> None:
     told = tmp_path / "speed.json"
     options = "--device cpu --kernels torch reference --tokens 64 --heads 4 2"
