@@ -158,11 +158,13 @@ def test_even_and_uneven_parts(ranks: Pool, length: int) -> None:
         assert "imbalance" not in plan
 
 
+@pytest.mark.slow
 def test_several_masks(two_ranks: Pool) -> None:
     """Causal, a window, and a prefix, told of one order."""
     assert "layout: " in check(two_ranks, "masks", 18, ALWAYS)
 
 
+@pytest.mark.slow
 def test_cross_attention(two_ranks: Pool) -> None:
     plan = check(two_ranks, "cross", 18, ALWAYS)
     assert "permuted once at: tokens, arange, " in plan and "lq / 2" in plan

@@ -44,7 +44,7 @@ def check(
     ("op", "policy", "batch", "length", "layers"),
     [
         ("ring", "cp", 1, 33, 2),
-        ("zigzag", "cp", 3, 32, 1),
+        pytest.param("zigzag", "cp", 3, 32, 1, marks=pytest.mark.slow),
         ("varlen", "cp", 1, 30, 1),
         ("ring", "dp", 3, 16, 1),
         ("ring", engine_jobs.heads_then_sequence, 1, 16, 2),
@@ -56,6 +56,7 @@ def test_two_ranks(
     check(two_ranks, op, policy, 2, batch, length, layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["ring", "varlen"])
 def test_on_dtensors(two_ranks: Pool, op: str) -> None:
     check(two_ranks, op, "cp", 2, 1, 33, 1, lowered=False)

@@ -32,6 +32,7 @@ def test_a_run_goes_on_where_it_was_saved(
         assert np.abs(np.subtract(losses, expected)).max() < 1e-9
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_is_sharded(two_ranks: Pool) -> None:
     model = tiny_llama("ring")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -280,6 +280,7 @@ run(parse(), [
 """
 
 
+@pytest.mark.slow
 def test_who_is_wrong_has_no_time(tmp_path: Path) -> None:
     script, figures = tmp_path / "impostors.py", tmp_path / "figures.jsonl"
     script.write_text(IMPOSTORS.format(paths=[str(ROOT), str(ROOT / "examples")]))
