@@ -136,8 +136,10 @@ def _name(backend: str, size: int) -> str:
 def worlds(*, cpus: Sequence[int] = (), gpus: Sequence[int] = (2, 4, 8)) -> pytest.MarkDecorator:
     """Run a test over pools of so many CPU processes and of so many GPUs: its ``ranks``.
 
-    Where a machine has fewer GPUs the test is skipped. ``-k 4gpus`` selects what runs on 4.
+    Where a machine has fewer GPUs the test is skipped. ``-k 4gpus`` selects what runs on 4. Of
+    several pools of CPUs all but the smallest are slow.
     """
-    params = [pytest.param(("gloo", n), id=_name("gloo", n)) for n in cpus]
+    slow = {n: pytest.mark.slow if n > min(cpus) else () for n in cpus}
+    params = [pytest.param(("gloo", n), id=_name("gloo", n), marks=slow[n]) for n in cpus]
     params += [pytest.param(("nccl", n), id=_name("nccl", n), marks=pytest.mark.gpu) for n in gpus]
     return pytest.mark.parametrize("ranks", params, indirect=True)

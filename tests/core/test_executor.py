@@ -191,7 +191,7 @@ def test_table(mask, layout, stages):
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("strides", STRIDES)
-@pytest.mark.parametrize("team_size", [1, 2])
+@pytest.mark.parametrize("team_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kernels_and_strides(assignment, kernel, strides, team_size):
     mask = AttnMask.dense(N, causal=True, window=(9, 0))
     tensors = Shape().draw(mask)
@@ -338,7 +338,7 @@ over_splits = pytest.mark.parametrize(
 
 @over_splits
 @pytest.mark.parametrize("assignment", ["owner", "balanced", "nearest"])
-@pytest.mark.parametrize("stages", [0, 1, 2])
+@pytest.mark.parametrize("stages", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["causal", "global rows", "few queries"])
 def test_heads_in_uneven_shares(name, stages, assignment, heads, team_size, ranks):
     masks = {"global rows": global_and_local(64, 2, 5), "few queries": AttnMask.dense(6, 90)}

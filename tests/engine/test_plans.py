@@ -54,7 +54,7 @@ def test_two_ranks(two_ranks: Pool, policy: str, split: str | None, in_parts: bo
     [
         ("hybrid", (2, 2), {}),
         pytest.param("tp", (2, 2), {}, marks=pytest.mark.slow),
-        ("auto", (2, 2), CUT),
+        pytest.param("auto", (2, 2), CUT, marks=pytest.mark.slow),
         pytest.param("auto", (4,), CUT | {"memory_bytes": 2.1e5}, marks=pytest.mark.slow),
         # Two copies of the model, each in parts.
         ("tp", (2,), {}),
@@ -86,7 +86,11 @@ def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict
 
 @pytest.mark.parametrize(
     ("policy", "shape"),
-    [("cp", (4,)), pytest.param("tp", (4,), marks=pytest.mark.slow), ("hybrid", (2, 2))],
+    [
+        pytest.param("cp", (4,), marks=pytest.mark.slow),
+        pytest.param("tp", (4,), marks=pytest.mark.slow),
+        ("hybrid", (2, 2)),
+    ],
 )
 def test_counted_bytes_are_the_planned_ones(
     four_ranks: Pool, policy: str, shape: tuple[int, ...]

@@ -265,7 +265,7 @@ def planned_for(costs: CostModel) -> Iterator[Callable[..., Plan]]:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(deadline=None, derandomize=True, max_examples=10)
 @given(data=st.data())
 def test_equals_dense(kind: str, data: st.DataObject) -> None:
     mask = data.draw(MASKS[kind])
