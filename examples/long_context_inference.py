@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from launch import on_ranks, verdict
+from llama import Attention, Llama, LlamaConfig, rotate
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
-from train_llama import Attention, Llama, LlamaConfig, rotate
 
 from customized_ops.ring_attention import (
     AttnMask,

@@ -1,4 +1,4 @@
-"""Train the Llama of ``train_llama.py`` through nnscaler, its sequence cut over GPUs.
+"""Train the Llama of ``llama.py`` through nnscaler, its sequence cut over GPUs.
 
 ``parallelize`` hands the single-device model to nnscaler, which traces it, cuts attention on its
 sequence ("cp_follow": the other ops follow it) and generates the code of each rank. Shows that the
@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from launch import on_ranks, verdict
+from llama import Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
-from train_llama import Llama, LlamaConfig, inputs
 
 from annotations import ComputeConfig, parallelize
 

@@ -8,9 +8,9 @@ import dtensor_jobs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llama import Llama, LlamaConfig
 from rank_groups import device
 from torch import Tensor, nn
-from train_llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (

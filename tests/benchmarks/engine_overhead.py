@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
 
-from train_llama import Llama, LlamaConfig
+from llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch.capture import capture

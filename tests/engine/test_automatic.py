@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from llama import Llama, LlamaConfig
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from train_llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig
 from annotations.engines.torch import (

@@ -44,7 +44,7 @@ def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     source = (ROOT / "examples" / "train_llama.py").read_text()
     broken = tmp_path / "train_llama.py"
     broken.write_text(source.replace("TOLERANCE = 1e-4", "TOLERANCE = -1.0"))
-    for helper in ("text_corpus.py", "launch.py"):
+    for helper in ("text_corpus.py", "launch.py", "llama.py"):
         (tmp_path / helper).write_text((ROOT / "examples" / helper).read_text())
     command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64"]
     done = subprocess.run(

@@ -18,7 +18,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -281,31 +280,27 @@ def inputs(case: Case, device: str, seed: int) -> Inputs:
 @lru_cache(maxsize=8)
 def llama(heads: tuple[int, int], head_dim: int, tokens: int, batch: int) -> list[Tensor]:
     """q and k (rotated) and v of the last layer of a small Llama with random weights on text."""
-    import train_llama
+    from llama import Llama, LlamaConfig
     from text_corpus import PackedText, load_documents
 
     (h, g), caught = heads, []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None) -> Tensor:
         caught[:] = [q, k, v]
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=causal, enable_gqa=True
+            *heads_first, is_causal=True, enable_gqa=True
         )
         return out.transpose(1, 2)
 
     text = PackedText(load_documents(max_bytes=200_000), tokens)
     rows = [text.batch(step, packed=False) for step in range(batch)]
-    config = train_llama.LlamaConfig(
-        dim=h * head_dim, layers=3, heads=h, kv_heads=g, hidden=2 * h * head_dim
+    config = LlamaConfig(
+        dim=h * head_dim, layers=3, heads=h, kv_heads=g, hidden=2 * h * head_dim, op=attend
     )
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
-        patch.object(train_llama, "wrap_ring_attn_func", attend),
-    ):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = train_llama.Llama(config)
+        model = Llama(config)
         names = ("tokens", "targets", "position_ids")
         model(*(torch.cat([getattr(row, name) for row in rows]) for name in names))
     return caught

@@ -7,9 +7,9 @@ from typing import Any
 import nnscaler
 import torch
 import torch.distributed as dist
+from llama import Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
-from train_llama import Llama, LlamaConfig, inputs
 
 from annotations import ComputeConfig, parallelize
 
