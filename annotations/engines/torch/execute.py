@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
-from . import checkpointed, recompute
+from . import checkpointed, computing, recompute
 from .capture import Captured, with_inputs
 from .lying import Places, share, unsplit
 from .moves import Move, brought
@@ -85,6 +85,7 @@ class Program:
     Attributes:
         strategies: how each op runs; ``getitem`` nodes follow their producer.
         parameters: how each parameter that is kept in parts lies, by its name in the module.
+        compute_dtype: what parameters are cast to where they are read; None leaves them.
         traced: whether a graph is made of the run, in which checkpointed calls are marked.
     """
 
@@ -92,6 +93,7 @@ class Program:
     strategies: Mapping[Node, Strategy]
     mesh: DeviceMesh
     parameters: Mapping[str, Places] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
     traced: bool = False
 
     @property
@@ -133,6 +135,7 @@ class Program:
             local: Any
             if node.name in captured.attributes:
                 local = attribute(captured.attributes[node.name])
+                local = computing.cast(local, self.compute_dtype)
             else:
                 local = given.get(node.name, captured.constants.get(node.name))
             if isinstance(local, torch.nn.Parameter | DTensor):

@@ -2,6 +2,9 @@
 
     .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
 
+A backward that is one graph (:mod:`.lowered`) tells of a gradient before it is in .grad: a bucket
+starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
+
 A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
 One that the plan cuts is a DTensor, as is its gradient, and only the copies of the model add up.
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +38,13 @@ class Bucket:
         parameters: of one dtype and group; at most the cap in bytes, or one.
         group: whose gradients are added up; None is every rank.
         missing: which parameters, by number, the backward has not come to yet.
+        early: gradients that are not in ``.grad`` yet, by number.
     """
 
     parameters: Sequence[Parameter]
     group: dist.ProcessGroup | None
     missing: set[int] = field(default_factory=set)
+    early: dict[int, Tensor] = field(default_factory=dict)
     _flat: Tensor | None = None
     _work: Any = None
 
@@ -47,12 +53,23 @@ class Bucket:
 
     def start(self) -> None:
         """Send this rank's gradients on their way, as they are now."""
-        used = [p.grad is not None for p in self.parameters]
-        parts = [local(p if p.grad is None else p.grad).reshape(-1) for p in self.parameters]
-        parts = [x if has else torch.zeros_like(x) for x, has in zip(parts, used, strict=True)]
+        gradients = [self._gradient(n) for n in range(len(self.parameters))]
+        self.early.clear()
+        used = [g is not None for g in gradients]
+        parts = [
+            torch.zeros_like(local(p)).reshape(-1) if g is None else g.reshape(-1)
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
         flags = torch.tensor(used, dtype=parts[0].dtype, device=parts[0].device)
         self._flat = torch.cat([*parts, flags])
         self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+
+    def _gradient(self, n: int) -> Tensor | None:
+        """What ``.grad`` is, or is going to be."""
+        grad, early = self.parameters[n].grad, self.early.get(n)
+        if grad is None or early is None:
+            return early if grad is None else local(grad)
+        return local(grad) + early
 
     def finish(self) -> None:
         """Wait for the sums and put them into ``.grad``; ready for the next backward."""
@@ -89,6 +106,8 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._started = 0
         self._hooks: list[Any] = []
+        self._places: dict[Parameter, tuple[Bucket, int]] = {}
+        self._told: dict[Parameter, Tensor] = {}
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
         """Take these parameters, before the backward; all ranks alike."""
@@ -105,30 +124,57 @@ class Reducer:
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
         self._started = 0
         self._hooks = []
+        self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
+        self._told = {}
         if self._overlap:
-            for bucket in self._buckets:
-                for n, parameter in enumerate(bucket.parameters):
-                    hook = self._hook(bucket, n)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            for p in self._places:
+                self._hooks.append(p.register_hook(partial(self._complete, p)))
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._accumulated))
 
     def _recast(self) -> bool:
         """Whether the module was converted to another dtype since."""
         return any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
 
-    def _hook(self, bucket: Bucket, n: int) -> Any:
-        def accumulated(_: Tensor) -> None:
-            if self._paused:
-                return
-            if n not in bucket.missing:
-                raise RuntimeError(
-                    "a second backward since the last sync_grad(): with use_async_reducer the "
-                    "first one's gradients are being added up already; call sync_grad() after "
-                    "each, or run all backwards of a step but the last within no_sync()"
-                )
-            bucket.missing.discard(n)
-            self._start_ready()
+    def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
+        """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
 
-        return accumulated
+        Raises:
+            RuntimeError: a gradient of this parameter is on its way already.
+        """
+        if self._overlap and not self._paused and parameter in self._places:
+            self._told[parameter] = gradient
+            self._take(parameter, gradient)
+
+    def _complete(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Autograd has all of a gradient, and adds it to ``.grad`` next."""
+        told = self._told.get(parameter)
+        if told is not None and local(gradient).data_ptr() != told.data_ptr():
+            raise RuntimeError(
+                f"a parameter {tuple(parameter.shape)} has a gradient from outside of the module "
+                "too, but what the module found is being added up over ranks already; use the "
+                "parameter within the module's forward, or use_async_reducer=False"
+            )
+
+    def _accumulated(self, parameter: Parameter) -> None:
+        """A gradient is in ``.grad``."""
+        if self._told.pop(parameter, None) is not None:
+            bucket, n = self._places[parameter]
+            bucket.early.pop(n, None)
+        elif not self._paused:
+            self._take(parameter, None)
+
+    def _take(self, parameter: Parameter, early: Tensor | None) -> None:
+        bucket, n = self._places[parameter]
+        if n not in bucket.missing:
+            raise RuntimeError(
+                "a second backward since the last sync_grad(): with use_async_reducer the "
+                "first one's gradients are being added up already; call sync_grad() after "
+                "each, or run all backwards of a step but the last within no_sync()"
+            )
+        bucket.missing.discard(n)
+        if early is not None:
+            bucket.early[n] = early
+        self._start_ready()
 
     def _start_ready(self) -> None:
         # In order, so that ranks whose backwards differ still start the same bucket next.

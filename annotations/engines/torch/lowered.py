@@ -5,7 +5,8 @@ Program (on DTensors) --trace--> joint graph of this rank --partition--> forward
 The program runs once on tensors without data. What its DTensors do to the tensors of this rank is
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
 filled in. What runs afterwards makes no DTensor and decides nothing. AOTAutograd does the tracing
-and gives autograd one node for the whole backward.
+and gives autograd one node for the whole backward. Autograd puts gradients into ``.grad`` when that
+node is through; so that they can travel before, its graph says of each when it is there.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from torch._functorch.partitioners import (
 )
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .checkpointed import region_of
 from .execute import Program
 from .local_graph import communicates, drop_unused, output_of, overlap, results_of, simplify
+
+Arrived = Callable[[str, Tensor], None]
 
 
 class LoweringError(RuntimeError):
@@ -48,12 +52,17 @@ class Lowered:
     Args:
         compiled: have inductor compile the local graphs, which may then compute cheap values again
             in the backward rather than save them; never what communicates.
+        arrived: called in the backward, not where it is compiled, with the name of each parameter
+            that is a plain tensor and its gradient, which is not in ``.grad`` yet.
     """
 
-    def __init__(self, program: Program, *, compiled: bool = False) -> None:
+    def __init__(
+        self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
+    ) -> None:
         self.captured = program.captured
         self._program = program
         self._compiled = compiled
+        self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
@@ -78,7 +87,7 @@ class Lowered:
     def _trace(self, given: dict[str, Tensor]) -> Trace:
         kind = _kind(list(given.values()))
         if kind not in self._traces:
-            self._traces[kind] = Trace(self._program, given, self._compiled)
+            self._traces[kind] = Trace(self._program, given, self._compiled, self._arrived)
         return self._traces[kind]
 
     @property
@@ -105,11 +114,23 @@ class Trace:
         graphs: that of the forward, and of the backward where there is one, on this rank's tensors.
     """
 
-    def __init__(self, program: Program, given: dict[str, Tensor], compiled: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        given: dict[str, Tensor],
+        compiled: bool,
+        arrived: Arrived | None = None,
+    ) -> None:
         self.graphs: list[Graph] = []
         traced: Any = _AsModule(program, given)
+        names = [
+            program.captured.attributes.get(n) if type(t) is Parameter else None
+            for n, t in given.items()
+        ]
+        tell = partial(_tell, names=names, arrived=arrived) if arrived else None
         options: dict[str, Any] = {
             "fw_compiler": partial(self._code, compiled=compiled),
+            "bw_compiler": partial(self._code, compiled=compiled, tell=tell),
             "partition_fn": _save_regions if program.checkpoints else _save_all,
         }
         try:
@@ -132,10 +153,19 @@ class Trace:
         results = iter(self._local(*tensors))
         return [next(results) if x is _TENSOR else x for x in self._results]
 
-    def _code(self, module: GraphModule, inputs: Sequence[Any], *, compiled: bool) -> Any:
+    def _code(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        compiled: bool,
+        tell: Callable[[Graph], None] | None = None,
+    ) -> Any:
         """What runs a graph: a function of a list of inputs, which it empties."""
         simplify(module.graph)
         overlap(module.graph)
+        if tell is not None:
+            tell(module.graph)
         module.recompile()
         self.graphs.append(module.graph)
         return _by_inductor(module, inputs) if compiled else _by_python(module)
@@ -176,6 +206,26 @@ class _AsModule(torch.nn.Module):
         )
         self.results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
         return tuple(x for x in results if isinstance(x, Tensor))
+
+
+def _tell(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
+    """Have a backward call ``arrived`` as soon as it has a gradient.
+
+    Args:
+        names: of the parameters, in the order of the gradients; None is passed over.
+    """
+    [gradients] = output_of(graph).args
+
+    def tell(name: str, gradient: Tensor) -> None:
+        arrived(name, gradient)
+
+    # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
+    if len(gradients) != len(names):  # type: ignore[arg-type]
+        return
+    for name, gradient in zip(names, gradients, strict=True):  # type: ignore[arg-type]
+        if name is not None and isinstance(gradient, Node):
+            with graph.inserting_after(gradient):
+                graph.call_function(tell, (name, gradient))
 
 
 def _save_all(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:

@@ -155,7 +155,13 @@ class ParallelModule(TrainingModule):
 
     def _attribute(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
-        return computing.cast(getattr(self.get_submodule(owner), leaf), self.compute_dtype)
+        return getattr(self.get_submodule(owner), leaf)
+
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        if self._reducer is not None:
+            owner, _, leaf = name.rpartition(".")
+            parameter = self.get_submodule(owner).get_parameter(leaf)
+            self._reducer.arrived(parameter, gradient)
 
     def _program(self) -> Program | Lowered:
         """The planned graph for the present modes; made on first use, on all ranks alike."""
@@ -163,7 +169,9 @@ class ParallelModule(TrainingModule):
         if modes not in self._programs:
             program = self._build()
             self._programs[modes] = (
-                Lowered(program, compiled=self._compile) if self._lowered else program
+                Lowered(program, compiled=self._compile, arrived=self._arrived)
+                if self._lowered
+                else program
             )
             self._plans[modes] = self.plan
         self.plan = self._plans[modes]
@@ -190,7 +198,9 @@ class ParallelModule(TrainingModule):
         captured = functools.reduce(reordered, planned.hoistings, captured)
         by_name = {node.name: node for node in captured.graph.nodes}
         strategies = {by_name[n]: s for n, s in planned.strategies.items()}
-        return Program(captured, strategies, self._plan_mesh, planned.parameters)
+        return Program(
+            captured, strategies, self._plan_mesh, planned.parameters, self.compute_dtype
+        )
 
     def _captured(self) -> Captured:
         """The graph in the present modes; its parameters need no data if some are in parts."""
