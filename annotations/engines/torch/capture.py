@@ -220,8 +220,7 @@ def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
     for node in exported.graph_module.graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"{node.name}: nested graphs ({node.target}) are not supported yet")
-        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and (dropout.is_active(node) or node.target not in dropout.ATEN):
+        if dropout.draws(node):
             raise CaptureError(
                 f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
                 "ranks would draw the same ones for different tokens" + _instead(node)
@@ -258,7 +257,10 @@ def _refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
 
 def _instead(node: Node) -> str:
     if "scaled_dot_product" in str(node.target):
-        return "; call wrap_ring_attn_func, which may be cut and drops nothing"
+        return (
+            "; set its dropout_p to 0, or call wrap_ring_attn_func, which may be cut on the "
+            "sequence (a model of transformers: attn_implementation='seqshard')"
+        )
     return "; use torch.nn.Dropout, which draws by token, or call .eval() first"
 
 

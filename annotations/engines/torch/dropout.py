@@ -81,6 +81,16 @@ def is_active(node: Node) -> bool:
     return bool(p != 0 and train is not False)
 
 
+def draws(node: Node) -> bool:
+    """Whether ``node`` draws random numbers; an attention or a dropout that drops nothing does not,
+    though torch says that such ops do."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
+    return node.target not in ATEN or is_active(node)
+
+
 def _seed_input(graph: Graph, like: Node) -> Node:
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):

@@ -317,5 +317,6 @@ def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
     # All that is returned keeps the strides that were traced.
     output = output_of(module.graph)
     [results] = output.args
-    output.meta["user_visible_output_idxs"] = list(range(len(results)))  # type: ignore[arg-type]
+    tensors = [n for n, x in enumerate(results) if isinstance(x, Node)]  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = tensors
     return compile_fx_inner(module, inputs)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import Node
@@ -21,14 +19,8 @@ from annotations.errors import PartitionError
 from annotations.registry import OpRecord, record_of
 from annotations.rules import check_parts
 
+from .aten import annotation_of
 from .nodes import arguments_of, values_of
-
-# Aten ops that may run on local tensors, by their number of tensor inputs. DTensor's own rule of
-# linear flattens the leading dims, which it refuses for uneven shards. With a bias, a partial sum
-# would have it once a rank.
-ATEN: dict[Any, dict[int, str]] = {
-    torch.ops.aten.linear.default: {2: "* k+, n k+ -> * n", 3: "* k^, n k^, n -> * n"}
-}
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,9 @@ def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> 
         return _stored_strategies(node, parts), False
     if record is not None:
         return annotated_strategies(node, record, parts), False
-    if node.target in ATEN:
-        return _local_strategies(node, inputs, parts), False
+    annotation = annotation_of(node, inputs)
+    if annotation is not None:
+        return _local_strategies(node, annotation, inputs, parts), False
     whole = _whole(len(inputs), len(values_of(node)))
     return [whole], node.op not in ("placeholder", "output") and bool(inputs)
 
@@ -135,11 +128,13 @@ def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
     return bound.sizes[split.identifier] >= parts
 
 
-def _local_strategies(node: Node, inputs: Sequence[Node], parts: int) -> list[AxisStrategy]:
+def _local_strategies(
+    node: Node, annotation: str, inputs: Sequence[Node], parts: int
+) -> list[AxisStrategy]:
     """The splits of an aten op that this engine has an annotation for."""
     shapes = [tuple(x.meta["val"].shape) for x in inputs]
     names = [f"input {n}" for n in range(len(inputs))]
-    bound = bind(ATEN[node.target][len(inputs)], str(node.target), names, shapes)
+    bound = bind(annotation, str(node.target), names, shapes)
     made = [
         _of_split(split, range(len(inputs)), True)
         for split in bound.splits()

@@ -47,7 +47,7 @@ def shapes_out(node: Node) -> list[Shape]:
     return [tuple(x.shape) for x in ([value] if isinstance(value, Tensor) else value)]
 
 
-def _arg(node: Node, name: str) -> Any:
+def argument_of(node: Node, name: str) -> Any:
     """An argument of a call by its name in the op's schema."""
     for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
@@ -63,7 +63,7 @@ def _has_default(argument: Any) -> bool:
 
 def _dims(node: Node, name: str, ndim: int) -> set[int]:
     """The dims that an argument names; all where it names none."""
-    given = _arg(node, name)
+    given = argument_of(node, name)
     if given is None or (isinstance(given, list | tuple) and not given):
         return set(range(ndim))
     return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
@@ -106,7 +106,7 @@ def _leading(node: Node) -> Iterable[Axis]:
 
 def _padded(node: Node) -> Iterable[Axis]:
     ndim = len(shapes_in(node)[0])
-    return _same_dims(node, {ndim - 1 - n for n in range(len(_arg(node, "pad")) // 2)})
+    return _same_dims(node, {ndim - 1 - n for n in range(len(argument_of(node, "pad")) // 2)})
 
 
 def _last_two(node: Node) -> Iterable[Axis]:
@@ -116,12 +116,12 @@ def _last_two(node: Node) -> Iterable[Axis]:
 
 def _inactive(node: Node) -> Iterable[Axis]:
     """Dropout that drops nothing, as capture has seen to."""
-    return _free(node) if _arg(node, "p") == 0 or _arg(node, "train") is False else []
+    return _free(node) if argument_of(node, "p") == 0 or argument_of(node, "train") is False else []
 
 
 def _normalised(node: Node) -> Iterable[Axis]:
     inputs, outputs = shapes_in(node), shapes_out(node)
-    for dim in range(len(inputs[0]) - len(_arg(node, "normalized_shape"))):
+    for dim in range(len(inputs[0]) - len(argument_of(node, "normalized_shape"))):
         yield Axis((dim,) + (None,) * (len(inputs) - 1), (dim,) * len(outputs))
 
 
@@ -136,7 +136,7 @@ def _reduced(free: bool) -> Callable[[Node], Iterable[Axis]]:
                 yield Axis((dim,), (kept,) * n_outputs)
             elif free:
                 yield Axis((dim,), (None,) * n_outputs)
-            kept += dim not in gone or bool(_arg(node, "keepdim"))
+            kept += dim not in gone or bool(argument_of(node, "keepdim"))
 
     return axes
 
@@ -157,14 +157,14 @@ def _swapped(node: Node, ndim: int) -> list[int]:
         first, second = (
             (0, 1)
             if name_of(node) == "aten.t"
-            else (_arg(node, "dim0") % ndim, _arg(node, "dim1") % ndim)
+            else (argument_of(node, "dim0") % ndim, argument_of(node, "dim1") % ndim)
         )
         order[first], order[second] = order[second], order[first]
     return order
 
 
 def _moved(node: Node, ndim: int) -> list[int]:
-    source, target = (_arg(node, name) % ndim for name in ("source", "destination"))
+    source, target = (argument_of(node, name) % ndim for name in ("source", "destination"))
     order = [dim for dim in range(ndim) if dim != source]
     order.insert(target, source)
     return order
@@ -173,14 +173,14 @@ def _moved(node: Node, ndim: int) -> list[int]:
 def _selected(node: Node) -> Iterable[Axis]:
     """One dim is gone."""
     shape, n_outputs = shapes_in(node)[0], len(shapes_out(node))
-    gone = _arg(node, "dim") % len(shape)
+    gone = argument_of(node, "dim") % len(shape)
     for dim in set(range(len(shape))) - {gone}:
         yield Axis((dim,), (dim - (dim > gone),) * n_outputs)
 
 
 def _stacked(node: Node) -> Iterable[Axis]:
     inputs = shapes_in(node)
-    new = _arg(node, "dim") % (len(inputs[0]) + 1)
+    new = argument_of(node, "dim") % (len(inputs[0]) + 1)
     for dim in range(len(inputs[0])):
         yield Axis((dim,) * len(inputs), (dim + (dim >= new),))
 
@@ -239,7 +239,7 @@ def _embedding(node: Node) -> Iterable[Axis]:
 def _picked(node: Node) -> Iterable[Axis]:
     """``x.index_select(dim, index)``."""
     shape = shapes_in(node)[0]
-    picked = _arg(node, "dim") % len(shape)
+    picked = argument_of(node, "dim") % len(shape)
     yield Axis((None, 0), (picked,))
     for dim in set(range(len(shape))) - {picked}:
         yield Axis((dim, None), (dim,))
@@ -247,7 +247,7 @@ def _picked(node: Node) -> Iterable[Axis]:
 
 def _indexed(node: Node) -> Iterable[Axis]:
     """``x[:, index]`` with one tensor of integers."""
-    given, inputs = _arg(node, "indices"), shapes_in(node)
+    given, inputs = argument_of(node, "indices"), shapes_in(node)
     at = [n for n, index in enumerate(given) if index is not None]
     if len(at) != 1 or tensor_inputs(node)[1].meta["val"].dtype == torch.bool:
         return
@@ -285,7 +285,7 @@ FAMILIES: dict[str, Callable[[Node], Iterable[Axis]]] = {
             "nanmean count_nonzero", _reduced(free=True)),
     **_each("max min", lambda node: _reduced(len(shapes_out(node)) == 1)(node)),
     **_each("argmax argmin median", _reduced(free=False)),
-    **_each("permute", _renamed(lambda node, n: [d % n for d in _arg(node, "dims")])),
+    **_each("permute", _renamed(lambda node, n: [d % n for d in argument_of(node, "dims")])),
     **_each("transpose t", _renamed(_swapped)),
     **_each("movedim", _renamed(_moved)),
     **_each("select unbind", _selected),

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from .capture import tensor_inputs, with_inputs
 from .lying import Places, local_shape, unsplit
+from .nodes import values_of
 from .one_axis import AxisStrategy
 
 # Beyond this many tensor inputs only uniform placements are tried.
@@ -106,12 +107,25 @@ def _run_on_meta(
         return None
     outputs = tuple(_lying(r) for r in flat)
     grads = tuple(_lying(x.grad) if x.grad is not None else x.placements for x in leaves)
+    whole = [value.shape for value in values_of(node)]
+    if not all(_is_part(r, shape) for r, shape in zip(flat, whole, strict=True)):
+        return None
+    if not all(_is_part(x.grad, x.shape) for x in leaves if x.grad is not None):
+        return None
     plain = all(_is_plain(p) for side in (outputs, grads) for places in side for p in places)
     return Answer(outputs, grads) if plain else None
 
 
 def _lying(result: Any) -> Places:
     return tuple(result.placements) if isinstance(result, DTensor) else ()
+
+
+def _is_part(result: Any, shape: torch.Size) -> bool:
+    """Whether a rank holds what the placements say, of a tensor of this shape."""
+    if not isinstance(result, DTensor):
+        return True
+    expected = local_shape(shape, tuple(result.placements), result.device_mesh.shape)
+    return result.shape == shape and tuple(result.to_local().shape) == tuple(expected)
 
 
 def _is_plain(place: Placement) -> bool:

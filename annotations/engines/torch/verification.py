@@ -14,7 +14,10 @@ from torch.utils import _pytree as pytree
 
 from . import computing
 
-# Largest difference, as a share of the largest value: summing in another order costs so much.
+# Largest difference, as a share of the largest value: summing in another order costs so much. Of
+# gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
+# is 0 but for rounding (of a bias of keys, say) is nothing but that.
+NOISE = 1e-3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -41,9 +44,15 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     ]
     # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
     # and their gradients were added up.
+    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
     found += [
         _differing(
-            f"the gradient of {name}", got_grads.get(name), grad, copies, parallel.compute_dtype
+            f"the gradient of {name}",
+            got_grads.get(name),
+            grad,
+            copies,
+            parallel.compute_dtype,
+            NOISE * largest,
         )
         for name, grad in want_grads.items()
     ]
@@ -70,16 +79,22 @@ def _step(
 
 
 def _differing(
-    what: str, got: Any, want: Any, copies: int = 1, dtype: torch.dtype | None = None
+    what: str,
+    got: Any,
+    want: Any,
+    copies: int = 1,
+    dtype: torch.dtype | None = None,
+    least: float = 0.0,
 ) -> str:
-    """What is wrong, empty if nothing; ``dtype`` is what is computed in, if not ``want``'s."""
+    """What is wrong, empty if nothing; ``dtype`` is what is computed in, if not ``want``'s, and
+    ``least`` what the largest value counts as at least."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
         nothing = all(x is None or not x.abs().max() for x in (got, want))
         return "" if nothing else f"{what}: {none}"
     whole = got.full_tensor() if isinstance(got, DTensor) else got
     difference = (whole.detach() / copies - want).abs().max()
-    allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max()
+    allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max().clamp(min=least)
     if bool(difference <= allowed):  # False for NaN
         return ""
     return f"{what} differs by up to {difference:.3e}, of values up to {want.abs().max():.3e}"
