@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import engine_jobs
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import gradients
 from annotations.engines.torch.local_graph import communicates
 from customized_ops.ring_attention import wrap_ring_attn_func
 
@@ -140,3 +142,42 @@ def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dic
         for graph in trace.graphs
     ]
     return found
+
+
+def backward_twice() -> None:
+    """The second adds the same gradients again."""
+    given, ranks = several_inputs(), dist.get_world_size()
+    parallel = parallelize(Several().to(device()), given, "cp", ComputeConfig(ranks, ranks))
+    loss = parallel(**given)["loss"]
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in parallel.named_parameters()}
+    loss.backward()
+    for name, p in parallel.named_parameters():
+        assert_same(name, p.grad, 2 * once[name])
+
+
+def early_gradients() -> tuple[list[bool], str]:
+    """Whether each bucket's gradients were in ``.grad`` when it started, in the order of starts;
+    and what is said where a parameter is used outside of the module too."""
+    given, ranks = several_inputs(), dist.get_world_size()
+    config = ComputeConfig(ranks, ranks, use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
+    parallel = parallelize(Several().to(device()), given, "cp", config)
+    there: list[bool] = []
+    start = gradients.Bucket.start
+
+    def started(bucket: gradients.Bucket) -> None:
+        there.append(all(p.grad is not None for p in bucket.parameters))
+        start(bucket)
+
+    with patch.object(gradients.Bucket, "start", started):
+        parallel(**given)["loss"].backward()
+    parallel.sync_grad()
+    whole = Several().to(device())
+    whole(**given)["loss"].backward()
+    for name, p in parallel.named_parameters():
+        assert_same(name, p.grad, whole.get_parameter(name).grad)
+    try:
+        (parallel(**given)["loss"] + parallel.gain.sum()).backward()
+    except RuntimeError as error:
+        return there, str(error)
+    return there, ""

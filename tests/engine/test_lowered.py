@@ -63,6 +63,18 @@ def test_compiled(ranks: Pool) -> None:
         assert found["lowered"][0] <= found["on DTensors"][0]
 
 
+@worlds(cpus=[2], gpus=[2])
+def test_backward_twice(ranks: Pool) -> None:
+    ranks.run(lowered_jobs.backward_twice)
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_gradients_travel_before_they_are_in_grad(ranks: Pool) -> None:
+    for there, said in ranks.run(lowered_jobs.early_gradients):
+        assert there == [False, False]
+        assert "(16,) has a gradient from outside of the module too" in said
+
+
 def test_what_cannot_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("not this op")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +46,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def plan(arguments: argparse.Namespace) -> None:
     """In one process: print the plan of a model."""
-    module, _, name = arguments.model.partition(":")
-    model, example = getattr(importlib.import_module(module), name)()
+    model, example = _model(arguments.model)
     told: dict[str, object] = {"mesh_shape": tuple(arguments.mesh)}
     if arguments.memory:
         told["memory_bytes"] = arguments.memory
@@ -55,6 +56,18 @@ def plan(arguments: argparse.Namespace) -> None:
     print(found)
     if arguments.json:
         Path(arguments.json).write_text(found.to_json())
+
+
+def _model(place: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """What ``module:function`` returns."""
+    module, _, name = place.partition(":")
+    made = getattr(importlib.import_module(module), name)()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
+        return made
+    raise SystemExit(
+        f"plan: {place} must return a module and example arguments of its forward by name, e.g. "
+        f"(model, {{'tokens': tokens}}), but returned {type(made).__name__}"
+    )
 
 
 def main() -> None:

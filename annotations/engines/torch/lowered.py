@@ -44,10 +44,10 @@ class Lowered:
     """A program that is traced at its first call, and once more for each other kind of call:
     gradients on or off, another choice of what needs one, other dtypes or strides, autocast.
 
-    Called as :class:`~.execute.Program`, with the same results and gradients. Two things differ: if
+    Called as :class:`~.execute.Program`, with the same results and gradients. One thing differs: if
     the loss uses some of the results, parameters that only the others depend on get gradients of
-    zeros, not None; and torch refuses to run a backward twice (``retain_graph=True``), unless
-    ``torch._functorch.config.donated_buffer`` is False.
+    zeros, not None. Where it is compiled torch may refuse to run a backward twice
+    (``retain_graph=True``), as it does under ``torch.compile``.
 
     Args:
         compiled: have inductor compile the local graphs, which may then compute cheap values again
@@ -138,6 +138,8 @@ class Trace:
                 stack.enter_context(torch.fx.traceback.preserve_node_meta())
                 if compiled:
                     options |= stack.enter_context(_for_inductor())
+                else:  # what is saved for the backward may be read by another one
+                    stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
                 self._local = aot_module_simplified(traced, list(given.values()), **options)
         except (ValueError, NotImplementedError):  # about the model, in words of its own
             raise

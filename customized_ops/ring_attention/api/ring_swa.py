@@ -210,8 +210,9 @@ def _checked(title: str, window_size: int, cp_group: GroupLike, ring: _Ring) -> 
     def check() -> int:
         if any(each is not None for each in ring):
             _check_ring(title, cp_group, ring)
-        unbounded = window_size == -1
-        return -1 if unbounded else tokens_of(title, "window_size", window_size)
+        if isinstance(window_size, int) and window_size == -1:
+            return -1
+        return tokens_of(title, "window_size", window_size)
 
     return checked(title, cp_group, check)
 
