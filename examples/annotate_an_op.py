@@ -1,7 +1,7 @@
 """Cut a model on an op of your own: group norm over a sequence that lies on several processes.
 
-Shows what a policy that asks for a forbidden split is told, then the plan, then how far the result
-is from that of one process.
+The op is in ``group_norm.py``. Shows what a policy that asks for a forbidden split is told, then
+the plan, then how far the result is from that of one process.
 
     python examples/annotate_an_op.py                        2 processes, the embedded engine
     python examples/annotate_an_op.py --engine nnscaler      on 2 GPUs, where nnscaler is installed
@@ -10,76 +10,21 @@ is from that of one process.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import start_ranks
+from group_norm import group_norm
+from launch import on_ranks
 from torch import Tensor, nn
 
-from annotations import (
-    Communicates,
-    ComputeConfig,
-    InnerCost,
-    PartitionError,
-    PartitionRule,
-    group_named,
-    parallelize,
-    register_op,
-)
+from annotations import ComputeConfig, PartitionError, parallelize
 
 TOLERANCE = 1e-10  # of fp64
 
-# 1. The op. Each rank runs the function on its part of the tensors. By the annotation, batch `b`
-#    and groups `g` may be cut as they are, channels `c^` may not; ranks that share `gain` add its
-#    gradients up. If `l` is cut, a mean needs the tokens of all ranks: the rule has the op told
-#    their process group. The backward is derived: the function is run again under autograd.
-
-
-class SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: str) -> Tensor:
-        ctx.group, total = group, part.clone()
-        dist.all_reduce(total, group=group_named(group))
-        return total
-
-    @staticmethod  # every rank's result depends on every rank's part
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return SumOverRanks.apply(grad, ctx.group), None
-
-
-def mean(x: Tensor, group: str) -> Tensor:
-    """Over a group's channels and all tokens, also those on other ranks: [b, 1, g, 1]."""
-    sums = torch.stack([x, torch.ones_like(x)]).sum((2, 4), keepdim=True)
-    total, count = SumOverRanks.apply(sums, group) if group else sums
-    return total / count
-
-
-def moved(bound: Any, site: Any, arguments: Mapping[str, Any], itemsize: int) -> InnerCost:
-    """For plans: 2 means of 2 sums each; the backward makes them again and adds 2 gradients up."""
-    sums_bytes = 4 * bound.sizes["b"] * bound.sizes["g"] * itemsize
-    received = sums_bytes * 2 * (site.parts - 1) // site.parts
-    return InnerCost("sums", received, 2 * received)
-
-
-ALONG_L = Communicates(arguments=lambda site: {"group": site.group}, cost=moved)
-
-
-@register_op(
-    "b l g c^, g c^ -> b l g c^",
-    name="example::group_norm",
-    rule=PartitionRule(communicates={"l": ALONG_L}),
-)
-def group_norm(x: Tensor, gain: Tensor, group: str = "") -> Tensor:
-    """Group normalisation (Wu and He, arXiv:1803.08494) over all tokens."""
-    x = x - mean(x, group)
-    return x * (mean(x * x, group) + 1e-5).rsqrt() * gain
-
-
-# 2. A model for one device, which calls the op as any function.
+# 1. A model for one device, which calls the op as any function.
 
 
 class Mixer(nn.Module):
@@ -108,7 +53,7 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(1, 64, 32, generator=generator, dtype=torch.float64)}
 
 
-# 3. Two engines cut it; the result is that of one process.
+# 2. Two engines cut it; the result is that of one process.
 
 
 def channels(ops: Any, config: ComputeConfig) -> dict[str, str]:
@@ -132,13 +77,10 @@ def train(
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
-def main(engine: str) -> int:
-    device, options = torch.device("cpu"), {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if engine == "nnscaler" else "gloo")
+def main(engine: str, device: torch.device) -> int:
+    """On every rank: 0 where the result is that of one process."""
     rank = dist.get_rank()
-    if engine == "nnscaler":
-        device, options = torch.device("cuda", rank), {"reuse": "override"}
-        torch.cuda.set_device(device)
+    options = {"reuse": "override"} if engine == "nnscaler" else {}
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
 
     try:
@@ -161,15 +103,19 @@ def main(engine: str) -> int:
         print(parallel.plan, end="\n\n")
         shown = ", ".join(f"{what} {difference:.1e}" for what, difference in differences.items())
         print(f"largest difference from one process: {shown}")
-    dist.destroy_process_group()
     return int(not all(difference < TOLERANCE for difference in differences.values()))
 
 
-if __name__ == "__main__":
+def parse() -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engine", choices=("torch", "nnscaler"), default="torch")
-    arguments = parser.parse_args()
-    if arguments.engine == "nnscaler" and not torch.cuda.is_available():
+    given = parser.parse_args()
+    if given.engine == "nnscaler" and not torch.cuda.is_available():
         parser.error("--engine nnscaler needs CUDA, which is not available here")
-    start_ranks(2, sys.argv[1:])
-    sys.exit(main(arguments.engine))
+    return given
+
+
+if __name__ == "__main__":
+    engine = parse().engine
+    on_ranks(lambda device: main(engine, device), 2, gpus=engine == "nnscaler")

@@ -41,6 +41,7 @@ def draw(name: str, into: Path) -> None:
 
 
 def main() -> None:
+    """Draw them all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--into", type=Path, default=PAGES)
     into = parser.parse_args().into

@@ -105,6 +105,7 @@ def train(
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where the loss curve falls, and is that of one process."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     mesh = init_device_mesh(device.type, (given.dp, given.cp), mesh_dim_names=("dp", "cp"))
     curve = train(mesh, text, given, device)
@@ -117,6 +118,7 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dp", type=int, default=2, help="ranks that the rows are dealt over")
     parser.add_argument("--cp", type=int, default=2, help="ranks that each row is cut over")

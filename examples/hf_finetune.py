@@ -11,15 +11,14 @@ communicates. At the end the loss curve is compared with the same run on one ran
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from curves import losses_of, same_losses, share_cores
+from launch import on_ranks
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
-from tqdm import tqdm
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from customized_ops.ring_attention.api import transformers as seqshard
@@ -49,11 +48,9 @@ def train(
     """Losses of ``args.steps`` steps over the ranks of ``group``, or on this rank alone."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
-    shown = dist.get_rank() == 0
-    losses: list[float] = []
-    bar = tqdm(range(args.steps), desc=name, unit="step", disable=None if shown else True)
-    for step in bar:
-        shard = seqshard.shard_batch(inputs(text, step), group, args.layout)
+
+    def step(n: int) -> Tensor:
+        shard = seqshard.shard_batch(inputs(text, n), group, args.layout)
         with shard.context():
             share = model(**shard.inputs).loss  # of this rank's tokens, by the count of all
         optimizer.zero_grad()
@@ -61,10 +58,9 @@ def train(
         seqshard.sum_gradients(model.parameters(), group)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(seqshard.sum_over_ranks(share, group).item())
-        if shown and (step % 10 == 0 or step == args.steps - 1):
-            bar.write(f"{name}  step {step:3d}  loss {losses[-1]:.4f}")
-    return losses
+        return seqshard.sum_over_ranks(share, group)
+
+    return losses_of(name, args.steps, args.seq_len, step)
 
 
 def inputs(text: PackedText, step: int) -> dict[str, Any]:
@@ -76,30 +72,20 @@ def inputs(text: PackedText, step: int) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world))
+    """On every rank: 0 where the losses over ranks are those of one."""
+    world = dist.get_world_size()
+    share_cores(world)
     seqshard.register()
     text = PackedText(load_documents(), args.seq_len, seed=0)
-    losses = train(f"{world} ranks", dist.group.WORLD, text, args)
-
-    difference = 0.0
-    if rank == 0:
-        torch.set_num_threads(cores)
+    losses = alone = train(f"{world} ranks", dist.group.WORLD, text, args)
+    if dist.get_rank() == 0:  # the others wait
+        share_cores(1)
         alone = train("one rank", None, text, args)
-        # numpy's max, unlike Python's, is NaN where any loss is.
-        difference = float(np.abs(np.subtract(losses, alone)).max())
-        print(
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; largest difference from one rank over "
-            f"{args.steps} steps: {difference:.1e} (allowed {TOLERANCE:.0e})"
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(not difference < TOLERANCE)
+    return same_losses(losses, alone, TOLERANCE)
 
 
 def parse() -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes to cut the tokens over")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag")
@@ -111,11 +97,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse()
-    if "RANK" in os.environ:
-        sys.exit(main(arguments))
-    # Not under torchrun yet: start the ranks. torchrun takes --nproc for an option of its own.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", arguments.nproc]
-    given = {name: value for name, value in vars(arguments).items() if name != "nproc"}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *map(str, launch), __file__, *flags])
+    on_ranks(lambda device: main(arguments), arguments.nproc, gpus=False)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 
-def start_ranks(count: int, arguments: Sequence[str]) -> None:
+def start_ranks(count: int) -> None:
     """Run this script again, as ``count`` ranks under torchrun; returns on those ranks only."""
     if "RANK" in os.environ:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    os.execv(sys.executable, [sys.executable, *launch, sys.argv[0], *arguments])
+    # After "--" torchrun takes nothing for an option of its own.
+    os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
 
 
-def on_ranks(main: Callable[[torch.device], int], count: int) -> None:
-    """Exit with what ``main(device)`` returns on ``count`` ranks: on GPUs where there are as many,
-    else on the CPU over gloo."""
-    start_ranks(count, sys.argv[1:])
+def on_ranks(main: Callable[[torch.device], int], count: int, gpus: bool = True) -> None:
+    """Exit with what ``main(device)`` returns on ``count`` ranks: on GPUs where there are as many
+    and ``gpus`` are wanted, else on the CPU over gloo."""
+    start_ranks(count)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
-    if torch.cuda.device_count() >= world:
+    if gpus and torch.cuda.device_count() >= world:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")

@@ -100,11 +100,10 @@ def logits_of(model: Llama, attend: Cut | Whole, tokens: Tensor, positions: Tens
 @torch.no_grad()
 def generate(model: Llama, attend: Cut | Whole, prompt: Tensor, new: int) -> Tensor:
     """Logits [1, new, vocabulary] of the tokens after ``prompt`` [1, l], the most likely each."""
-    length, last = prompt.shape[1], prompt.shape[1] - 1
-    cut = isinstance(attend, Cut)
+    length, cut = prompt.shape[1], isinstance(attend, Cut)
     own = torch.from_numpy(attend.layout.positions(attend.rank)) if cut else torch.arange(length)
     own = own.to(prompt.device)
-    logits = logits_of(model, attend, prompt[:, own], own)[:, own == last].sum(1)
+    logits = logits_of(model, attend, prompt[:, own], own)[:, own == length - 1].sum(1)
     if cut:  # one rank holds the last token; the others add nothing
         dist.all_reduce(logits)
     each = [logits]
@@ -116,26 +115,28 @@ def generate(model: Llama, attend: Cut | Whole, prompt: Tensor, new: int) -> Ten
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where what is generated is what one device generates."""
     torch.manual_seed(0)
     sizes = dict(dim=64, layers=2, heads=4, kv_heads=2, hidden=96)
     model = Llama(LlamaConfig(**sizes)).double().to(device)
     for weight in model.parameters():  # large enough that tokens differ
         nn.init.normal_(weight, std=0.4)
-    text = PackedText(load_documents(max_bytes=100_000), given.prompt)
-    prompt = text.batch(0, packed=False).tokens.to(device)
+    text = PackedText(load_documents(max_bytes=100_000), given.prompt).batch(0, packed=False)
+    prompt = text.tokens.to(device)
     cut = Cut(Layout.zigzag(given.prompt, dist.get_world_size()))
     logits = generate(model, cut, prompt, given.new)
-    kept = next(iter(cut.kept.values()))[0].shape[1]
     whole = generate(model, Whole(), prompt, given.new)
     tokens = logits.argmax(-1)
     if dist.get_rank() == 0:
-        print(f"rank 0 keeps the keys of {kept} tokens; generated: {tokens[0].tolist()}")
+        kept, _ = next(iter(cut.kept.values()))
+        print(f"rank 0 keeps {kept.shape[1]} tokens' keys; generated: {tokens[0].tolist()}")
     others = (tokens != whole.argmax(-1)).sum().item()
     wrong = verdict("the tokens are those of one device", others, 0)
     return wrong | verdict("so are their logits", (logits - whole).abs().max().item(), 1e-10)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=500, help="tokens (bytes of text)")

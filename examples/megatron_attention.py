@@ -124,6 +124,7 @@ def train(group: Any, text: PackedText, steps: int, device: torch.device) -> Ten
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where the losses are those of one process."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     cut = train(dist.group.WORLD, text, given.steps, device)
     alone = train(None, text, given.steps, device)
@@ -134,6 +135,7 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="in a batch")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from launch import on_ranks, verdict
+from curves import losses_of, same_losses
+from launch import on_ranks
 from llama import Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
@@ -61,22 +62,25 @@ def missing(gpus: int) -> list[str]:
 
 
 def train(
+    name: str,
     model: Callable[..., Tensor],
     optimizer: torch.optim.Optimizer,
     batches: Sequence[dict[str, Tensor]],
 ) -> list[float]:
     """The loss of each batch."""
-    losses = []
-    for batch in batches:
-        loss = model(**batch)
+
+    def step(n: int) -> Tensor:
+        loss = model(**batches[n])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss
+
+    return losses_of(name, len(batches), batches[0]["tokens"].numel(), step)
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where the losses are those of one process."""
     import nnscaler
 
     ranks = dist.get_world_size()
@@ -90,17 +94,17 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
     model = llama(config)
     cut = parallelize(model, batches[0], given.policy, compute, engine="nnscaler", **where)
     # nnscaler's optimizer adds the gradients up over the ranks before its step.
-    losses = train(cut, nnscaler.build_optimizer(cut, torch.optim.AdamW, **ADAM), batches)
-    model = llama(config).to(device)
-    alone = train(model, torch.optim.AdamW(model.parameters(), **ADAM), batches)
+    optimizer = nnscaler.build_optimizer(cut, torch.optim.AdamW, **ADAM)
     if dist.get_rank() == 0:
         print(cut.plan, end="\n\n")
-        print(f"losses on {ranks} ranks: {[round(loss, 4) for loss in losses]}")
-    difference = (torch.tensor(losses).double() - torch.tensor(alone).double()).abs().max().item()
-    return verdict("the loss curve is that of one process", difference, 1e-9)
+    losses = train(f"{ranks} ranks", cut, optimizer, batches)
+    model = llama(config).to(device)
+    alone = train("one rank", model, torch.optim.AdamW(model.parameters(), **ADAM), batches)
+    return same_losses(losses, alone, 1e-9)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--policy", choices=("cp_follow", "cp"), default="cp_follow")

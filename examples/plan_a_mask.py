@@ -63,6 +63,7 @@ def run(plan: Plan) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where the plan computes each pair once, and ranks get what one device gets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("mask", help="such as 'sliding_window(8192, 1024)'")
     parser.add_argument("--ranks", type=int, default=4)

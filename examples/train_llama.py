@@ -11,19 +11,15 @@ run on one rank.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from launch import start_ranks
+from curves import losses_of, same_losses, share_cores
+from launch import on_ranks
 from llama import ATTENTION, Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
-from torch import nn
-from tqdm import tqdm
+from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
 
@@ -37,37 +33,27 @@ def train(
     text: PackedText,
     args: argparse.Namespace,
 ) -> list[float]:
-    """Losses of ``args.steps`` steps; rank 0 shows a bar and the loss every 10 steps."""
-    shown = dist.get_rank() == 0
+    """Losses of ``args.steps`` steps; ``sync`` adds gradients up over the ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
-    losses: list[float] = []
-    bar = tqdm(range(args.steps), desc=name, unit="step", disable=None if shown else True)
-    start = time.perf_counter()
-    for step in bar:
-        loss = model(**inputs(text.batch(step, packed=args.op == "varlen"), args.op))
+
+    def step(n: int) -> Tensor:
+        loss = model(**inputs(text.batch(n, packed=args.op == "varlen"), args.op))
         optimizer.zero_grad()
         loss.backward()
         sync()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        losses.append(loss.item())
-        if shown and (step % 10 == 0 or step == args.steps - 1):
-            bar.write(f"{name}  step {step:3d}  loss {losses[-1]:.4f}")
-    seconds = time.perf_counter() - start
-    if shown:
-        print(f"{name}: {args.steps * args.seq_len / seconds:,.0f} tokens/s")
-    return losses
+        return loss
+
+    return losses_of(name, args.steps, args.seq_len, step)
 
 
 def main(args: argparse.Namespace) -> int:
-    dist.init_process_group("gloo")
+    """On every rank: 0 where the losses over ranks are those of one."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    torch.set_num_threads(max(1, cores // world))
+    share_cores(world)
     text = PackedText(load_documents(), args.seq_len, seed=0)
     torch.manual_seed(0)
     model = Llama(LlamaConfig(op=args.op))
@@ -77,23 +63,17 @@ def main(args: argparse.Namespace) -> int:
     if rank == 0:
         print(parallel.plan)
     losses = train(f"{world} ranks", parallel, parallel.sync_grad, text, args)
-
-    difference = 0.0
-    if rank == 0 and not args.no_compare:
-        torch.set_num_threads(cores)
+    if args.no_compare:
+        return 0
+    alone = losses
+    if rank == 0:  # the others wait
+        share_cores(1)
         alone = train("one rank", model, lambda: None, text, args)
-        # numpy's max, unlike Python's, is NaN where any loss is.
-        difference = float(np.abs(np.subtract(losses, alone)).max())
-        print(
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; largest difference from one rank over "
-            f"{args.steps} steps: {difference:.1e} (allowed {TOLERANCE:.0e})"
-        )
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(not difference < TOLERANCE)
+    return same_losses(losses, alone, TOLERANCE)
 
 
 def parse() -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes to cut the sequence over")
     parser.add_argument("--op", choices=tuple(ATTENTION), default="ring")
@@ -106,9 +86,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse()
-    # torchrun takes --nproc for an option of its own.
-    given = {name: value for name, value in vars(arguments).items() if name != "nproc"}
-    flags = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if not isinstance(v, bool)]
-    flags += [f"--{n.replace('_', '-')}" for n, v in given.items() if v is True]
-    start_ranks(arguments.nproc, flags)
-    sys.exit(main(arguments))
+    on_ranks(lambda device: main(arguments), arguments.nproc, gpus=False)

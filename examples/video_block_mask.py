@@ -65,6 +65,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: AttnMask) -> list
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where attention is as dense, and evened out by the balanced layout."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunk_tokens = given.frames * given.height * given.width
     mask = video_mask(given.chunks, chunk_tokens, given.reach)
@@ -93,6 +94,7 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, default=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from annotate_an_op import SumOverRanks
+from group_norm import SumOverRanks
 from op_cases import Case
 from rank_groups import device
 from torch import Tensor

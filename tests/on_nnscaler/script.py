@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from annotate_an_op import ALONG_L, batch, mean
+from annotate_an_op import batch
+from group_norm import ALONG_L, mean
 from torch import Tensor, nn
 
 from annotations import PartitionRule, register_op
