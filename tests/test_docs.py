@@ -1,8 +1,10 @@
-"""Every Python block of the documentation runs, and prints what stands below it."""
+"""Every Python block of the documentation runs, and prints what stands below it.
+
+Those that need ranks or a model of the reader's are in ``test_doc_fragments.py``.
+"""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import doctest
 import importlib
@@ -14,29 +16,13 @@ from pathlib import Path
 import draw_pictures
 import numpy as np
 import pytest
+from doc_blocks import PAGES, ROOT, blocks
 from PIL import Image
 
 import annotations
 import customized_ops
 
-ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```(python|py)\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "examples/benchmark/README.md",
-    *sorted(
-        str(page.relative_to(ROOT))
-        for folder in ("annotations", "customized_ops")
-        for page in (ROOT / folder).rglob("docs/*.md")
-    ),
-)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
-
-
-def blocks(kind: str) -> list[tuple[str, str | None]]:
-    texts = [(ROOT / page).read_text() for page in PAGES]
-    return [(code, out or None) for t in texts for k, code, out in BLOCK.findall(t) if k == kind]
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
@@ -53,16 +39,6 @@ def test_block_runs_and_prints_what_it_says(number: int) -> None:
 def test_there_are_blocks() -> None:
     assert len(blocks("python")) >= 3
     assert sum(output is not None for _, output in blocks("python")) >= 3
-
-
-@pytest.mark.parametrize("number", range(len(blocks("py"))))
-def test_fragments_parse_and_import_what_exists(number: int) -> None:
-    """Blocks marked py need ranks or a model of the reader's; their imports must still hold."""
-    tree = ast.parse(blocks("py")[number][0])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module or "")
-            assert all(hasattr(module, alias.name) for alias in node.names)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,0 +1,178 @@
+"""Blocks of the documentation that need ranks, a model of the reader's, or a shell."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import doc_jobs
+import pytest
+import torch
+from benchmark import command
+from doc_blocks import ROOT, blocks
+from ranks import Pool
+
+import annotations
+from annotations import ComputeConfig
+from annotations.engines.torch import __main__ as engine_commands
+from annotations.engines.torch import plan_without_ranks
+from customized_ops.ring_attention import __main__ as commands
+
+# What each block marked py has in it, and why it does not run here, if it does not.
+FRAGMENTS = {
+    "dist.init_process_group": "",
+    "def policy(": "",
+    'engine="nnscaler"': "needs CUDA and nnscaler; tests/on_nnscaler makes such calls",
+    "class LossOf": "",
+    '"mesh_shape": (4, 2)': "",
+    "plan_without_ranks": "",
+}
+
+
+def fragment(what: str) -> str:
+    """The one block with ``what`` in it."""
+    assert not FRAGMENTS[what]
+    (code,) = (code for code, _ in blocks("py") if what in code)
+    return code
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """The names that a block leaves behind."""
+    exec(compile(code, "block", "exec"), names)
+    return names
+
+
+def test_each_fragment_is_known() -> None:
+    found = [[what for what in FRAGMENTS if what in code] for code, _ in blocks("py")]
+    assert sorted(found) == sorted([what] for what in FRAGMENTS)
+
+
+@pytest.mark.parametrize("number", range(len(FRAGMENTS)))
+def test_fragments_import_what_exists(number: int) -> None:
+    for node in ast.walk(ast.parse(blocks("py")[number][0])):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.slow
+def test_two_copies_make_a_step(four_ranks: Pool) -> None:
+    for far in four_ranks.run(doc_jobs.step_of_two_copies, fragment("dist.init_process_group")):
+        assert len(far) > 10 and all(far[what] < 1e-10 for what in far), far
+
+
+def test_a_policy_decides_op_by_op() -> None:
+    policy = run(fragment("def policy("))["policy"]
+    plan = plan_without_ranks(doc_jobs.llama(), doc_jobs.batch(0), policy, ComputeConfig(2, 2))
+    assert (plan.splits["ring_attn"], plan.splits["ring_attn_1"]) == ("g", "l")
+
+
+def test_a_plan_of_a_mesh_with_limits() -> None:
+    """Planned for as many ranks as the block says, of which none is there."""
+    with mock.patch.object(annotations, "parallelize", plan_without_ranks):
+        code = fragment('"mesh_shape": (4, 2)').replace("plan_ngpus=8,", "8, 8,")
+        plan = run(code, model=doc_jobs.llama(), example=doc_jobs.batch(0))["model"]
+    assert str(plan).startswith("plan: 8 ranks (4 x 2) a copy")
+    assert plan.limit_bytes == 70e9
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_large_model_is_planned_without_ranks(
+    layers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a layer in place of the 32, unless there is time."""
+    run(fragment("plan_without_ranks").replace("layers=32", f"layers={layers}"))
+    assert capsys.readouterr().out.startswith("plan: 8 ranks a copy")
+
+
+def test_a_loss_of_transformers_is_planned() -> None:
+    hf = pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
+    from customized_ops.ring_attention.api import transformers as seqshard
+
+    seqshard.register()
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1)
+    config = hf.LlamaConfig(**sizes, vocab_size=50, attn_implementation="seqshard")
+    model = hf.LlamaForCausalLM(config)
+    loss_of = run(fragment("class LossOf"), torch=torch)["LossOf"](model)
+    tokens = torch.randint(50, (1, 32), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(32)[None]}
+    assert torch.equal(loss_of(**batch), model(**batch).loss)
+    plan = plan_without_ranks(loss_of, batch, "cp", ComputeConfig(2, 2))
+    assert re.search(r"\bl / 2\b", str(plan)), plan
+
+
+# How the arguments of each script and module that a page names are read.
+PARSERS: dict[str, Callable[[list[str]], Any]] = {
+    "examples/benchmark/attention.py": lambda given: benchmark(given),
+    "tests/benchmarks/kernel_speed.py": lambda given: kernel_speed(given),
+    "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
+    "annotations.engines.torch": lambda given: engine_command(given),
+}
+ON_CPU = ("--device", "cpu", "--tokens", "512")  # the kernels' benchmark stops without a GPU
+# What fetches something, or says where libraries are.
+NOT_OURS = ("git clone ", ".venv/bin/pip install ", "export ", "nvidia=")
+
+
+def benchmark(given: list[str]) -> None:
+    """Its arguments, as on a machine with GPUs."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        command.parse(given)
+
+
+def kernel_speed(given: list[str]) -> None:
+    """Its arguments, which stand in a module beside it."""
+    with mock.patch.object(sys, "path", [str(ROOT / "tests" / "benchmarks"), *sys.path]):
+        importlib.import_module("speed_arguments").parse(
+            [*given, "--device", "cpu", "--tokens", "512"]
+        )
+
+
+def engine_command(given: list[str]) -> None:
+    """The engine's command line, that does nothing."""
+    with (
+        mock.patch.object(engine_commands, "measure"),
+        mock.patch.object(engine_commands, "plan"),
+        mock.patch.object(sys, "argv", ["", *given]),
+    ):
+        engine_commands.main()
+
+
+def lines() -> list[str]:
+    """What the pages tell a shell to do."""
+    each = "\n".join(code for code, _ in blocks("sh")).splitlines()
+    return sorted({line.split(" # ")[0].strip() for line in each if line})
+
+
+@pytest.mark.parametrize("line", [line for line in lines() if not line.startswith(NOT_OURS)])
+def test_commands_exist_and_take_these_arguments(line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{word}:", makefile, re.MULTILINE) for word in words[1:])
+        return
+    program, *rest = words
+    assert Path(program).name in ("python", "torchrun"), line
+    if rest[0] == "--nproc-per-node":
+        rest = rest[2:]
+    if rest[0] == "-m":
+        rest = rest[1:]
+    name, *given = rest
+    if name == "pytest":
+        paths = [word for word in given if word.startswith("tests")]
+        assert all((ROOT / path).exists() for path in paths), line
+        return
+    assert importlib.util.find_spec(name) if "/" not in name else (ROOT / name).exists(), line
+    PARSERS[name](given)
+
+
+def test_what_a_command_does_not_take_is_seen() -> None:
+    for parse in PARSERS.values():
+        with pytest.raises(SystemExit):
+            parse(["--no-such-option"])
