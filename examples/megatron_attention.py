@@ -1,9 +1,10 @@
-"""Megatron's core attention, and how it cuts a batch, over the ranks of a context-parallel group.
+"""A small model with Megatron's core attention over the ranks of a context-parallel group.
 
-``RingCoreAttention`` has the call of Megatron-Core's ``DotProductAttention``: tokens first, [s, b,
-h, d] to [s, b, h d]. ``get_batch_on_this_cp_rank`` cuts tensors as Megatron's function of that name
-does: 2 P chunks, of which rank r gets chunk r and chunk 2 P - 1 - r, which is ``Layout.zigzag``.
-Megatron is not needed. Shows that a small model over ranks has the losses of one process.
+``megatron_core_attention.RingCoreAttention`` has the constructor and the call of Megatron-Core's
+core attentions: tokens first, [s, b, h, d] to [s, b, h d]. ``get_batch_on_this_cp_rank`` cuts
+tensors as Megatron's function of that name does: 2 P chunks, of which rank r gets chunk r and chunk
+2 P - 1 - r, which is ``Layout.zigzag``. Megatron is not needed. Shows that the model over ranks has
+the losses of one process.
 
     python examples/megatron_attention.py                   2 processes
 """
@@ -12,57 +13,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import on_ranks, verdict
+from megatron_core_attention import RingCoreAttention
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor, nn
-
-from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
-
-
-class RingCoreAttention(nn.Module):
-    """Causal or full attention over a group; ``None`` is one rank."""
-
-    def __init__(self, group: Any = None, softmax_scale: float | None = None) -> None:
-        super().__init__()
-        self.group, self.softmax_scale = group, softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = "causal",
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """``s b (g n) d, s b g d, s b g d -> s b ((g n) d)``
-
-        Args:
-            attn_mask_type: Megatron's enum, or its name: "causal" or "no_mask".
-            attention_mask: only for the causal mask, which is known without it.
-        Raises:
-            NotImplementedError: what this attention does not do.
-        """
-        kind = getattr(attn_mask_type, "name", attn_mask_type)
-        if kind not in ("causal", "no_mask") or (attention_mask is not None and kind != "causal"):
-            raise NotImplementedError(f"attn_mask_type {kind!r} and its attention_mask")
-        if attention_bias is not None or packed_seq_params is not None:
-            raise NotImplementedError("attention_bias and packed_seq_params")
-        size = 1 if self.group is None else dist.get_world_size(self.group)
-        out = wrap_zigzag_attn_func(
-            *(t.transpose(0, 1) for t in (query, key, value)),
-            softmax_scale=self.softmax_scale,
-            causal=kind == "causal",
-            process_group=self.group,
-            layout=Layout.zigzag(query.shape[0] * size, size),
-        )
-        return out.transpose(0, 1).flatten(2)
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
@@ -89,7 +49,12 @@ class TinyModel(nn.Module):
         self.sizes = [heads * self.head_dim, groups * self.head_dim, groups * self.head_dim]
         self.qkv, self.out = nn.Linear(dim, sum(self.sizes)), nn.Linear(dim, VOCAB_SIZE)
         self.position = nn.Embedding(1024, dim)
-        self.core_attention = RingCoreAttention(group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks)
+        groups_of = SimpleNamespace(cp=group)  # Megatron's ProcessGroupCollection
+        self.core_attention = RingCoreAttention(
+            config, 1, "causal", "self", pg_collection=groups_of
+        )
 
     def forward(self, tokens: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         """Sum of the losses of these tokens."""

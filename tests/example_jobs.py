@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from rank_groups import device
@@ -24,15 +25,13 @@ def no_merge(*_: object) -> None:
 
 
 def run(name: str, arguments: Sequence[str], change: tuple[str, object] | None = None) -> tuple:
-    """What an example's ``main`` returns and prints here, with something of its module changed."""
+    """What an example's ``main`` returns and prints here, with something, named from its module or
+    another, changed."""
     module, said = importlib.import_module(name), io.StringIO()
-    before = {} if change is None else {change[0]: getattr(module, change[0])}
-    try:
+    with contextlib.ExitStack() as stack:
         if change is not None:
-            setattr(module, *change)
-        with contextlib.redirect_stdout(said):
-            failed = module.main(module.parse(arguments), torch.device(device()))
-    finally:
-        for attribute, value in before.items():
-            setattr(module, attribute, value)
+            what, value = change
+            stack.enter_context(mock.patch(what if "." in what else f"{name}.{what}", value))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        failed = module.main(module.parse(arguments), torch.device(device()))
     return failed, said.getvalue()

@@ -66,7 +66,7 @@ def test_fsdp2_context_parallel(ranks: Pool) -> None:
         ),
         (
             "megatron_attention",
-            ("wrap_zigzag_attn_func", example_jobs.no_peers),
+            ("megatron_core_attention.wrap_zigzag_attn_func", example_jobs.no_peers),
             "the losses are those of one process",
         ),
     ],

@@ -1,0 +1,146 @@
+"""Megatron-Core's core attention over a context-parallel group.
+
+Name ``RingCoreAttention`` as ``core_attention`` in a layer spec, in place of
+``TEDotProductAttention``. Megatron is not needed to import this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
+
+REFUSED_FLAGS = ("qk_clip", "log_max_attention_logit", "batch_invariant_mode")
+CAUSAL = ("causal", "causal_bottom_right")  # of as many keys as queries they are the same
+
+
+def refuse(what: str, value: Any, reason: str) -> None:
+    """Say of an argument that this attention does not do it."""
+    raise NotImplementedError(f"RingCoreAttention: {what}={value!r}: {reason}")
+
+
+def name_of(mask_type: Any) -> str:
+    """Of Megatron's ``AttnMaskType``, or of its name."""
+    name = getattr(mask_type, "name", mask_type)
+    if name not in (*CAUSAL, "no_mask"):
+        refuse("attn_mask_type", name, f"there are {', '.join(CAUSAL)} and no_mask")
+    return name
+
+
+class RingCoreAttention(nn.Module):
+    """Self-attention over ``pg_collection.cp``, with the arguments of ``TEDotProductAttention``.
+
+    Args:
+        config: Megatron's ``TransformerConfig``. Of it come ``window_size`` with
+            ``window_attn_skip_freq``, ``softmax_type`` (a sink), ``deterministic_mode`` and, where
+            the argument is None, ``attention_dropout``. ``apply_query_key_layer_scaling`` changes
+            no result, and scores are fp32 here.
+        k_channels, v_channels: head dims; tensors are checked against them.
+        cp_comm_type: None or "p2p". Whatever it is, the plan decides what moves.
+        pg_collection: its ``cp`` is the group where ``config.context_parallel_size`` is not 1.
+    Raises:
+        NotImplementedError: what this attention does not do. ValueError: there is no group.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            refuse("attention_dropout", dropout, "it needs a seed that the ranks share")
+        if attention_type != "self":
+            refuse("attention_type", attention_type, "keys are the queries' tokens")
+        if num_splits not in (None, 1):
+            refuse("num_splits", num_splits, "the plan cuts the work")
+        if cp_comm_type not in (None, "p2p"):
+            refuse("cp_comm_type", cp_comm_type, "the plan decides what moves; leave it out")
+        for flag in REFUSED_FLAGS:
+            if getattr(config, flag, False):
+                refuse(f"config.{flag}", True, "not done here")
+        self.config, self.mask_type = config, name_of(attn_mask_type)
+        self.softmax_scale, self.channels = softmax_scale, (k_channels, v_channels)
+        self.group = None
+        if config.context_parallel_size > 1:
+            self.group = getattr(pg_collection, "cp", None)
+            if self.group is None:
+                ranks = config.context_parallel_size
+                raise ValueError(f"RingCoreAttention: {ranks} ranks need a pg_collection with cp")
+        self.window = (-1, -1)
+        skip = getattr(config, "window_attn_skip_freq", None)
+        own = skip[layer_number - 1] if isinstance(skip, list) else not skip or layer_number % skip
+        if getattr(config, "window_size", None) and own:
+            self.window = tuple(config.window_size)
+        self._add_sink(getattr(config, "softmax_type", "vanilla"))
+
+    def _add_sink(self, softmax_type: str) -> None:
+        """A logit for each head of this rank that joins the softmax and has no value."""
+        if softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        if softmax_type not in ("off-by-one", "learnable"):
+            refuse("config.softmax_type", softmax_type, "it is vanilla, off-by-one or learnable")
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        zeros = torch.zeros(heads, dtype=self.config.params_dtype, device=device)
+        if softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+        else:
+            self.softmax_offset = nn.Parameter(self.config.init_method(zeros))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """``s b (g n) d, s b g d, s b g e -> s b ((g n) e)``, tokens in zigzag shards of a group.
+
+        Args:
+            attention_mask: None; the type alone says who attends to whom.
+            attn_mask_type: None is the constructor's.
+        Raises:
+            NotImplementedError: what this attention does not do. ValueError: other head dims.
+        """
+        given = {"attention_bias": attention_bias, "packed_seq_params": packed_seq_params}
+        for what, it in {"attention_mask": attention_mask, **given}.items():
+            if it is not None:
+                refuse(what, type(it).__name__, "leave it out; attn_mask_type alone is the mask")
+        if num_splits not in (None, 1):
+            refuse("num_splits", num_splits, "the plan cuts the work")
+        kind = self.mask_type if attn_mask_type is None else name_of(attn_mask_type)
+        for what, t, wide in zip(("key", "value"), (key, value), self.channels, strict=True):
+            if wide not in (None, t.shape[-1]):
+                raise ValueError(f"RingCoreAttention: {what} {tuple(t.shape)} has no dim {wide}")
+        size = 1 if self.group is None else dist.get_world_size(self.group)
+        out = wrap_zigzag_attn_func(
+            *(t.transpose(0, 1) for t in (query, key, value)),
+            softmax_scale=self.softmax_scale,
+            causal=kind in CAUSAL,
+            window_size=self.window,
+            deterministic=getattr(self.config, "deterministic_mode", False),
+            process_group=self.group,
+            sink=self.softmax_offset,
+            layout=Layout.zigzag(query.shape[0] * size, size),
+        )
+        return out.transpose(0, 1).flatten(2)
