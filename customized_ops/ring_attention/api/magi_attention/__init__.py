@@ -182,9 +182,14 @@ def calc_attn(
         return_max_logits: only False.
     Raises:
         ArgumentError: tensors of other heads or widths than the key says, or of other lengths.
+        NotImplementedError: return_max_logits.
     """
-    refuse_max_logits("calc_attn", return_max_logits)
-    checked("calc_attn", key.comm, lambda: _check_shapes(q, k, v, key))
+
+    def check() -> None:
+        refuse_max_logits("calc_attn", return_max_logits)
+        _check_shapes(q, k, v, key)
+
+    checked("calc_attn", key.comm, check)
     return attention(
         q,
         k,

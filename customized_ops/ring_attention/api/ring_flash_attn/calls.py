@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...arguments import ArgumentError
+from ...arguments import ArgumentError, checked
 from ...core.comm import Comm
 from ...core.groups import GroupLike, comm_by_name, group_name
 
@@ -38,6 +38,15 @@ def called(function: Callable[..., Result], name: str) -> Callable[..., Result]:
     return function
 
 
+def _parts(name: str, packed: str, stacked: Tensor) -> tuple[Tensor, ...]:
+    if stacked.ndim < 4 or stacked.shape[-3] != len(packed):
+        raise ArgumentError(
+            f"{name}: dim -3 of {packed} must hold {', '.join(packed)}, got {packed} of shape "
+            f"{tuple(stacked.shape)}"
+        )
+    return stacked.unbind(-3)
+
+
 def of_packed(function: Callable[..., Result], packed: str) -> Callable[..., Result]:
     """``function`` of a tensor that holds those named by ``packed``, stacked on dim -3."""
     name = function.__name__.replace("_func", f"_{packed}packed_func")
@@ -45,13 +54,9 @@ def of_packed(function: Callable[..., Result], packed: str) -> Callable[..., Res
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:
         given = signature.bind(*args, **kwargs).arguments
-        stacked = given.pop(packed)
-        if stacked.ndim < 4 or stacked.shape[-3] != len(packed):
-            raise ArgumentError(
-                f"{name}: dim -3 of {packed} must hold {', '.join(packed)}, got {packed} of shape "
-                f"{tuple(stacked.shape)}"
-            )
-        return function(**given, **dict(zip(packed, stacked.unbind(-3), strict=True)))
+        stacked, comm = given.pop(packed), comm_of(name, given.get("group"))
+        parts = checked(name, comm, lambda: _parts(name, packed, stacked))
+        return function(**{**given, "group": comm}, **dict(zip(packed, parts, strict=True)))
 
     plain = inspect.signature(function)
     others = [each for each in plain.parameters.values() if each.name not in packed]

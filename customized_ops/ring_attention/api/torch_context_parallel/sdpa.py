@@ -126,9 +126,9 @@ def flex(
         NotImplementedError: score_mod, kernel_options, or max_scores.
         ArgumentError: shapes that do not fit, on every rank alike.
     """
-    _refuse_flex(score_mod, kernel_options, return_lse, return_aux)
 
     def check() -> AttnMask:
+        _refuse_flex(score_mod, kernel_options, return_lse, return_aux)
         _check_heads(FLEX, query, key, value, enable_gqa)
         total = cut.total(query.shape[-2])
         mask = AttnMask.full(total) if block_mask is None else mask_of_block_mask(block_mask)

@@ -52,7 +52,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...arguments import ArgumentError
+from ...arguments import ArgumentError, checked
 from ...core.groups import GroupLike, comm_by_name, group_name
 from .arguments import AttnType, check_dims, kernel_of, refuse
 from .attention import SequenceAttention
@@ -202,7 +202,7 @@ class LongContextAttentionQKVPacked(SequenceAttention):
 
     def forward(self, qkv: Tensor, *args: Any, **more: Any) -> Any:  # type: ignore[override]
         """See :meth:`SequenceAttention.forward`, which takes q, k and v instead."""
-        q, k, v = self._unpacked(qkv)
+        q, k, v = checked(self.title, self.parallel.process_group, lambda: self._unpacked(qkv))
         return super().forward(q, k, v, *args, **more)
 
     def _unpacked(self, qkv: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,93 @@
+"""What one rank alone asks of a face and cannot have: its peers hear of it, and none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
+from customized_ops.ring_attention.api import (
+    magi_attention,
+    ring_flash_attn,
+    torch_context_parallel,
+    yunchang,
+)
+from customized_ops.ring_attention.api.torch_context_parallel.sdpa import Cut, flex
+from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
+from customized_ops.ring_attention.core.comm import Comm
+
+Call = Callable[[Comm, bool], object]  # whether it is the rank whose call cannot be
+
+
+def yunchang_packed(comm: Comm, bad: bool) -> object:
+    attend = yunchang.LongContextAttentionQKVPacked(parallel=SequenceParallel(1, 2, comm))
+    return attend(torch.zeros(1, 4, 2 if bad else 3, 2, 8))
+
+
+def yunchang_grouped(comm: Comm, bad: bool) -> object:
+    parallel = SequenceParallel(1, 2, comm)
+    attend = yunchang.LongContextAttentionQKVPacked(parallel=parallel, kv_heads=1)
+    return attend(torch.zeros(1, 4, 2 if bad else 4, 8))
+
+
+def ring_packed(comm: Comm, bad: bool) -> object:
+    qkv = torch.zeros(1, 4, 2 if bad else 3, 2, 8)
+    return ring_flash_attn.ring_flash_attn_qkvpacked_func(qkv, group=comm)
+
+
+def ring_packed_documents(comm: Comm, bad: bool) -> object:
+    q, kv = torch.zeros(4, 2, 8), torch.zeros(4, 3 if bad else 2, 2, 8)
+    function = ring_flash_attn.zigzag_ring_flash_attn_varlen_kvpacked_func
+    return function(q, kv, torch.tensor([0, 4]), 4, group=comm)
+
+
+def flex_scores(comm: Comm, bad: bool) -> object:
+    q = torch.zeros(1, 2, 4, 8)
+    return flex(Cut(comm), q, q, q, score_mod=(lambda score, *_: score) if bad else None)
+
+
+def flex_of_the_program(comm: Comm, bad: bool) -> object:
+    q = torch.zeros(1, 2, 4, 8)
+    options = {"BLOCK_M": 64} if bad else None
+    layout = Layout.contiguous(8, 2)
+    with torch_context_parallel.context_parallel(comm, layout=layout):
+        return torch_context_parallel.flex_attention(q, q, q, kernel_options=options)
+
+
+def magi_logits(comm: Comm, bad: bool) -> object:
+    key = magi_attention.magi_attn_varlen_key([0, 8], [0, 8], 2, 2, 8, cp_group_or_mesh=comm)
+    q = torch.zeros(4, 2, 8)
+    return magi_attention.calc_attn(q, q, q, key, return_max_logits=bad)
+
+
+CALLS: dict[Call, str] = {
+    yunchang_packed: "qkv must be [b, l, 3, h, d]",
+    yunchang_grouped: "must have the heads of q and 2 x kv_heads=1",
+    ring_packed: "dim -3 of qkv must hold q, k, v",
+    ring_packed_documents: "dim -3 of kv must hold k, v",
+    flex_scores: "score_mod is not taken",
+    flex_of_the_program: "kernel_options are for torch's own kernel",
+    magi_logits: "no kernel here tells the largest score",
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_the_peers_hear_of_it(call: Call) -> None:
+    def rank(comm: Comm) -> Exception | None:
+        try:
+            call(comm, comm.rank == 1)
+        except (ValueError, NotImplementedError) as error:
+            return error
+        return None
+
+    peer, own = run_ranks(2, rank)
+    assert CALLS[call] in str(own) and not isinstance(own, DisagreementError)
+    assert isinstance(peer, DisagreementError), peer
+    assert f"rank 1: {own}" in str(peer)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_without_it_the_call_is_made(call: Call) -> None:
+    run_ranks(2, lambda comm: call(comm, False))
