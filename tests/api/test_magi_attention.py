@@ -256,6 +256,25 @@ def test_keys_that_are_refused(changes: dict[str, object], said: str) -> None:
     assert said in refused(**changes)
 
 
+# What plans choose instead.
+OVERLAP = {
+    "mode": magi.AttnOverlapMode.DYNAMIC,
+    "dynamic_max_degree": None,
+    "min_chunk_size": 256,
+    "max_num_chunks": 32,
+    "alg": magi.GreedyOverlapAlg(),
+    "calc_cost_factor": 2.0,
+    "comm_cost_factor": 2.0,
+}
+
+
+def test_the_defaults_of_magi_attention_are_taken() -> None:
+    spelt = magi.OverlapConfig(magi.AttnOverlapMode.STATIC, 1, 8, 512, 64, magi.UniformOverlapAlg())
+    assert spelt == magi.OverlapConfig()
+    assert magi.OverlapConfig(degree=None).degree is None
+    assert magi.DistAttnConfig(overlap_config=spelt) == magi.DistAttnConfig()
+
+
 def test_calls_that_are_refused() -> None:
     key = CASES["causal"].key(None)
     q, k, v = (t for t in CASES["causal"].tensors()[:3])
@@ -268,6 +287,11 @@ def test_calls_that_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="degree=2 is not taken: a plan's costs"):
         magi.OverlapConfig(degree=2)
     assert magi.OverlapConfig() == magi.OverlapConfig(degree=1)
+    for name, value in OVERLAP.items():
+        with pytest.raises(NotImplementedError, match=f"{name}=.* is not taken: a plan's costs"):
+            magi.OverlapConfig(**{name: value})
+    with pytest.raises(NotImplementedError, match="grpcoll_config=24 tunes the messages"):
+        magi.DistAttnConfig(grpcoll_config=24)
     ranges = torch.tensor([[0, 40]])
     for name, value in (("sparse_load", True), ("sm_margin", 8), ("index_attn_indices", ranges)):
         with pytest.raises(NotImplementedError, match=f"{name} is for MagiAttention's own kernel"):

@@ -11,21 +11,25 @@
 | `flex_flash_attn_func` | `wrap_masked_attn_func` with no group |
 | `DispatchConfig(chunk_size, alg)` | `Layout.balanced`; contiguous by `SequentialDispatchAlg` |
 | `AttnRanges`, `AttnMaskType`, `infer_*`, `compute_pad_size`, `squash_batch_dim` | as theirs |
+| `OverlapConfig` with `AttnOverlapMode`, `*OverlapAlg` | their defaults alone: plans choose |
+| `GrpCollConfig` | not here: it tunes the messages of their kernels |
+| `LB`-, `DP`-, `BS`-, `ToppHeapDispatchAlg`, `SortedSequentialSelectAlg` | not here |
+| `DistAttnRuntimeDictManager`, `dist_attn_runtime_dict_mgr` | not here: keys do not expire |
 
 What differs:
 
 - Lengths need not divide, so nothing is padded unless `pad_size` says so (theirs pads by itself);
   ranks may then hold different numbers of tokens. Padding attends nothing, and gives 0 and -inf.
-- A key does not expire: `DistAttnRuntimeDictManager` has nothing to manage and is not here.
+- A key does not expire: it is a value.
 - Windows over documents whose keys are fewer than their queries are flash-attn's.
 - `sink`: as theirs, a rank's gradient is that of its own rows; add up over the group. lse has the
   sink in it.
 
 Refused, each with its reason: `is_same_source`, `is_q_permutable` or `is_k_permutable` False (cross
-attention), an `OverlapConfig` with a number of stages (plans choose it), other dispatch algorithms,
+attention), an `OverlapConfig` with other values, a `grpcoll_config`, other dispatch algorithms,
 `return_max_logits` (no kernel says them), and of `flex_flash_attn_func` `index_attn_indices`,
-`sink_layout="ssh"` and whatever tunes their kernel. `GrpCollConfig` and the environment variables
-`MAGI_ATTENTION_*` say how their messages go, and are not here.
+`sink_layout="ssh"` and whatever tunes their kernel. Their environment variables, `MAGI_ATTENTION_*`,
+say how their messages go, and are not here.
 """
 
 from __future__ import annotations
@@ -41,12 +45,16 @@ from ...core.groups import comm_by_name
 from ...core.layout import Layout
 from ...layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
 from .config import (
+    AttnOverlapMode,
     DispatchAlg,
     DispatchConfig,
     DistAttnConfig,
+    GreedyOverlapAlg,
     MinHeapDispatchAlg,
+    OverlapAlg,
     OverlapConfig,
     SequentialDispatchAlg,
+    UniformOverlapAlg,
 )
 from .flex import AttnForwardMeta, attention, flex_flash_attn_func, refuse_max_logits
 from .key import (
@@ -62,6 +70,7 @@ from .ranges import (
     AttnMaskType,
     AttnRange,
     AttnRanges,
+    GeneralAttnMaskType,
     compute_pad_size,
     infer_attn_mask_from_cu_seqlens,
     infer_attn_mask_from_sliding_window,
@@ -72,15 +81,20 @@ from .ranges import (
 __all__ = [
     "AttnForwardMeta",
     "AttnMaskType",
+    "AttnOverlapMode",
     "AttnRange",
     "AttnRanges",
     "DispatchAlg",
     "DispatchConfig",
     "DistAttnConfig",
     "DistAttnRuntimeKey",
+    "GeneralAttnMaskType",
+    "GreedyOverlapAlg",
     "MinHeapDispatchAlg",
+    "OverlapAlg",
     "OverlapConfig",
     "SequentialDispatchAlg",
+    "UniformOverlapAlg",
     "calc_attn",
     "clear_cache",
     "compute_pad_size",

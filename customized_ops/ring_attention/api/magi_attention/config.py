@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import lru_cache
 
 import numpy as np
@@ -73,32 +74,82 @@ class DispatchConfig:
     alg: DispatchAlg = field(default_factory=MinHeapDispatchAlg)
 
 
+class AttnOverlapMode(Enum):
+    """Who chooses how many steps keys arrive in: the program, or a solver."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+
+@dataclass(frozen=True)
+class OverlapAlg:
+    """How keys are cut into steps."""
+
+
+@dataclass(frozen=True)
+class UniformOverlapAlg(OverlapAlg):
+    """The default of MagiAttention, with its fields."""
+
+    random_costs: bool = False
+    random_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GreedyOverlapAlg(OverlapAlg):
+    """The other one."""
+
+
 @dataclass(frozen=True)
 class OverlapConfig:
     """How computing and moving overlap: here a plan chooses it by its costs.
 
-    Attributes:
-        degree: None or 1, their default; another number of stages is refused.
+    Every field takes MagiAttention's default alone; ``degree``, the number of steps in which keys
+    arrive, also None.
+
     Raises:
-        NotImplementedError: another number of stages.
+        NotImplementedError: another value; names the field.
     """
 
+    mode: AttnOverlapMode = AttnOverlapMode.STATIC
     degree: int | None = 1
+    dynamic_max_degree: int | None = 8
+    min_chunk_size: int = 512
+    max_num_chunks: int = 64
+    alg: OverlapAlg = UniformOverlapAlg()
+    calc_cost_factor: float = 1.0
+    comm_cost_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.degree not in (None, 1):
-            raise NotImplementedError(
-                f"OverlapConfig: degree={self.degree} is not taken: a plan's costs choose in how "
-                "many steps keys arrive; leave it None (make_plan(stages=) shows what others cost)"
-            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default and (each.name, value) != ("degree", None):
+                raise NotImplementedError(
+                    f"OverlapConfig: {each.name}={value!r} is not taken: a plan's costs choose in "
+                    f"how many steps keys arrive; leave it {each.default!r} (make_plan(stages=) "
+                    "shows what others cost)"
+                )
 
 
 @dataclass(frozen=True)
 class DistAttnConfig:
-    """Both of them."""
+    """How tokens are dealt, and how computing and moving overlap.
+
+    Attributes:
+        grpcoll_config: only None.
+    Raises:
+        NotImplementedError: ``grpcoll_config`` is given.
+    """
 
     dispatch_config: DispatchConfig = field(default_factory=DispatchConfig)
     overlap_config: OverlapConfig = field(default_factory=OverlapConfig)
+    grpcoll_config: object = None
+
+    def __post_init__(self) -> None:
+        if self.grpcoll_config is not None:
+            raise NotImplementedError(
+                f"DistAttnConfig: grpcoll_config={self.grpcoll_config!r} tunes the messages of "
+                "MagiAttention's own kernels, which are not here; leave it out"
+            )
 
 
 @lru_cache(maxsize=64)

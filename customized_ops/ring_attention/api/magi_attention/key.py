@@ -16,7 +16,7 @@ from ...core.mask import AttnMask
 from ...varlen_utils import CuSeqlens
 from ..mesh_group import group_of
 from .config import DistAttnConfig, dealt
-from .ranges import AttnTypes, mask_of_documents, mask_of_ranges
+from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ _most_recent: dict[str, DistAttnRuntimeKey] = {}
 def magi_attn_flex_key(
     q_ranges: Any,
     k_ranges: Any,
-    attn_mask_type: AttnTypes,
+    attn_mask_type: GeneralAttnMaskType,
     total_seqlen_q: int,
     total_seqlen_k: int,
     num_heads_q: int,
@@ -151,7 +151,7 @@ def magi_attn_varlen_key(
 def make_flex_key_for_new_mask_after_dispatch(
     q_ranges: Any,
     k_ranges: Any,
-    attn_mask_type: AttnTypes,
+    attn_mask_type: GeneralAttnMaskType,
     key_for_dispatch: DistAttnRuntimeKey,
     num_heads_q: int | None = None,
     num_heads_kv: int | None = None,

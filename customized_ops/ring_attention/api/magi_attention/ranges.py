@@ -114,11 +114,11 @@ class AttnRanges(list[AttnRange]):
         return sum(each.seqlen for each in self)
 
 
-AttnTypes = str | AttnMaskType | Sequence[str | AttnMaskType | int]
+GeneralAttnMaskType = str | AttnMaskType | Sequence[str | AttnMaskType | int]
 
 
 def mask_of_ranges(
-    title: str, q_ranges: Any, k_ranges: Any, types: AttnTypes, q_len: int, k_len: int
+    title: str, q_ranges: Any, k_ranges: Any, types: GeneralAttnMaskType, q_len: int, k_len: int
 ) -> AttnMask:
     """The mask of ranges of queries and keys and their types.
 
