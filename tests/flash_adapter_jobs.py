@@ -68,6 +68,9 @@ def cut(made: Any, group: Any, stride: int) -> list[Tensor]:
     return [t.cpu() for t in outcome(made.to(device), *(t.to(device) for t in given))]
 
 
-def cut_over_world(stride: int) -> list[Tensor]:
-    """The same on all ranks of the world."""
-    return cut(model("flash_attention_2"), dist.group.WORLD, stride)
+def cut_over(members: tuple[int, ...], stride: int) -> list[Tensor] | None:
+    """The same on some ranks of the world; None on the others."""
+    group = dist.new_group(list(members))
+    if dist.get_rank() not in members:
+        return None
+    return cut(model("flash_attention_2"), group, stride)

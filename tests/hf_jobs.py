@@ -34,16 +34,37 @@ def imported() -> None:
     """A job of its own for the seconds that importing transformers takes."""
 
 
-def cut_by_hand(name: str, case: str, layout: str) -> tuple[Answer, Answer]:
-    """On real ranks, and alone."""
-    model, group = hf_models.tiny(name).to(device()), dist.group.WORLD
+def _cut_and_joined(model: nn.Module, given: dict[str, Tensor], group: Any, layout: str) -> Answer:
+    """:func:`cut` on each rank of ``group``, the logits of all of them."""
+    parts = cut(model, given, group, layout)
+    shards: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shards, parts["logits"].cpu(), group=group)
+    whole = seqshard.shard_batch(given, group, layout).layout.unshard(shards)
+    return parts | {"logits": whole}
+
+
+def cut_by_hand(
+    name: str, case: str, layout: str, members: tuple[int, ...] | None = None
+) -> tuple[Answer, Answer] | None:
+    """On real ranks, all or some of them, and alone; None on the others."""
+    group = dist.group.WORLD if members is None else dist.new_group(list(members))
+    if members is not None and dist.get_rank() not in members:
+        return None
+    model = hf_models.tiny(name).to(device())
     given = {n: t.to(device()) for n, t in hf_models.batch(case).items()}
     alone = hf_models.run(model, "seqshard", given)
-    parts = cut(model, given, group, layout)
-    shards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, parts["logits"].cpu())
-    whole = seqshard.shard_batch(given, group, layout).layout.unshard(shards)
-    return on_cpu(alone), on_cpu(parts | {"logits": whole})
+    return on_cpu(alone), on_cpu(_cut_and_joined(model, given, group, layout))
+
+
+def cut_in_bf16(name: str, case: str, layout: str) -> tuple[Answer, Answer, Answer]:
+    """In fp64 alone by transformers' own attention, in bf16 alone, and in bf16 on the ranks."""
+    model = hf_models.tiny(name, std=0.05, hidden_size=256).to(device())
+    given = {n: t.to(device()) for n, t in hf_models.batch(case, tokens=128).items()}
+    truth = hf_models.run(model, "sdpa", given)
+    low = copy.deepcopy(model).bfloat16()
+    alone = hf_models.run(low, "seqshard", given)
+    got = _cut_and_joined(low, given, dist.group.WORLD, layout)
+    return on_cpu(truth), on_cpu(alone), on_cpu(got)
 
 
 class Loss(nn.Module):

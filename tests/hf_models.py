@@ -65,18 +65,21 @@ MODELS: dict[str, tuple[type, type, Mapping[str, Any]]] = {
 BY_EAGER = ("gemma2", "gpt-oss", "llama both ways")
 
 
-def tiny(name: str, layers: int = 2) -> nn.Module:
-    """A model in fp64 (HF's norms, angles and loss stay fp32), with large weights."""
+def tiny(name: str, layers: int = 2, std: float = 0.3, **others: int) -> nn.Module:
+    """A model in fp64 (HF's norms, angles and loss stay fp32), with large weights.
+
+    ``others``: sizes in place of those above.
+    """
     seqshard.register()
     config, model_class, changed = MODELS[name]
     torch.manual_seed(0)
-    sizes = SIZES | dict(changed) | {"num_hidden_layers": layers}
+    sizes = SIZES | dict(changed) | {"num_hidden_layers": layers} | others
     if "layer_types" in sizes:
         sizes["layer_types"] = sizes["layer_types"][-layers:]
     model = model_class(config(**sizes)).double()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:  # so that scores differ, and with them what masks leave out
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=std)
         elif "sinks" in parameter_name:
             nn.init.normal_(parameter)
     return model

@@ -49,6 +49,13 @@ def test_real_ranks(ranks: Pool) -> None:
     assert not check(ranks, [cases], [Groups(whole(ranks.size), "ranks")])
 
 
+@worlds(cpus=[4], gpus=[4])
+def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
+    where = "cuda" if ranks.backend == "nccl" else "cpu"
+    cases = on(where, {name: TABLE[name] for name in TABLE if name.endswith(" kv")})
+    assert not check(ranks, [cases], [Groups(((1, 2),), comm) for comm in ("ranks", "nccl")])
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @worlds()
 def test_gpus(ranks: Pool, dtype: str) -> None:

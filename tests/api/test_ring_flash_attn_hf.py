@@ -46,7 +46,15 @@ def test_packed_documents(ranks: int, stride: int) -> None:
 
 @worlds(cpus=[2], gpus=[2])
 def test_real_ranks(ranks: Pool) -> None:
-    check(ranks.run(flash_adapter_jobs.cut_over_world, 1))
+    check(ranks.run(flash_adapter_jobs.cut_over, (0, 1), 1))
+
+
+@pytest.mark.slow
+@worlds(cpus=[4], gpus=[4])
+def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
+    first, *own, last = ranks.run(flash_adapter_jobs.cut_over, (1, 2), 1)
+    assert first is None and last is None
+    check(own)
 
 
 def layer(length: int = 6, keys: int = 6, rows: int = 1, mask: Tensor | None = None, **others):

@@ -19,6 +19,7 @@ from transformers import DataCollatorWithFlattening
 from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
+from tests.kernels.conformance import assert_near
 
 # Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
 TOLERANCE = {"gemma2": 1e-6, "llama4": 1e-6, "llama both ways": 1e-6}
@@ -149,6 +150,14 @@ def test_a_forward_looks_at_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> N
     same("llama", run(model, "seqshard", given | {"use_cache": True}), found)
 
 
+def test_a_cut_forward_asks_once_what_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(seqshard, "_refuse_other_mixers", asked.append)
+    model = tiny("llama")
+    run_ranks(1, lambda comm: hf_jobs.cut(model, batch("plain"), comm, "contiguous"))
+    assert len(model.model.layers) == 2 and len(asked) == 1
+
+
 def refused(changed: dict[str, Any], name: str = "llama", case: str = "plain") -> str:
     model = tiny(name, layers=1)
     with pytest.raises((ValueError, NotImplementedError)) as error:
@@ -274,6 +283,26 @@ def test_cut_by_hand_on_real_ranks(ranks: Pool) -> None:
     for name, case in (("mistral", "packed"), ("llama", "padded left")):
         for alone, got in ranks.run(hf_jobs.cut_by_hand, name, case, "zigzag"):
             same(name, got, alone)
+
+
+@pytest.mark.slow
+@worlds(cpus=[4], gpus=[4])
+def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
+    replies = ranks.run(hf_jobs.cut_by_hand, "mistral", "packed", "zigzag", (1, 2))
+    assert [reply is None for reply in replies] == [True, False, False, True]
+    for alone, got in filter(None, replies):
+        same("mistral", got, alone)
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_bf16(ranks: Pool) -> None:
+    """Over ranks at most twice as far from fp64 as on one, by the kernel that is the fastest."""
+    ranks.run(hf_jobs.imported)
+    for name, case in (("llama", "packed"), ("mistral", "plain")):
+        for truth, alone, got in ranks.run(hf_jobs.cut_in_bf16, name, case, "zigzag"):
+            for what, want in truth.items():
+                assert want.abs().max() > 1e-5, f"{what}: nothing to compare"
+                assert_near(f"{name}, {what}", got[what], want, alone[what], torch.bfloat16)
 
 
 @pytest.mark.parametrize(

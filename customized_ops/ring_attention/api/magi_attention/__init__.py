@@ -28,8 +28,8 @@ What differs:
 Refused, each with its reason: `is_same_source`, `is_q_permutable` or `is_k_permutable` False (cross
 attention), an `OverlapConfig` with other values, a `grpcoll_config`, other dispatch algorithms,
 `return_max_logits` (no kernel says them), and of `flex_flash_attn_func` `index_attn_indices`,
-`sink_layout="ssh"` and whatever tunes their kernel. Their environment variables, `MAGI_ATTENTION_*`,
-say how their messages go, and are not here.
+`sink_layout="ssh"` and whatever tunes their kernel. The environment variables
+`MAGI_ATTENTION_*` say how their messages go, and are not here.
 """
 
 from __future__ import annotations

@@ -118,9 +118,10 @@ def attention(
     else:
         mask = attention_mask
         _check_window(mask, sliding_window)
-    if mask.cut is not None:
+    if mask.cut is not None and not mask.model_is_known:
         _refuse_router_loss(module, others)
         _refuse_other_mixers(module)
+        mask.model_is_known = True
     cu_seqlens = _same_documents(cu_seq_lens_q, cu_seq_lens_k)
     options = Options(
         softmax_scale=scaling,

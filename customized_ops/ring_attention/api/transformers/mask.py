@@ -50,6 +50,7 @@ class Mask:
         self.q_offset, self.k_offset = q_offset, k_offset
         self.padding = padding
         self.cut: Cut | None = current_cut()
+        self.model_is_known = False  # to be one that can be cut: a layer was looked at
         self._found: dict[bytes | None, Pairs] = {}
 
     def contiguous(self) -> Mask:
