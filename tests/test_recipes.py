@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import recipe_engine
+import recipe_kernel
+import recipe_op
 import torch
 from dense import assert_same, dense_gradients
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from hypothesis import strategies as st
+from op_cases import expected, gather, run_rank
+from recipe_engine import InPieces, Projects
+from recipe_op import BLOCK_ATTN, BlockCase, centre, project
+from torch import Tensor
 
-from annotations import ComputeConfig, parallel, parallelize, record_of, register_op
+from annotations import ComputeConfig, calls, parallel, parallelize, record_of
+from annotations.rules import SplitSite
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
     make_plan,
+    public_calls,
     run_ranks,
     wrap_masked_attn_func,
 )
 from customized_ops.ring_attention.core import layout_spec, work
-from customized_ops.ring_attention.core.kernels import KERNELS, KernelError
+from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, KernelError, refusal
+from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, listing
+from customized_ops.ring_attention.core.mask_arguments import count
 from customized_ops.ring_attention.core.slices import Q0, Q1, Slices, as_slices, normalise
+from tests.core import test_patterns
+from tests.kernels import test_conformance
+from tests.ops import test_every_mask
 
 TOKENS, RANKS = 24, 3
 
@@ -53,27 +64,60 @@ def test_each_recipe_is_followed() -> None:
     text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
     recipes = re.findall(r"^## (Adding an? .*)\n\n1\. ", text, re.MULTILINE)
     here = {name for name in globals() if name.startswith("test_adding")}
-    assert {f"test_{recipe.lower().replace(' ', '_')}" for recipe in recipes} == here
+    more = {"test_adding_an_attention_op", "test_adding_an_op_that_communicates"}
+    assert {f"test_{recipe.lower().replace(' ', '_')}" for recipe in recipes} == here - more
 
 
-def test_adding_a_mask() -> None:
-    """A checkerboard of blocks, from slices."""
+def checkerboard(cls: type[AttnMask], n: int, block: int = 1) -> AttnMask:
+    """Blocks of ``block`` tokens, every other of which attends.
 
-    def checkerboard(n: int, block: int) -> AttnMask:
-        starts = range(0, n, block)
-        rows = [
-            (q, min(q + block, n), k, min(k + block, n), -n, n)
-            for a, q in enumerate(starts)
-            for b, k in enumerate(starts)
-            if (a + b) % 2 == 0
-        ]
-        return AttnMask.from_slices(rows, n, n)
+        AttnMask.checkerboard(3)
+        x . x
+        . x .
+        x . x
 
-    assert checkerboard(3, 1).picture() == "x . x\n. x .\nx . x"
-    i, j = np.indices((TOKENS, TOKENS)) // 5
-    mask = checkerboard(TOKENS, 5)
-    assert (mask.to_dense() == ((i + j) % 2 == 0)).all()
-    check_attention(mask, Layout.contiguous(TOKENS, RANKS))
+    Args:
+        n: tokens. block: tokens of a block.
+    Raises:
+        MaskError: not such numbers.
+    """
+    n, block = count("n", n), count("block", block, 1)
+    starts = range(0, n, block)
+    rows = [
+        (q, min(q + block, n), k, min(k + block, n), -n, n)
+        for a, q in enumerate(starts)
+        for b, k in enumerate(starts)
+        if (a + b) % 2 == 0
+    ]
+    return cls.from_slices(rows, n, n)
+
+
+checkerboard.__annotations__["return"] = "Self"
+
+
+def test_adding_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AttnMask, "checkerboard", classmethod(checkerboard), raising=False)
+    # 1. Its picture is looked at.
+    test_patterns.test_docstring_pictures("checkerboard")
+    # 2. Its formula; then what fails until there are bad arguments and a strategy.
+    for block in (1, 5):
+        i, j = np.indices((TOKENS, TOKENS)) // block
+        test_patterns.check(AttnMask.checkerboard(TOKENS, block), (i + j) % 2 == 0)
+    names = sorted([*test_patterns.CONSTRUCTORS, "checkerboard"])
+    monkeypatch.setattr(test_patterns, "CONSTRUCTORS", names)
+    with pytest.raises(AssertionError):
+        test_patterns.test_every_constructor_has_a_bad_call()
+    bad = ("checkerboard(4, 0)", "block must be at least 1, got 0")
+    monkeypatch.setattr(test_patterns, "BAD", [*test_patterns.BAD, bad])
+    test_patterns.test_every_constructor_has_a_bad_call()
+    test_patterns.test_errors_name_the_argument(*bad)
+    with pytest.raises(AssertionError):
+        test_every_mask.test_every_constructor_is_drawn()
+    drawn = st.builds(AttnMask.checkerboard, test_every_mask.tokens, test_every_mask.block)
+    monkeypatch.setitem(test_every_mask.MASKS, "checkerboard", drawn)
+    test_every_mask.test_every_constructor_is_drawn()
+    for ranks in (2, RANKS):
+        check_attention(AttnMask.checkerboard(TOKENS, 5), Layout.contiguous(TOKENS, ranks))
 
 
 def test_adding_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,102 +163,99 @@ def test_adding_a_way_to_deal_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adding_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference under another name, for fp64 and no softcap."""
-    calls: list[str] = []
-    reference = KERNELS["reference"]
-
-    def counted(what: str) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            calls.append(what)
-            return getattr(reference, what)(*given, **options)
-
-        return call
-
-    able = SimpleNamespace(**vars(reference))
-    able.NAME, able.forward, able.backward = "mine", counted("forward"), counted("backward")
-    cpu = next(each for each in reference.CAPABILITIES if each.device == "cpu")
-    able.CAPABILITIES = (type(cpu)("cpu", (torch.float64,), ("window", "lse gradient")),)
-    monkeypatch.setitem(KERNELS, "mine", able)
-    mask, layout = AttnMask.sliding_window(TOKENS, 5, 2), Layout.zigzag(TOKENS, RANKS)
-    check_attention(mask, layout, kernel="mine")
-    assert {"forward", "backward"} == set(calls)
+    # 1. The file, 2. the registry, which the tests of all kernels run over.
+    kernel = cast(Kernel, recipe_kernel)
+    monkeypatch.setitem(KERNELS, kernel.NAME, kernel)
+    monkeypatch.setitem(DISTRIBUTIONS, kernel.NAME, "torch")
+    assert re.search(r"^mine +torch ", listing(torch.device("cpu")), re.MULTILINE)
+    cases = [case for group in test_conformance.grouped("cpu").values() for case in group]
+    able = [case for case in cases if refusal(kernel, case.request("cpu")) is None]
+    assert len(able) > 10
+    test_conformance.test_conforms(kernel, able[:4], "cpu")
     with pytest.raises(KernelError, match="has no softcap"):
-        check_attention(mask, layout, kernel="mine", softcap=2.0)
+        check_attention(AttnMask.causal(8), Layout.zigzag(8, 2), kernel="mine", softcap=2.0)
+    # 3. Through the stand-in of its library: over ranks as dense attention.
+    calls = recipe_kernel.LIBRARY.calls
+    for mask in (AttnMask.sliding_window(TOKENS, 5, 2), AttnMask.varlen([0, 9, TOKENS])):
+        calls.clear()
+        check_attention(mask, Layout.zigzag(TOKENS, 2), kernel="mine")
+        assert len(calls) >= 4  # a forward and a backward on each rank
 
 
-@register_op("m k+, k+ n -> m n", name="recipes::project")
-def project(x: Tensor, w: Tensor) -> Tensor:
-    return x @ w
+@pytest.mark.parametrize(
+    "case",
+    [
+        BlockCase("blocks", TOKENS, block=5, heads=(4, 2), batch=2),
+        BlockCase("blocks", TOKENS, block=3, layout="zigzag", sink=True, softcap=2.0),
+        BlockCase("blocks", 20, block=4, sizes=(13, 7)),
+    ],
+    ids=["grouped", "zigzag", "uneven"],
+)
+def test_adding_an_attention_op(case: BlockCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2. Declared, engines that generate code see it.
+    monkeypatch.setattr(calls, "_calls", dict(calls._calls))
+    monkeypatch.setattr(calls, "_listeners", [])
+    calls.declare_call(public_calls._attention(recipe_op.wrap_block_attn_func, BLOCK_ATTN))
+    call = calls._calls["recipe_op.wrap_block_attn_func"]
+    q, k, v, _ = case.tensors()
+    given = {"q": q, "k": k, "v": v, "block": case.block}
+    bound_arguments = call.signature.bind(**given)
+    bound_arguments.apply_defaults()
+    bound, _ = call.shapes(bound_arguments.arguments, 2)
+    assert {"b", "l"} <= {split.identifier for split in bound.splits()}
+    # 3. Its cases: in process, and without a group.
+    alone = run_rank(replace(case, layout=None, sizes=None), 0, 1, None)
+    cut = gather(case, run_ranks(2, lambda comm: run_rank(case, comm.rank, 2, comm)))
+    names = ("out", "lse", "dq", "dk", "dv", "dsink")
+    for name, own, parts, want in zip(names, alone, cut, expected(case), strict=False):
+        assert_same(f"{name} alone", own, want)
+        assert_same(name, parts, want)
 
 
 def test_adding_an_op() -> None:
     x, w = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    assert_same("result", project(x, w), x @ w)
     assert torch.autograd.gradcheck(project, (x.requires_grad_(), w.requires_grad_()))
     record = record_of(torch.ops.recipes.project.default)
     assert record is not None
     bound = record.bind(record.arguments((x, w), {}))
     assert [split.identifier for split in bound.splits()] == ["m", "k", "n"]
+    for cut in "mkn":  # on one part after the other, put together as the annotation says
+        with InPieces(2, cut):
+            assert_same(f"cut on {cut}", project(x.detach(), w.detach()), x @ w)
 
 
-class InPieces(TorchDispatchMode):
-    """What the recipe's engine does: an op cut on what its annotation allows, a part at a time."""
+@pytest.mark.parametrize("cut", ["b", "l", "c"])
+def test_adding_an_op_that_communicates(cut: str) -> None:
+    x, dy = torch.randn(2, 2, 7, 4, dtype=torch.float64)
+    record = record_of(torch.ops.recipes.centre.default)
+    assert record is not None
+    split = record.bind(record.arguments((x,), {})).split(cut)
+    (dim,), (rule, size) = split.inputs[:1], (record.rule.communicates.get(cut), 7)
+    assert rule is None or rule.cost is recipe_op.moved
 
-    def __init__(self, parts: int, cut: str) -> None:
-        super().__init__()
-        self.parts, self.cut, self.done = parts, cut, 0
+    def rank(comm: Any) -> list[Tensor]:
+        part, dout = (t.tensor_split([(t.shape[dim] + 1) // 2], dim)[comm.rank] for t in (x, dy))
+        told = {} if rule is None else rule.arguments(SplitSite(cut, size, 2, comm.name, comm.rank))
+        leaf = part.clone().requires_grad_()
+        out = centre(leaf, **told)
+        out.backward(dout)
+        return [out.detach(), leaf.grad]
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        record = record_of(op)
-        if record is None:
-            return op(*args, **(kwargs or {}))
-        arguments = record.arguments(args, kwargs or {})
-        split = record.bind(arguments).split(self.cut)
-        self.done += 1
-        pieces = [
-            value.chunk(self.parts, dim) if isinstance(dim, int) else [value] * self.parts
-            for value, dim in zip(arguments.values(), split.inputs, strict=True)
-        ]
-        results = [op(*piece) for piece in zip(*pieces, strict=True)]
-        (out,) = split.outputs
-        return torch.cat(results, out) if isinstance(out, int) else sum(results)
-
-
-class Pieces(nn.Module):
-    """A module whose ops run in pieces."""
-
-    def __init__(self, module: nn.Module, config: ComputeConfig, cut: str) -> None:
-        super().__init__()
-        self.module, self.mode = module, InPieces(config.plan_ngpus, cut)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mode:
-            return self.module(*args, **kwargs)
-
-
-class Projects(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return project(x, self.weight).square().sum()
+    leaf = x.clone().requires_grad_()
+    want = leaf - leaf.mean(1, keepdim=True)
+    want.backward(dy)
+    for what, whole, parts in zip(
+        ("out", "dx"),
+        (want.detach(), leaf.grad),
+        zip(*run_ranks(2, rank), strict=True),
+        strict=True,
+    ):
+        assert_same(what, torch.cat(parts, dim), whole)
 
 
 @pytest.mark.parametrize("cut", ["m", "k", "n"])
 def test_adding_an_engine(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
-    engine = ModuleType("engine_of_the_recipe")
-
-    def own(
-        module: nn.Module, examples: Mapping[str, Any], policy: str, config: ComputeConfig
-    ) -> nn.Module:
-        return Pieces(module, config, policy)
-
-    vars(engine).update(parallelize=own, as_config=lambda config: config)
-    monkeypatch.setitem(sys.modules, engine.__name__, engine)
-    monkeypatch.setitem(parallel.ENGINES, "pieces", engine.__name__)
+    monkeypatch.setitem(parallel.ENGINES, "pieces", recipe_engine.__name__)
     model, x = Projects(), torch.randn(6, 4, dtype=torch.float64)
     want = model(x)
     (grad,) = torch.autograd.grad(want, model.weight)
