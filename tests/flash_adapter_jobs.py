@@ -17,14 +17,14 @@ from customized_ops.ring_attention.core.groups import comm_by_name, group_name
 DOCUMENTS = (5, 9, 2, 8)
 
 
-def model(implementation: str, **options: Any) -> Any:
+def model(implementation: str, head_dim: int = 8, **options: Any) -> Any:
     """Two layers, 4 query heads on 2 key heads, in fp64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=61)
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options)).double()
+    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads, head_dim=head_dim, **options)).double()
     # Loading it so asks for flash_attn; what runs is looked up by this name.
     made.config._attn_implementation = implementation
     return made
@@ -74,3 +74,16 @@ def cut_over(members: tuple[int, ...], stride: int) -> list[Tensor] | None:
     if dist.get_rank() not in members:
         return None
     return cut(model("flash_attention_2"), group, stride)
+
+
+def cut_in_bf16(stride: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Logits and gradients of all ranks: in fp64 and in bf16 on one, and in bf16 over all."""
+    made, rank = model("flash_attention_2", head_dim=64), dist.get_rank()
+    truth = cut(made, [rank], stride)
+    low = made.bfloat16()
+    alone = cut(low, [rank], stride)
+    logits, *grads = cut(low, dist.group.WORLD, stride)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (logits, grads))
+    parts, all_grads = zip(*every, strict=True)
+    return truth, alone, [torch.cat(parts), *(sum(g) for g in zip(*all_grads, strict=True))]

@@ -37,7 +37,7 @@ from customized_ops.ring_attention.core.mask_arguments import count
 from customized_ops.ring_attention.core.slices import Q0, Q1, Slices, as_slices, normalise
 from tests.core import test_patterns
 from tests.kernels import test_conformance
-from tests.ops import test_every_mask
+from tests.ops import test_every_mask, test_mask_grid
 
 TOKENS, RANKS = 24, 3
 
@@ -116,6 +116,10 @@ def test_adding_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = st.builds(AttnMask.checkerboard, test_every_mask.tokens, test_every_mask.block)
     monkeypatch.setitem(test_every_mask.MASKS, "checkerboard", drawn)
     test_every_mask.test_every_constructor_is_drawn()
+    with pytest.raises(AssertionError):
+        test_mask_grid.test_every_constructor_is_here()
+    monkeypatch.setitem(test_mask_grid.MASKS, "checkerboard", AttnMask.checkerboard(20, 3))
+    test_mask_grid.test_every_constructor_is_here()
     for ranks in (2, RANKS):
         check_attention(AttnMask.checkerboard(TOKENS, 5), Layout.contiguous(TOKENS, ranks))
 

@@ -16,6 +16,7 @@ from customized_ops.ring_attention.api.ring_flash_attn import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
+from tests.kernels.conformance import assert_near
 
 transformers = pytest.importorskip("transformers", minversion="5")
 import flash_adapter_jobs  # noqa: E402
@@ -47,6 +48,16 @@ def test_packed_documents(ranks: int, stride: int) -> None:
 @worlds(cpus=[2], gpus=[2])
 def test_real_ranks(ranks: Pool) -> None:
     check(ranks.run(flash_adapter_jobs.cut_over, (0, 1), 1))
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_bf16(ranks: Pool) -> None:
+    """Over ranks at most twice as far from fp64 as on one, by the kernel that is the fastest."""
+    names = ["logits", *dict(flash_adapter_jobs.model("eager").named_parameters())]
+    for answers in ranks.run(flash_adapter_jobs.cut_in_bf16, 1):
+        for name, truth, alone, got in zip(names, *answers, strict=True):
+            assert truth.abs().max() > 1e-3
+            assert_near(name, got, truth, alone, torch.bfloat16)
 
 
 @pytest.mark.slow
