@@ -56,6 +56,12 @@ def flex_of_the_program(comm: Comm, bad: bool) -> object:
         return torch_context_parallel.flex_attention(q, q, q, kernel_options=options)
 
 
+def weights_of_multi_head_attention(comm: Comm, bad: bool) -> object:
+    attend, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.zeros(1, 4, 16)
+    with torch_context_parallel.context_parallel(comm, layout=Layout.contiguous(8, 2)):
+        return attend(x, x, x, need_weights=bad)
+
+
 def magi_logits(comm: Comm, bad: bool) -> object:
     key = magi_attention.magi_attn_varlen_key([0, 8], [0, 8], 2, 2, 8, cp_group_or_mesh=comm)
     q = torch.zeros(4, 2, 8)
@@ -69,6 +75,7 @@ CALLS: dict[Call, str] = {
     ring_packed_documents: "dim -3 of kv must hold k, v",
     flex_scores: "score_mod is not taken",
     flex_of_the_program: "kernel_options are for torch's own kernel",
+    weights_of_multi_head_attention: "need_weights=True makes the weights of this rank's tokens",
     magi_logits: "no kernel here tells the largest score",
 }
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...arguments import checked
 from .sdpa import Cut, sdpa
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -88,7 +89,9 @@ class _Mode(TorchFunctionMode):
             assert cut is not None, "a mode is on, but no block open"
             return _attend(cut, args, kwargs)
         if func in _LOCAL and not _thread.busy and not _in_backward():
-            _LOCAL[func](kwargs)
+            cut = current()
+            assert cut is not None, "a mode is on, but no block open"
+            checked("context_parallel", cut.group, partial(_LOCAL[func], kwargs))
         return func(*args, **kwargs)
 
 
