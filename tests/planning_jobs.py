@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
 from annotations.engines.torch import module as engine_module
+from annotations.engines.torch.lying import cut_axes
 from annotations.engines.torch.rates import known_rates, rates_file
 from customized_ops.ring_attention.core import groups
 
@@ -50,12 +51,14 @@ def step(
     grads, lying = {}, {}
     for name, p in parallel.named_parameters():
         assert p.grad is not None
+        if cut_axes(p):
+            lying[name] = (str(p.placements), tuple(p.to_local().shape))
         if isinstance(p, DTensor):
             assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
-            lying[name] = (str(p.placements), tuple(p.to_local().shape))
             grads[name] = p.grad.full_tensor().cpu()
         else:
             grads[name] = p.grad.cpu()
+    assert all(isinstance(p, DTensor) == bool(lying) for p in parallel.parameters())
     assert list(parallel.state_dict()) == list(model.state_dict())
     return loss.item(), grads, lying, parallel.plan.to_json()
 

@@ -6,7 +6,8 @@ A backward that is one graph (:mod:`.lowered`) tells of a gradient before it is 
 starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
 
 A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
-One that the plan cuts is a DTensor, as is its gradient, and only the copies of the model add up.
+One that the plan cuts is a DTensor in parts, as is its gradient, and only the copies of the model
+add up.
 
 Copies may use different parameters. So a bucket also carries which of its parameters have a
 gradient: where any rank has one, every rank gets it, and all ranks start the same buckets in the
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+
+from .lying import cut_axes
 
 DEFAULT_BUCKET_MB = 25.0
 
@@ -216,7 +219,7 @@ def buckets(
     open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     size: dict[tuple[torch.dtype, bool], int] = {}
     for parameter in parameters:
-        cut = isinstance(parameter, DTensor)
+        cut = bool(cut_axes(parameter))
         if cut and copies is None:
             continue
         key = parameter.dtype, cut

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 # How a tensor lies: one placement for each axis of the mesh.
 Places = tuple[Placement, ...]
@@ -39,6 +39,14 @@ def local_bytes(value: Any, places: Places, parts: Sequence[int]) -> int:
     if not isinstance(value, Tensor):
         return 0
     return math.prod(local_shape(value.shape, places, parts)) * value.element_size()
+
+
+def cut_axes(x: Tensor) -> tuple[int, ...]:
+    """The mesh axes along which ranks hold different parts of ``x``: none of a plain tensor, or of
+    a DTensor that is whole on every rank."""
+    if not isinstance(x, DTensor):
+        return ()
+    return tuple(n for n, place in enumerate(x.placements) if not place.is_replicate())
 
 
 def unsplit(place: Placement) -> Placement:

@@ -30,7 +30,7 @@ from .rates import known_rates
 from .reorder import reordered
 from .replay import as_plan
 from .report import EnginePlan, whole_copies
-from .stored import cut_to_fit, keep_in_parts, whole_without_data
+from .stored import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
 from .verification import same_as_alone
 
@@ -40,10 +40,11 @@ _meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
 class ParallelModule(TrainingModule):
     """A module whose forward runs cut over the ranks of a plan.
 
-    It has the original's parameters, buffers and submodules under their own names, whole on every
-    rank, or DTensors where the plan keeps them in parts, so an optimizer and ``state_dict`` work as
-    on the original. It loads the original's state; what it keeps in parts is gathered for the
-    original by torch's ``get_model_state_dict(..., full_state_dict=True)``.
+    It has the original's parameters, buffers and submodules under their own names, so an optimizer
+    and ``state_dict`` work as on the original. Parameters are whole on every rank; where the plan
+    keeps some in parts all are DTensors, those that are whole too, as under FSDP2. It loads the
+    original's state; DTensors are gathered for the original by torch's
+    ``get_model_state_dict(..., full_state_dict=True)``.
 
         out = module(...)          every rank of a copy passes the same whole inputs
         out.backward()
@@ -155,7 +156,7 @@ class ParallelModule(TrainingModule):
 
     def _attribute(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
-        return getattr(self.get_submodule(owner), leaf)
+        return as_read(getattr(self.get_submodule(owner), leaf))
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
         if self._reducer is not None:
@@ -193,7 +194,9 @@ class ParallelModule(TrainingModule):
             device=next(iter(trained.values())).device if trained else "cpu",
             kept=self._kept,
         )
-        self.plan, self._kept = planned.report, planned.parameters
+        self.plan = planned.report
+        # In other modes a graph may lack parameters that an earlier one has in parts.
+        self._kept = {**(self._kept or {}), **planned.parameters}
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
         captured = functools.reduce(reordered, planned.hoistings, captured)
         by_name = {node.name: node for node in captured.graph.nodes}

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .gradients import local
+from .lying import cut_axes
 
 
 @torch.no_grad()
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, the same on every rank.
 
-    A plain tensor is whole, the same on every rank, and counts once. Of a DTensor each rank has the
-    part that its placements say.
+    A plain tensor is whole, the same on every rank, and counts once. Of a DTensor each rank has
+    what its placements say.
 
     Args:
         norm_type: p of the p-norm, above 0; ``inf`` for the largest absolute value.
@@ -65,10 +65,8 @@ def _over_ranks(
 
 def _cut_over(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """The mesh axes whose ranks hold different parts; None where this rank holds all of it."""
-    if not isinstance(grad, DTensor):
-        return None
-    axes = tuple(n for n, place in enumerate(grad.placements) if not place.is_replicate())
-    return (grad.device_mesh, axes) if axes else None
+    axes = cut_axes(grad)
+    return (grad.device_mesh, axes) if axes else None  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

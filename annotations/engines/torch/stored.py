@@ -1,4 +1,5 @@
-"""Parameters that a plan keeps in parts: each rank holds its shard of them, as a DTensor."""
+"""Parameters of a plan that keeps some in parts: all are DTensors, of which each rank holds a shard
+or the whole."""
 
 from __future__ import annotations
 
@@ -12,27 +13,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from .lying import Places
+from .lying import Places, cut_axes
 from .moves import brought
 
 
 def keep_in_parts(
     module: torch.nn.Module, parameters: Mapping[str, Places], mesh: DeviceMesh
 ) -> None:
-    """Replace parameters, whole and the same on every rank, by DTensors that lie as given.
+    """Replace all parameters, whole and the same on every rank, by DTensors: some that lie as
+    given, the others whole. Where none is given, nothing is replaced.
 
-    A parameter with several names stays one.
+    Optimizers and norms that take many tensors at once take either plain ones or DTensors. A
+    parameter with several names stays one.
     """
+    if not parameters:
+        return
     owners = dict(module.named_parameters(remove_duplicate=False))
-    for name, places in parameters.items():
-        whole = owners[name]
+    everywhere: Places = (Replicate(),) * mesh.ndim
+    given = {id(owners[name]): places for name, places in parameters.items()}
+    for whole in list(module.parameters()):
         if isinstance(whole, DTensor):
             continue
-        replicated = DTensor.from_local(
-            whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
-        part = brought(replicated, places)
-        local = part.to_local().clone()  # a view would keep the whole alive
+        places = given.get(id(whole), everywhere)
+        replicated = DTensor.from_local(whole.detach(), mesh, everywhere, run_check=False)
+        local = brought(replicated, places).to_local()
+        if places != everywhere:
+            local = local.clone()  # a view would keep the whole alive
         made = torch.nn.Parameter(
             DTensor.from_local(
                 local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -44,8 +50,23 @@ def keep_in_parts(
                 _set(module, other, made)
 
 
+def as_read(parameter: Tensor) -> Tensor:
+    """What a graph reads: of a parameter that is whole a plain tensor, of any other all of it.
+
+    The gradient of the plain tensor becomes that of the parameter, and nothing moves: until
+    ``sync_grad`` it is this rank's part of a sum.
+    """
+    if not isinstance(parameter, DTensor) or cut_axes(parameter):
+        return parameter
+    value = parameter.to_local(grad_placements=parameter.placements)
+    if not torch.is_grad_enabled():
+        value = value.detach()  # not the very tensor that the DTensor holds
+    value._is_param = True  # type: ignore[attr-defined]  # a stand-in for it, to isinstance too
+    return value
+
+
 def cut_to_fit(module: torch.nn.Module, state: dict[str, Any], prefix: str = "") -> None:
-    """Replace whole tensors of a state by this rank's part, where ``module`` keeps parts."""
+    """Replace whole tensors of a state by this rank's part, where ``module`` has DTensors."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor):
