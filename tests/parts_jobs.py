@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from engine_jobs import sample, tiny_llama
 from rank_groups import device
@@ -79,3 +81,28 @@ def alone(copies: int) -> tuple[dict[str, Tensor], list[float]]:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         update.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def config(shape: tuple[int, ...]) -> ComputeConfig:
+    ranks = math.prod(shape)
+    return ComputeConfig(ranks, ranks, pas_config={"mesh_shape": shape})
+
+
+def in_single_precision(policy: Any) -> tuple[float, dict[str, Tensor], int, str]:
+    """Loss, gradients, bytes of gradients that a rank received in ``sync_grad``, and the plan, of
+    parameters in fp64 that are computed with in fp32."""
+    told = config((dist.get_world_size(),))
+    module = tiny_llama("ring").to(device())
+    model = parallelize(module, batch(1), policy, told, compute_dtype=torch.float32)
+    loss = model(**batch(1))
+    loss.backward()
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+        model.sync_grad()
+    sent = sum(call.args[0].nbytes for call in reduce.call_args_list)
+    # With every gradient that travels goes a number: whether there is one.
+    travel = [p for p in model.parameters() if not cut_axes(p)]
+    sent -= 8 * len(travel)
+    ranks = dist.get_world_size()
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    return loss.item(), grads, 2 * sent * (ranks - 1) // ranks, model.plan.to_json()

@@ -7,8 +7,13 @@ from typing import Any
 
 import parts_jobs as jobs
 import pytest
+import torch
 from dense import assert_same
+from engine_jobs import sample, tiny_llama
+from llama import Llama, LlamaConfig
 from ranks import Pool, worlds
+
+from annotations.engines.torch import EnginePlan, plan_without_ranks
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 # Some weights in parts, gathered where they are read; the rest is whole.
@@ -64,3 +69,48 @@ def test_on_two_axes(
     torchs: bool,
 ) -> None:
     check(ranks, policy, shape, optimizer, overlap, torchs)
+
+
+@pytest.mark.parametrize("policy", ["cp", NAMED])
+@worlds(cpus=[2], gpus=[2])
+def test_parameters_kept_in_another_dtype(ranks: Pool, policy: Any) -> None:
+    """Gradients are added up in the parameters' own, and so they are planned."""
+    model = tiny_llama("ring")
+    single = {n: p.float() for n, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, single, (), sample("ring", 1, jobs.LENGTH))
+    loss.backward()
+    given, dtype = sample("ring", 1, jobs.LENGTH), torch.float32
+    alone = plan_without_ranks(model, given, policy, jobs.config((2,)), compute_dtype=dtype)
+    for got, grads, received, text in ranks.run(jobs.in_single_precision, policy):
+        assert got == pytest.approx(loss.item(), rel=1e-5)
+        for name, parameter in model.named_parameters():
+            assert grads[name].dtype == torch.float64
+            assert_same(name, grads[name], parameter.grad, 1e-4)
+        plan = EnginePlan.from_json(text)
+        assert received == plan.rows[-1][0].backward_bytes > 0
+        assert plan.rows[-1] == alone.rows[-1]
+        assert plan.held is not None and alone.held is not None
+        for part in ("parameters", "gradients", "optimizer", "casts"):
+            assert getattr(plan.held, part) == getattr(alone.held, part) > 0
+
+
+def test_memory_of_parameters_in_another_dtype() -> None:
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden=48, vocab=64))
+        names = ("tokens", "targets", "position_ids")
+        example = {name: torch.zeros(1, 64, dtype=torch.int64) for name in names}
+    half = torch.bfloat16
+
+    def plan(**dtypes: torch.dtype) -> EnginePlan:
+        return plan_without_ranks(model, example, "tp", jobs.config((2,)), **dtypes)
+
+    single, mixed, halves = plan(), plan(compute_dtype=half), plan(module_dtype=half)
+    assert single.held is not None and mixed.held is not None and halves.held is not None
+    assert mixed.held.parameters == mixed.held.gradients == single.held.parameters
+    assert mixed.held.optimizer == halves.held.optimizer == single.held.optimizer
+    assert mixed.held.casts == halves.held.parameters == single.held.parameters // 2
+    assert halves.held.casts == single.held.casts == 0
+    assert mixed.held.activations == halves.held.activations
+    assert "casts of parameters" in str(mixed) and "casts" not in str(single)
+    assert mixed.rows[-1] == single.rows[-1]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

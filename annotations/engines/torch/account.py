@@ -180,15 +180,15 @@ def _sync(choices: Choices, chosen: Chosen, rates: Rates) -> Row:
     ranks, count = prod(choices.parts) * choices.copies, 0
     for node in choices.parameters:
         if choices.differentiated[node]:
-            kept = local_bytes(node.meta["val"], chosen[node].outputs[0], choices.parts)
+            kept = local_bytes(choices.stored[node], chosen[node].outputs[0], choices.parts)
             over = choices.copies if any(chosen[node].divided) else ranks
             count += all_reduce_bytes(kept, over)
     return sync_row(ranks, count, count / rates.link(-1).bytes_per_second)
 
 
 def _held(choices: Choices, chosen: Chosen, budget: Budget) -> Held:
-    stored = [(n.meta["val"], chosen[n].outputs[0]) for n in choices.parameters]
-    kept: list[tuple[Any, Places]] = []
+    stored = [(kept, n.meta["val"], chosen[n].outputs[0]) for n, kept in choices.stored.items()]
+    activations: list[tuple[Any, Places]] = []
     for (producer, index), ways in _readings(choices, chosen).items():
         source = chosen[producer].outputs[index]
         places = {
@@ -199,6 +199,6 @@ def _held(choices: Choices, chosen: Chosen, budget: Budget) -> Held:
         }
         if producer in choices.parameters:
             places -= {source}
-        kept += [(value_of(producer, index), target) for target in places]
+        activations += [(value_of(producer, index), target) for target in places]
     passing = max((passing_bytes(s) for s in chosen.values()), default=0)
-    return held(stored, kept, passing, choices.parts, budget)
+    return held(stored, activations, passing, choices.parts, budget)

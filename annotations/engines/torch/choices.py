@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
@@ -39,6 +40,8 @@ class Choices:
         edges: every tensor that one op hands to another.
         ops: the annotated ops, as policies see them.
         parameters: the placeholders of parameters.
+        stored: each of these as it is kept, in its own dtype, which may be another than the one
+            that the graph reads it in; without data.
         differentiated: whether a gradient of an op's results is wanted.
         parts: the mesh's shape. copies: of the model, data parallel.
     """
@@ -48,31 +51,32 @@ class Choices:
     edges: Sequence[Edge]
     ops: Sequence[OpSite]
     parameters: Mapping[Node, str]
+    stored: Mapping[Node, Tensor]
     differentiated: Mapping[Node, bool]
     parts: Shape
     copies: int
 
 
 def find_choices(
-    captured: Captured, mesh: DeviceMesh, parameters: Sequence[str] = (), copies: int = 1
+    captured: Captured, mesh: DeviceMesh, parameters: Mapping[str, torch.dtype], copies: int = 1
 ) -> Choices:
     """Collect the strategies of every op over ``mesh``.
 
     Args:
-        parameters: names of the attributes that are parameters.
+        parameters: names of the attributes that are parameters, and the dtypes they are kept in.
     """
     known: dict[object, list[Strategy]] = {}
     strategies: dict[Node, list[Strategy]] = {}
     edges = []
-    stored: dict[Node, str] = {}
+    names: dict[Node, str] = {}
     differentiated: dict[Node, bool] = {}
     for node in captured.graph.nodes:
         if is_getitem(node):
             continue
         name = captured.attributes.get(node.name, "")
         if name in parameters:
-            stored[node] = name
-        strategies[node] = strategies_of(node, mesh, known, stored=node in stored)
+            names[node] = name
+        strategies[node] = strategies_of(node, mesh, known, stored=node in names)
         inputs = tensor_inputs(node)
         for slot, source in enumerate(inputs):
             producer, index = resolve(source)
@@ -80,7 +84,13 @@ def find_choices(
         differentiated[node] = _is_differentiated(node, inputs, differentiated)
     ops = sites(captured.graph, strategies)
     parts = tuple(mesh.shape)
-    return Choices(captured, strategies, edges, ops, stored, differentiated, parts, copies)
+    stored = {node: _in_dtype(node.meta["val"], parameters[name]) for node, name in names.items()}
+    return Choices(captured, strategies, edges, ops, names, stored, differentiated, parts, copies)
+
+
+def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without data, in another dtype."""
+    return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
 
 
 def _is_differentiated(node: Node, inputs: Sequence[Node], known: Mapping[Node, bool]) -> bool:

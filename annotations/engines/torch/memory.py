@@ -1,8 +1,10 @@
 """What a rank must keep between forward and backward, in bytes: an estimate.
 
-Parameters, their gradients and the optimizer's state are counted exactly. Of activations, what an
-op reads is kept where its backward needs it, each tensor once for each way in which it lies. What
-an op receives, it holds only while it runs; that of the op that receives most is added.
+Parameters, their gradients and the optimizer's state are counted exactly, in the dtype that the
+parameters are kept in. Those that are computed with in another are cast at the start of a forward,
+and what was cast is counted as held until its backward is over. Of activations, what an op reads is
+kept where its backward needs it, each tensor once for each way in which it lies. What an op
+receives, it holds only while it runs; that of the op that receives most is added.
 """
 
 from __future__ import annotations
@@ -57,18 +59,20 @@ class Budget:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a rank."""
+    """Bytes of a rank; ``casts`` are those of parameters, to the dtype that is computed in."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     passing: int
+    casts: int = 0
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.passing
+        of_parameters = self.parameters + self.gradients + self.optimizer + self.casts
+        return of_parameters + self.activations + self.passing
 
 
 def keeps(node: Node, differentiated: Mapping[Node, bool]) -> bool:
@@ -80,13 +84,20 @@ def keeps(node: Node, differentiated: Mapping[Node, bool]) -> bool:
     return node.target not in PRODUCTS or len(tensor_inputs(node)) > 1
 
 
-def parameter_bytes(value: Tensor, places: Places, parts: Shape, budget: Budget) -> tuple[int, ...]:
-    """Of a parameter, its gradient and the optimizer's state, as it is kept."""
-    kept = local_bytes(value, places, parts)
-    if not value.requires_grad:
-        return kept, 0, 0
-    elements = math.prod(local_shape(value.shape, places, parts))
-    return kept, kept, int(elements * budget.optimizer_bytes)
+def parameter_bytes(
+    stored: Tensor, read: Tensor, places: Places, parts: Shape, budget: Budget
+) -> tuple[int, ...]:
+    """Of a parameter, its gradient and the optimizer's state, as it is kept; and of its cast.
+
+    Args:
+        stored, read: the parameter in the dtype that it is kept in, and in that of the graph.
+    """
+    kept = local_bytes(stored, places, parts)
+    cast = local_bytes(read, places, parts) if read.dtype != stored.dtype else 0
+    if not stored.requires_grad:
+        return kept, 0, 0, cast
+    elements = math.prod(local_shape(stored.shape, places, parts))
+    return kept, kept, int(elements * budget.optimizer_bytes), cast
 
 
 def passing_bytes(strategy: Strategy) -> int:
@@ -95,14 +106,14 @@ def passing_bytes(strategy: Strategy) -> int:
 
 
 def held(
-    stored: Sequence[tuple[Any, Places]],
+    stored: Sequence[tuple[Tensor, Tensor, Places]],
     kept: Sequence[tuple[Any, Places]],
     passing: int,
     parts: Shape,
     budget: Budget,
 ) -> Held:
-    """Of parameters and activations, each with how it lies."""
-    each = [parameter_bytes(value, places, parts, budget) for value, places in stored]
-    sums = [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0]
+    """Of parameters, as they are kept and read, and activations, each with how it lies."""
+    each = [parameter_bytes(*of, parts, budget) for of in stored]
+    sums = [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0, 0]
     activations = sum(local_bytes(value, places, parts) for value, places in kept)
-    return Held(sums[0], sums[1], sums[2], activations, passing)
+    return Held(sums[0], sums[1], sums[2], activations, passing, sums[3])

@@ -188,7 +188,7 @@ class ParallelModule(TrainingModule):
             mesh=self._plan_mesh,
             policy=self._policy,
             config=self.compute_config,
-            parameters=tuple(trained),
+            parameters={name: p.dtype for name, p in trained.items()},
             rates=self.compute_config.pas_config.get("rates")
             or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
             device=next(iter(trained.values())).device if trained else "cpu",

@@ -132,18 +132,18 @@ class _Problem:
                 seconds = compute_seconds(node, s, choices.parts, self._rates, differentiated)
             variables.append(self._program.add(count * seconds, binary=True))
             if node in choices.parameters:
-                value = node.meta["val"]
-                held = parameter_bytes(value, s.outputs[0], choices.parts, self._budget)
+                stored, read = choices.stored[node], node.meta["val"]
+                held = parameter_bytes(stored, read, s.outputs[0], choices.parts, self._budget)
                 self._memory.append((variables[-1], count * sum(held)))
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
 
     def _stored_seconds(self, node: Node, strategy: Strategy) -> float:
         """To add up what is left of a parameter's gradient after the backward."""
-        value, choices = node.meta["val"], self._choices
+        choices = self._choices
         if not choices.differentiated[node]:
             return 0.0
-        count = local_bytes(value, strategy.outputs[0], choices.parts)
+        count = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
         whole = not any(strategy.divided)
         ranks = choices.copies * (int(np.prod(choices.parts)) if whole else 1)
         # Many gradients travel together, so that each pays nothing to start.

@@ -85,7 +85,7 @@ def plan_graph(
     mesh: DeviceMesh,
     policy: AnyPolicy,
     config: ComputeConfig,
-    parameters: Sequence[str],
+    parameters: Mapping[str, torch.dtype],
     rates: Rates,
     device: torch.device | str = "cpu",
     kept: Mapping[str, Places] | None = None,
@@ -93,7 +93,7 @@ def plan_graph(
     """Find the plan of a graph; communicates nothing.
 
     Args:
-        parameters: which of the graph's attributes are parameters.
+        parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
         device: what the ranks compute on.
         kept: how parameters lie already that are kept in parts.
     """

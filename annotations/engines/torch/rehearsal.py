@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ComputeConfig, check_embedded
+from . import computing
 from .capture import capture
 from .cost import Rates
 from .label_shift import whole_logits
@@ -33,6 +34,9 @@ def plan_without_ranks(
     pas_policy: AnyPolicy,
     compute_config: ComputeConfig,
     rates: Rates | None = None,
+    *,
+    module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> EnginePlan:
     """The plan that ``parallelize`` would make, in one process that holds no tensor's data.
 
@@ -41,11 +45,20 @@ def plan_without_ranks(
         pas_policy, compute_config: as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a
             rank may hold, by default anything.
         rates: speeds to plan with; round numbers by default.
+        module_dtype, compute_dtype: as of ``parallelize``.
     Raises:
         RuntimeError: ``torch.distributed`` is initialised already.
         PolicyError, CaptureError, PlanningError: as of ``parallelize``.
     """
-    return plans_without_ranks(module, dummy_forward_args, pas_policy, [compute_config], rates)[0]
+    return plans_without_ranks(
+        module,
+        dummy_forward_args,
+        pas_policy,
+        [compute_config],
+        rates,
+        module_dtype=module_dtype,
+        compute_dtype=compute_dtype,
+    )[0]
 
 
 def plans_without_ranks(
@@ -54,18 +67,22 @@ def plans_without_ranks(
     pas_policy: AnyPolicy,
     compute_configs: Sequence[ComputeConfig],
     rates: Rates | None = None,
+    *,
+    module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> list[EnginePlan]:
     """:func:`plan_without_ranks` for several sets of ranks; the module is captured once."""
     policy, found = as_plan(pas_policy), []
-    with whole_without_data(module) as mode:
-        captured = capture(module, dummy_forward_args, mode)
+    with whole_without_data(module, module_dtype) as mode:
+        parameters = {n: p.dtype for n, p in module.named_parameters(remove_duplicate=False)}
+        with computing.in_dtype(module, compute_dtype):
+            captured = capture(module, dummy_forward_args, mode)
         whole_logits(captured.graph)
-        names = tuple(dict(module.named_parameters(remove_duplicate=False)))
         for config in compute_configs:
             check_embedded(config)
             with _ranks_that_are_not(config.mesh_shape) as mesh:
                 speeds = rates or config.pas_config.get("rates") or Rates()
-                planned = plan_graph(captured, mesh, policy, config, names, speeds)
+                planned = plan_graph(captured, mesh, policy, config, parameters, speeds)
             found.append(planned.report)
     return found
 

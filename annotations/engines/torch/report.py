@@ -121,11 +121,12 @@ class EnginePlan:
             found.append(f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})")
             h = self.held
             limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
+            casts = f"casts of parameters {_bytes(h.casts)}, " if h.casts else ""
             found.append(
                 f"memory a rank, estimated: {_bytes(h.total)} ({limit}): parameters "
                 f"{_bytes(h.parameters)}, gradients {_bytes(h.gradients)}, optimizer "
-                f"{_bytes(h.optimizer)}, activations {_bytes(h.activations)}, received in an op "
-                f"{_bytes(h.passing)}"
+                f"{_bytes(h.optimizer)}, {casts}activations {_bytes(h.activations)}, "
+                f"received in an op {_bytes(h.passing)}"
             )
         return found
 

@@ -79,10 +79,15 @@ def cut_to_fit(module: torch.nn.Module, state: dict[str, Any], prefix: str = "")
 
 
 @contextmanager
-def whole_without_data(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
+def whole_without_data(
+    module: torch.nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[FakeTensorMode]:
     """While inside, ``module`` has parameters and buffers of the whole shapes and no data.
 
     To be captured again, which needs no values, where it is kept in parts or was never in memory.
+
+    Args:
+        dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -91,7 +96,7 @@ def whole_without_data(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
     try:
         for name, tensor in (*parameters.items(), *buffers.items()):
             if id(tensor) not in fakes:
-                fakes[id(tensor)] = _fake(mode, tensor, isinstance(tensor, torch.nn.Parameter))
+                fakes[id(tensor)] = _fake(mode, tensor, dtype)
             _set(module, name, fakes[id(tensor)])
         yield mode
     finally:
@@ -99,14 +104,19 @@ def whole_without_data(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
             _set(module, name, tensor)
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, parameter: bool) -> Tensor:
+def _fake(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     # The graph holds the device; what was never on one is planned as on a CPU.
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     with mode:
         made = torch.empty_strided(
-            tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=device
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+            device=device,
         )
-    return torch.nn.Parameter(made, tensor.requires_grad) if parameter else made
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made
 
 
 def _set(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
