@@ -242,3 +242,44 @@ def calibrated(folder: str) -> tuple[Rates, Rates, Rates, bool, str]:
         os.environ.pop("XDG_CACHE_HOME")
         if before is not None:
             os.environ["XDG_CACHE_HOME"] = before
+
+
+class Scaled(nn.Module):
+    """What is multiplied by a constant of ``factor``."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.tensor([1.0, factor], dtype=torch.float64)  # neither of the two kinds
+        self.linear = nn.Linear(2, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def constants(policy: Any, differ: bool) -> tuple[float, float] | str:
+    """Losses in both modes of a module with a constant, or what is said of it."""
+    x = torch.ones(4, 6, 2, dtype=torch.float64)
+    try:
+        module = Scaled(2.0 + dist.get_rank() * differ)
+        model = parallelize(module, {"x": x}, policy, config(2, (2,)))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return model(x).item(), model.eval()(x).item()
+
+
+def a_file_that_only_rank_0_has(folder: str) -> list[str]:
+    """What becomes of a plan's file, and of files that are missing or no plans."""
+    given = engine_jobs.sample("ring", 1, 16)
+    model, told = engine_jobs.tiny_llama("ring", 1), config(2, (2,))
+    first = parallelize(model, given, "cp", told).plan
+    own = Path(folder) / f"{dist.get_rank()}.json"
+    if dist.get_rank() == 0:
+        own.write_text(first.to_json())
+    said = [str(parallelize(model, given, own, told).plan == first)]  # type: ignore[arg-type]
+    for wrong in (own.with_name("missing.json"), Path(__file__)):
+        try:
+            parallelize(model, given, wrong, told)  # type: ignore[arg-type]
+        except (OSError, ValueError) as error:
+            said.append(type(error).__name__)
+    return said

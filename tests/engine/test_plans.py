@@ -150,3 +150,19 @@ def test_calibrate(two_ranks: Pool, tmp_path: Path) -> None:
         assert all(speed > 1e6 for speed in speeds)
         assert len(found.links) == 2 and all(link.bytes_per_second > 0 for link in found.links)
         assert "(measured rates)" in text
+
+
+def test_a_plans_file_is_read_on_one_rank(two_ranks: Pool, tmp_path: Path) -> None:
+    said = two_ranks.run(planning_jobs.a_file_that_only_rank_0_has, str(tmp_path))
+    assert said == [["True", "FileNotFoundError", "ValueError"]] * 2
+
+
+@pytest.mark.parametrize("policy", [{"linear": 1}, {"linear.weight": 0}])
+def test_constants_are_the_same_on_all_ranks(two_ranks: Pool, policy: Any) -> None:
+    loss = planning_jobs.Scaled(2.0)(torch.ones(4, 6, 2, dtype=torch.float64)).item()
+    for losses in two_ranks.run(planning_jobs.constants, policy, False):
+        assert losses == pytest.approx((loss, loss), rel=1e-12)
+    first, second = two_ranks.run(planning_jobs.constants, policy, True)
+    assert first == second
+    assert first.startswith("CaptureError: the ranks' captured graphs must be the same, but differ")
+    assert first.count("rank 1 (2,) torch.float64 #") == 1

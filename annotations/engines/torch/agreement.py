@@ -37,13 +37,14 @@ def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any) -> No
         _compare("batches of one copy", _each(given, _digest), group)
 
 
-def same_graph(hashed: str) -> None:
-    """Refuse a module that was captured as another graph than another rank's, on every rank.
+def same_graph(hashed: str, constants: Mapping[str, Tensor]) -> None:
+    """Refuse a module that was captured as another graph than another rank's, or with other values
+    of constants, on every rank.
 
     Raises:
         CaptureError: says who has which.
     """
-    _compare("captured graphs", {"graph": hashed}, None)
+    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), _digest)}, None)
 
 
 def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:

@@ -25,10 +25,10 @@ from .gradients import DEFAULT_BUCKET_MB, Reducer
 from .label_shift import whole_logits
 from .lowered import Lowered
 from .lying import Places
-from .planning import AnyPolicy, shaped, shared_plan
+from .planning import AnyPolicy, shaped, shared_plan, shared_policy
 from .rates import known_rates
 from .reorder import reordered
-from .replay import as_plan
+from .replay import is_path
 from .report import EnginePlan, whole_copies
 from .stored import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
@@ -83,9 +83,6 @@ class ParallelModule(TrainingModule):
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
         self.compute_dtype = compute_dtype
-        self._policy = as_plan(policy)
-        if not isinstance(self._policy, EnginePlan):
-            policies.named(self._policy)  # refuses an unknown one before anything else
         self._kept: Mapping[str, Places] | None = None
         self._unsynced = False
         self._reducer = None
@@ -94,9 +91,12 @@ class ParallelModule(TrainingModule):
         self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
         self._plans: dict[tuple[bool, ...], EnginePlan] = {}
         self._register_load_state_dict_pre_hook(self._fit_state)
+        if not isinstance(policy, EnginePlan) and not is_path(policy):
+            policies.named(policy)  # refuses an unknown one before anything else
         if config.ranks > 1:
             like = next(chain(self.parameters(), self.buffers()), None)
             self._mesh, copies = _mesh(config, like)
+            self._policy = shared_policy(policy)
             self._plan_mesh = shaped(self._mesh, config)
             same_examples(dummy_forward_args)
             _same_weights(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from .memory import ADAM_BYTES, Budget
 from .planner import choose
 from .policies import Force, Policy, PolicyError, named
 from .reorder import Hoisting, reordered
+from .replay import as_plan, is_path, limits_of_plan
 from .report import EnginePlan
 from .solver import PlanningError
 from .strategies import Strategy
@@ -169,8 +170,6 @@ def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Any]) -> No
 
 def _limits(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:
     if isinstance(policy, EnginePlan):
-        from .replay import limits_of_plan
-
         return limits_of_plan(policy, choices)
     return limits_of(*named(policy), choices, config)
 
@@ -193,11 +192,25 @@ def shared_plan(captured: Captured, **given: Any) -> Planned:
         Exception: what planning raised, on every rank alike.
         CaptureError: ranks captured different graphs.
     """
+    same_graph(graph_hash(captured), captured.constants)
+    return _on_rank_0(lambda: plan_graph(captured, **given))
+
+
+def shared_policy(policy: AnyPolicy) -> AnyPolicy:
+    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is no plan, on every rank alike.
+    """
+    return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
+
+
+def _on_rank_0(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, or the error that it raises, on every rank."""
     made: list[Any] = [None]
-    same_graph(graph_hash(captured))
     if dist.get_rank() == 0:
         try:
-            made = [plan_graph(captured, **given)]
+            made = [make()]
         except Exception as error:  # every rank must hear of it, or the others wait for ever
             made = [_sendable(error)]
     dist.broadcast_object_list(made, src=0)

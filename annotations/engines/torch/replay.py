@@ -16,12 +16,15 @@ from .report import EnginePlan, Lying, places_text
 from .strategies import Strategy
 
 
-def as_plan(policy: Any) -> Any:
-    """The plan in a file that a policy names: a path, or a string that ends in ``.json``."""
+def is_path(policy: Any) -> bool:
+    """Whether a policy names a file: a path, or a string that ends in ``.json``."""
     named = isinstance(policy, str) and policy.endswith(".json")
-    return EnginePlan.from_json(Path(policy).read_text()) if (
-        named or isinstance(policy, os.PathLike)
-    ) else policy  # fmt: skip
+    return named or isinstance(policy, os.PathLike)
+
+
+def as_plan(policy: Any) -> Any:
+    """``policy``, or the plan in the file that it names."""
+    return EnginePlan.from_json(Path(policy).read_text()) if is_path(policy) else policy
 
 
 def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
