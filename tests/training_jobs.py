@@ -133,3 +133,47 @@ def end_to_end(overlap: bool) -> tuple[list[float], list[float], dict[str, Tenso
     assert not results[0][0].requires_grad
     inferred = [loss.item() for loss, _ in model.infer_step(given)]
     return said, inferred, {n: p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def gradients_that_are_old(plan: int, overlap: bool) -> dict[str, list[Tensor]]:
+    """Gradients of this rank where a forward had no backward, or one that came late."""
+    ranks = dist.get_world_size()
+    config = ComputeConfig(plan, ranks, use_async_reducer=overlap)
+    policy = "cp" if plan == 1 else {"*.gate.weight": 0}
+    model = parallelize(tiny_llama("ring").to(device()), batch(1), policy, config)
+    found = {}
+
+    def note(what: str) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+        found[what] = [g.clone().cpu() for g in whole]
+
+    model(**batch(1)).backward()
+    model.sync_grad()
+    model(**batch(2))
+    norm, _ = model.clip_gnorm(0.1)
+    note("clipped")
+    model(**batch(2))
+    again, _ = model.clip_gnorm()
+    assert norm > 0.2 and abs(again - 0.1) < 1e-6
+    model.zero_grad()
+    first, second = model(**batch(1)), model(**batch(2))
+    first.backward()
+    model.sync_grad()
+    note("first")
+    model.zero_grad()
+    second.backward()
+    model.sync_grad()
+    note("second")
+    model.zero_grad(set_to_none=False)
+    loss = model(**batch(1))
+    if dist.get_rank() < plan:  # the other copy has no data
+        loss.backward()
+    model.sync_grad()
+    note("of one copy")
+    for p in model.parameters():  # by hand
+        p.grad = torch.ones_like(p)
+    model(**batch(1))
+    model.sync_grad()
+    note("by hand")
+    return found

@@ -110,3 +110,30 @@ def test_steps_want_their_field_of_the_config() -> None:
         model.train_step([x])
     with pytest.raises(ValueError, match="got 1 and 2"):
         model.train_step([x], [False, True])
+
+
+@pytest.mark.parametrize(("plan", "overlap"), [(1, True), (2, False)])
+@worlds(cpus=[2], gpus=[2])
+def test_gradients_are_added_up_once(ranks: Pool, plan: int, overlap: bool) -> None:
+    """Whatever forwards run in between, and if some backward comes late."""
+    copies, want = ranks.size // plan, {}
+    for seed in (1, 2):
+        model = tiny_llama("ring")
+        model(**jobs.sample("ring", 1, 16, seed)).backward()
+        want[seed] = [p.grad for p in model.parameters()]
+    norm = math.sqrt(sum(g.square().sum() for g in want[1]))
+    expected = {
+        "clipped": [g * 0.1 / norm for g in want[1]],
+        "first": [copies * g for g in want[1]],
+        "second": [copies * g for g in want[2]],
+        "of one copy": want[1],
+        # What the plan cuts is added up over copies only.
+        "by hand": [
+            torch.full_like(p, copies if "gate" in name else ranks.size)
+            for name, p in tiny_llama("ring").named_parameters()
+        ],
+    }
+    for found in ranks.run(jobs.gradients_that_are_old, plan, overlap):
+        for what, grads in expected.items():
+            for n, (got, grad) in enumerate(zip(found[what], grads, strict=True)):
+                assert_same(f"{what}, {n}", got, grad, 1e-5 if what == "clipped" else 1e-10)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from . import computing, policies
 from .agreement import same_batch, same_examples
+from .arrivals import Arrivals
 from .capture import Captured, CaptureError, capture
 from .dropout import draw_seed
 from .execute import Program
@@ -84,7 +85,7 @@ class ParallelModule(TrainingModule):
         self._dummy_forward_args = dict(dummy_forward_args)
         self.compute_dtype = compute_dtype
         self._kept: Mapping[str, Places] | None = None
-        self._unsynced = False
+        self._unsynced, self._arrivals = False, Arrivals()
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
@@ -123,7 +124,9 @@ class ParallelModule(TrainingModule):
         if torch.is_grad_enabled():
             self._unsynced = True
             if self._reducer is not None:
-                self._reducer.watch(list(self.parameters()))
+                parameters = list(self.parameters())
+                self._reducer.watch(parameters)
+                self._arrivals.watch(parameters)
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training
             return computing.call(self._original, self.compute_dtype, args, kwargs)

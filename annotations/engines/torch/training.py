@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..config import ComputeConfig
 from . import norms
+from .arrivals import Arrivals
 from .gradients import Reducer
 
 
@@ -25,22 +26,26 @@ class TrainingModule(torch.nn.Module):
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
     _unsynced: bool  # whether a forward has run since the last sync_grad
+    _arrivals: Arrivals
     _argument_names: tuple[str, ...]  # of forward
 
     def sync_grad(self) -> None:
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 
-        A second call without a forward in between does nothing. With
-        ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the backward ran.
+        Gradients that no backward has added to since the last call, on any rank, stay as they are.
+        With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the backward
+        ran.
 
         Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
         nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
         """
-        if self._reducer is None or not self._unsynced:
+        # Other copies may have had a backward where this one had none. So a forward is enough.
+        if self._reducer is None or not (self._unsynced or self._arrivals.new):
             return
         self._unsynced = False
         self._reducer.watch(list(self.parameters()))
-        self._reducer.sync()
+        with self._arrivals.alone():
+            self._reducer.sync()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
