@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,9 +49,15 @@ def on_columns(ops: Any, config: ComputeConfig) -> dict[str, str]:
     return {op.name: op.splits[-1] for op in dropouts} | {"ring_attn": "l"}
 
 
-def dropped(policy: Any, plan: int) -> list[tuple[float, dict[str, Tensor]]]:
+def on_two_axes(ops: Any, config: ComputeConfig) -> dict[str, tuple[str, str]]:
+    """Tokens along the first axis of a mesh, the batch along the second."""
+    return {op.name: ("l", "b") if op.communicates else ("d1", "d0") for op in ops}
+
+
+def dropped(policy: Any, shape: tuple[int, ...]) -> list[tuple[float, dict[str, Tensor]]]:
     """Two steps; every rank's generator starts elsewhere, the first rank's counts."""
-    config = ComputeConfig(plan, dist.get_world_size())
+    plan = math.prod(shape)
+    config = ComputeConfig(plan, dist.get_world_size(), pas_config={"mesh_shape": shape})
     given = {"x": inputs().to(device())}
     lowered = config.plan_ngpus == 2  # tracing takes longer than all else
     model = parallelize(Dropping().to(device()), given, policy, config, lowered=lowered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from rank_groups import device
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import EnginePlan
 from customized_ops.ring_attention import (
     AttnMask,
     wrap_masked_attn_func,
@@ -23,6 +25,7 @@ from customized_ops.ring_attention.core import groups
 DIM, HEADS, HEAD_DIM, VOCAB = 8, 2, 4, 16
 LAYERS = {"plain": 2, "masks": 3, "cross": 2}
 DOCUMENTS = [0, 3, 4, 12, 18]
+SEED = 7  # of the generator before a step
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -41,6 +44,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(DIM, (HEADS + 2) * HEAD_DIM)
         self.out = nn.Linear(HEADS * HEAD_DIM, DIM)
         self.up = nn.Linear(DIM, DIM)
+        self.drop = nn.Dropout(0.3 if self.form == "dropout" else 0.0)
         if self.form == "convolution":
             self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
         self.mask = AttnMask.prefix_lm(model.length, 3)
@@ -72,7 +76,7 @@ class Block(nn.Module):
         y = self.qkv(y).view(b, length, HEADS + 2, HEAD_DIM)
         q, k, v = y.split([HEADS, 1, 1], 2)
         out = self.attend(rotate(q, positions), rotate(k, positions), v)
-        x = x + self.out(out.reshape(b, length, -1))
+        x = x + self.drop(self.out(out.reshape(b, length, -1)))
         return x + F.silu(self.up(x))
 
 
@@ -187,7 +191,7 @@ def scalar(result: Any) -> Tensor:
 
 
 def step(
-    form: str, length: int, settings: dict[str, Any]
+    form: str, length: int, settings: dict[str, Any], policy: Any = "cp"
 ) -> tuple[float, dict[str, Tensor], str, tuple[int, int], tuple[int, int]]:
     """Over all ranks: loss, gradients after sync, the plan's text, and the bytes that the attention
     ops of all layers received, counted and planned: forward and backward."""
@@ -195,7 +199,8 @@ def step(
     given = {name: t.to(device()) for name, t in inputs(form, length).items()}
     config = ComputeConfig(ranks, ranks, pas_config=settings)
     model = Model(form, length).to(device())
-    parallel = parallelize(model, given, "cp", config, lowered=form == "losses")
+    parallel = parallelize(model, given, policy, config, lowered=form == "losses")
+    torch.manual_seed(SEED)
     for _, comm in groups._by_name.values():
         comm.counters.received_bytes = 0
 
@@ -206,7 +211,8 @@ def step(
     forward = received()
     loss.backward()
     counted = forward, received() - forward
-    rows = [(row, n) for row, n in parallel.plan.rows if row.op.startswith("wrap_")]
+    attends = [r.op.startswith("wrap_") and r.split != "-" for r, _ in parallel.plan.rows]
+    rows = list(itertools.compress(parallel.plan.rows, attends))
     planned = (
         sum(row.forward_bytes * n for row, n in rows),
         sum(row.backward_bytes * n for row, n in rows),
@@ -214,3 +220,19 @@ def step(
     parallel.sync_grad()
     grads = {name: p.grad.cpu() for name, p in parallel.named_parameters()}
     return loss.item(), grads, str(parallel.plan), counted, planned
+
+
+def given_back(form: str, length: int, settings: dict[str, Any]) -> tuple[str, str]:
+    """A plan as text, and that of a module which was given it, whose loss is checked."""
+    ranks = dist.get_world_size()
+    given = {name: t.to(device()) for name, t in inputs(form, length).items()}
+
+    def make(policy: Any, told: dict[str, Any]) -> Any:
+        config = ComputeConfig(ranks, ranks, pas_config=told)
+        return parallelize(Model(form, length).to(device()), given, policy, config, lowered=False)
+
+    first = make("cp", settings)
+    text = first.plan.to_json()
+    second = make(EnginePlan.from_json(text), {})
+    assert abs(scalar(first(**given)) - scalar(second(**given))) < 1e-12
+    return text, second.plan.to_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import dropout_jobs as jobs
@@ -16,21 +17,24 @@ from annotations.engines.torch.dropout import MAX_CUT_DIMS, kept
 
 
 @pytest.mark.parametrize(
-    ("policy", "plan"),
+    ("policy", "shape"),
     [
-        ("cp", 4),
-        ("cp", 2),
-        pytest.param(jobs.by_batch, 2, marks=pytest.mark.slow),
-        (jobs.on_columns, 4),
+        ("cp", (4,)),
+        ("cp", (2,)),
+        pytest.param(jobs.by_batch, (2,), marks=pytest.mark.slow),
+        (jobs.on_columns, (4,)),
+        (jobs.on_two_axes, (2, 2)),
+        pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
     ],
 )
 @worlds(cpus=[4], gpus=[4])
 def test_any_plan_drops_the_same(
-    ranks: Pool, monkeypatch: pytest.MonkeyPatch, policy: Any, plan: int
+    ranks: Pool, monkeypatch: pytest.MonkeyPatch, policy: Any, shape: tuple[int, ...]
 ) -> None:
     """And each step others, and each copy others."""
+    plan = math.prod(shape)
     copies = ranks.size // plan
-    replies = ranks.run(jobs.dropped, policy, plan)
+    replies = ranks.run(jobs.dropped, policy, shape)
     model, losses = jobs.Dropping(), set()
     torch.manual_seed(7)
     for step in range(2):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import Any
+from unittest import mock
 
 import hoist_models
 import pytest
 import torch
 from dense import assert_same
+from dropout_jobs import OneProcess
 from hoist_models import FORMS, Model, inputs, scalar
 from ranks import Pool, worlds
 
@@ -106,6 +109,19 @@ def test_an_op_that_cares_for_order_between_the_layers() -> None:
     assert abs(result.item() - expected.item()) < 1e-10
 
 
+def test_dropout_between_the_layers() -> None:
+    """It is drawn by place; where to go back for it costs more than it spares, nothing moves."""
+    given = inputs("dropout", 18)
+    slow = Rates(attention_flops_per_second=3e7, memory_bytes_per_second=1e7)
+    notes = []
+    for form in ("plain", "dropout"):
+        captured, [note] = hoisted(Model(form, 18), given, 3, {}, slow)
+        notes.append(note)
+    assert "permuted once at: " in notes[0]
+    assert notes[1].startswith("layout: zigzag over 18 tokens would spare ")
+    assert notes[1].endswith("; kept natural order") and selects(captured) == 0
+
+
 def test_never() -> None:
     captured, notes = hoisted(Model("plain", 18), inputs("plain", 18), 3, {"hoist": False})
     assert notes == [] and selects(captured) == 0
@@ -124,12 +140,15 @@ def test_settings(settings: dict[str, Any], error: type[Exception], message: str
         parallelize(torch.nn.Linear(2, 2), {"input": torch.ones(2)}, "cp", config, engine="torch")
 
 
-def check(pool: Pool, form: str, length: int, settings: dict[str, Any]) -> str:
+def check(pool: Pool, form: str, length: int, settings: dict[str, Any], policy: Any = "cp") -> str:
     """Compare a step on real ranks with one process; returns the plan's text."""
     model = Model(form, length)
-    loss = scalar(model(**inputs(form, length)))
+    torch.manual_seed(hoist_models.SEED)
+    seed = int(torch.randint(2**63 - 1, ()))
+    with mock.patch.object(torch.nn.functional, "dropout", OneProcess(seed, copy=0)):
+        loss = scalar(model(**inputs(form, length)))
     loss.backward()
-    replies = pool.run(hoist_models.step, form, length, settings)
+    replies = pool.run(hoist_models.step, form, length, settings, policy)
     for rank, (got, grads, _, _, planned) in enumerate(replies):
         assert abs(got - loss.item()) < 1e-10
         for name, parameter in model.named_parameters():
@@ -173,3 +192,25 @@ def test_cross_attention(two_ranks: Pool) -> None:
 @worlds(cpus=[2])
 def test_results_come_in_natural_order(ranks: Pool) -> None:
     assert "; natural order again at: linear" in check(ranks, "logits returned", 17, ALWAYS)
+
+
+def test_dropout_in_another_order(two_ranks: Pool) -> None:
+    """It drops the same tokens' elements, in natural order again."""
+    plan = check(two_ranks, "dropout", 18, ALWAYS)
+    assert "layout: zigzag over 18 tokens, permuted once at: " in plan
+    assert "; natural order again at: " in plan
+
+
+@worlds(cpus=[4])
+def test_on_two_axes(ranks: Pool) -> None:
+    """The sequence along the first, heads along the second."""
+    settings = ALWAYS | {"mesh_shape": (2, 2)}
+    plan = check(ranks, "plain", 18, settings, {"ring_attn": ("l", "qh")})
+    assert "layout: zigzag over 18 tokens, permuted once at: tokens, arange, " in plan
+    assert "l / 2, qh / 2" in plan
+
+
+def test_a_plan_of_another_order_given_back(two_ranks: Pool) -> None:
+    for first, second in two_ranks.run(hoist_models.given_back, "plain", 18, ALWAYS):
+        assert json.loads(first)["hoisted"] and "layout: zigzag over 18" in first
+        assert second == first
