@@ -8,13 +8,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from engine_jobs import sample, tiny_llama
+from memory_jobs import Again, Watch
 from rank_groups import device
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch.gradients import local
 from annotations.engines.torch.lying import cut_axes
 from annotations.engines.torch.module import ParallelModule
 
@@ -106,3 +115,56 @@ def in_single_precision(policy: Any) -> tuple[float, dict[str, Tensor], int, str
     grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert all(p.dtype == torch.float64 for p in model.parameters())
     return loss.item(), grads, 2 * sent * (ranks - 1) // ranks, model.plan.to_json()
+
+
+def resumed(
+    policy: Any, shape: tuple[int, ...], load: str | None, save: str | None, steps: range
+) -> list[float]:
+    """Losses of some steps; what torch's distributed checkpoints load before, and save after."""
+    model = parallelize(tiny_llama("ring").to(device()), batch(1), policy, config(shape))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if load:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        dcp.load(state, checkpoint_id=load)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        model.clip_gnorm(MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    if save:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=save)
+    # For the original: whole, and loaded again from it.
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        tiny_llama("ring").load_state_dict(gathered)
+    model.load_state_dict({name: whole(t) for name, t in model.state_dict().items()})
+    assert model(**batch(1)).item() == model(**batch(1)).item()
+    return losses
+
+
+def checkpointed(again: bool) -> tuple[float, dict[str, Tensor], int, int]:
+    """Loss, gradients, collectives of a step, and bytes held between forward and backward."""
+    module = tiny_llama("ring", layers=2)
+    if again:
+        module.blocks = nn.ModuleList(Again(block) for block in module.blocks)
+    ranks = dist.get_world_size()
+    model = parallelize(module.to(device()), batch(1), "tp", config((ranks,)))
+    before = [local(t) for t in (*model.parameters(), *model.buffers())]
+    with Watch(before) as watch:
+        loss = model(**batch(1))
+        held = watch.held_bytes()
+        loss.backward()
+    model.sync_grad()
+    grads = {n.replace(".block.", "."): whole(p.grad) for n, p in model.named_parameters()}
+    return loss.item(), grads, watch.collectives, held

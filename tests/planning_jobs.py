@@ -10,6 +10,7 @@ from typing import Any
 import engine_jobs
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rank_groups import device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -283,3 +284,25 @@ def a_file_that_only_rank_0_has(folder: str) -> list[str]:
         except (OSError, ValueError) as error:
             said.append(type(error).__name__)
     return said
+
+
+class Chosen(nn.Module):
+    """A model of whole numbers: which tokens come in, and with the loss which would come next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8).double(), nn.Linear(8, 16).double()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.embed(tokens))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss, logits.argmax(-1)
+
+
+def verified_integers(policy: Any) -> bool:
+    """Whether a module of whole numbers is verified, and leaves no gradient behind."""
+    given = {"tokens": torch.arange(12).view(2, 6), "targets": torch.arange(12).view(2, 6) % 5}
+    told = config(2, (2,), rates=SLOW)
+    model = parallelize(Chosen(), given, policy, told, verify=True)
+    return all(p.grad is None for p in model.parameters())

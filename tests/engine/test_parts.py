@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import parts_jobs as jobs
@@ -114,3 +115,39 @@ def test_memory_of_parameters_in_another_dtype() -> None:
     assert "casts of parameters" in str(mixed) and "casts" not in str(single)
     assert mixed.rows[-1] == single.rows[-1]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_saved_on_four_ranks_and_loaded_on_two(
+    four_ranks: Pool, two_ranks: Pool, tmp_path: Path
+) -> None:
+    """In parts of other parameters and other sizes; the optimizer's state too."""
+    model = tiny_llama("ring")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(6):
+        optimizer.zero_grad()
+        losses.append(model(**sample("ring", 1, jobs.LENGTH, step)))
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), jobs.MAX_NORM)
+        optimizer.step()
+    folder = str(tmp_path / "saved")
+    first = four_ranks.run(jobs.resumed, NAMED, (4,), None, folder, range(3))
+    second = two_ranks.run(jobs.resumed, "tp", (2,), folder, None, range(3, 6))
+    want = [loss.item() for loss in losses]
+    assert first == [pytest.approx(want[:3], abs=1e-10)] * 4
+    assert second == [pytest.approx(want[3:], abs=1e-10)] * 2
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_checkpointed_blocks(ranks: Pool) -> None:
+    """Nothing that communicates runs again, though all of it is between ops."""
+    model = tiny_llama("ring", layers=2)
+    want = model(**sample("ring", 1, jobs.LENGTH))
+    want.backward()
+    plain, again = (ranks.run(jobs.checkpointed, again) for again in (False, True))
+    for (loss, grads, collectives, held), (_, _, before, plain_held) in zip(
+        again, plain, strict=True
+    ):
+        assert abs(loss - want.item()) < 1e-10
+        assert collectives == before > 0 and held < 0.8 * plain_held
+        for name, parameter in model.named_parameters():
+            assert_same(name, grads[name], parameter.grad)
