@@ -149,3 +149,36 @@ def ways(way: str) -> tuple[float, list[Tensor | None]] | str:
     loss.backward()
     model.sync_grad()
     return loss.item(), [p.grad for p in model.parameters()]
+
+
+class Dropping(nn.Module):
+    """A linear that reads what was dropped, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.drop = nn.Dropout(0.4)
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.drop(x)).unflatten(-1, (2, 4))
+        return x + wrap_ring_attn_func(y, y, y).flatten(2)
+
+
+def dropped_again(again: bool) -> tuple[float, list[Tensor], list[int]]:
+    """Loss, gradients, and how often the forward's and the backward's graph draw."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 8, 8, dtype=torch.float64).to(device())
+    module = nn.Sequential(*[Again(Dropping()) if again else Dropping() for _ in range(2)])
+    ranks = dist.get_world_size()
+    model = parallelize(module.to(device()), {"input": x}, "cp", ComputeConfig(ranks, ranks))
+    torch.manual_seed(2)
+    loss = model(x).square().sum()
+    loss.backward()
+    model.sync_grad()
+    [trace] = model._program().traces
+    draws = [
+        sum(node.target is torch.ops.seqshard.dropout.default for node in graph.nodes)
+        for graph in trace.graphs
+    ]
+    return loss.item(), [p.grad.cpu() for p in model.parameters()], draws

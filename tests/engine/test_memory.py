@@ -27,6 +27,17 @@ def test_checkpointed_blocks(ranks: Pool) -> None:
             assert_same(f"parameter {n}", grad, parameter.grad)
 
 
+@worlds(cpus=[2], gpus=[2])
+def test_checkpointed_dropout(ranks: Pool) -> None:
+    """It is drawn again: no rank waits for another in it."""
+    plain, again = (ranks.run(jobs.dropped_again, again) for again in (False, True))
+    for (want, wanted, once), (loss, grads, twice) in zip(plain, again, strict=True):
+        assert once == [2, 0] and twice == [2, 2]
+        assert abs(loss - want) < 1e-10
+        for n, (grad, expected) in enumerate(zip(grads, wanted, strict=True)):
+            assert_same(f"parameter {n}", grad, expected)
+
+
 @pytest.mark.parametrize("plan", [1, 2])
 @worlds(cpus=[2], gpus=[2])
 def test_compute_dtype(ranks: Pool, plan: int) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from annotations.registry import record_of
+
 aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
@@ -31,11 +33,15 @@ _PLACING = (
 
 
 def communicates(node: Node) -> bool:
-    """Whether ranks may exchange messages in an op: a collective, or any op that is not torch's.
+    """Whether ranks may exchange messages in an op: a collective, or any op that is not torch's but
+    one of ours whose rule says that no split of it communicates.
 
     All ranks must come to these in one order.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    record = record_of(node.target)
+    if record is not None and not record.rule.communicates:
         return False
     return node.target.namespace not in ("aten", "prims") and not _waits(node)
 
