@@ -41,7 +41,7 @@ def check(
     ("policy", "optimizer", "overlap", "torchs"),
     [
         ("tp", FOREACH, False, True),
-        (NAMED, FUSED, True, False),
+        pytest.param(NAMED, FUSED, True, False, marks=pytest.mark.slow),
     ],
 )
 @worlds(cpus=[2], gpus=[2])
@@ -55,7 +55,7 @@ def test_optimizers_that_take_all_at_once(
     ("policy", "shape", "optimizer", "overlap", "torchs"),
     [
         # Two copies of the model, each in parts.
-        ("tp", (2,), FUSED, True, True),
+        ("tp", (2,), FUSED, True, False),
         pytest.param("tp", (2, 2), FOREACH, False, False, marks=pytest.mark.slow),
         pytest.param({"*.gate.weight": (0, 1)}, (2, 2), FUSED, False, True, marks=pytest.mark.slow),
     ],
@@ -72,7 +72,7 @@ def test_on_two_axes(
     check(ranks, policy, shape, optimizer, overlap, torchs)
 
 
-@pytest.mark.parametrize("policy", ["cp", NAMED])
+@pytest.mark.parametrize("policy", [pytest.param("cp", marks=pytest.mark.slow), NAMED])
 @worlds(cpus=[2], gpus=[2])
 def test_parameters_kept_in_another_dtype(ranks: Pool, policy: Any) -> None:
     """Gradients are added up in the parameters' own, and so they are planned."""
@@ -117,6 +117,7 @@ def test_memory_of_parameters_in_another_dtype() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_saved_on_four_ranks_and_loaded_on_two(
     four_ranks: Pool, two_ranks: Pool, tmp_path: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_saved_on_four_ranks_and_loaded_on_two(
     assert second == [pytest.approx(want[3:], abs=1e-10)] * 2
 
 
+@pytest.mark.slow
 @worlds(cpus=[2], gpus=[2])
 def test_checkpointed_blocks(ranks: Pool) -> None:
     """Nothing that communicates runs again, though all of it is between ops."""

@@ -112,7 +112,9 @@ def test_steps_want_their_field_of_the_config() -> None:
         model.train_step([x], [False, True])
 
 
-@pytest.mark.parametrize(("plan", "overlap"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("plan", "overlap"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
 @worlds(cpus=[2], gpus=[2])
 def test_gradients_are_added_up_once(ranks: Pool, plan: int, overlap: bool) -> None:
     """Whatever forwards run in between, and if some backward comes late."""

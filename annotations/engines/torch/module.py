@@ -197,9 +197,7 @@ class ParallelModule(TrainingModule):
             device=next(iter(trained.values())).device if trained else "cpu",
             kept=self._kept,
         )
-        self.plan = planned.report
-        # In other modes a graph may lack parameters that an earlier one has in parts.
-        self._kept = {**(self._kept or {}), **planned.parameters}
+        self.plan, self._kept = planned.report, planned.parameters
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
         captured = functools.reduce(reordered, planned.hoistings, captured)
         by_name = {node.name: node for node in captured.graph.nodes}
