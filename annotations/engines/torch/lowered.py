@@ -24,6 +24,7 @@ from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn import Parameter
@@ -123,10 +124,9 @@ class Trace:
     ) -> None:
         self.graphs: list[Graph] = []
         traced: Any = _AsModule(program, given)
-        names = [
-            program.captured.attributes.get(n) if type(t) is Parameter else None
-            for n, t in given.items()
-        ]
+        parameters = {n for n, t in given.items() if isinstance(t, Parameter)}
+        plain = {n for n in parameters if not isinstance(given[n], DTensor)}
+        names = [program.captured.attributes.get(n) if n in plain else None for n in given]
         tell = partial(_tell, names=names, arrived=arrived) if arrived else None
         options: dict[str, Any] = {
             "fw_compiler": partial(self._code, compiled=compiled),
