@@ -32,7 +32,7 @@ FRAGMENTS = {
     'engine="nnscaler"': "needs CUDA and nnscaler; tests/on_nnscaler makes such calls",
     "class LossOf": "",
     '"mesh_shape": (4, 2)': "",
-    "plan_without_ranks": "",
+    "plans_without_ranks": "",
 }
 
 
@@ -88,7 +88,7 @@ def test_a_large_model_is_planned_without_ranks(
     layers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a layer in place of the 32, unless there is time."""
-    run(fragment("plan_without_ranks").replace("layers=32", f"layers={layers}"))
+    run(fragment("plans_without_ranks").replace("layers=32", f"layers={layers}"))
     assert capsys.readouterr().out.startswith("plan: 8 ranks a copy")
 
 

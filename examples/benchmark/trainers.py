@@ -177,9 +177,9 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 TRAINERS = [
     Trainer("parallelize", _engine()),
     Trainer("parallelize auto", _engine(policy="auto")),
-    Trainer("parallelize compiled", _engine(compile=True)),
     Trainer("parallelize eager DTensor", _engine(lowered=False)),
     Trainer("FSDP2 + wrap_zigzag_attn_func", _own_tokens),
     Trainer("FSDP2 + context_parallel", _torch_context_parallel),
     Trainer("FSDP2", _whole_sequences, sequences=lambda ranks: ranks),
+    Trainer("parallelize compiled", _engine(compile=True)),
 ]

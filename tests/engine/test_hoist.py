@@ -201,7 +201,7 @@ def test_dropout_in_another_order(two_ranks: Pool) -> None:
     assert "; natural order again at: " in plan
 
 
-@worlds(cpus=[4])
+@worlds(cpus=[4], gpus=[4])
 def test_on_two_axes(ranks: Pool) -> None:
     """The sequence along the first, heads along the second."""
     settings = ALWAYS | {"mesh_shape": (2, 2)}

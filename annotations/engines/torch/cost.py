@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import Shard
 from torch.fx import Node
 
 from annotations.registry import record_of
@@ -104,8 +105,19 @@ def steps_seconds(steps: Sequence[Step], value: Tensor, rates: Rates) -> float:
     """Time of a path."""
     return sum(
         received_seconds(step.elements * value.element_size(), rates.link(step.axis))
+        + _copied_bytes(step, value) / rates.memory_bytes_per_second
         for step in steps
     )
+
+
+def _copied_bytes(step: Step, value: Tensor) -> float:
+    """Read and written to put in its place what arrives along a dim that is not the first; parts of
+    the first lie in one piece."""
+    if step.kind not in ("all-gather", "reduce-scatter"):
+        return 0.0
+    [dim] = {p.dim for p in (step.before[step.axis], step.after[step.axis]) if isinstance(p, Shard)}
+    outer = math.prod(value.shape[:dim])
+    return 2.0 * step.elements * value.element_size() if outer > 1 else 0.0
 
 
 def all_reduce_bytes(count: float, ranks: int) -> int:
