@@ -201,10 +201,12 @@ class Wrong(nn.Module):
         return self.bad(self.good(x)).square().mean()
 
 
-def verified(wrong: bool) -> str:
-    """What ``verify`` says of a module; ``wrong`` loses half of a gradient on the way."""
+def verified(wrong: bool, smaller: bool = False) -> str:
+    """What ``verify`` says of a module; ``wrong`` loses half of a gradient on the way. On the
+    example, or on a ``smaller`` one."""
     torch.manual_seed(0)
     given = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
+    verify: Any = {"x": given["x"][:2]} if smaller else True
     model = Wrong()
     sync = engine_module.ParallelModule.sync_grad
 
@@ -216,13 +218,14 @@ def verified(wrong: bool) -> str:
         engine_module.ParallelModule.sync_grad = losing  # type: ignore[method-assign]
     try:
         parallel = parallelize(
-            model, given, "auto", config(2, (2,), rates=SLOW), verify=True, engine="torch"
+            model, given, "auto", config(2, (2,), rates=SLOW), verify=verify, engine="torch"
         )
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         engine_module.ParallelModule.sync_grad = sync  # type: ignore[method-assign]
     assert all(p.grad is None for p in parallel.parameters())
+    parallel(**given)
     return "the same"
 
 

@@ -46,7 +46,7 @@ def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds / 4),
+        timeout=timedelta(seconds=seconds / 2),
     )
     while True:
         job = pipe.recv()
@@ -63,7 +63,7 @@ def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe:
 class Pool:
     """``size`` processes in one world; with NCCL each has a GPU of its own.
 
-    A job may take ``seconds``, by default JOB_SECONDS; a rank waits for another for a quarter of
+    A job may take ``seconds``, by default JOB_SECONDS; a rank waits for another for half of
     that. Once a rank has failed, the others are not waited for much longer.
     """
 

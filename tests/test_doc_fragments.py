@@ -15,7 +15,7 @@ from unittest import mock
 import doc_jobs
 import pytest
 import torch
-from benchmark import command
+from benchmark import command, training
 from doc_blocks import ROOT, blocks
 from ranks import Pool
 
@@ -111,6 +111,7 @@ def test_a_loss_of_transformers_is_planned() -> None:
 # How the arguments of each script and module that a page names are read.
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/attention.py": lambda given: benchmark(given),
+    "examples/benchmark/training.py": lambda given: training.parse(given),
     "tests/benchmarks/kernel_speed.py": lambda given: kernel_speed(given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
     "annotations.engines.torch": lambda given: engine_command(given),

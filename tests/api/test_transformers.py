@@ -103,6 +103,21 @@ def test_dropout_and_checkpoints_over_ranks() -> None:
     same("llama", parts[0] | {"logits": whole}, alone)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_shard_outside_of_its_context(layout: str) -> None:
+    """Its tokens would see one another alone, which nothing would show."""
+    model, given = tiny("llama", layers=1), batch("plain")
+    model.set_attn_implementation("seqshard")
+
+    def refused(comm: Any) -> None:
+        inputs = seqshard.shard_batch(given, comm, layout).inputs
+        with pytest.raises(ValueError, match=r"call the model within shard\.context\(\)"):
+            model(**inputs)
+
+    run_ranks(2, refused)
+    model(**seqshard.shard_batch(given, None).inputs)  # of one rank it is the whole
+
+
 def test_the_collator_that_flattens() -> None:
     """Its position ids and cu_seq_lens, alone and over ranks."""
     g = torch.Generator().manual_seed(2)

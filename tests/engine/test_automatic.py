@@ -138,6 +138,7 @@ def test_names_force_what_they_name() -> None:
     assert all(op.outputs == ("R",) for n, op in plan.ops.items() if n.startswith("rms_norm"))
 
 
+@pytest.mark.slow
 def test_a_large_model_in_seconds() -> None:
     """32 layers, 8 billion parameters, 131,072 tokens, on 8 and on 8 x 8 ranks; time of this
     process, however busy the machine is."""

@@ -19,7 +19,7 @@ from annotations.engines.torch.dropout import MAX_CUT_DIMS, kept
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [
-        ("cp", (4,)),
+        pytest.param("cp", (4,), marks=pytest.mark.slow),
         ("cp", (2,)),
         pytest.param(jobs.by_batch, (2,), marks=pytest.mark.slow),
         (jobs.on_columns, (4,)),

@@ -160,6 +160,7 @@ def check(pool: Pool, form: str, length: int, settings: dict[str, Any], policy: 
     return replies[0][2]
 
 
+@pytest.mark.slow
 def test_losses(two_ranks: Pool) -> None:
     plan = check(two_ranks, "losses", 18, ALWAYS)
     assert "layout: zigzag over 18 tokens, permuted once at: tokens, " in plan
@@ -201,6 +202,7 @@ def test_dropout_in_another_order(two_ranks: Pool) -> None:
     assert "; natural order again at: " in plan
 
 
+@pytest.mark.slow
 @worlds(cpus=[4], gpus=[4])
 def test_on_two_axes(ranks: Pool) -> None:
     """The sequence along the first, heads along the second."""

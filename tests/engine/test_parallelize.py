@@ -67,7 +67,7 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
     [
         ("ring", "cp", 4, 1, 30),
         pytest.param("zigzag", "cp", 2, 1, 20, marks=pytest.mark.slow),
-        ("varlen", "cp", 2, 1, 20),
+        pytest.param("varlen", "cp", 2, 1, 20, marks=pytest.mark.slow),
         pytest.param("ring", "dp", 4, 4, 12, marks=pytest.mark.slow),
         pytest.param("ring", "dp", 2, 2, 12, marks=pytest.mark.slow),
         ("ring", "cp", 1, 1, 12),

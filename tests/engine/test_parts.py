@@ -55,7 +55,7 @@ def test_optimizers_that_take_all_at_once(
     ("policy", "shape", "optimizer", "overlap", "torchs"),
     [
         # Two copies of the model, each in parts.
-        ("tp", (2,), FUSED, True, False),
+        pytest.param("tp", (2,), FUSED, True, False, marks=pytest.mark.slow),
         pytest.param("tp", (2, 2), FOREACH, False, False, marks=pytest.mark.slow),
         pytest.param({"*.gate.weight": (0, 1)}, (2, 2), FUSED, False, True, marks=pytest.mark.slow),
     ],

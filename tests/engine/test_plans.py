@@ -89,7 +89,7 @@ def test_four_ranks(ranks: Pool, policy: Any, shape: tuple[int, ...], told: dict
     [
         pytest.param("cp", (4,), marks=pytest.mark.slow),
         pytest.param("tp", (4,), marks=pytest.mark.slow),
-        ("hybrid", (2, 2)),
+        pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_counted_bytes_are_the_planned_ones(
@@ -130,9 +130,10 @@ def test_a_parameter_of_two_names_in_parts(two_ranks: Pool) -> None:
         assert_same("weight", grad, model.embed.weight.grad)
 
 
-def test_verify(two_ranks: Pool) -> None:
-    assert two_ranks.run(planning_jobs.verified, False) == ["the same"] * 2
-    first, second = two_ranks.run(planning_jobs.verified, True)
+@pytest.mark.parametrize("smaller", [False, True])
+def test_verify(two_ranks: Pool, smaller: bool) -> None:
+    assert two_ranks.run(planning_jobs.verified, False, smaller) == ["the same"] * 2
+    first, second = two_ranks.run(planning_jobs.verified, True, smaller)
     assert first == second
     assert first.startswith(
         "VerificationError: the parallel module differs from the one alone; "

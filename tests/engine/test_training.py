@@ -14,7 +14,9 @@ from ranks import Pool, worlds
 from annotations import ComputeConfig, parallelize
 
 
-@pytest.mark.parametrize(("overlap", "plan"), [(True, 2), (True, 4), (False, 1)])
+@pytest.mark.parametrize(
+    ("overlap", "plan"), [(True, 2), pytest.param(True, 4, marks=pytest.mark.slow), (False, 1)]
+)
 @worlds(cpus=[4], gpus=[4])
 def test_accumulated_gradients(ranks: Pool, overlap: bool, plan: int) -> None:
     """Of two micro-batches; only the second's backward moves any, and that while it runs."""

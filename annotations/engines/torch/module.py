@@ -258,7 +258,7 @@ def parallelize(
     *,
     module_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
-    verify: bool = False,
+    verify: bool | Mapping[str, Any] = False,
     lowered: bool = True,
     compile: bool = False,
     **nnscaler_only: Any,
@@ -290,8 +290,9 @@ def parallelize(
             and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
             and inputs are not cast: a module casts what it makes of them to the dtype of its
             activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
-        verify: run one step on the example arguments, on every rank alone as well as in parallel,
-            and compare results and gradients. Takes the memory of the whole model and batch.
+        verify: run one step in parallel as well as on every rank alone, and compare results and
+            every gradient: True on the example arguments, or smaller ones by name on these, for
+            which the policy makes a plan of their own. Takes the memory of a whole model and batch.
         lowered: trace the planned graph once, at the first call of each kind, into ops on this
             rank's plain tensors. False runs every op on DTensors, several times slower on the host.
         compile: have inductor compile what was traced. Costs a minute or so at the first calls.
@@ -333,17 +334,15 @@ def parallelize(
         )
     if module_dtype is not None:
         module = copy.deepcopy(module).to(module_dtype)
-    parallel = ParallelModule(
-        module,
-        dummy_forward_args,
-        pas_policy,
-        compute_config,
-        compute_dtype,
-        lowered=lowered,
-        compile=compile,
-    )
+
+    def made(example: Mapping[str, Any]) -> ParallelModule:
+        given = module, example, pas_policy, compute_config, compute_dtype
+        return ParallelModule(*given, lowered=lowered, compile=compile)
+
+    example = verify if isinstance(verify, Mapping) else dummy_forward_args
+    parallel = made(example)
     if verify and compute_config.ranks > 1:
         alone = copy.deepcopy(module)
         _same_weights(alone)
-        same_as_alone(parallel, alone, dummy_forward_args)
-    return parallel
+        same_as_alone(parallel, alone, example)
+    return parallel if example is dummy_forward_args else made(dummy_forward_args)

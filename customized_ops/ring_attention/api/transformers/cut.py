@@ -25,6 +25,8 @@ from .pairs import Flags, Ints, Pairs, Rows, find_pairs
 from .pattern import TITLE, Pattern
 from .segments import documents_of, on_host, segments_of
 
+OF_A_SHARD = "_of_a_shard"  # an attribute of position_ids that shard_batch has cut
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
