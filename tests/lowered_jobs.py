@@ -181,3 +181,32 @@ def early_gradients() -> tuple[list[bool], str]:
     except RuntimeError as error:
         return there, str(error)
     return there, ""
+
+
+def gradients_that_autograd_changes() -> str:
+    """What travels is what comes to be in ``.grad``, also where that is not what one graph found;
+    and what is said of gradients that never come there."""
+    given, ranks = several_inputs(), dist.get_world_size()
+    config = ComputeConfig(ranks, ranks, use_async_reducer=True, reducer_bucket_cap_mb=1e-5)
+    parallel = parallelize(Several().to(device()), given, "cp", config)
+    whole = Several().to(device())
+    other = given | {"x": given["x"].flip(1)}
+    for module in (parallel, whole):
+        (module(**given)["loss"] + module(**other)["loss"]).backward()
+    parallel.sync_grad()
+    for name, p in parallel.named_parameters():
+        assert_same(f"two forwards, {name}", p.grad, whole.get_parameter(name).grad)
+    parallel.gain.register_hook(lambda grad: 3 * grad)
+    for module in (parallel, whole):
+        module.zero_grad()
+        module(**given)["loss"].backward()
+    parallel.sync_grad()
+    assert_same("gain", parallel.gain.grad, 3 * whole.gain.grad)
+    assert_same("table", parallel.table.weight.grad, whole.table.weight.grad)
+    parallel.zero_grad()
+    torch.autograd.grad(parallel(**given)["loss"], list(parallel.parameters()))
+    try:
+        parallel.sync_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -75,6 +75,12 @@ def test_gradients_travel_before_they_are_in_grad(ranks: Pool) -> None:
         assert "(16,) has a gradient from outside of the module too" in said
 
 
+@worlds(cpus=[2], gpus=[2])
+def test_gradients_that_autograd_changes(ranks: Pool) -> None:
+    for said in ranks.run(lowered_jobs.gradients_that_autograd_changes):
+        assert said.startswith("a backward found gradients that it did not put into .grad")
+
+
 def test_what_cannot_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("not this op")

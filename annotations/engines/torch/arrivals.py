@@ -48,9 +48,11 @@ class Arrivals:
         }
         for parameter in old:
             parameter.grad = None
-        yield
-        for parameter, grad in old.items():
-            if parameter.grad is None:
-                parameter.grad = grad
+        try:
+            yield
+        finally:
+            for parameter, grad in old.items():
+                if parameter.grad is None:
+                    parameter.grad = grad
         self.new.clear()
         self._summed = {p: TensorWeakRef(p.grad) for p in self._watched if p.grad is not None}

@@ -63,7 +63,9 @@ class Bucket:
             torch.zeros_like(local(p)).reshape(-1) if g is None else g.reshape(-1)
             for p, g in zip(self.parameters, gradients, strict=True)
         ]
-        flags = torch.tensor(used, dtype=parts[0].dtype, device=parts[0].device)
+        flags = parts[0].new_ones(len(used))
+        if not all(used):  # copying to a GPU waits for it
+            flags.copy_(torch.tensor(used))
         self._flat = torch.cat([*parts, flags])
         self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
 
@@ -110,7 +112,8 @@ class Reducer:
         self._started = 0
         self._hooks: list[Any] = []
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
-        self._told: dict[Parameter, Tensor] = {}
+        self._told: dict[Parameter, tuple[int, int]] = {}
+        self._forwards = 0
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
         """Take these parameters, before the backward; all ranks alike."""
@@ -138,28 +141,37 @@ class Reducer:
         """Whether the module was converted to another dtype since."""
         return any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
 
+    def forward(self) -> None:
+        """A forward runs whose backward may tell of gradients."""
+        self._forwards += 1
+
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
         """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
 
         Raises:
             RuntimeError: a gradient of this parameter is on its way already.
         """
-        if self._overlap and not self._paused and parameter in self._places:
-            self._told[parameter] = gradient
+        # Autograd adds up what several forwards find, and hooks may change it.
+        alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
+        if self._overlap and not self._paused and alone and parameter in self._places:
+            self._told[parameter] = gradient.data_ptr(), gradient._version
             self._take(parameter, gradient)
 
     def _complete(self, parameter: Parameter, gradient: Tensor) -> None:
         """Autograd has all of a gradient, and adds it to ``.grad`` next."""
         told = self._told.get(parameter)
-        if told is not None and local(gradient).data_ptr() != told.data_ptr():
+        same = local(gradient)
+        if told is not None and (same.data_ptr(), same._version) != told:
             raise RuntimeError(
                 f"a parameter {tuple(parameter.shape)} has a gradient from outside of the module "
-                "too, but what the module found is being added up over ranks already; use the "
-                "parameter within the module's forward, or use_async_reducer=False"
+                "too, or from a backward that did not put it into .grad (torch.autograd.grad), but "
+                "what the module found is being added up over ranks already; use the parameter "
+                "within the module's forward, or use_async_reducer=False"
             )
 
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
+        self._forwards = 0
         if self._told.pop(parameter, None) is not None:
             bucket, n = self._places[parameter]
             bucket.early.pop(n, None)
@@ -171,8 +183,9 @@ class Reducer:
         if n not in bucket.missing:
             raise RuntimeError(
                 "a second backward since the last sync_grad(): with use_async_reducer the "
-                "first one's gradients are being added up already; call sync_grad() after "
-                "each, or run all backwards of a step but the last within no_sync()"
+                "first one's gradients are being added up already; call sync_grad() and "
+                "zero_grad() after each, or run all backwards of a step but the last within "
+                "no_sync()"
             )
         bucket.missing.discard(n)
         if early is not None:
@@ -196,11 +209,17 @@ class Reducer:
 
     def sync(self) -> None:
         """Start what has not started yet, and wait for all."""
+        if self._told:
+            raise RuntimeError(
+                "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
+                "or backward(inputs=...)), and they are being added up over ranks: run it in "
+                "no_sync()"
+            )
         for bucket in self._buckets[self._started :]:
             bucket.start()
         for bucket in self._buckets:
             bucket.finish()
-        self._started = 0
+        self._started = self._forwards = 0
 
 
 def local(x: Tensor) -> Tensor:

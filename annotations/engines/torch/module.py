@@ -126,6 +126,7 @@ class ParallelModule(TrainingModule):
             if self._reducer is not None:
                 parameters = list(self.parameters())
                 self._reducer.watch(parameters)
+                self._reducer.forward()
                 self._arrivals.watch(parameters)
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training

@@ -190,7 +190,11 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
     """
     if isinstance(policy, Mapping):
         forced = dict(policy)
-        return lambda ops, config: forced, "whole"
+
+        def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
+            return forced
+
+        return mapping, "whole"
     if not isinstance(policy, str):
         return policy, "whole"
     if policy not in POLICIES:

@@ -23,8 +23,17 @@ def is_path(policy: Any) -> bool:
 
 
 def as_plan(policy: Any) -> Any:
-    """``policy``, or the plan in the file that it names."""
-    return EnginePlan.from_json(Path(policy).read_text()) if is_path(policy) else policy
+    """``policy``, or the plan in the file that it names.
+
+    Raises:
+        ValueError: the file has no plan; names it.
+    """
+    if not is_path(policy):
+        return policy
+    try:
+        return EnginePlan.from_json(Path(policy).read_text())
+    except ValueError as error:
+        raise ValueError(f"{policy}: {error}") from None
 
 
 def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:

@@ -33,8 +33,9 @@ class TrainingModule(torch.nn.Module):
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 
         Gradients that no backward has added to since the last call, on any rank, stay as they are.
-        With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the backward
-        ran.
+        Clear gradients before the next backward (``zero_grad``): what it adds to a sum is added up
+        with it. With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the
+        backward ran.
 
         Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
         nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
