@@ -75,12 +75,14 @@ class RingCoreAttention(nn.Module):
                 refuse(f"config.{flag}", True, "not done here")
         self.config, self.mask_type = config, name_of(attn_mask_type)
         self.softmax_scale, self.channels = softmax_scale, (k_channels, v_channels)
-        self.group = None
-        if config.context_parallel_size > 1:
-            self.group = getattr(pg_collection, "cp", None)
-            if self.group is None:
-                ranks = config.context_parallel_size
-                raise ValueError(f"RingCoreAttention: {ranks} ranks need a pg_collection with cp")
+        ranks, self.group = config.context_parallel_size, getattr(pg_collection, "cp", None)
+        if ranks > 1 and self.group is None:
+            raise ValueError(f"RingCoreAttention: {ranks} ranks need a pg_collection with cp")
+        there = 1 if self.group is None else dist.get_world_size(self.group)
+        if there != ranks:
+            raise ValueError(
+                f"RingCoreAttention: context_parallel_size={ranks}, pg_collection.cp has {there}"
+            )
         self.window = (-1, -1)
         skip = getattr(config, "window_attn_skip_freq", None)
         own = skip[layer_number - 1] if isinstance(skip, list) else not skip or layer_number % skip

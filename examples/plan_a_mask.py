@@ -65,7 +65,8 @@ def run(plan: Plan) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where the plan computes each pair once, and ranks get what one device gets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("mask", help="such as 'sliding_window(8192, 1024)'")
+    shown = "block_causal(2048, 256)"
+    parser.add_argument("mask", nargs="?", default=shown, help="such as %(default)r")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous")
     parser.add_argument("--png", type=Path, default=Path("plan.png"))

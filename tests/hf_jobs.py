@@ -9,8 +9,10 @@ import hf_models
 import torch.distributed as dist
 from rank_groups import device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch import Rates
 from customized_ops.ring_attention.api import transformers as seqshard
 
 Answer = dict[str, Tensor]
@@ -78,8 +80,15 @@ class Loss(nn.Module):
         return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
 
 
-def parallelized(name: str, case: str, policy: str, rows: int) -> tuple[Answer, Answer, str]:
-    """Cut by the engine and alone: loss and gradients; and the plan."""
+def parallelized(
+    name: str,
+    case: str,
+    policy: str,
+    rows: int,
+    shape: tuple[int, ...] | None = None,
+    rates: Rates | None = None,
+) -> tuple[Answer, Answer, str]:
+    """Cut by the engine, over a mesh of this shape, and alone: loss and gradients; and the plan."""
     model = hf_models.tiny(name, layers=1).to(device())
     model.set_attn_implementation("seqshard")
     loss_of = Loss(model)
@@ -87,15 +96,22 @@ def parallelized(name: str, case: str, policy: str, rows: int) -> tuple[Answer, 
     alone = loss_of(**given)
     alone.backward()
     size = dist.get_world_size()
-    module = parallelize(loss_of, given, policy, ComputeConfig(size, size))
+    told = {"mesh_shape": shape or (size,)} | ({} if rates is None else {"rates": rates})
+    config = ComputeConfig(size, size, pas_config=told)
+    module = parallelize(loss_of, given, policy, config)
     loss = module(**given)
     loss.backward()
     module.sync_grad()
     answers = (
-        {"loss": found.detach(), **hf_models.gradients(each)}
+        {"loss": found.detach(), **whole(hf_models.gradients(each))}
         for found, each in ((alone, loss_of), (loss, module))
     )
     return on_cpu(next(answers)), on_cpu(next(answers)), str(module.plan)
+
+
+def whole(answer: Answer) -> Answer:
+    """Of parameters that are kept in parts too."""
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in answer.items()}
 
 
 def captured_wrongly(what: str) -> str:

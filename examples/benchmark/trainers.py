@@ -100,7 +100,7 @@ def _fsdp(task: Task, ranks: Ranks, **changes: Any) -> nn.Module:
 
 def _whole_sequences(task: Task, ranks: Ranks) -> Step:
     """FSDP2 alone: every rank has a sequence of its own."""
-    return _step(_fsdp(task, ranks), task.inputs[ranks.rank], 1)
+    return _step(_fsdp(task, ranks), task.inputs[ranks.rank])
 
 
 def _own_tokens(task: Task, ranks: Ranks) -> Step:
@@ -113,7 +113,7 @@ def _own_tokens(task: Task, ranks: Ranks) -> Step:
 
     own = {name: layout.shard(t, ranks.rank) for name, t in task.inputs[0].items()}
     # The mean over a rank's tokens, and FSDP's over ranks, which hold as many tokens each.
-    return _step(_fsdp(task, ranks, op=attend), own, 1)
+    return _step(_fsdp(task, ranks, op=attend), own)
 
 
 def _torch_context_parallel(task: Task, ranks: Ranks) -> Step:
@@ -144,12 +144,12 @@ def _torch_context_parallel(task: Task, ranks: Ranks) -> Step:
     return step
 
 
-def _step(model: nn.Module, inputs: Mapping[str, Tensor], scale: float) -> Step:
+def _step(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
     optimizer = _adam(model)
 
     def step() -> Tensor:
         loss = model(**inputs)
-        (loss * scale).backward()
+        loss.backward()
         _update(optimizer)
         return loss.detach()
 

@@ -9,7 +9,8 @@ A step is forward, backward, gradients added up over ranks, and a fused AdamW, o
 and Adam's state are fp32, the rest bf16; the loss never makes the logits of all tokens at once
 (``chunk_linear_cross_entropy``), for anybody. Contestants run one after the other, in so many
 rounds, every other one backwards; a time is the median of all rounds' steps, of the slowest rank,
-after two steps that do not count. Losses of the first step must agree.
+after two steps that do not count. Where losses of the first step do not agree it exits with an
+error.
 
 FLOP of MFU: 6 for each token and parameter of a product (the head among them), and 12 for each
 attended pair, head and dimension of it, over all GPUs' rate as given; what is computed again is not
@@ -47,6 +48,7 @@ from benchmark.trainers import TRAINERS, Task, Trainer
 
 GIB = 2**30
 UNCOUNTED = 2  # steps before those that are timed
+LOSSES_APART = 2e-2  # bf16, of about 12
 COLUMNS = (
     "",
     "loss, first and last step",
@@ -150,6 +152,9 @@ def run(args: argparse.Namespace) -> None:
     if ranks.rank == 0:
         print(table(found, chosen, config, args, ranks.size))
     ranks.close()
+    first = [run["losses"][0] for runs in found.values() for run in runs if "failure" not in run]
+    if first and not max(first) - min(first) <= LOSSES_APART:
+        sys.exit(f"losses of the first step differ: {first}")
 
 
 def table(

@@ -46,6 +46,7 @@ def test_processes(ranks: Pool) -> None:
             same(got, magi_jobs.dense(CASES[name]))
 
 
+@pytest.mark.slow
 @worlds(cpus=[4], gpus=[4])
 def test_axes_of_a_mesh(ranks: Pool) -> None:
     case = CASES["documents"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +17,14 @@ import hf_jobs
 from hf_models import BY_EAGER, TOKENS, batch, run, tiny
 from transformers import DataCollatorWithFlattening
 
+from annotations.engines.torch import Link, Rates
 from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
 from tests.kernels.conformance import assert_near
 
 # Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
-TOLERANCE = {"gemma2": 1e-6, "llama4": 1e-6, "llama both ways": 1e-6}
+TOLERANCE = {"gemma2": 1e-6, "llama4": 1e-6, "llama both ways": 1e-6, "cut norms": 1e-6}
 
 
 def same(name: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -103,19 +105,32 @@ def test_dropout_and_checkpoints_over_ranks() -> None:
     same("llama", parts[0] | {"logits": whole}, alone)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_shard_outside_of_its_context(layout: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), [("llama", "zigzag"), ("llama4", "contiguous")])
+def test_a_shard_outside_of_its_context(name: str, layout: str) -> None:
     """Its tokens would see one another alone, which nothing would show."""
-    model, given = tiny("llama", layers=1), batch("plain")
+    model, given = tiny(name, layers=1), batch("plain")
     model.set_attn_implementation("seqshard")
 
     def refused(comm: Any) -> None:
         inputs = seqshard.shard_batch(given, comm, layout).inputs
-        with pytest.raises(ValueError, match=r"call the model within shard\.context\(\)"):
+        with pytest.raises(ValueError, match=r"model within `with shard\.context\(\):`"):
             model(**inputs)
 
     run_ranks(2, refused)
     model(**seqshard.shard_batch(given, None).inputs)  # of one rank it is the whole
+
+
+def test_another_attention_inside_of_the_context() -> None:
+    """It would see a rank's own tokens alone."""
+    model, given = tiny("llama", layers=1), batch("plain")
+    model.set_attn_implementation("sdpa")
+
+    def refused(comm: Any) -> None:
+        shard = seqshard.shard_batch(given, comm)
+        with pytest.raises(ValueError, match="no attention ran over the ranks"), shard.context():
+            model(**shard.inputs)
+
+    run_ranks(2, refused)
 
 
 def test_the_collator_that_flattens() -> None:
@@ -325,7 +340,7 @@ def test_bf16(ranks: Pool) -> None:
     [
         ("llama", "plain", "cp", 3),
         pytest.param("qwen3", "plain", "dp", 2, marks=pytest.mark.slow),
-        ("mistral", "packed", "cp", 2),
+        pytest.param("mistral", "packed", "cp", 2, marks=pytest.mark.slow),
     ],
 )
 @worlds(cpus=[2], gpus=[2])
@@ -338,13 +353,25 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         assert f" {split} / {ranks.size}" in plan
 
 
+# Slow enough that "auto" cuts a small model.
+SLOW = Rates(3e7, 3e7, 1e8, (Link(0.0, 1e9),))
+
+
 @pytest.mark.slow
-@worlds(cpus=[4], gpus=[4])
-def test_parallelized_over_four(ranks: Pool) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("policy", ["cp", "dp", "tp", "ulysses", "auto", "hybrid"])
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_parallelized_by_every_policy(ranks: Pool, policy: str, name: str) -> None:
+    """On all ranks in a row, and of four as 2 x 2."""
     ranks.run(hf_jobs.imported)
-    for alone, got, plan in ranks.run(hf_jobs.parallelized, "qwen3", "plain", "cp", 3):
-        same("qwen3", got, alone)
-        assert " l / 4" in plan
+    shapes = [(ranks.size,)] + [(2, 2)] * (ranks.size == 4)
+    for shape in shapes:
+        if policy == "hybrid" and len(shape) == 1:
+            continue
+        given = name, "plain", policy, 4 if policy == "dp" else 3, shape, SLOW
+        for alone, got, plan in ranks.run(hf_jobs.parallelized, *given):
+            same("cut norms", got, alone)
+            assert re.search(r" (S\d|[a-z]+ / \d)", plan), "nothing is cut"
 
 
 def test_what_cannot_be_captured_is_refused(two_ranks: Pool) -> None:

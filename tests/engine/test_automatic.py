@@ -146,12 +146,12 @@ def test_a_large_model_in_seconds() -> None:
     sizes = {"dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256}
     model, example = llama(131072, layers=32, **sizes)
     one, two = plans_without_ranks(
-        model, example, "auto", [config(8, memory_bytes=141e9), config(8, 8, memory_bytes=80e9)]
+        model, example, "auto", [config(8, memory_bytes=141e9), config(8, 8, memory_bytes=141e9)]
     )
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 20
     assert one.splits["ring_attn"] == "l" and one.parameters
     assert two.splits["ring_attn"] == ("l", "g")
-    for plan, limit in ((one, 141e9), (two, 80e9)):
+    for plan, limit in ((one, 141e9), (two, 141e9)):
         assert plan.held is not None and plan.held.total <= limit
 
 

@@ -308,6 +308,7 @@ def test_who_is_wrong_has_no_time(tmp_path: Path) -> None:
     assert "not measured: te p2p: needs a GPU" in shown
 
 
+@pytest.mark.slow
 def test_a_run_of_its_own(tmp_path: Path) -> None:
     """Packed documents, without torchrun, with a trace and a picture."""
     figures, picture = tmp_path / "figures.jsonl", tmp_path / "picture.png"

@@ -102,10 +102,17 @@ def _force(
         if not limits.keep(node, choices, lambda s: _lies(s.outputs[0], force)):
             shown = dict.fromkeys(_shown(s.outputs[0]) for s in choices.strategies[node])
             raise PolicyError(
-                f"policy {name!r}: {node.name} cannot be cut on {force!r} over a mesh of "
-                f"{choices.parts}; its result can lie: {'; '.join(shown)}"
+                f"policy {name!r}: {_title(node, choices)} cannot be cut on {force!r} over a mesh "
+                f"of {choices.parts}; its result can lie: {'; '.join(shown)}"
             )
     return set(stored)
+
+
+def _title(node: Node, choices: Choices) -> str:
+    """What users call a node: a parameter's path, or its name and module."""
+    if node in choices.parameters:
+        return f"parameter {choices.parameters[node]}"
+    return f"{node.name} in {module_of(node) or 'the module'}"
 
 
 def _called(pattern: str, name: str, module: str) -> bool:

@@ -23,17 +23,13 @@ def is_path(policy: Any) -> bool:
 
 
 def as_plan(policy: Any) -> Any:
-    """``policy``, or the plan in the file that it names.
-
-    Raises:
-        ValueError: the file has no plan; names it.
-    """
+    """``policy``, or the plan in the file that it names."""
     if not is_path(policy):
         return policy
     try:
         return EnginePlan.from_json(Path(policy).read_text())
     except ValueError as error:
-        raise ValueError(f"{policy}: {error}") from None
+        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
 
 
 def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:

@@ -45,6 +45,7 @@ def keep_in_parts(
             ),
             requires_grad=whole.requires_grad,
         )
+        made.__dict__.update(whole.__dict__)  # what users note on their parameters
         for other, parameter in owners.items():
             if parameter is whole:
                 _set(module, other, made)

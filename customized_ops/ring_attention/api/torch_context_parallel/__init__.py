@@ -176,10 +176,14 @@ def context_parallel_unshard(
         layout: as the shards were made.
     """
     title = "context_parallel_unshard"
-    if load_balancer is not None:
-        raise NotImplementedError(f"{title}: load_balancer is not taken; say layout=")
     group = group_of(title, mesh)
-    dims = checked(title, group, lambda: _check_buffers(title, buffers, seq_dims, gradients=True))
+
+    def check() -> Any:
+        if load_balancer is not None:
+            raise NotImplementedError(f"{title}: load_balancer is not taken; say layout=")
+        return _check_buffers(title, buffers, seq_dims, gradients=True)
+
+    dims = checked(title, group, check)
     comm = comm_by_name(group_name(group))
     held = comm.all_gather_object([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
     wholes = []

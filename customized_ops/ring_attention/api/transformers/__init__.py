@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, Options
+from ...arguments import ArgumentError, Options, checked
 from ...varlen_utils import on_host
 from . import traced
-from .cut import Cut, sequence_parallel
+from .cut import Cut, current_cut, refuse_part, sequence_parallel
 from .mask import Mask, is_traced, make_mask, maskless
 from .pattern import TITLE
 from .shard import Shard, shard_batch, sum_gradients, sum_over_ranks
@@ -110,19 +110,26 @@ def attention(
     Raises:
         NotImplementedError, ValueError: something that is asked for cannot be done; names it.
     """
-    _refuse(module, attention_mask, others)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = maskless(q, k, causal, sliding_window)
-    else:
-        mask = attention_mask
-        _check_window(mask, sliding_window)
-    if mask.cut is not None and not mask.model_is_known:
-        _refuse_router_loss(module, others)
-        _refuse_other_mixers(module)
-        mask.model_is_known = True
-    cu_seqlens = _same_documents(cu_seq_lens_q, cu_seq_lens_k)
+    cut = attention_mask.cut if isinstance(attention_mask, Mask) else current_cut()
+
+    def check() -> tuple[Mask, Tensor | None]:
+        _refuse(module, attention_mask, others)
+        if attention_mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            mask = maskless(q, k, causal, sliding_window)
+        else:
+            mask = attention_mask
+            _check_window(mask, sliding_window)
+        if mask.cut is None:
+            refuse_part(position_ids, others.get("num_items_in_batch"))
+        elif not mask.model_is_known:
+            _refuse_router_loss(module, others)
+            _refuse_other_mixers(module)
+            mask.model_is_known = True
+        return mask, _same_documents(cu_seq_lens_q, cu_seq_lens_k)
+
+    mask, cu_seqlens = checked(TITLE, None if cut is None else cut.group, check)
     options = Options(
         softmax_scale=scaling,
         softcap=softcap or 0.0,

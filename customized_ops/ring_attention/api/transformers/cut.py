@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,6 @@ from ...core.layout import Layout
 from .pairs import Flags, Ints, Pairs, Rows, find_pairs
 from .pattern import TITLE, Pattern
 from .segments import documents_of, on_host, segments_of
-
-OF_A_SHARD = "_of_a_shard"  # an attribute of position_ids that shard_batch has cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +43,7 @@ class Cut:
     position_ids: Ints
     attended: Flags | None = None
     dropout_seed: int | None = None
+    asked: set[str] = field(default_factory=set)  # "mask", once a layer's or a model's was made
 
     @property
     def positions(self) -> Ints:
@@ -97,7 +97,29 @@ _current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
 
 def current_cut() -> Cut | None:
     """The cut that the running model's inputs lie in, None for whole inputs."""
-    return _current.get()
+    cut = _current.get()
+    if cut is not None:
+        cut.asked.add("mask")
+    return cut
+
+
+def mark_part(given: Any) -> None:
+    """Say of what a model hands on to its layers that it goes with a rank's part of the tokens."""
+    if isinstance(given, Tensor):
+        given._seqshard_part = True  # type: ignore[attr-defined]
+
+
+def refuse_part(*given: Any) -> None:
+    """Of a layer that runs outside :func:`sequence_parallel`.
+
+    Raises:
+        ArgumentError: its tokens are a rank's part, as :func:`.shard.shard_batch` cut them.
+    """
+    if any(getattr(each, "_seqshard_part", False) for each in given):
+        raise ArgumentError(
+            f"{TITLE}: these tokens are a rank's part of a batch, cut by shard_batch; run the "
+            "model within `with shard.context():`, or each rank attends its own tokens alone"
+        )
 
 
 @contextmanager
@@ -144,6 +166,11 @@ def sequence_parallel(
         yield cut
     finally:
         _current.reset(token)
+    if not cut.asked:
+        raise ArgumentError(
+            "sequence_parallel: no attention ran over the ranks: call register(), and give the "
+            "model attn_implementation='seqshard', or each rank attends its own tokens alone"
+        )
 
 
 def _of_total(name: str, given: Tensor | None, layout: Layout) -> Ints | None:

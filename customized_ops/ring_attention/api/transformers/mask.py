@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...arguments import ArgumentError
 from ...varlen_utils import on_host as cu_on_host
-from .cut import OF_A_SHARD, Cut, current_cut
+from .cut import Cut, current_cut
 from .pairs import Ints, Pairs, Rows, find_pairs, numbered
 from .pattern import TITLE, Pattern, read_pattern
 from .segments import begins, documents_of, on_host, segments_of
@@ -109,11 +109,6 @@ class Mask:
     def _of_whole(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
     ) -> Pairs:
-        if any(getattr(p, OF_A_SHARD, False) for p in (position_ids, self.pattern.position_ids)):
-            raise ArgumentError(
-                f"{TITLE}: these tokens are a rank's part, of shard_batch; call the model within "
-                "shard.context(), or each rank attends to its own tokens alone"
-            )
         if (q.shape[1], k.shape[1]) != (self.q_len, self.k_len):
             raise ArgumentError(
                 f"{TITLE}: the mask is of {self.q_len} queries and {self.k_len} keys, but the "

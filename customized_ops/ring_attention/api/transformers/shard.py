@@ -24,7 +24,7 @@ from ...arguments import ArgumentError
 from ...core.groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...varlen_utils import on_host
-from .cut import OF_A_SHARD, Cut, sequence_parallel
+from .cut import Cut, mark_part, sequence_parallel
 
 IGNORED = -100  # the label of tokens that do not count
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
@@ -106,8 +106,9 @@ def shard_batch(
         counted = (whole["shift_labels"] != IGNORED).sum()
         kept.setdefault("num_items_in_batch", counted)
     cut = {name: layout.shard(t, comm.rank).contiguous() for name, t in whole.items()}
-    if comm.size > 1:
-        setattr(cut["position_ids"], OF_A_SHARD, True)
+    # Some models hand the one on to attention, some the other.
+    for each in (cut["position_ids"], kept.get("num_items_in_batch")) if comm.size > 1 else ():
+        mark_part(each)
     inputs = {"use_cache": False, **cut, **kept}
     return Shard(inputs, layout, (positions, batch.get("attention_mask")), group, dropout_seed)
 
