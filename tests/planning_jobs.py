@@ -32,7 +32,12 @@ def config(plan: int, shape: tuple[int, ...], **told: Any) -> ComputeConfig:
 
 
 def step(
-    policy: Any, shape: tuple[int, ...], length: int, layers: int, told: dict[str, Any]
+    policy: Any,
+    shape: tuple[int, ...],
+    length: int,
+    layers: int,
+    told: dict[str, Any],
+    batch: int = 1,
 ) -> tuple[float, dict[str, Tensor], dict[str, Any], str]:
     """Loss, whole gradients, parameters in parts with their local sizes, the plan as JSON."""
     plan = 1
@@ -42,7 +47,7 @@ def step(
     model = engine_jobs.tiny_llama("ring", layers).to(device())
 
     def inputs(seed: int) -> dict[str, Tensor]:
-        given = engine_jobs.sample("ring", 1, length, seed)
+        given = engine_jobs.sample("ring", batch, length, seed)
         return {name: t.to(device()) for name, t in given.items()}
 
     parallel = parallelize(model, inputs(1), policy, config(plan, shape, **told))

@@ -18,7 +18,13 @@ CUT = {"rates": SLOW}
 
 
 def check(
-    pool: Pool, policy: Any, shape: tuple[int, ...], length: int, layers: int, told: dict[str, Any]
+    pool: Pool,
+    policy: Any,
+    shape: tuple[int, ...],
+    length: int,
+    layers: int,
+    told: dict[str, Any],
+    batch: int = 1,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compare with one process to 1e-10; returns parameters in parts, and the plan."""
     plan = 1
@@ -27,10 +33,10 @@ def check(
     copies, losses = pool.size // plan, []
     model = engine_jobs.tiny_llama("ring", layers)
     for copy in range(copies):
-        loss = model(**engine_jobs.sample("ring", 1, length, seed=1 + copy))
+        loss = model(**engine_jobs.sample("ring", batch, length, seed=1 + copy))
         (loss / copies).backward()
         losses.append(loss.item())
-    replies = pool.run(planning_jobs.step, policy, shape, length, layers, told)
+    replies = pool.run(planning_jobs.step, policy, shape, length, layers, told, batch)
     for rank, (loss, grads, _, _) in enumerate(replies):
         assert abs(loss - losses[rank // plan]) < 1e-10
         for name, parameter in model.named_parameters():
@@ -47,6 +53,19 @@ def test_two_ranks(two_ranks: Pool, policy: str, split: str | None, in_parts: bo
     assert bool(lying) == in_parts or policy == "auto"
     assert split in (None, plan["splits"]["ring_attn"])
     assert any(op["split"][0] or "S" in str(op["inputs"]) for op in plan["ops"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "splits"), [("cp", {"l"}), ("dp", {"b"}), ("ulysses", {"g", "h", "qh"})]
+)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@worlds(cpus=[4], gpus=[4])
+def test_forced_on_four(ranks: Pool, shape: tuple[int, ...], policy: str, splits: set[str]) -> None:
+    """On all ranks in a row and on two axes."""
+    _, plan = check(ranks, policy, shape, 30, 1, {}, batch=4)
+    found = plan["splits"]["ring_attn"]
+    assert splits & ({found} if isinstance(found, str) else set(found))
 
 
 @pytest.mark.parametrize(
