@@ -179,7 +179,7 @@ def test_calibrate(two_ranks: Pool, tmp_path: Path) -> None:
 
 def test_a_plans_file_is_read_on_one_rank(two_ranks: Pool, tmp_path: Path) -> None:
     said = two_ranks.run(planning_jobs.a_file_that_only_rank_0_has, str(tmp_path))
-    assert said == [["True", "FileNotFoundError", "ValueError"]] * 2
+    assert said == [["True", "FileNotFoundError", "PolicyError"]] * 2
 
 
 def test_constants_are_the_same_on_all_ranks(two_ranks: Pool) -> None:
