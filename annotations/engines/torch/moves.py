@@ -130,7 +130,24 @@ def brought(value: Any, target: Places) -> Any:
             value = _exchange(value, step)
         else:
             value = value.redistribute(placements=step.after)
-    return value
+    return _contiguous(value)
+
+
+def _contiguous(value: Any) -> Any:
+    """The whole and this rank's part laid out alike: whether a view needs a copy is decided by the
+    whole's strides, which a move keeps, while it lays out the parts anew."""
+    local: Tensor = value.to_local()
+    if local.is_contiguous() and value.is_contiguous():
+        return value
+    strides = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(
+        local.contiguous(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=strides,
+    )
 
 
 def _exchange(value: Any, step: Step) -> Any:
