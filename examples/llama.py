@@ -27,14 +27,17 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Causal, tokens in their own order."""
     return wrap_ring_attn_func(q, k, v, causal=True)
 
 
 def zigzag(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Causal, rows computed in zigzag order."""
     return wrap_zigzag_attn_func(q, k, v, causal=True)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Causal inside each document of one packed row."""
     assert cu_seqlens is not None, "packed attention needs the documents' boundaries"
     rows = (t.squeeze(0) for t in (q, k, v))
     return wrap_ring_attn_varlen_func(*rows, cu_seqlens, cu_seqlens, causal=True).unsqueeze(0)

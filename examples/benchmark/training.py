@@ -196,6 +196,7 @@ def table(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=counted, default=32768, help="of a sequence, e.g. 128k")
