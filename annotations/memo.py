@@ -22,7 +22,7 @@ def remembered(known: dict[Any, T], key: Hashable, make: Callable[[], T], most: 
         found = make()
         if len(known) >= most:  # threads may meet here, and both make room
             known.pop(next(iter(known)), None)
-        known[key] = found
+        found = known.setdefault(key, found)  # and get the same, of which they may keep more
     return found
 
 

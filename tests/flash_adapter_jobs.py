@@ -45,13 +45,21 @@ def outcome(made: Any, tokens: Tensor, positions: Tensor, weight: Tensor) -> lis
     return [logits.detach(), *grads]
 
 
+def device() -> str:
+    """Where this rank computes: rotary angles, which transformers takes in fp32, differ by it."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def alone() -> list[Tensor]:
     """Document by document, with transformers' own attention."""
-    made, (tokens, positions, weight) = model("sdpa"), packed()
+    made, (tokens, positions, weight) = (
+        model("sdpa").to(device()),
+        (t.to(device()) for t in packed()),
+    )
     parts = [t.split(DOCUMENTS, n) for t, n in ((tokens, 1), (positions, 1), (weight, 0))]
     each = [outcome(made, *given) for given in zip(*parts, strict=True)]
     logits, *grads = zip(*each, strict=True)
-    return [torch.cat(logits), *(sum(g) for g in grads)]
+    return [torch.cat(logits).cpu(), *(sum(g).cpu() for g in grads)]
 
 
 def cut(made: Any, group: Any, stride: int) -> list[Tensor]:
@@ -64,8 +72,7 @@ def cut(made: Any, group: Any, stride: int) -> list[Tensor]:
     given = [
         t.chunk(comm.size, n)[comm.rank] for t, n in ((tokens, 1), (positions, 1), (weight, 0))
     ]
-    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-    return [t.cpu() for t in outcome(made.to(device), *(t.to(device) for t in given))]
+    return [t.cpu() for t in outcome(made.to(device()), *(t.to(device()) for t in given))]
 
 
 def cut_over(members: tuple[int, ...], stride: int) -> list[Tensor] | None:

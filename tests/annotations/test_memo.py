@@ -24,6 +24,17 @@ def test_is_made_once_and_the_oldest_makes_room() -> None:
     assert made == [1, 2, 3, 1]
 
 
+def test_two_who_make_it_at_once_get_the_same() -> None:
+    known: dict[int, list[int]] = {}
+    others: list[list[int]] = []
+
+    def make() -> list[int]:
+        others.append(remembered(known, 0, list))  # as another thread, while this one makes it
+        return []
+
+    assert remembered(known, 0, make) is others[0]
+
+
 def test_a_key_without_hash_and_an_error_are_not_remembered() -> None:
     known: dict[object, int] = {}
     assert remembered(known, ([],), lambda: 1) == 1

@@ -31,10 +31,10 @@ def as_before() -> Iterator[None]:
     adapter._told.group = adapter._told.documents = None
 
 
-def check(ranks: list[list[Tensor]]) -> None:
+def check(ranks: list[list[Tensor]], alone: list[Tensor]) -> None:
     names = ["logits", *dict(flash_adapter_jobs.model("eager").named_parameters())]
     got = [torch.cat([r[0] for r in ranks]), *map(sum, zip(*(r[1:] for r in ranks), strict=True))]
-    for name, a, b in zip(names, got, flash_adapter_jobs.alone(), strict=True):
+    for name, a, b in zip(names, got, alone, strict=True):
         assert b.abs().max() > 1e-3
         assert_same(name, a, b)
 
@@ -42,12 +42,14 @@ def check(ranks: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize(("ranks", "stride"), [(1, 1), (3, 2)])
 def test_packed_documents(ranks: int, stride: int) -> None:
     made = flash_adapter_jobs.model("flash_attention_2")
-    check(run_ranks(ranks, lambda comm: flash_adapter_jobs.cut(made, comm, stride)))
+    parts = run_ranks(ranks, lambda comm: flash_adapter_jobs.cut(made, comm, stride))
+    check(parts, flash_adapter_jobs.alone())
 
 
 @worlds(cpus=[2], gpus=[2])
 def test_real_ranks(ranks: Pool) -> None:
-    check(ranks.run(flash_adapter_jobs.cut_over, (0, 1), 1))
+    parts = ranks.run(flash_adapter_jobs.cut_over, (0, 1), 1)
+    check(parts, ranks.run(flash_adapter_jobs.alone)[0])
 
 
 @worlds(cpus=[2], gpus=[2])
@@ -65,7 +67,7 @@ def test_bf16(ranks: Pool) -> None:
 def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
     first, *own, last = ranks.run(flash_adapter_jobs.cut_over, (1, 2), 1)
     assert first is None and last is None
-    check(own)
+    check(own, ranks.run(flash_adapter_jobs.alone)[0])
 
 
 def layer(length: int = 6, keys: int = 6, rows: int = 1, mask: Tensor | None = None, **others):
