@@ -51,7 +51,8 @@ class Account:
         plan_ms: to make the plan of a length that was not met before, and a rank's part of it.
         arena_bytes: of symmetric memory that a pass uses; torch's allocator does not know of it.
         alone_bytes: peak of the op on one device for as many tokens as a rank holds, beyond its
-            inputs. shard_bytes: keys and values of as many tokens.
+            inputs. shard_bytes: keys and values of as many tokens. input_bytes: q, k, v and the
+            gradient of out.
     """
 
     forward: float
@@ -68,6 +69,7 @@ class Account:
     arena_bytes: int = 0
     alone_bytes: int | None = None
     shard_bytes: int = 0
+    input_bytes: int = 0
 
     @classmethod
     def of(cls, op: Op, dtype: torch.dtype, ranks: int) -> Account:
@@ -91,6 +93,7 @@ class Account:
             least_pairs=found.bounds.pairs,
             imbalance=found.imbalance,
             shard_bytes=2 * g * d * size * (case.tokens // ranks),
+            input_bytes=2 * (h + g) * d * size * (case.tokens // ranks),
         )
 
     def saw(self, watch: Watch, ranks: Ranks) -> None:
@@ -108,11 +111,12 @@ class Account:
         self.plan_ms = max(ranks.gather(1e3 * (perf_counter() - began)))
 
     def memory(self, peak_bytes: int | None) -> float | None:
-        """A rank's peak with its arena, over what the same op takes alone on as many tokens and one
-        remote shard of keys and values."""
+        """A rank's inputs, its peak beyond them and its arena, over what the same op takes alone on
+        as many tokens, its inputs too, and one remote shard of keys and values."""
         if not peak_bytes or not self.alone_bytes:
             return None
-        return (peak_bytes + self.arena_bytes) / (self.alone_bytes + self.shard_bytes)
+        least = self.input_bytes + self.alone_bytes + self.shard_bytes
+        return (self.input_bytes + peak_bytes + self.arena_bytes) / least
 
 
 def comm_of(op: Op) -> Comm:

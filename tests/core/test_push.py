@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from push_memory import InProcessPush, ThreadMemory
+from push_memory import InProcessPush, SparingPush, ThreadMemory
 from torch import Tensor
 
 from customized_ops.ring_attention.core import inprocess
@@ -35,7 +35,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Any]:
     """How ranks may be connected."""
-    return {"messages": inprocess.InProcessComm, "push": InProcessPush}
+    return {"messages": inprocess.InProcessComm, "push": InProcessPush, "sparing": SparingPush}
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
@@ -128,6 +128,7 @@ def test_results_are_those_of_messages(
         connect(monkeypatch, comm)
         got[kind] = passes(plan, torch.float32, times=3, reduce_dtype=reduce_dtype)
     assert_alike(got["messages"], got["push"])
+    assert_alike(got["messages"], got["sparing"])
 
 
 @pytest.mark.parametrize(
@@ -178,12 +179,14 @@ def test_shares_of_any_size(
         connect(monkeypatch, comm)
         got[kind] = run_ranks(plan.group_size, body)
     assert_alike(got["messages"], got["push"])
+    assert_alike(got["messages"], got["sparing"])
 
 
+@pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
 @pytest.mark.parametrize("name", PLANS)
-def test_whoever_is_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that runs ahead never writes over what another still reads."""
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, kind)
     plan = PLANS[name]
     first = passes(plan, torch.float32, times=4)
     for seed in range(3):
@@ -227,11 +230,42 @@ def test_plans_drawn_at_random(data: st.DataObject) -> None:
         return results
 
     want = run_ranks(ranks, body)
-    with pytest.MonkeyPatch.context() as patch:
-        connect(patch, InProcessPush)
-        got = run_ranks(ranks, body)
-    for a, b in zip(want, got, strict=True):
-        assert all(map(torch.equal, a, b))
+    for kind in (InProcessPush, SparingPush):
+        with pytest.MonkeyPatch.context() as patch:
+            connect(patch, kind)
+            got = run_ranks(ranks, body)
+        for a, b in zip(want, got, strict=True):
+            assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_results_that_come_over_keys_take_no_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of the last exchange of a backward, that is."""
+    plan, backward = PLANS[name], {}
+    for kind in (InProcessPush, SparingPush):
+        connect(monkeypatch, kind)
+        used: list[int] = []
+
+        def watch(comm: Any, used: list[int] = used) -> None:
+            end = comm.end
+
+            def ended() -> None:
+                used.append(comm.arena_bytes)
+                end()
+
+            monkeypatch.setattr(comm, "end", ended)
+
+        passes(plan, torch.float32, begin=watch)
+        forward, backward[kind] = used[:: plan.group_size] or (0, 0)
+    pushed, sparing = backward.values()
+    if not plan.keys_move:
+        assert sparing == pushed
+    else:
+        assert sparing < pushed
+    if name in ("zigzag", "scattered"):  # one stage of keys, and no rows
+        assert sparing == forward
 
 
 def test_without_places_it_sends_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +299,15 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
 
 
+@pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
 @pytest.mark.parametrize("channels", [1, 2, 3])
 def test_exchanges_without_a_channel_go_by_messages(
-    channels: int, monkeypatch: pytest.MonkeyPatch
+    channels: int, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each pass the last ones."""
     plan = PLANS["staged"]
     want = passes(plan, torch.float32, times=2)
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, kind)
     monkeypatch.setattr(push_memory, "CHANNELS", channels)
     pushed: list[int] = []
 
@@ -280,7 +315,7 @@ def test_exchanges_without_a_channel_go_by_messages(
         write = comm._write
 
         def counted(ready: Any, source: Any) -> None:
-            pushed.append(ready.channel)
+            pushed.extend(ready.channels)
             write(ready, source)
 
         monkeypatch.setattr(comm, "_write", counted)

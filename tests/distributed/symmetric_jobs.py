@@ -21,17 +21,23 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.core.groups import comm_by_name
+from customized_ops.ring_attention.core.push import Push
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LATE_SECONDS = 0.3
+SPARING = "sparing"  # purpose of groups where results come over keys that were read, however few
 
 
 def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
     """This rank's group; another for each purpose."""
     place = place_in(Groups(rows, kind, purpose))
     assert place is not None
+    comm = comm_by_name(place.group.group_name)
     # What plans are chosen by, so that both kinds of group run the same ones.
-    comm_by_name(place.group.group_name).costs = H200
+    comm.costs = H200
+    if SPARING in purpose:
+        assert isinstance(comm, Push)
+        comm.spared_bytes = 0
     return place.group
 
 
@@ -87,20 +93,22 @@ def differing(what: Any, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[
 
 @in_their_own_time
 def against_messages(cases: dict[str, Case], rows: Rows) -> list[str]:
-    """Every case over both kinds of group, in turn, so that plans follow one another."""
+    """Every case over all kinds of group, in turn, so that plans follow one another."""
     wrong = []
     for seed in range(2):
         for name, case in cases.items():
             given = drawn(case, rows, seed)
-            got, want = (step(case, group_of(kind, rows), *given) for kind in ("symmetric", "nccl"))
-            wrong += differing(f"{name}, {seed}", got, want)
+            want = step(case, group_of("nccl", rows), *given)
+            for purpose in ("", SPARING):
+                got = step(case, group_of("symmetric", rows, purpose), *given)
+                wrong += differing(f"{name}, {seed} {purpose}", got, want)
     return wrong
 
 
 @in_their_own_time
-def captured(case: Case, rows: Rows) -> list[str]:
+def captured(case: Case, rows: Rows, purpose: str = "") -> list[str]:
     """A step in a CUDA graph, replayed on new inputs, each time beside an eager one."""
-    group = group_of("symmetric", rows, "captured")
+    group = group_of("symmetric", rows, f"captured {purpose}")
     leaves, dout = drawn(case, rows, 0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -153,10 +161,12 @@ Held = tuple[int, tuple[tuple[int, int], ...]]
 
 
 @in_their_own_time
-def memory_of_steps(case: Case, rows: Rows, layers: Sequence[int]) -> list[tuple[int, Held]]:
+def memory_of_steps(
+    case: Case, rows: Rows, layers: Sequence[int], purpose: str = "memory of steps"
+) -> list[tuple[int, Held]]:
     """Bytes allocated, and what the arena holds, after each of some steps of so many layers."""
     gc.collect()  # what earlier jobs left behind must not go meanwhile
-    group = group_of("symmetric", rows, "memory of steps")
+    group = group_of("symmetric", rows, purpose)
     leaves, dout = drawn(case, rows, 0)
     after = []
     for count in layers:
@@ -195,9 +205,9 @@ def _held(group: dist.ProcessGroup) -> Held:
 
 
 @in_their_own_time
-def one_late(case: Case, rows: Rows, steps: int) -> list[str]:
+def one_late(case: Case, rows: Rows, steps: int, purpose: str = "") -> list[str]:
     """Steps at which one rank after the other comes late, against steps at which none does."""
-    group = group_of("symmetric", rows)
+    group = group_of("symmetric", rows, purpose)
     given = [drawn(case, rows, seed) for seed in range(steps)]
 
     def all_steps(late: bool) -> list[list[Tensor]]:

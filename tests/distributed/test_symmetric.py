@@ -70,10 +70,11 @@ def test_layers_that_follow_one_another(ranks: Pool) -> None:
     assert ranks.run(jobs.layer_on_layer, fused, whole(ranks.size)) == right(ranks)
 
 
+@pytest.mark.parametrize("purpose", ["", jobs.SPARING])
 @pytest.mark.parametrize("name", ["zigzag", "rows move"])
 @worlds()
-def test_a_step_in_a_cuda_graph(ranks: Pool, name: str) -> None:
-    assert ranks.run(jobs.captured, case(name, ranks), whole(ranks.size)) == right(ranks)
+def test_a_step_in_a_cuda_graph(ranks: Pool, name: str, purpose: str) -> None:
+    assert ranks.run(jobs.captured, case(name, ranks), whole(ranks.size), purpose) == right(ranks)
 
 
 @worlds()
@@ -82,11 +83,12 @@ def test_no_step_makes_the_host_wait(ranks: Pool) -> None:
     assert ranks.run(jobs.without_waiting, some, whole(ranks.size)) == right(ranks)
 
 
+@pytest.mark.parametrize("purpose", ["", jobs.SPARING])
 @pytest.mark.parametrize("name", ["zigzag", "rows move"])
 @worlds()
-def test_whoever_is_late(ranks: Pool, name: str) -> None:
-    steps = max(6, ranks.size)
-    assert ranks.run(jobs.one_late, case(name, ranks), whole(ranks.size), steps) == right(ranks)
+def test_whoever_is_late(ranks: Pool, name: str, purpose: str) -> None:
+    given = case(name, ranks), whole(ranks.size), max(6, ranks.size), purpose
+    assert ranks.run(jobs.one_late, *given) == right(ranks)
 
 
 def halves(size: int) -> list[Rows]:
@@ -112,6 +114,17 @@ def test_memory_stays_the_same_from_step_to_step(ranks: Pool) -> None:
         _, (_, pieces) = after[1]
         assert len(pieces) == 1 and pieces[0][1] > 0
         assert after[1:] == [after[1]] * 5
+
+
+@worlds()
+def test_results_may_come_over_keys(ranks: Pool) -> None:
+    """One piece of memory holds the keys, and then what their attention gives back."""
+    given = case("zigzag", ranks), whole(ranks.size), (1, 1)
+    taken = []
+    for purpose in ("a place for each", f"one place, {jobs.SPARING}"):
+        _, (_, (_, pieces)) = ranks.run(jobs.memory_of_steps, *given, purpose)[0]
+        taken.append(sum(size for _, size in pieces))
+    assert taken[0] == 2 * taken[1] > 0
 
 
 @worlds()

@@ -226,6 +226,8 @@ def test_what_is_counted_in_a_run() -> None:
     assert found.counted == [500, 1100]
     assert found.arena_bytes == 512 + 768  # places are multiples of 256
     assert found.memory(8720) == 1.0
+    found.input_bytes = 10_000
+    assert found.memory(9720) == 1.05
     assert found.memory(None) is None
     assert len(watch.milliseconds()) == 2
 

@@ -156,6 +156,7 @@ class Comm(ABC):
         put: Put,
         dtype: torch.dtype | None = None,
         seen_by: SeenBy | None = None,
+        over: Pending | None = None,
     ) -> Pending:
         """Send results for fetched tokens back to the tokens' owners.
 
@@ -169,6 +170,8 @@ class Comm(ABC):
             dtype: what the results travel in, whatever they are in; None sends them as they are,
                 in dtypes that are the same on every rank. What a rank sends itself is left alone.
             seen_by: see :meth:`fetch`.
+            over: a fetch of this pass whose tokens are not read from here on, so that what comes
+                home may come into their memory; on every rank, or on none.
         """
         source = Side(results, [dim.of_share for dim in dims], exchange.received)
         arriving = Side(results, dims, exchange.sent)

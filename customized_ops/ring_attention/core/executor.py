@@ -244,6 +244,7 @@ class _Pass:
         self.mine = plan.rank(comm.rank)
         self.local, self.late = self.mine.local, self.mine.late_rows
         self._moves = plan.rows_move or plan.keys_move
+        self._last: Pending | None = None  # fetch of keys, once they are here
         self._lanes = Lanes(share.device, two=self._moves and comm.two_streams)
 
     def alone(self, rows: int) -> bool:
@@ -296,6 +297,7 @@ class _Pass:
                 here = coming.popleft()
                 coming.extend(self._ask_keys(*after, k, v) for after in islice(later, 1))
                 keys, values = here.wait()
+                self._last = None if coming else here
                 yield heads, keys, values
 
         return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
@@ -315,9 +317,11 @@ class _Pass:
         *,
         stage: int | None = None,
     ) -> Pending:
-        """Send what was made of a stage's keys to where they are from; of rows if None."""
-        exchange = self._exchange(self.mine, stage)
-        return self._comm.send_home(exchange, results, into, dims, put, dtype, self._seen_by(stage))
+        """Send what was made of a stage's keys to where they are from; of rows if None. It may
+        come over the last keys, as no other stage then has to wait until its peers are done."""
+        exchange, seen_by = self._exchange(self.mine, stage), self._seen_by(stage)
+        over = None if stage is None else self._last
+        return self._comm.send_home(exchange, results, into, dims, put, dtype, seen_by, over)
 
     def _seen_by(self, stage: int | None) -> SeenBy:
         return lambda peer: self._exchange(self._plan.rank(peer), stage)

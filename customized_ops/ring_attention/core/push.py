@@ -14,6 +14,14 @@ or gradients that become wider, is written over there by a kernel. A pass is a f
 backward; all of its exchanges have a place of their own in one arena, of one size on every rank, so
 that every rank knows where to write. The arena grows to the largest pass, is used again by all
 layers and plans of the group, and goes with the group.
+
+Results that go home may come into the place of keys that were fetched before, when nobody reads
+those any more; then ranks first say so to each other:
+
+    receiver of results                       their sender
+    1. signal "free" once it has attended
+       the keys it fetched               -->  2. wait for the signal, copy the results, signal
+                                                 "arrived"
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ from .sides import Block, Dims, Put, Side, copy
 ALIGNED_BYTES = 256
 DONE = 0  # channel; those of exchanges follow
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
+SPARED_BYTES = 64 << 20  # results of a rank from which on memory is worth waiting for "free"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,18 +144,20 @@ class Arena:
 Copy = tuple[int, Block]  # a peer, and where the tokens for it are to be written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """An exchange of tensors of certain shapes, at a certain place.
 
     Attributes:
-        channel: of its signals.
+        channels: of its signal "arrived", and of "free" where that is waited for.
+        places: uint8 of every rank, where it writes.
         copies: what to write to peers. buffers: what is received.
         targets, sources: peers that are written to, and that write here.
         after: where the arena goes on.
     """
 
-    channel: int
+    channels: tuple[int, ...]
+    places: list[Tensor]
     copies: tuple[Copy, ...]
     buffers: Any
     targets: tuple[int, ...]
@@ -154,6 +165,14 @@ class Prepared:
     sent_bytes: int
     received_bytes: int
     after: tuple[int, int, int]
+
+
+class Fetched(Pending):
+    """What a fetch has on its way, and where."""
+
+    def __init__(self, ready: Prepared, finish: Callable[[], Any]) -> None:
+        super().__init__(finish)
+        self.ready = ready
 
 
 class Push(Comm):
@@ -164,6 +183,7 @@ class Push(Comm):
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
+    spared_bytes = SPARED_BYTES
 
     def __init__(self, memory: Memory, *given: Any) -> None:
         super().__init__(*given)
@@ -228,7 +248,7 @@ class Push(Comm):
             exchange,
             tensors,
             dims,
-            None,
+            (),
             lambda: self._fetching(exchange, tensors, dims, seen_by),
         )
         source = Side(tensors, dims, exchange.sent)
@@ -241,7 +261,7 @@ class Push(Comm):
             self._arrived(ready)
             return list(ready.buffers)
 
-        return Pending(finish)
+        return Fetched(ready, finish)
 
     def send_home(
         self,
@@ -252,19 +272,26 @@ class Push(Comm):
         put: Put,
         dtype: torch.dtype | None = None,
         seen_by: SeenBy | None = None,
+        over: Pending | None = None,
     ) -> Pending:
         """See :meth:`Comm.send_home`."""
         if seen_by is None or not self._has_place(results[0]):
             return super().send_home(exchange, results, into, dims, put, dtype)
+        spent = over.ready if isinstance(over, Fetched) else None
         source = Side(results, [dim.of_share for dim in dims], exchange.received)
         ready = self._ready(
             "send home",
             exchange,
             results,
             dims,
-            dtype,
-            lambda: self._homing(exchange, results, dims, dtype, seen_by),
+            (dtype, spent),
+            lambda: self._homing(exchange, results, dims, dtype, seen_by, spent),
         )
+        for free in ready.channels[1:]:
+            for peer in ready.sources:
+                self._memory.put_signal(peer, free)
+            for peer in ready.targets:
+                self._memory.wait_signal(peer, free)
         self._write(ready, source)
         parts = ready.buffers
         if self.rank in exchange.sent:  # what the rank made for itself is left as it is
@@ -282,17 +309,16 @@ class Push(Comm):
         exchange: Exchange,
         tensors: Sequence[Tensor],
         dims: Sequence[Dims],
-        dtype: torch.dtype | None,
+        how: tuple[Any, ...],
         prepare: Callable[[], Prepared],
     ) -> Prepared:
         """The exchange as prepared when it was first met with such tensors at this place."""
-        self._channel += 1
         of_tensors = ((t.shape, t.dtype, dim) for t, dim in zip(tensors, dims, strict=True))
-        key = (kind, self._arena.at, self._channel, dtype, *of_tensors)
+        key = (kind, self._arena.at, self._channel, *how, *of_tensors)
         known = self._prepared.setdefault(exchange, {})
         if key not in known:
             known[key] = prepare()
-        self._arena.at = known[key].after
+        self._arena.at, self._channel = known[key].after, known[key].channels[-1]
         return known[key]
 
     def _write(self, ready: Prepared, source: Side) -> None:
@@ -304,13 +330,13 @@ class Push(Comm):
             else:
                 copy(part, to)
         for peer in ready.targets:
-            self._memory.put_signal(peer, ready.channel)
+            self._memory.put_signal(peer, ready.channels[0])
         self.counters.sent_bytes += ready.sent_bytes
         self.counters.received_bytes += ready.received_bytes
 
     def _arrived(self, ready: Prepared) -> None:
         for peer in ready.sources:
-            self._memory.wait_signal(peer, ready.channel)
+            self._memory.wait_signal(peer, ready.channels[0])
 
     def _fetching(
         self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims], seen_by: SeenBy
@@ -334,7 +360,8 @@ class Push(Comm):
         buffers = _views(places[self.rank], shapes[self.rank], dtypes)
         arriving = sum(exchange.received[p].count for p in self._others(exchange.received))
         received = sum(t.nbytes for t in buffers) * arriving // max(exchange.tokens, 1)
-        return self._done(copies, buffers, exchange.sent, exchange.received, sent, received)
+        ways = exchange.sent, exchange.received
+        return self._done(places, copies, buffers, *ways, sent, received)
 
     def _homing(
         self,
@@ -343,8 +370,10 @@ class Push(Comm):
         dims: Sequence[Dims],
         dtype: torch.dtype | None,
         seen_by: SeenBy,
+        spent: Prepared | None,
     ) -> Prepared:
-        """Each rank's place holds what its peers send it, by peer."""
+        """Each rank's place holds what its peers send it, by peer; that of ``spent``, if it is
+        large enough and that is worth it, which is so on every rank or on none."""
         dtypes = [dtype or t.dtype for t in results]
 
         def incoming(rank: int) -> dict[int, list[list[int]]]:
@@ -355,7 +384,10 @@ class Push(Comm):
 
         coming = [incoming(rank) for rank in range(self.size)]
         sizes = [{p: _bytes(shapes, dtypes) for p, shapes in c.items()} for c in coming]
-        places = self._arena.take(max(sum(size.values()) for size in sizes))
+        most = max(sum(size.values()) for size in sizes)
+        again = spent is not None and self.spared_bytes <= most <= len(spent.places[0])
+        again = again and self._channel + 2 < self._memory.channels
+        places = spent.places if spent is not None and again else self._arena.take(most)
 
         def part_of(rank: int, sender: int) -> list[Tensor]:
             before = sum(size for p, size in sizes[rank].items() if p < sender)
@@ -368,19 +400,25 @@ class Push(Comm):
         buffers = {peer: part_of(self.rank, peer) for peer in coming[self.rank]}
         sent = sum(t.nbytes for _, to in copies for t in to.tensors)
         received = sum(t.nbytes for parts in buffers.values() for t in parts)
-        return self._done(copies, buffers, exchange.received, exchange.sent, sent, received)
+        ways = exchange.received, exchange.sent
+        return self._done(places, copies, buffers, *ways, sent, received, free=again)
 
     def _done(
         self,
+        places: list[Tensor],
         copies: list[Copy],
         buffers: Any,
         targets: Iterable[int],
         sources: Iterable[int],
         sent_bytes: int,
         received_bytes: int,
+        *,
+        free: bool = False,
     ) -> Prepared:
+        channel = self._channel + 1
         return Prepared(
-            self._channel,
+            (channel, channel + 1) if free else (channel,),
+            places,
             tuple(copies),
             buffers,
             tuple(self._others(targets)),
