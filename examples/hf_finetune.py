@@ -11,7 +11,7 @@ communicates. At the end the loss curve is compared with the same run on one ran
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,19 @@ def make_model() -> LlamaForCausalLM:
 
 
 def train(
-    name: str, group: dist.ProcessGroup | None, text: PackedText, args: argparse.Namespace
+    name: str,
+    group: dist.ProcessGroup | None,
+    text: PackedText,
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> list[float]:
     """Losses of ``args.steps`` steps over the ranks of ``group``, or on this rank alone."""
-    model = make_model()
+    model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6)
 
     def step(n: int) -> Tensor:
-        shard = seqshard.shard_batch(inputs(text, n), group, args.layout)
+        batch = {name: t.to(device) for name, t in inputs(text, n).items()}
+        shard = seqshard.shard_batch(batch, group, args.layout)
         with shard.context():
             share = model(**shard.inputs).loss  # of this rank's tokens, by the count of all
         optimizer.zero_grad()
@@ -63,7 +68,7 @@ def train(
     return losses_of(name, args.steps, args.seq_len, step)
 
 
-def inputs(text: PackedText, step: int) -> dict[str, Any]:
+def inputs(text: PackedText, step: int) -> dict[str, Tensor]:
     """A batch as transformers has it: position_ids restart where documents begin, and the label of
     a document's first token is left out, for models shift labels by one."""
     batch = text.batch(step)
@@ -71,20 +76,20 @@ def inputs(text: PackedText, step: int) -> dict[str, Any]:
     return {"input_ids": batch.tokens, "labels": labels, "position_ids": batch.position_ids}
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, device: torch.device) -> int:
     """On every rank: 0 where the losses over ranks are those of one."""
     world = dist.get_world_size()
     share_cores(world)
     seqshard.register()
     text = PackedText(load_documents(), args.seq_len, seed=0)
-    losses = alone = train(f"{world} ranks", dist.group.WORLD, text, args)
+    losses = alone = train(f"{world} ranks", dist.group.WORLD, text, args, device)
     if dist.get_rank() == 0:  # the others wait
         share_cores(1)
-        alone = train("one rank", None, text, args)
+        alone = train("one rank", None, text, args, device)
     return same_losses(losses, alone, TOLERANCE)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, default=2, help="processes to cut the tokens over")
@@ -92,9 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens (bytes of text) a step")
     parser.add_argument("--lr", type=float, default=1e-3)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    on_ranks(lambda device: main(arguments), arguments.nproc, gpus=False)
+    given = parse()
+    on_ranks(lambda device: main(given, device), given.nproc, gpus=False)

@@ -12,9 +12,12 @@ from customized_ops.ring_attention.api import (
     magi_attention,
     ring_flash_attn,
     torch_context_parallel,
+    transformers,
     yunchang,
 )
 from customized_ops.ring_attention.api.torch_context_parallel.sdpa import Cut, flex
+from customized_ops.ring_attention.api.transformers.mask import Mask
+from customized_ops.ring_attention.api.transformers.pattern import Pattern
 from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
 from customized_ops.ring_attention.core.comm import Comm
 
@@ -62,6 +65,36 @@ def weights_of_multi_head_attention(comm: Comm, bad: bool) -> object:
         return attend(x, x, x, need_weights=bad)
 
 
+def unsharded(comm: Comm, bad: bool) -> object:
+    dims = [3 if bad else 1]
+    unshard = torch_context_parallel.context_parallel_unshard
+    return unshard(comm, [torch.zeros(1, 4, 2)], dims, layout="contiguous")
+
+
+def transformers_layer(comm: Comm, keys: int = 4, padding: torch.Tensor | None = None, **asked):
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
+    with transformers.sequence_parallel(comm, Layout.contiguous(8, 2)):
+        mask = Mask(Pattern(right=0), 1, 4, keys, padding=padding)
+        return transformers.attention(torch.nn.Module(), q, k, k, mask, **asked)
+
+
+def weights_of_transformers(comm: Comm, bad: bool) -> object:
+    return transformers_layer(comm, output_attentions=bad)
+
+
+def padding_of_a_part(comm: Comm, bad: bool) -> object:
+    return transformers_layer(comm, padding=torch.ones(1, 4) if bad else None)
+
+
+def cache_of_a_part(comm: Comm, bad: bool) -> object:
+    return transformers_layer(comm, keys=5 if bad else 4)
+
+
+def tokens_of_another_part(comm: Comm, bad: bool) -> object:
+    first = 4 * (comm.rank != bad)
+    return transformers_layer(comm, position_ids=torch.arange(first, first + 4)[None])
+
+
 def magi_logits(comm: Comm, bad: bool) -> object:
     key = magi_attention.magi_attn_varlen_key([0, 8], [0, 8], 2, 2, 8, cp_group_or_mesh=comm)
     q = torch.zeros(4, 2, 8)
@@ -76,6 +109,11 @@ CALLS: dict[Call, str] = {
     flex_scores: "score_mod is not taken",
     flex_of_the_program: "kernel_options are for torch's own kernel",
     weights_of_multi_head_attention: "need_weights=True makes the weights of this rank's tokens",
+    unsharded: "dim 3 of buffers[0], which has 3",
+    weights_of_transformers: "output_attentions: the weights are never made",
+    padding_of_a_part: "attention_mask does not go with a rank's part",
+    cache_of_a_part: "4 queries with 5 keys",
+    tokens_of_another_part: "position_ids begin with [0, 1, 2, 3]",
     magi_logits: "no kernel here tells the largest score",
 }
 

@@ -47,6 +47,13 @@ def test_megatron_attention(ranks: Pool) -> None:
     assert said == ["the losses are those of one process"]
 
 
+@worlds(cpus=[2], gpus=[])
+def test_hf_finetune(ranks: Pool) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    said = shown(ranks, "hf_finetune", "--steps", "2", "--seq-len", "96")
+    assert said == ["the loss curve is that of one process"]
+
+
 @worlds(cpus=[4], gpus=[4])
 def test_fsdp2_context_parallel(ranks: Pool) -> None:
     assert shown(ranks, "fsdp2_context_parallel", "--tokens", "32", "--steps", "3") == [

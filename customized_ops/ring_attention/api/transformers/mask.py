@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError
+from ...arguments import ArgumentError, checked
 from ...varlen_utils import on_host as cu_on_host
 from .cut import Cut, current_cut
 from .pairs import Ints, Pairs, Rows, find_pairs, numbered
@@ -85,13 +85,17 @@ class Mask:
         position_ids: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Pairs:
+        checked(TITLE, cut.group, lambda: self._refuse_of_whole(q, k, cu_seqlens))
+        cut.check(self.pattern, q.shape, position_ids)
+        return cut.pairs(self.pattern, q.shape[0])
+
+    def _refuse_of_whole(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> None:
+        """Raise for what goes with whole sequences only, where the inputs are a part."""
+        whole = "pass that of the whole sequence"
+        documents = "pass position_ids of the whole sequence, which restart,"
         for name, given, instead in (
-            ("attention_mask", self.padding, "pass that of the whole sequence"),
-            (
-                "cu_seq_lens_q",
-                cu_seqlens,
-                "pass position_ids of the whole sequence, which restart,",
-            ),
+            ("attention_mask", self.padding, whole),
+            ("cu_seq_lens_q", cu_seqlens, documents),
         ):
             if given is not None:
                 raise ArgumentError(
@@ -103,8 +107,6 @@ class Mask:
                 f"{TITLE}: {q.shape[1]} queries with {k.shape[1]} keys: a cache with tokens in it "
                 "does not go with tokens cut over ranks; generate on one rank"
             )
-        cut.check(self.pattern, q.shape, position_ids)
-        return cut.pairs(self.pattern, q.shape[0])
 
     def _of_whole(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
