@@ -45,7 +45,7 @@ from torch import Tensor
 
 from .comm import Comm, Pending, SeenBy
 from .exchange import Exchange
-from .kernels import Kernel, Scoring
+from .kernels import Kernel, Pairs, Scoring
 from .lanes import Lanes
 from .merge import Accumulator, Sum, accumulation_dtype
 from .plan import Plan
@@ -75,12 +75,13 @@ def attention_forward(
     Returns:
         out [b, l, h, e] in q's dtype and lse [b, h, l].
     """
-    q, k, v = (_dense(t) for t in (q, k, v))
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    pairs = _only_call(plan, comm.rank, scoring)
+    if pairs is not None:
+        out, lse = kernel.forward(q, k, v, pairs, scoring, None)
+        return out.to(q.dtype), lse
     share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share)
-    if run.alone(q.shape[1]):
-        out, lse = run.forward(0, q, k, v, share)
-        return out.to(q.dtype), lse
     mine, own_q, v_dim = run.mine, share.of(q, share.rows), v.shape[-1]
     own = Accumulator(own_q.shape[1], mine.row_parts)
     results: list[Tensor] = []
@@ -153,14 +154,15 @@ def attention_backward(
         deterministic: whether gradients must be the same bit for bit from run to run.
         reduce_dtype: what gradients travel in, the same on every rank; None: see above.
     """
-    dout, q, k, v, out = (_dense(t) for t in (dout, q, k, v, out))
+    dout, q, k, v, out = _dense(dout), _dense(q), _dense(k), _dense(v), _dense(out)
+    pairs = _only_call(plan, comm.rank, scoring)
+    if pairs is not None:
+        given = dout, q, k, v, out, lse, pairs, scoring, None
+        grads = kernel.backward(*given, dlse=dlse, deterministic=deterministic)
+        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
-    if run.alone(q.shape[1]):
-        rows = [dout, q, out, lse] + ([] if dlse is None else [dlse])
-        grads = run.backward(0, rows, k, v, share)
-        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
     rows, dims = [dout, q, out, lse], [share.rows] * 3 + [share.stats]
     if dlse is not None:
@@ -225,6 +227,23 @@ def attention_backward(
     return dq.result(), dk.result(), dv.result()
 
 
+def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
+    """What a rank attends that makes one call, of all its rows over its own keys, and no more; None
+    for others, and where a kernel must be told the tokens."""
+    if scoring.needs_tokens:
+        return None
+    key = ("only call", rank)
+    if key not in plan.on_device:
+        local, rows = plan.rank(rank).local, plan.q_layout.sizes[rank]
+        one = local is not None and local.own_hull == (0, rows)
+        if local is None or not one or plan.rows_move or plan.keys_move:
+            plan.on_device[key] = None
+        else:
+            plan.on_device[key] = Pairs(local.own_in_hull, rows, plan.k_layout.sizes[rank])
+    found: Pairs | None = plan.on_device[key]
+    return found
+
+
 Arrived = tuple[Share, Tensor, Tensor]  # which heads, their keys and their values
 
 
@@ -246,10 +265,6 @@ class _Pass:
         self._moves = plan.rows_move or plan.keys_move
         self._last: Pending | None = None  # fetch of keys, once they are here
         self._lanes = Lanes(share.device, two=self._moves and comm.two_streams)
-
-    def alone(self, rows: int) -> bool:
-        """Whether there is one call, of all of so many rows over the rank's own keys, no more."""
-        return not self._moves and self.local is not None and self.local.own_hull == (0, rows)
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the stream for what waits for peers."""
