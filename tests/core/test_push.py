@@ -25,7 +25,13 @@ from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.push import ALIGNED_BYTES, Arena, Piece
+from customized_ops.ring_attention.core.push import (
+    ALIGNED_BYTES,
+    SPARED_BYTES,
+    Arena,
+    Piece,
+    Push,
+)
 from customized_ops.ring_attention.core.sides import ROWS
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
@@ -238,34 +244,88 @@ def test_plans_drawn_at_random(data: st.DataObject) -> None:
             assert all(map(torch.equal, a, b))
 
 
+def arenas(
+    plan: Plan, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Bytes of the arena that each rank used in a forward and in a backward, and the channels of
+    each exchange of rank 0."""
+    connect(monkeypatch, kind)
+    used: list[int] = []
+    channels: list[tuple[int, ...]] = []
+
+    def watch(comm: Any) -> None:
+        end, write = comm.end, comm._write
+
+        def ended() -> None:
+            used.append(comm.arena_bytes)
+            end()
+
+        def writing(ready: Any, source: Any) -> None:
+            if comm.rank == 0:
+                channels.append(ready.channels)
+            write(ready, source)
+
+        monkeypatch.setattr(comm, "end", ended)
+        monkeypatch.setattr(comm, "_write", writing)
+
+    passes(plan, torch.float32, begin=watch)
+    return used[:: plan.group_size], channels
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_results_that_come_over_keys_take_no_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keys of the last exchange of a backward, that is."""
-    plan, backward = PLANS[name], {}
-    for kind in (InProcessPush, SparingPush):
-        connect(monkeypatch, kind)
-        used: list[int] = []
-
-        def watch(comm: Any, used: list[int] = used) -> None:
-            end = comm.end
-
-            def ended() -> None:
-                used.append(comm.arena_bytes)
-                end()
-
-            monkeypatch.setattr(comm, "end", ended)
-
-        passes(plan, torch.float32, begin=watch)
-        forward, backward[kind] = used[:: plan.group_size] or (0, 0)
-    pushed, sparing = backward.values()
-    if not plan.keys_move:
-        assert sparing == pushed
+    """Over the last keys of a backward, that is: no other exchange waits for its peers."""
+    plan = PLANS[name]
+    pushed, plain = arenas(plan, InProcessPush, monkeypatch)
+    sparing, channels = arenas(plan, SparingPush, monkeypatch)
+    assert all(len(each) == 1 for each in plain)
+    assert sum(len(each) > 1 for each in channels) == plan.keys_move
+    if plan.keys_move:
+        assert sparing[0] == pushed[0] and sparing[1] < pushed[1]
     else:
-        assert sparing < pushed
+        assert sparing == pushed
     if name in ("zigzag", "scattered"):  # one stage of keys, and no rows
-        assert sparing == forward
+        assert sparing[1] == sparing[0]
+
+
+def test_from_how_many_bytes_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Push.spared_bytes == SPARED_BYTES == 64 * 2**20
+    pushed, _ = arenas(PLANS["zigzag"], InProcessPush, monkeypatch)
+    theirs = pushed[1] - pushed[0]
+
+    class JustEnough(InProcessPush):
+        spared_bytes = theirs
+
+    class TooFew(InProcessPush):
+        spared_bytes = theirs + 1
+
+    assert arenas(PLANS["zigzag"], JustEnough, monkeypatch)[0][1] == pushed[0]
+    assert arenas(PLANS["zigzag"], TooFew, monkeypatch)[0] == pushed
+
+
+def test_what_arrived_is_not_kept(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pass that asked for it, once it is not read any more."""
+    plan = PLANS["zigzag"]
+    connect(monkeypatch, kinds["messages"])
+    alive: list[bool] = []
+
+    def watch(comm: Any) -> None:
+        start, kept = comm.start, list[weakref.ref[Any]]()
+
+        def starting(send: Any, receive: Any) -> Any:
+            kept.extend(weakref.ref(t) for each in receive.values() for t in each)
+            return start(send, receive)
+
+        def ended() -> None:
+            alive.extend(tensor() is not None for tensor in kept)
+
+        monkeypatch.setattr(comm, "start", starting)
+        monkeypatch.setattr(comm, "end", ended)
+
+    passes(plan, torch.float32, begin=watch)
+    assert alive and not any(alive)
 
 
 def test_without_places_it_sends_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +360,7 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
-@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize("channels", [1, 2, 3, 8])
 def test_exchanges_without_a_channel_go_by_messages(
     channels: int, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,14 @@ def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
     return place.group
 
 
+def sparing_alone(group: dist.ProcessGroup, purpose: str) -> list[str]:
+    """Whether results have come over keys, where they should and only there."""
+    comm: Any = comm_by_name(group.group_name)
+    ready = [each for known in comm._prepared.values() for each in known.values()]
+    over = any(len(each.channels) > 1 for each in ready)
+    return [] if over == (SPARING in purpose) else [f"{purpose}: results over keys: {over}"]
+
+
 def drawn(case: Case, rows: Rows, seed: int) -> tuple[list[Tensor], Tensor]:
     """This rank's q, k, v and the gradient of its out; each row of ranks has its own."""
     source = torch.Generator(case.device).manual_seed(1000 * seed + dist.get_rank())
@@ -102,6 +110,8 @@ def against_messages(cases: dict[str, Case], rows: Rows) -> list[str]:
             for purpose in ("", SPARING):
                 got = step(case, group_of("symmetric", rows, purpose), *given)
                 wrong += differing(f"{name}, {seed} {purpose}", got, want)
+    for purpose in ("", SPARING):
+        wrong += sparing_alone(group_of("symmetric", rows, purpose), purpose)
     return wrong
 
 
@@ -131,7 +141,7 @@ def captured(case: Case, rows: Rows, purpose: str = "") -> list[str]:
         wrong += differing(f"replay {seed}", replayed, step(case, group, new_leaves, new_dout))
     torch.cuda.synchronize()
     graph.reset()
-    return wrong
+    return wrong + sparing_alone(group, purpose)
 
 
 @in_their_own_time
@@ -219,9 +229,10 @@ def one_late(case: Case, rows: Rows, steps: int, purpose: str = "") -> list[str]
         return results
 
     wanted, got = all_steps(False), all_steps(True)
-    return [
-        line for n in range(steps) for line in differing(f"{case.op}, step {n}", got[n], wanted[n])
-    ]
+    wrong = sparing_alone(group, purpose)
+    for n in range(steps):
+        wrong += differing(f"{case.op}, step {n}", got[n], wanted[n])
+    return wrong
 
 
 @in_their_own_time

@@ -43,14 +43,17 @@ class Counters:
 
 
 class Pending:
-    """Something that is on its way; ``wait()`` returns it."""
+    """Something that is on its way; ``wait()`` returns it, once."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish = finish
+        self._finish: Callable[[], Any] | None = finish
 
     def wait(self) -> Any:
-        """Block until it is here (on a GPU: until the stream may use it)."""
-        return self._finish()
+        """Block until it is here (on a GPU: until the stream may use it). What was kept on its
+        account is let go."""
+        finish, self._finish = self._finish, None
+        assert finish is not None, "it was waited for before"
+        return finish()
 
 
 class Comm(ABC):

@@ -11,12 +11,12 @@
 Where the tokens are a range, and one block of memory in the dtype that they travel in, nothing is
 packed or unpacked, and no GPU thread moves a byte of them; all else, as a share of the heads, lse
 or gradients that become wider, is written over there by a kernel. A pass is a forward or a
-backward; all of its exchanges have a place of their own in one arena, of one size on every rank, so
-that every rank knows where to write. The arena grows to the largest pass, is used again by all
+backward; its exchanges have places in one arena, of one size on every rank, so that every rank
+knows where to write. The arena grows to the largest pass, is used again by all
 layers and plans of the group, and goes with the group.
 
-Results that go home may come into the place of keys that were fetched before, when nobody reads
-those any more; then ranks first say so to each other:
+Each has a place of its own, but for results that go home at the end of a backward: they may come
+into that of the keys that were fetched last. Then ranks first say when they have read those:
 
     receiver of results                       their sender
     1. signal "free" once it has attended
@@ -180,6 +180,10 @@ class Push(Comm):
 
     What comes without ``seen_by`` goes by messages, and so do tensors of another device (a group
     may have a backend for each), and exchanges of a pass that there is no channel left for.
+
+    Attributes:
+        spared_bytes: of results, from which on they come over keys; the same on every rank, and
+            not changed once a pass was made.
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
