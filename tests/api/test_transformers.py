@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense import assert_same
 from ranks import Pool, worlds
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import hf_jobs
 from hf_models import BY_EAGER, TOKENS, batch, run, tiny
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, StaticCache
 
 from annotations.engines.torch import Link, Rates
 from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
@@ -150,23 +151,41 @@ def test_the_collator_that_flattens() -> None:
     same("mistral", parts[0] | {"logits": whole}, want)
 
 
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+@pytest.mark.parametrize("case", ["plain", "padded left"])
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [
-        ("llama", {}),
-        ("mistral", {}),
-        ("gpt-oss", {}),
-        ("mistral", {"cache_implementation": "static", "disable_compile": True}),
-    ],
+    [("llama", {}), ("mistral", {}), ("gpt-oss", {}), ("llama", STATIC), ("mistral", STATIC)],
 )
-def test_generate(name: str, cache: dict[str, Any]) -> None:
-    model, given = tiny(name), batch("padded left")
-    told = {n: given[n][:, :12] for n in ("input_ids", "attention_mask")}
+def test_generate(name: str, cache: dict[str, Any], case: str) -> None:
+    model, given = tiny(name), batch(case)
+    told = {n: given[n][:, :12] for n in ("input_ids", "attention_mask") if n in given}
+    asked = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
     found = []
     for implementation in ("eager" if name in BY_EAGER else "sdpa", "seqshard"):
         model.set_attn_implementation(implementation)
-        found.append(model.generate(**told, max_new_tokens=6, do_sample=False, **cache))
-    assert torch.equal(*found)
+        found.append(model.generate(**told, **asked, output_logits=True, **cache))
+    assert torch.equal(*(each.sequences for each in found))
+    want, got = (torch.stack(each.logits) for each in found)  # in fp32
+    assert_same("logits", got, want, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_in_chunks(name: str) -> None:
+    """A static cache counts the tokens in it where a mask was told of them."""
+    model, tokens = tiny(name), batch("plain")["input_ids"]
+    found = []
+    for implementation in ("sdpa", "seqshard"):
+        model.set_attn_implementation(implementation)
+        cache = StaticCache(config=model.config, max_cache_len=TOKENS + 3)
+        chunks = tokens.split([9, 1, TOKENS - 10], 1)
+        with torch.no_grad():
+            outs = [model(input_ids=chunk, past_key_values=cache).logits for chunk in chunks]
+        found.append(torch.cat(outs, 1))
+    want, got = found
+    assert_same("logits", got, want)
 
 
 def test_a_forward_looks_at_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ class Mask:
     ) -> None:
         self.pattern, self.batch = pattern, batch
         self.q_len, self.k_len = q_len, k_len
-        self.q_offset, self.k_offset = q_offset, k_offset
+        # A static cache counts its tokens in a tensor of its own, before layers look at it.
+        self.q_offset, self.k_offset = map(_snapshot, (q_offset, k_offset))
         self.padding = padding
         self.cut: Cut | None = current_cut()
         self.model_is_known = False  # to be one that can be cut: a layer was looked at
@@ -123,7 +124,8 @@ class Mask:
         host = None
         if positions is not None and positions.ndim == 2 and self.q_len > 1:
             host = on_host(positions)
-        documents = self._documents(host, attended, on_its_own, cu_seqlens)
+        queries = slice(offsets[0] - offsets[1], offsets[0] - offsets[1] + self.q_len)
+        documents = self._documents(host, attended, None if on_its_own else queries, cu_seqlens)
         segments, q_segments = segments_of(
             self.pattern,
             documents,
@@ -149,17 +151,18 @@ class Mask:
         self,
         positions: Ints | None,
         attended: Any,
-        on_its_own: bool,
+        queries: slice | None,
         cu_seqlens: Tensor | None,
     ) -> Ints | None:
-        """Numbers of documents, [b or 1, k_len]."""
+        """Numbers of documents, [b or 1, k_len]. ``queries``: where they stand among the keys, None
+        where they are the keys."""
         if cu_seqlens is not None:
             return self._of_cu_seqlens(cu_seqlens, positions, attended)
         if positions is None:
             return None
         visible = attended
-        if attended is not None and not on_its_own:
-            visible = attended[:, -self.q_len :]
+        if attended is not None and queries is not None:
+            visible = attended[:, queries]
         if not begins(positions, visible).any():
             return None
         if not self.pattern.causal:
@@ -167,7 +170,7 @@ class Mask:
                 f"{TITLE}: position_ids restart, but the mask is not causal, where transformers "
                 "does not look at them; say where documents begin by cu_seq_lens_q and _k"
             )
-        if not on_its_own:
+        if queries is not None:
             raise ArgumentError(
                 f"{TITLE}: position_ids restart among {self.q_len} queries that have "
                 f"{self.k_len} keys: documents cannot be told from a cache with tokens in it"
@@ -196,6 +199,10 @@ class Mask:
                     f"{(np.flatnonzero(restarts[0]) + 1).tolist()}, name different documents"
                 )
         return numbered(np.diff(documents) != 0)
+
+
+def _snapshot(offset: Any) -> Any:
+    return offset.clone() if isinstance(offset, Tensor) else offset
 
 
 @torch.compiler.disable  # it reads closures
