@@ -1,7 +1,9 @@
-"""``SEQSHARD_CHECK=1``: before each op the ranks of its group compare what they are about to do.
+"""Before each op the ranks of its group compare what they are about to do.
 
 Ranks that disagree on a shape or a mask exchange messages of different sizes, which ends in a hang
-or in wrong numbers. The check costs a small collective an op, so it is for tests and debugging.
+or in wrong numbers. The check costs the host a small collective an op. Ranks on CPUs, where that is
+little beside the attention, make it unless ``SEQSHARD_CHECK=0``; ranks on GPUs with
+``SEQSHARD_CHECK=1``, for tests, for debugging and for the first step of a job.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core.comm import Comm
+from .core.groups import GroupLike, comm_by_name, group_name
 
 LAYOUT_HINT = (
     "\nwithout layout= each rank takes the others to hold as many tokens as itself; "
@@ -29,9 +32,12 @@ class DisagreementError(ValueError):
     """Ranks of a group called an op with arguments that do not belong together."""
 
 
-def enabled() -> bool:
-    """Whether ``SEQSHARD_CHECK`` is set to something other than 0."""
-    return _SET.get(_NAME, _OFF[0]) not in _OFF
+def enabled(group: GroupLike) -> bool:
+    """Whether the ranks of a group compare their calls."""
+    said = _SET.get(_NAME)
+    if said is not None:
+        return said not in _OFF
+    return group is not None and comm_by_name(group_name(group)).compares
 
 
 def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | None) -> None:

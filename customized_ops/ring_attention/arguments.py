@@ -416,7 +416,7 @@ def checked(
     check: Callable[[], T],
     facts: Callable[[T], Mapping[str, str]] = lambda result: {},
 ) -> T:
-    """``check()``; with ``SEQSHARD_CHECK=1`` a rank whose check fails makes every rank raise.
+    """``check()``; where ranks compare their calls, one whose check fails makes every rank raise.
 
     Args:
         facts: from the result to what must be the same on every rank, as text by name.
@@ -424,7 +424,7 @@ def checked(
         Whatever ``check`` raises, or on its peers :class:`~.agreement.DisagreementError`; that on
         all ranks where they differ in ``facts``.
     """
-    if torch.compiler.is_compiling() or not agreement.enabled():
+    if torch.compiler.is_compiling() or not agreement.enabled(process_group):
         return check()
     try:
         result = check()

@@ -77,7 +77,7 @@ def resolve(
     *,
     compare: bool,
 ) -> tuple[Call, Comm]:
-    """Check the call, make its plan, and with ``SEQSHARD_CHECK=1`` compare it over the group.
+    """Check the call, make its plan, and compare it over the group where its ranks do that.
 
     Args:
         given: the op's arguments by name.
@@ -92,7 +92,7 @@ def resolve(
         known = _resolved.setdefault(comm, {})
     call = known.get(values)
     if call is not None:
-        if compare and agreement.enabled():
+        if compare and agreement.enabled(comm):
             agreement.agree(op, comm, _facts(given, call.plan), None)
         return call, comm
     made = _resolve(op, given, comm, make, compare=compare)
@@ -115,7 +115,7 @@ def _resolve(
         kernel = kernel_of(op, given, scoring, plan, comm)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
-    if compare and agreement.enabled():
+    if compare and agreement.enabled(comm):
         agreement.agree(op, comm, _facts(given, plan), problem)
     if problem is not None:
         raise problem

@@ -47,14 +47,15 @@ def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) 
     """Without a layout a rank takes the others to hold as many tokens as itself; if they do not,
     messages are of other lengths than expected, and results wrong. So the first time that a
     length is met, the ranks tell each other theirs. In a correct program all ranks meet the same
-    lengths in the same order, so none is left waiting.
+    lengths in the same order, so none is left waiting. (In others one may be: a length that a rank
+    has met and its peer has not. Ranks that compare every call do not depend on it.)
 
     Args:
         remedy: how to say what each rank holds; None: by a layout.
     Raises:
         ArgumentError: the ranks hold different numbers of tokens.
     """
-    if comm.size == 1 or local in comm.common_lengths or agreement.enabled():
+    if comm.size == 1 or local in comm.common_lengths or agreement.enabled(comm):
         return  # where the ranks compare every call, they compare this too
     lengths = comm.all_gather_object(local)
     if len(set(lengths)) > 1:

@@ -187,7 +187,7 @@ def call_op(
     """
     title, key = op.record.title, None
     looked_on = torch.compiler.is_compiling() or not goes_straight(q, k, v)
-    if not looked_on and (process_group is None or not agreement.enabled()):
+    if not looked_on and (process_group is None or not agreement.enabled(process_group)):
         key = key_of(op, q, k, v, pattern, options, unsupported)
         known = None if key is None else find(key, process_group)
         if known is not None:

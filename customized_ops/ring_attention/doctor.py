@@ -85,7 +85,7 @@ def _machine() -> list[tuple[str, str]]:
         ("torch.distributed", ", ".join(backends) or "none"),
         ("NCCL", _nccl()),
         ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or "none"),
-        ("SEQSHARD_CHECK", os.environ.get("SEQSHARD_CHECK", "0")),
+        ("SEQSHARD_CHECK", os.environ.get("SEQSHARD_CHECK", "on CPUs only")),
         (CHOICE, os.environ.get(CHOICE, "auto")),
     ]
 

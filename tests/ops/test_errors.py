@@ -365,16 +365,27 @@ def test_an_argument_wrong_on_one_rank_stops_all_in_check_mode(name: str) -> Non
     assert first.startswith("DisagreementError") and f"rank 1: {message}" in first
 
 
-def test_checks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SEQSHARD_CHECK")
+@pytest.mark.parametrize(
+    ("said", "compares", "asked"),
+    [(None, False, False), (None, True, True), ("0", True, False), ("1", False, True)],
+)
+def test_who_compares_calls(
+    said: str | None, compares: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks on CPUs, unless they are told not to."""
+    if said is None:
+        monkeypatch.delenv("SEQSHARD_CHECK")
+    else:
+        monkeypatch.setenv("SEQSHARD_CHECK", said)
     gathered = []
 
     def call(comm: Any) -> None:
-        comm.all_gather_object = gathered.append
+        comm.compares, gather = compares, comm.all_gather_object
+        comm.all_gather_object = lambda told: gathered.append(told) or gather(told)
         wrap_ring_attn_func(Q, K, K, process_group=comm, layout=Layout.contiguous(16, 2))
 
     assert said_by_ranks(2, call) == ["no error", "no error"]
-    assert gathered == []
+    assert bool(gathered) == asked
 
 
 @pytest.mark.parametrize(

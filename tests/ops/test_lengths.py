@@ -23,7 +23,7 @@ from customized_ops.ring_attention.core.kernels import torch_ops
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users run it: the ranks do not compare every call."""
+    """The ranks do not compare every call, as on GPUs."""
     monkeypatch.setenv("SEQSHARD_CHECK", "0")
 
 
@@ -72,6 +72,29 @@ def test_the_ranks_ask_once_a_length() -> None:
         return asked
 
     assert run_ranks(2, body) == [2, 2]
+
+
+@pytest.mark.parametrize("before", [[(16, 16)], [(16, 16), (17, 17)]])
+def test_lengths_that_some_have_met(
+    before: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has met a length of its own, where its peer has not or has met another."""
+    monkeypatch.delenv("SEQSHARD_CHECK")
+
+    def attend(comm: Comm, lengths: tuple[int, int]) -> None:
+        q = torch.randn(1, lengths[comm.rank], 2, 8)
+        wrap_ring_attn_func(q, q, q, process_group=comm)
+
+    def body(comm: Comm) -> None:
+        for lengths in before:
+            attend(comm, lengths)
+        with pytest.raises(
+            ValueError, match=r"(?s)contiguous:32:2.*contiguous:34:2.*Layout.from_sizes"
+        ):
+            attend(comm, (16, 17))
+        attend(comm, (17, 17))
+
+    run_ranks(2, body)
 
 
 def test_threads_need_a_seed() -> None:

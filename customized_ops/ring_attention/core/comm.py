@@ -66,11 +66,13 @@ class Comm(ABC):
         ahead: how many exchanges it pays to ask for before the first has arrived.
         costs: what plans over this group are chosen by; the same on every rank.
         two_streams: whether what waits for peers may run on a stream of its own.
+        compares: whether ranks compare their calls where nobody said (``agreement.py``).
     """
 
     ahead = 1
     costs = H200
     two_streams = True
+    compares = False
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -248,7 +250,9 @@ class DistComm(Comm):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
         self._group = group
-        if "nccl" in str(dist.get_backend_config(group)):
+        backends = str(dist.get_backend_config(group))
+        self.compares = "gloo" in backends and "nccl" not in backends
+        if "nccl" in backends:
             self.costs = H200_NCCL
             # NCCL connects a group at its first operation and wants all ranks there; an exchange
             # may leave some out. All ranks of a group come here at their first op over it.

@@ -56,6 +56,7 @@ class InProcessComm(Comm):
     """One thread's side of a :class:`World`."""
 
     two_streams = False  # threads share them, and a message carries no event to wait for
+    compares = True
 
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world.name, rank, world.size)

@@ -61,7 +61,7 @@ class Cut:
 
     def check(self, pattern: Pattern, shape: torch.Size, position_ids: Tensor | None) -> None:
         """Whether a layer's input is this rank's part of the batch; the ranks hear of each other
-        with ``SEQSHARD_CHECK=1``.
+        where they compare their calls.
 
         Args:
             shape: of q, [b, l, h, d].
