@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .engines.config import NNSCALER_OPTIONS, only_nnscaler
+from .engines.config import EMBEDDED_PAS_CONFIG, NNSCALER_OPTIONS, only_nnscaler
 
 _logger = logging.getLogger(__name__)
 
@@ -94,6 +94,9 @@ def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, 
     if isinstance(policy, str) and policy in NNSCALER_POLICIES:
         return "nnscaler", f"the policy {policy!r} is nnscaler's"
     for name in only_nnscaler(config):
+        if name.startswith("pas_config["):
+            keys = ", ".join(EMBEDDED_PAS_CONFIG)
+            return "nnscaler", f"{name} is not among the embedded engine's keys, {keys}"
         return "nnscaler", f"only nnscaler has {name} of ComputeConfig"
     for name, value in options.items():
         if name in NNSCALER_OPTIONS and value != NNSCALER_OPTIONS[name]:

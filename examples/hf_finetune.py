@@ -60,7 +60,7 @@ def train(
             share = model(**shard.inputs).loss  # of this rank's tokens, by the count of all
         optimizer.zero_grad()
         share.backward()
-        seqshard.sum_gradients(model.parameters(), group)
+        seqshard.sum_gradients(model, group)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return seqshard.sum_over_ranks(share, group)

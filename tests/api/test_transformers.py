@@ -314,6 +314,10 @@ def test_parts_that_are_not_this_ranks_are_refused(changed: dict[str, Any], mess
     [
         ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
         ({"token_type_ids": torch.ones(3, TOKENS)}, "the batch has token_type_ids, and how to cut"),
+        (
+            {"input_ids": torch.ones(TOKENS)},
+            "tokens must be [b, l], or [b, l, d] embedded",
+        ),
         ({"labels": torch.ones(3, 9)}, "labels must be of 22 tokens a row, got (3, 9)"),
         ({"cu_seq_lens_q": [0, 9]}, "cu_seq_lens_q must rise from 0 to the 22 tokens"),
     ],

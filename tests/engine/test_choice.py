@@ -32,6 +32,14 @@ def policy(*_: Any) -> None: ...
         ("cp", {"use_async_reducer": True, "use_end2end": True}, {}, "torch", ASKS_NOTHING),
         ("autodist", {}, {}, "nnscaler", "the policy 'autodist' is nnscaler's"),
         ("cp", {"use_zero": 1}, {}, "nnscaler", "only nnscaler has use_zero of ComputeConfig"),
+        (
+            "cp",
+            {"pas_config": {"hoists": True}},
+            {},
+            "nnscaler",
+            "pas_config['hoists'] is not among the embedded engine's keys, mesh_shape, "
+            "memory_bytes, optimizer_bytes_per_parameter, rates, hoist",
+        ),
         ("cp", {}, {"gen_savedir": "x"}, "nnscaler", "only nnscaler has the argument gen_savedir"),
     ],
 )

@@ -40,6 +40,22 @@ def cut(case: Case, ranks: int) -> list[Tensor]:
     return gather(case, run_ranks(ranks, lambda comm: run_rank(case, comm.rank, ranks, comm)))
 
 
+# ------------------------------------------------------------------------------ unusual scales
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_of_0_or_less(scale: float) -> None:
+    """Libraries that take a row's largest score before they scale it would be wrong."""
+    q, k, v = (torch.randn(1, 9, 2, 8, dtype=torch.float64) for _ in "qkv")
+    out = wrap_ring_attn_func(q, k, v, softmax_scale=scale)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    hidden = torch.ones(9, 9).triu(1).bool()
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    assert_same("out", out, torch.einsum("bhij,bjhd->bihd", weights, v))
+    with pytest.raises(ValueError, match="'torch' cannot do this"):
+        wrap_ring_attn_func(q, k, v, softmax_scale=scale, kernel="torch")
+
+
 # ------------------------------------------------------------------------------ gradients with lse
 
 SMALL = Case("masked", 9, given=HOLES, heads=(4, 2), dims=(3, 2))

@@ -87,6 +87,10 @@ def shard_batch(
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ArgumentError("shard_batch: the batch has neither input_ids nor inputs_embeds")
+    if tokens.ndim < 2:
+        raise ArgumentError(
+            f"shard_batch: tokens must be [b, l], or [b, l, d] embedded, got {tuple(tokens.shape)}"
+        )
     total = tokens.shape[1]
     _check_entries(batch, total)
     comm = comm_by_name(group_name(group))
@@ -159,13 +163,17 @@ def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:
     return comm_by_name(group_name(group)).all_reduce(share.detach().clone(), "sum")
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: GroupLike) -> None:
-    """Add up the gradients of all ranks, in place, after the backward of their shares.
+def sum_gradients(
+    parameters: torch.nn.Module | Iterable[torch.nn.Parameter], group: GroupLike
+) -> None:
+    """Add up the gradients of all ranks, in place, after the backward of their shares; of a model,
+    of all its parameters.
 
     A parameter without a gradient on this rank takes part with zeros; those that need none do not.
     """
     comm = comm_by_name(group_name(group))
-    for parameter in parameters:
+    found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
+    for parameter in found:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -17,6 +17,7 @@ FEATURES = (
     "softcap",
     "alibi",
     "dropout",
+    "scale of 0 or less",  # of scores; libraries take a row's largest before they scale it
     "window",  # a bound on how far back a row attends
     "lse gradient",
     "deterministic",  # gradients the same bit for bit from run to run

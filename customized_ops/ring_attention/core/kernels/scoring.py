@@ -47,6 +47,7 @@ class Scoring:
             "softcap": self.softcap > 0,
             "alibi": self.alibi_slopes is not None,
             "dropout": self.dropout_p > 0,
+            "scale of 0 or less": self.softmax_scale <= 0,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
