@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import op_jobs
 import pytest
 import ranks as ranks_module
@@ -30,10 +32,11 @@ def test_every_op(ranks: Pool) -> None:
         ("dropout", "dropout_p must be in [0, 1), got 1.5", "dropout_p must be in [0, 1), got 1.5"),
     ],
 )
+@pytest.mark.parametrize("job", [op_jobs.run_with_error, op_jobs.run_with_error_by_default])
 def test_one_wrong_rank_stops_all_and_the_next_call_works(
-    two_ranks: Pool, change: str, own: str, told: str
+    two_ranks: Pool, change: str, own: str, told: str, job: Callable[..., str]
 ) -> None:
-    said = two_ranks.run(op_jobs.run_with_error, TABLE["causal"], 1, change)
+    said = two_ranks.run(job, TABLE["causal"], 1, change)
     if change == "shorter":  # its own idea of the total is consistent: only comparing tells
         own = told
     assert own in said[1]
