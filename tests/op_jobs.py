@@ -10,6 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from op_cases import Case, run_rank
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from customized_ops.ring_attention import wrap_ring_attn_func
 
 
 def run_with_error(case: Case, wrong: int, change: str) -> str:
@@ -45,6 +48,14 @@ def run_with_error_by_default(case: Case, wrong: int, change: str) -> str:
         return run_with_error(case, wrong, change)
 
 
+def on_fake_tensors() -> torch.Size:
+    """The shape of a call's result where tensors have no values, as tools that estimate memory
+    call a model; ranks compare such calls too."""
+    with FakeTensorMode():
+        q = torch.randn(1, 16, 2, 8, requires_grad=True)
+        return wrap_ring_attn_func(q, q, q, process_group=dist.group.WORLD).shape
+
+
 def run_outside() -> None:
     """Every rank names a group that rank 0 is not in; only rank 0 gets as far as a call."""
     if dist.get_rank() == 0:
@@ -60,8 +71,6 @@ def one_fails(seconds: float) -> None:
 
 def heads_by_rank() -> str:
     """What a rank is told whose group's ranks hold different heads of one sequence."""
-    from customized_ops.ring_attention import wrap_ring_attn_func
-
     rank = dist.get_rank()
     q, k = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 4, 4)
     try:
@@ -73,8 +82,6 @@ def heads_by_rank() -> str:
 
 def compiled(q: torch.Tensor) -> torch.Tensor:
     """A compiled function that calls an op over the whole world; this rank's rows."""
-    from customized_ops.ring_attention import wrap_ring_attn_func
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from .core.comm import Comm
 from .core.groups import GroupLike, comm_by_name, group_name
 
@@ -54,7 +56,8 @@ def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | No
     """
     if comm.size == 1:
         return
-    told = comm.all_gather_object((op, dict(facts), str(problem) if problem else None))
+    with _disable_current_modes():  # text travels in real tensors, also where others are fake
+        told = comm.all_gather_object((op, dict(facts), str(problem) if problem else None))
     if problem is not None:
         return
     failed = [(rank, text) for rank, (_, _, text) in enumerate(told) if text is not None]

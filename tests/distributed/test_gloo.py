@@ -44,6 +44,10 @@ def test_one_wrong_rank_stops_all_and_the_next_call_works(
     check(two_ranks, [{"causal": TABLE["causal"]}], [Groups(whole(2), "ranks")])
 
 
+def test_fake_tensors(two_ranks: Pool) -> None:
+    assert two_ranks.run(op_jobs.on_fake_tensors) == [(1, 16, 2, 8)] * 2
+
+
 def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"global rank 0 is not in process_group=\(1, 2\)"):
         two_ranks.run(op_jobs.run_outside)
