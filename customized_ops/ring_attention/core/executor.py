@@ -234,12 +234,11 @@ def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
         return None
     key = ("only call", rank)
     if key not in plan.on_device:
-        local, rows = plan.rank(rank).local, plan.q_layout.sizes[rank]
-        one = local is not None and local.own_hull == (0, rows)
-        if local is None or not one or plan.rows_move or plan.keys_move:
-            plan.on_device[key] = None
-        else:
-            plan.on_device[key] = Pairs(local.own_in_hull, rows, plan.k_layout.sizes[rank])
+        local, rows, pairs = plan.rank(rank).local, plan.q_layout.sizes[rank], None
+        moves = plan.rows_move or plan.keys_move
+        if local is not None and local.own_hull == (0, rows) and not moves:
+            pairs = Pairs(local.own_in_hull, rows, plan.k_layout.sizes[rank])
+        plan.on_device[key] = pairs
     found: Pairs | None = plan.on_device[key]
     return found
 

@@ -34,6 +34,7 @@ def comm_of(title: str, group: GroupLike) -> Comm:
 
 
 def called(function: Callable[..., Result], name: str) -> Callable[..., Result]:
+    """The function itself, under a name that errors and help show."""
     function.__name__ = function.__qualname__ = name
     return function
 
