@@ -309,6 +309,9 @@ def assert_laid_out(plan: Plan, order: Order) -> None:
     assert kernels[:half].count(order.main) == (plan.rank(0).local is not None)
     messages = [stream for what, stream in order.log if what == "message"]
     assert messages == [order.second] * len(messages) != []
+    ends = [stream for what, stream in order.log if what == "end"]
+    forward = order.main if plan.rows_move else order.second
+    assert ends == [forward, order.main], "keys are read long before own rows are done"
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -344,7 +347,11 @@ def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor._Pass, "join", lambda self: self.end())
+    def end(self: Any) -> None:
+        with torch.cuda.stream(order.main):  # type: ignore[arg-type]
+            self._comm.end()
+
+    monkeypatch.setattr(executor._Pass, "end", end)
     with pytest.raises(Race, match="the end, while what peers sent may be in use"):
         passes(PLANS["zigzag"], order)
 

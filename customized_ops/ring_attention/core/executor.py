@@ -115,6 +115,8 @@ def attention_forward(
             parts = guest.result(guest_q, v_dim, q.dtype)
             dims = share.rows, share.stats
             home = run.send_home(parts, lambda: results, dims, put)
+        else:
+            run.end()  # peers need not wait for what the first stream still attends
     run.join()
     dtype = accumulation_dtype(q.dtype) if mine.row_parts > 2 else q.dtype
     if run.late[1]:
@@ -126,7 +128,7 @@ def attention_forward(
     results += out, lse
     if home is not None:
         home.wait()
-    run.end()
+        run.end()
     return out.to(q.dtype), lse
 
 
@@ -280,7 +282,7 @@ class _Pass:
         self._lanes.join()
 
     def end(self) -> None:
-        """After the last use of what peers have sent."""
+        """After the last use of what peers have sent: they may start the next pass."""
         if self._moves:
             self._comm.end()
 
