@@ -44,7 +44,7 @@ def cases_of_rows(count: int) -> list[Named]:
 
 
 @pytest.mark.parametrize("members", [(1, 2), (0, 2), (1, 2, 3)])
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_groups_that_are_not_the_world(ranks: Pool, members: tuple[int, ...]) -> None:
     """Told as ranks, of whom the others know nothing, and as a ProcessGroup."""
     cases = on(device(ranks), {name: TABLE[name] for name in NAMES})
@@ -59,7 +59,7 @@ def side_by_side(size: int) -> list[Rows]:
     return [*meshes, ((0, size - 1), tuple(range(1, size - 1)))]
 
 
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_groups_side_by_side(ranks: Pool) -> None:
     """Each does something else; whoever comes late makes the others of its group wait alone."""
     for n, rows in enumerate(side_by_side(ranks.size)):
@@ -69,7 +69,7 @@ def test_groups_side_by_side(ranks: Pool) -> None:
         check(ranks, cases, ways, n % ranks.size, job=job)
 
 
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_groups_side_by_side_in_bf16(ranks: Pool) -> None:
     """By kernels that do not make the host wait, so that passes of two groups overlap."""
     rows = rows_of(ranks.size, ranks.size // 2)
@@ -78,7 +78,7 @@ def test_groups_side_by_side_in_bf16(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 3])
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_batches_times_sequences(ranks: Pool, late: int) -> None:
     """Rows of a mesh attend batches of their own; weights' gradients are added up over it all."""
     shapes = {(2, ranks.size // 2), (ranks.size // 2, 2)}
@@ -107,7 +107,7 @@ def teams(size: int) -> Sequence[tuple[Rows, int]]:
 
 
 @pytest.mark.parametrize("which", range(4))
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
     """Ranks of a team share out the heads, teams the sequence; and more ranks than key heads."""
     rows, team_size = teams(ranks.size)[which]
@@ -118,7 +118,7 @@ def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
 
 
 @pytest.mark.parametrize("which", range(4))
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_heads_in_bf16(ranks: Pool, which: int) -> None:
     rows, team_size = teams(ranks.size)[which]
     longer = {"longer": Case("ring", 512), "zigzag": HEADS["zigzag"]}
@@ -136,7 +136,7 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("head_groups", [2, 3])
-@worlds(cpus=[4], gpus=[2, 4, 8])
+@worlds(cpus=[4, 8], gpus=[2, 4, 8])
 def test_keys_in_groups_of_heads(ranks: Pool, head_groups: int) -> None:
     """The first group is attended, and its gradients go home, while the next arrives."""
     rows, purpose = whole(ranks.size), f"{head_groups} groups of heads"

@@ -116,7 +116,7 @@ def shapes(name: str, ranks: Pool, kernel: str, *ways: Callable[..., Any]) -> Na
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", SHAPES)
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_every_shape_of_mask(ranks: Pool, name: str) -> None:
     assert not check(ranks, [shapes(name, ranks, "auto", uneven, even)], over(ranks))
 

@@ -73,7 +73,7 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
         ("ring", "cp", 1, 1, 12),
     ],
 )
-@worlds(cpus=[4], gpus=[4, 8])
+@worlds(cpus=[4, 8], gpus=[4, 8])
 def test_more_ranks(ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int) -> None:
     """plan < 4 is data parallel outside: copies of two ranks, or of one."""
     check(ranks, op, policy, plan, batch, length, 1)
