@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.groups import comm_by_name, group_name
 from customized_ops.ring_attention.core.report import measures
 
@@ -72,13 +74,23 @@ class Account:
     input_bytes: int = 0
 
     @classmethod
-    def of(cls, op: Op, dtype: torch.dtype, ranks: int) -> Account:
-        """What the plan says. dtype: of the inputs."""
-        case, costs = op.case, comm_of(op).costs
+    def of(
+        cls,
+        case: Case,
+        layout: Layout,
+        costs: CostModel,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Account:
+        """What the plan says.
+
+        Args:
+            dtype: of the inputs. reduce_dtype: what gradients travel in, as given to the op.
+        """
         (h, g), d, size = case.heads, case.head_dim, dtype.itemsize
-        reduce_dtype = op.rest.get("reduce_dtype")
         reduce_size = reduce_dtype.itemsize if reduce_dtype else None
-        plan = plan_of(case, op.layout, costs)
+        ranks = layout.group_size
+        plan = plan_of(case, layout, costs)
         found = measures(plan, h, g, d, d, size, costs, reduce_size)
         there = plan.forward_bytes(h, g, d, d, size)
         back = plan.backward_bytes(h, g, d, d, size, reduce_size)

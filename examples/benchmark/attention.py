@@ -4,6 +4,7 @@
     python examples/benchmark/attention.py --ranks 2 --suite all --json all.jsonl --plot all.png
     python examples/benchmark/attention.py --from-json 1.jsonl 2.jsonl --markdown --plot all.png
     python examples/benchmark/attention.py --ranks 8 --suite scale --list
+    python examples/benchmark/attention.py --ranks 8 --suite scale --predict
     torchrun --nproc-per-node 4 examples/benchmark/attention.py --suite scale --kinds causal full \
 --tokens 64k 256k --heads 64:8 32:8 --seconds 240 --json scale.jsonl
     python examples/benchmark/attention.py --ranks 2 --device cpu --dtype float32 --tokens 256 \
@@ -46,6 +47,7 @@ if __name__ == "__main__":
 
 from benchmark.command import parse
 from benchmark.plot import draw
+from benchmark.predict import predicted
 from benchmark.ranks import spawn
 from benchmark.run import listed, run
 from benchmark.runs import read
@@ -62,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.plot:
             draw(rows, args.plot)
         return
-    if args.list:
-        print(listed(args))
+    if args.list or args.predict:
+        print(predicted(args) if args.predict else listed(args))
         return
     if args.ranks:
         spawn(run, args.ranks, args)

@@ -72,17 +72,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--markdown", action="store_true", help="print --from-json's runs as tables")
     add("--list", action="store_true", help="only say which cases, and about how long they take")
+    add(
+        "--predict",
+        action="store_true",
+        help="only say what plans do, and how long by the cost model",
+    )
     add("--profile", type=Path, metavar="DIR", help="trace one run of seqshard for each case")
     args = parser.parse_args(arguments)
-    if args.list and not args.ranks:
-        parser.error("--list goes with --ranks")
+    for name in ("list", "predict"):
+        if getattr(args, name) and not args.ranks:
+            parser.error(f"--{name} goes with --ranks")
     if args.from_json and not (args.plot or args.markdown):
         parser.error("--from-json goes with --plot, --markdown or both")
     if args.markdown and not args.from_json:
         parser.error("--markdown goes with --from-json")
     if args.plot and not (args.json or args.from_json):
         parser.error("--plot draws what --json writes: give both")
-    idle = args.from_json or args.list
+    idle = args.from_json or args.list or args.predict
     if args.device == "cuda" and not idle and not torch.cuda.is_available():
         parser.error(
             "no CUDA device; --device cpu --dtype float32 --tokens 256 --heads 4:2 --head-dim 16 "

@@ -28,6 +28,12 @@ def _fits(case: Case, seconds: float) -> bool:
     return case.flop / FAST <= seconds and elements <= LARGE
 
 
+def asked(args: argparse.Namespace, c: Contestant) -> bool:
+    """Whether the command line wants a contestant."""
+    wanted = args.contestants is None or c.whole or c.name.startswith(tuple(args.contestants))
+    return wanted and not c.name.startswith(tuple(args.without))
+
+
 def refusal(case: Case, c: Contestant, args: argparse.Namespace, ranks: int) -> str | None:
     """Why a contestant is not measured in a case, or None."""
     why = c.refuses(case, ranks)

@@ -265,7 +265,8 @@ class Match:
         op, ranks = self.attentions[c.name], self.ranks
         if not isinstance(op, Op) or c.kernel.startswith("te_cp"):  # which has no plan of ours
             return None
-        account = Account.of(op, self.dtype, ranks.size)
+        costs, reduce_dtype = comm_of(op).costs, op.rest.get("reduce_dtype")
+        account = Account.of(self.case, op.layout, costs, self.dtype, reduce_dtype)
         account.saw(self.watches[c.name], ranks)
         other = self._other_length(2)
         if other is not None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from .cases import Case, chosen
 from .contestant import Choice, Contestant
 from .contestants import contestants
-from .expected import expected_seconds, listing
+from .expected import asked, expected_seconds, listing
 from .match import Match
 from .ranks import Ranks
 from .rows import Lines, left_out, versions
@@ -76,12 +76,7 @@ def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Conte
 
 def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:
     """Those asked for; baselines always, unless they are asked out."""
-
-    def asked(c: Contestant) -> bool:
-        wanted = args.contestants is None or c.whole or c.name.startswith(tuple(args.contestants))
-        return wanted and not c.name.startswith(tuple(args.without))
-
-    return [c for c in everyone if asked(c)]
+    return [c for c in everyone if asked(args, c)]
 
 
 def named(case: Case) -> dict[str, Any]:

@@ -230,6 +230,7 @@ def test_shares_of_the_ideal() -> None:
         (["--from-json", "x"], "--plot, --markdown"),
         (["--markdown"], "--markdown goes with --from-json"),
         (["--list"], "--list goes with --ranks"),
+        (["--predict"], "--predict goes with --ranks"),
         (["--kinds", "oval"], "oval"),
     ],
 )

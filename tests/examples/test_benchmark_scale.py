@@ -176,6 +176,31 @@ def test_list_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one GPU: 128k tokens, 8:1 heads" in shown
 
 
+def test_predictions_need_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 16k tokens over 8 GPUs, window 4096: the first rank attends fewer pairs than the others,
+    and all but it receive a shard and more of keys."""
+    given = ["--predict", "--ranks", "8", "--tokens", "16k", "--heads", "64:8"]
+    attention.main([*given, "--kinds", "causal", "window"])
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    rows = [
+        dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+        for line in lines
+    ]
+    zigzag, contiguous, window = rows
+    assert [row["contestant"] for row in rows] == ["seqshard", "seqshard contiguous", "seqshard"]
+    assert zigzag["imbalance"] == "1.000"
+    assert zigzag["pairs above least"] == "reached"
+    assert zigzag["both"] == "100.0%"
+    assert float(contiguous["received fwd MiB"]) > float(zigzag["received fwd MiB"])
+    attended = np.minimum(np.arange(16 << 10), 4096) + 1
+    busiest = attended.reshape(8, -1).sum(1).max() * 8 / attended.sum()
+    assert float(window["imbalance"]) == pytest.approx(busiest, abs=1e-3)
+    assert window["both"] == f"{100 / busiest:.1f}%"
+    # Two shards of 2048 tokens, k and v, 8 heads of 128, 2 bytes.
+    assert float(window["received fwd MiB"]) == 2 * 2048 * 2 * 8 * 128 * 2 / 2**20
+
+
 class Pushes:
     """What a watch asks of a Comm that pushes, and what that asks of its memory."""
 
