@@ -75,6 +75,12 @@ class InProcessPush(Push, InProcessComm):
         """What the ranks write to."""
         return self._memory
 
+    def end(self) -> None:
+        """See :meth:`Comm.end`: what came is gone, as peers may write over it from here on."""
+        for piece in self._arena._pieces:
+            piece.of_ranks[self.rank].fill_(POISON)
+        super().end()
+
 
 class SparingPush(InProcessPush):
     """One whose results come over keys that were read, however few they are."""

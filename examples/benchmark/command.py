@@ -10,6 +10,12 @@ import torch
 
 from .cases import KINDS, SUITES, K
 
+# What the cost model does not know, and what goes with a run.
+UNPREDICTED = (
+    *("device", "fa2", "kernel", "single", "deterministic", "cuda_graph", "profile", "json"),
+    *("plot", "list", "from_json"),
+)
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for."""
@@ -82,6 +88,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("list", "predict"):
         if getattr(args, name) and not args.ranks:
             parser.error(f"--{name} goes with --ranks")
+    if args.predict:
+        for name in UNPREDICTED:
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--predict takes no --{name.replace('_', '-')}")
+        if args.dtype == "float32":
+            parser.error("--predict knows the rates of bfloat16 and float16")
     if args.from_json and not (args.plot or args.markdown):
         parser.error("--from-json goes with --plot, --markdown or both")
     if args.markdown and not args.from_json:

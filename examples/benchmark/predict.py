@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from time import perf_counter
 
 import torch
@@ -27,27 +28,37 @@ HEAD = (
 
 def predicted(args: argparse.Namespace) -> str:
     """A line for each case of a run over ``args.ranks`` GPUs of one host and each layout: times by
-    ``core/cost.py``, and shares of what it says one GPU takes, over the number of GPUs. "plan ms"
-    is what making the plan took on this machine."""
+    ``core/cost.py``, and shares of what it says one GPU takes, over the number of GPUs. Bytes and
+    pairs are of the rank that has most. "plan ms" is what this machine took to make the plan, with
+    a rank's part of it; what a line before had made is not made again.
+
+    Raises:
+        SystemExit: no contestant is left.
+    """
     everyone = [c for c in ours(Choice(torch.device("cuda"))) if asked(args, c)]
-    pairs = [(case, c) for case in chosen(args, args.ranks) for c in everyone]
-    lines = [
-        [title(case), c.name, *_cells(case, c.layout(case, args.ranks), args)]
-        for case, c in tqdm(pairs, desc="plans", leave=False, disable=None)
-        if c.refuses(case, args.ranks) is None
-    ]
+    if not everyone:
+        sys.exit("--predict knows the plans of seqshard and of seqshard contiguous only")
+    lines = []
+    for case in tqdm(chosen(args, args.ranks), desc="cases", leave=False, disable=None):
+        one = _account(case, alone(case, 1), args)
+        for c in everyone:
+            if c.refuses(case, args.ranks) is None:
+                cells = _cells(case, c.layout(case, args.ranks), one, args)
+                lines.append([title(case), c.name, *cells])
     return markdown(HEAD, lines, 2)
 
 
-def _cells(case: Case, layout: Layout, args: argparse.Namespace) -> list[str]:
-    """Of a case, after its name and the contestant's."""
-    dtype = getattr(torch, args.dtype)
+def _account(case: Case, layout: Layout, args: argparse.Namespace) -> Account:
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
+    return Account.of(case, layout, H200, getattr(torch, args.dtype), reduce_dtype)
+
+
+def _cells(case: Case, layout: Layout, one: Account, args: argparse.Namespace) -> list[str]:
+    """Of a case, after its name and the contestant's. one: the account of one GPU."""
     began = perf_counter()
-    plan_of(case, layout, H200)
+    plan_of(case, layout, H200).rank(0)
     seconds = perf_counter() - began
-    said = Account.of(case, layout, H200, dtype, reduce_dtype)
-    one = Account.of(case, alone(case, 1), H200, dtype, reduce_dtype)
+    said = _account(case, layout, args)
     times = [(a.forward, a.backward, a.forward + a.backward) for a in (one, said)]
     shares = [whole / args.ranks / part for whole, part in zip(*times, strict=True)]
     return [

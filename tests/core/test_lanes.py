@@ -74,6 +74,7 @@ class Order(TorchDispatchMode):
         self.now = self.main
         self.log: list[tuple[str, Stream]] = []
         self._blocks: dict[StorageWeakRef, Block] = {}
+        self.gone: set[StorageWeakRef] = set()
         self._events = 0
 
     def note(self, what: str) -> int:
@@ -123,6 +124,8 @@ class Order(TorchDispatchMode):
         fresh: set[StorageWeakRef],
     ) -> None:
         before = {key: self._blocks[key] for key in given if key in self._blocks}
+        if given & self.gone:
+            raise Race(f"{name} uses what peers sent, after the end")
         for key, block in before.items():
             self.require({block.written}, f"{name} reads what another stream may be writing")
             if key in written:
@@ -139,6 +142,7 @@ class Order(TorchDispatchMode):
     def _reuse(self) -> None:
         """A stream's next tensor may lie where one was that it had made and that is gone."""
         for key in [key for key in self._blocks if key.expired()]:
+            self.gone.discard(key)
             if self._blocks[key].home is self.now:
                 used = self._blocks.pop(key).used
                 self.require(used, "memory is given away that another stream may be using")
@@ -157,7 +161,7 @@ class Unheard(Comm):
         self._order = order
         self._begun: set[int] = set()
         self._under_way = 0
-        self._arrived: list[set[int]] = []
+        self._arrived: list[tuple[StorageWeakRef, set[int]]] = []
 
     def begin(self) -> None:
         """See :meth:`Comm.begin`."""
@@ -167,7 +171,8 @@ class Unheard(Comm):
     def end(self) -> None:
         """See :meth:`Comm.end`."""
         assert not self._under_way, "the end, while messages are under way"
-        for uses in self._arrived:
+        for memory, uses in self._arrived:
+            self._order.gone.add(memory)
             self._order.require(uses, "the end, while what peers sent may be in use")
         self._order.note("end")
         self._begun, self._arrived = set(), []
@@ -203,7 +208,10 @@ class Unheard(Comm):
         return Pending(finish)
 
     def _here(self, buffers: Iterable[Tensor]) -> None:
-        self._arrived += [self._order.uses(buffer) for buffer in buffers if buffer.numel()]
+        for buffer in buffers:
+            if buffer.numel():
+                memory = StorageWeakRef(buffer.untyped_storage())
+                self._arrived.append((memory, self._order.uses(buffer)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""
@@ -346,13 +354,30 @@ def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) ->
         assert_laid_out(PLANS["zigzag"], order)
 
 
-def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_on_the_other_stream_is_noticed(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end(self: Any) -> None:
         with torch.cuda.stream(order.main):  # type: ignore[arg-type]
             self._comm.end()
 
     monkeypatch.setattr(executor._Pass, "end", end)
     with pytest.raises(Race, match="the end, while what peers sent may be in use"):
+        passes(PLANS["zigzag"], order)
+
+
+def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the keys have arrived, before they are attended."""
+    attend = executor._Pass.forward
+
+    def ended(self: Any, stage: int, *given: Any, **rest: Any) -> Any:
+        if stage:
+            self.end()
+            monkeypatch.setattr(executor._Pass, "end", lambda self: None)
+        return attend(self, stage, *given, **rest)
+
+    monkeypatch.setattr(executor._Pass, "forward", ended)
+    with pytest.raises(Race, match="uses what peers sent, after the end"):
         passes(PLANS["zigzag"], order)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from push_memory import InProcessPush, SparingPush, ThreadMemory
 from torch import Tensor
 
-from customized_ops.ring_attention.core import inprocess
+from customized_ops.ring_attention.core import executor, inprocess
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.inprocess import run_ranks
@@ -385,24 +387,41 @@ def test_exchanges_without_a_channel_go_by_messages(
     assert set(pushed) == set(range(1, channels))
 
 
-def test_a_pass_that_failed_is_not_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its signals are set, and the next pass would wait on a GPU for ever."""
+@pytest.mark.parametrize("where", ["in the kernel", "in the merge"])
+def test_a_pass_that_failed_is_not_followed_by_another(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signals are set, and the next pass would wait on a GPU for ever; or its peers go on to
+    another pass than the one that is tried again."""
     connect(monkeypatch, InProcessPush)
-    plan = PLANS["zigzag"]
+    plan, failed, reference = PLANS["zigzag"], set[int](), KERNELS["reference"]
 
-    class Failing:
-        @staticmethod
-        def forward(*given: Any) -> None:
+    def failing(function: Any) -> Any:
+        """Fails once on each rank, a thread."""
+
+        def once(*given: Any) -> Any:
+            if threading.get_ident() in failed:
+                return function(*given)
+            failed.add(threading.get_ident())
             raise MemoryError("no memory")
+
+        return once
+
+    kernel: Any = reference
+    if where == "in the kernel":
+        kernel = SimpleNamespace(forward=failing(reference.forward))
+    else:
+        result = failing(executor.Accumulator.result)
+        monkeypatch.setattr(executor.Accumulator, "result", result)
 
     def body(comm: Comm) -> None:
         own = [plan.q_layout.shard(t, comm.rank) for t in draw(plan.mask, torch.float32, 0)[:3]]
-        for kernel, error, text in (
-            (Failing, MemoryError, "no memory"),
-            (KERNELS["reference"], RuntimeError, "ended in an error.*make a new process group"),
+        for error, text in (
+            (MemoryError, "no memory"),
+            (RuntimeError, "ended in an error.*make a new process group"),
         ):
             with pytest.raises(error, match=text):
-                attention_forward(plan, comm, kernel, *own, Scoring(0.25))  # type: ignore[arg-type]
+                attention_forward(plan, comm, kernel, *own, Scoring(0.25))
 
     run_ranks(2, body)
 

@@ -231,6 +231,9 @@ def test_shares_of_the_ideal() -> None:
         (["--markdown"], "--markdown goes with --from-json"),
         (["--list"], "--list goes with --ranks"),
         (["--predict"], "--predict goes with --ranks"),
+        (["--predict", "--ranks", "4", "--json", "x"], "--predict takes no --json"),
+        (["--predict", "--ranks", "4", "--cuda-graph"], "--predict takes no --cuda-graph"),
+        (["--predict", "--ranks", "4", "--dtype", "float32"], "the rates of bfloat16"),
         (["--kinds", "oval"], "oval"),
     ],
 )

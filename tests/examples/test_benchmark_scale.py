@@ -199,6 +199,8 @@ def test_predictions_need_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert window["both"] == f"{100 / busiest:.1f}%"
     # Two shards of 2048 tokens, k and v, 8 heads of 128, 2 bytes.
     assert float(window["received fwd MiB"]) == 2 * 2048 * 2 * 8 * 128 * 2 / 2**20
+    with pytest.raises(SystemExit, match="knows the plans of seqshard"):
+        attention.main([*given, "--contestants", "te"])
 
 
 class Pushes:

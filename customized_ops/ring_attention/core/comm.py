@@ -117,6 +117,10 @@ class Comm(ABC):
     def end(self) -> None:  # noqa: B027
         """After the last use of what was received in the pass."""
 
+    def leave(self) -> None:  # noqa: B027
+        """The pass made its results, so that ranks are at the same step; not called after an
+        error."""
+
     def fetch(
         self,
         exchange: Exchange,

@@ -129,7 +129,9 @@ def attention_forward(
     if home is not None:
         home.wait()
         run.end()
-    return out.to(q.dtype), lse
+    out = out.to(q.dtype)
+    run.leave()
+    return out, lse
 
 
 def attention_backward(
@@ -226,7 +228,9 @@ def attention_backward(
     for home in going_home:
         home.wait()
     run.end()
-    return dq.result(), dk.result(), dv.result()
+    grads = dq.result(), dk.result(), dv.result()
+    run.leave()
+    return grads
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
@@ -285,6 +289,11 @@ class _Pass:
         """After the last use of what peers have sent: they may start the next pass."""
         if self._moves:
             self._comm.end()
+
+    def leave(self) -> None:
+        """Nothing can fail any more; an error before this leaves peers at another step."""
+        if self._moves:
+            self._comm.leave()
 
     def ask_rows(self, tensors: Sequence[Tensor], dims: Sequence[Dims]) -> Pending:
         """Rows that this rank computes for others; where none move, any: no stage has guests."""

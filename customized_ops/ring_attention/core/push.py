@@ -219,9 +219,12 @@ class Push(Comm):
     def end(self) -> None:
         """See :meth:`Comm.end`."""
         self._passes += 1
-        self._under_way = False
         for peer in self._others(range(self.size)):
             self._memory.put_signal(peer, DONE)
+
+    def leave(self) -> None:
+        """See :meth:`Comm.leave`."""
+        self._under_way = False
 
     @property
     def arena_bytes(self) -> int:
