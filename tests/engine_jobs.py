@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import dtensor_jobs
 import torch
@@ -188,6 +190,16 @@ def refused(what: str) -> str:
             given = {"y": torch.zeros(1)}
         case "examples of their own":
             given = {"x": torch.zeros(2, 8 + 2 * dist.get_rank(), 8)}
+        case "configs of their own":
+            config = ComputeConfig(2 - dist.get_rank(), 2)
+        case "policies of their own":
+            policy = ["cp", "dp"][dist.get_rank()]
+        case "hoists of their own":
+            config = ComputeConfig(2, 2, pas_config={"hoist": dist.get_rank() == 1})
+        case "modules of their own":
+            module = nn.Linear(8, 8, bias=dist.get_rank() == 0)
+        case "unknown policy of rank 1":
+            policy = ["cp", "diagonal"][dist.get_rank()]
     try:
         parallelize(module, given, policy, config)
     except Exception as error:
@@ -195,11 +207,15 @@ def refused(what: str) -> str:
     return "no error"
 
 
-def batches_of_their_own() -> str:
-    """What ranks of one copy say to batches that differ, where calls are compared."""
+def batches_of_their_own(said: bool) -> str:
+    """What ranks of one copy say to batches that differ, where comparing calls was asked for
+    (``said``) or nothing was said."""
     parallel = parallelize(Plain("fine"), {"x": torch.zeros(2, 8, 8)}, "cp", ComputeConfig(2, 2))
     try:
-        parallel(torch.full((2, 8, 8), float(dist.get_rank())))
+        with mock.patch.dict(os.environ):
+            if not said:
+                del os.environ["SEQSHARD_CHECK"]
+            parallel(torch.full((2, 8, 8), float(dist.get_rank())))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

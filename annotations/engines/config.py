@@ -175,8 +175,9 @@ def check_embedded(config: ComputeConfig) -> None:
         ValueError: a setting has a value that it cannot have.
     """
     for name, value in only_nnscaler(config).items():
+        known = f"; its keys are {', '.join(EMBEDDED_PAS_CONFIG)}" if "[" in name else ""
         raise NotImplementedError(
-            f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet"
+            f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet{known}"
         )
     hoist = config.pas_config.get("hoist", False) if config.pas_config else False
     if not isinstance(hoist, bool):

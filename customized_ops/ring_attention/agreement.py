@@ -42,13 +42,20 @@ def enabled(group: GroupLike) -> bool:
     return group is not None and comm_by_name(group_name(group)).compares
 
 
-def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | None) -> None:
+def agree(
+    op: str,
+    comm: Comm,
+    facts: Mapping[str, str],
+    problem: Exception | None,
+    called: Mapping[str, str] | None = None,
+) -> None:
     """Compare ``facts`` over the group; every rank raises if any differs or has a problem.
 
     Args:
         op: title of the op.
         comm: the group; with one rank nothing is compared.
         facts: what must be the same on all ranks, as text by name.
+        called: of some facts what to show before them; it may differ.
         problem: why this rank cannot go on, or None.
     Raises:
         DisagreementError: a table of who differs, or another rank's problem. A rank with a problem
@@ -57,19 +64,25 @@ def agree(op: str, comm: Comm, facts: Mapping[str, str], problem: Exception | No
     if comm.size == 1:
         return
     with _disable_current_modes():  # text travels in real tensors, also where others are fake
-        told = comm.all_gather_object((op, dict(facts), str(problem) if problem else None))
+        text = str(problem) if problem else None
+        told = comm.all_gather_object((op, dict(facts), text, dict(called or {})))
     if problem is not None:
         return
-    failed = [(rank, text) for rank, (_, _, text) in enumerate(told) if text is not None]
+    failed = [(rank, text) for rank, (_, _, text, _) in enumerate(told) if text is not None]
     if failed:
         lines = [f"rank {rank}: {text}" for rank, text in failed]
         raise DisagreementError(f"{op}: refused on another rank of the group\n" + "\n".join(lines))
-    rows = [{"op": name, **theirs} for name, theirs, _ in told]
+    rows = [{"op": name, **theirs} for name, theirs, _, _ in told]
     columns = sorted({key for row in rows for key in row})
     differing = [c for c in columns if len({row.get(c) for row in rows}) > 1]
     if differing:
         hint = LAYOUT_HINT if "layout" in differing else ""
-        table = _table(rows, differing)
+        names = [names for *_, names in told]
+        shown = [
+            {key: " ".join(filter(None, (of.get(key), text))) for key, text in row.items()}
+            for row, of in zip(rows, names, strict=True)
+        ]
+        table = _table(shown, differing)
         raise DisagreementError(f"{op}: the ranks of the group do not agree\n{table}{hint}")
 
 

@@ -33,6 +33,7 @@ from .core.groups import comm_by_name
 from .core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, check_name, choose
 from .core.kernels.shape_class import needs_window, shape_class
 from .core.kernels.speeds import bucket
+from .core.layout import Layout
 from .core.merge import accumulation_dtype
 from .core.plan import Plan
 
@@ -93,7 +94,7 @@ def resolve(
     call = known.get(values)
     if call is not None:
         if compare and agreement.enabled(comm):
-            agreement.agree(op, comm, _facts(given, call.plan), None)
+            agreement.agree(op, comm, _facts(given, call.plan), None, _layouts(call.plan))
         return call, comm
     made = _resolve(op, given, comm, make, compare=compare)
     if not isinstance(made.kernel, te_cp.ContextParallel):  # which keeps its group
@@ -116,7 +117,7 @@ def _resolve(
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled(comm):
-        agreement.agree(op, comm, _facts(given, plan), problem)
+        agreement.agree(op, comm, _facts(given, plan), problem, _layouts(plan))
     if problem is not None:
         raise problem
     assert plan is not None and scoring is not None and kernel is not None
@@ -235,8 +236,19 @@ def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
         mask = plan.mask
         size = f"{mask.q_len}x{mask.k_len} {mask.area} pairs"
         facts["mask"] = f"{size} {_digest(mask.slices)}"
-        facts["layout"] = f"{plan.q_layout} {plan.k_layout}"
+        facts["layout"] = _tables(plan.q_layout, plan.k_layout)
     return facts
+
+
+def _layouts(plan: Plan | None) -> dict[str, str]:
+    """What the layouts are called. A plan made for equal ones may call them otherwise, and a name
+    may leave out where two differ, so ranks compare their tables."""
+    return {} if plan is None else {"layout": f"{plan.q_layout} {plan.k_layout}"}
+
+
+@lru_cache(maxsize=64)
+def _tables(*layouts: Layout) -> str:
+    return " ".join(_digest(layout.table) for layout in layouts)
 
 
 def _digest(values: np.ndarray) -> str:

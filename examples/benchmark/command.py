@@ -96,6 +96,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error("--predict knows the rates of bfloat16 and float16")
     if args.from_json and not (args.plot or args.markdown):
         parser.error("--from-json goes with --plot, --markdown or both")
+    for path in args.from_json or ():
+        if not path.is_file():
+            parser.error(f"--from-json: there is no file {path}")
     if args.markdown and not args.from_json:
         parser.error("--markdown goes with --from-json")
     if args.plot and not (args.json or args.from_json):

@@ -75,7 +75,16 @@ def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Conte
 
 
 def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:
-    """Those asked for; baselines always, unless they are asked out."""
+    """Those asked for; baselines always, unless they are asked out.
+
+    Raises:
+        SystemExit: a name that none has.
+    """
+    for option, names in (("contestants", args.contestants or ()), ("without", args.without)):
+        for name in names:
+            if not any(c.name.startswith(name) for c in everyone):
+                known = ", ".join(c.name for c in everyone)
+                raise SystemExit(f"--{option}: no contestant's name starts with {name!r}: {known}")
     return [c for c in everyone if asked(args, c)]
 
 

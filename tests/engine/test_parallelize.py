@@ -147,8 +147,35 @@ def test_refusals_reach_every_rank(two_ranks: Pool, what: str, message: str) -> 
     assert message in said[0]
 
 
-def test_ranks_of_a_copy_must_pass_one_batch(two_ranks: Pool) -> None:
-    first, second = two_ranks.run(engine_jobs.batches_of_their_own)
+@pytest.mark.parametrize(
+    ("what", "differs"),
+    [
+        ("configs of their own", "compute_config.plan_ngpus: rank 0 2, rank 1 1"),
+        ("policies of their own", "pas_policy: rank 0 'cp', rank 1 'dp'"),
+        (
+            "hoists of their own",
+            "compute_config.pas_config: rank 0 {'hoist': False}, rank 1 {'hoist': True}",
+        ),
+        ("modules of their own", "parameter bias: rank 0 (8,) torch.float32, rank 1 none"),
+    ],
+)
+def test_ranks_must_ask_for_the_same(two_ranks: Pool, what: str, differs: str) -> None:
+    said = two_ranks.run(engine_jobs.refused, what)
+    first = "CaptureError: the ranks' calls of parallelize must be the same, but differ"
+    assert said == [f"{first}\n    {differs}"] * 2
+
+
+def test_what_one_rank_refuses_reaches_the_other(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(engine_jobs.refused, "unknown policy of rank 1")
+    assert second.startswith("PolicyError: pas_policy 'diagonal' is unknown")
+    assert first.startswith("CaptureError: calls of parallelize: refused on another rank")
+    assert "rank 1: pas_policy 'diagonal' is unknown" in first
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_ranks_of_a_copy_must_pass_one_batch(two_ranks: Pool, said: bool) -> None:
+    """Ranks on CPUs compare them though nobody said so."""
+    first, second = two_ranks.run(engine_jobs.batches_of_their_own, said)
     assert first == second
     text = re.sub("#[0-9a-f]{8}", "#", first)
     assert text == (

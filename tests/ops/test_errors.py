@@ -260,6 +260,34 @@ def test_ranks_that_disagree_all_get_the_same_table() -> None:
     assert lines[2].split("24x24")[1] == lines[4].split("24x24")[1] != lines[3].split("24x24")[1]
 
 
+def test_equal_layouts_agree_whatever_they_are_called() -> None:
+    def call(comm: Any) -> None:
+        ranges = [[(0, 8)], [(8, 16)]]
+        layout = Layout.from_ranges(ranges) if comm.rank else Layout.contiguous(16, 2)
+        wrap_ring_attn_func(Q, K, K, process_group=comm, layout=layout)
+
+    assert said_by_ranks(2, call) == ["no error"] * 2
+
+
+def test_layouts_that_differ_far_behind_do_not_agree() -> None:
+    """Where their names, as messages have them, are the same."""
+
+    def call(comm: Any) -> None:
+        own = [(n, n + 1) for n in range(0, 96, 2)]
+        rest = [(n, n + 1) for n in range(1, 96, 2)]
+        if comm.rank:
+            own[-1], rest[-1] = rest[-1], own[-1]
+        q = torch.zeros(1, 48, 1, 4)
+        wrap_ring_attn_func(q, q, q, process_group=comm, layout=Layout.from_ranges([own, rest]))
+
+    first, second = said_by_ranks(2, call)
+    assert first == second
+    _, head, *rows = first.splitlines()[:4]
+    assert head.split() == ["rank", "layout"]
+    names = [re.sub("^  .  | #.*", "", row) for row in rows]
+    assert names[0] == names[1] and "..." in names[0] and rows[0][3:] != rows[1][3:]
+
+
 DIFFERENT_HEADS = """\
 DisagreementError: wrap_ring_attn_func: the ranks of the group do not agree
   rank  q_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,7 +13,47 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..config import ComputeConfig
 from .capture import CaptureError
+from .replay import is_path
+
+
+def same_request(
+    config: ComputeConfig,
+    policy: Any,
+    module: torch.nn.Module,
+    options: Mapping[str, Any],
+    problem: Exception | None,
+) -> None:
+    """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses
+    alone, on every rank.
+
+    Functions and plans are not looked into, nor speeds to plan with, which only rank 0 uses.
+
+    Args:
+        options: other keyword arguments. problem: why this rank cannot go on.
+    Raises:
+        CaptureError: says who has what, or what another rank refused. A rank with a problem is left
+            to raise that itself.
+    """
+    told: dict[str, Any] = {
+        f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
+    }
+    if isinstance(config.pas_config, Mapping):
+        told["compute_config.pas_config"] = _sorted(config.pas_config, without="rates")
+    if isinstance(policy, Mapping):
+        told["pas_policy"] = _sorted(policy)
+    elif isinstance(policy, str) and not is_path(policy):
+        told["pas_policy"] = policy
+    facts = {name: repr(value) for name, value in {**told, **options}.items()}
+    facts |= {f"parameter {name}": _kind(p) for name, p in module.named_parameters()}
+    facts |= {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
+    _compare("calls of parallelize", facts, None, problem)
+
+
+def _sorted(given: Mapping[Any, Any], without: str = "") -> dict[Any, Any]:
+    """By key, in whatever order it was written."""
+    return {key: given[key] for key in sorted(given, key=repr) if key != without}
 
 
 def same_examples(examples: Mapping[str, Any]) -> None:
@@ -24,15 +65,16 @@ def same_examples(examples: Mapping[str, Any]) -> None:
     _compare("example arguments", _each(dict(examples), _kind), None)
 
 
-def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any) -> None:
-    """With ``SEQSHARD_CHECK=1``, refuse a batch of other values than another rank's of the copy.
+def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any, *, on_cpu: bool) -> None:
+    """Refuse a batch of other values than another rank's of the copy: on CPUs unless
+    ``SEQSHARD_CHECK=0``, on GPUs with ``SEQSHARD_CHECK=1``.
 
     Copies the batch to the host, which makes it wait for the device.
 
     Raises:
         CaptureError: says which argument differs, on every rank of the group.
     """
-    if os.environ.get("SEQSHARD_CHECK", "0") not in ("", "0"):
+    if os.environ.get("SEQSHARD_CHECK", str(int(on_cpu))) not in ("", "0"):
         given = {**{f"argument {n}": value for n, value in enumerate(args)}, **kwargs}
         _compare("batches of one copy", _each(given, _digest), group)
 
@@ -66,9 +108,15 @@ def _digest(value: Any) -> str:
     return f"{_kind(value)} #{hashlib.sha256(data).hexdigest()[:8]}"
 
 
-def _compare(what: str, mine: dict[str, str], group: Any) -> None:
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
+def _compare(what: str, mine: dict[str, str], group: Any, problem: Exception | None = None) -> None:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (mine, str(problem) if problem else None), group=group)
+    if problem is not None:
+        return
+    refused = [f"    rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if refused:
+        raise CaptureError("\n".join([f"{what}: refused on another rank", *refused]))
+    every = [facts for facts, _ in told]
     names = dict.fromkeys(name for each in every for name in each)
     differing = [n for n in names if len({each.get(n, "none") for each in every}) > 1]
     if differing:

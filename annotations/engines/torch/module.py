@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from . import computing, policies
-from .agreement import same_batch, same_examples
+from .agreement import same_batch, same_examples, same_request
 from .arrivals import Arrivals
 from .capture import Captured, CaptureError, capture
 from .dropout import draw_seed
@@ -92,8 +92,12 @@ class ParallelModule(TrainingModule):
         self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
         self._plans: dict[tuple[bool, ...], EnginePlan] = {}
         self._register_load_state_dict_pre_hook(self._fit_state)
-        if not isinstance(policy, EnginePlan) and not is_path(policy):
-            policies.named(policy)  # refuses an unknown one before anything else
+        problem = _refused(policy)
+        if config.ranks > 1 and dist.is_initialized():
+            options = {"lowered": lowered, "compile": compile, "compute_dtype": compute_dtype}
+            same_request(config, policy, original, options, problem)
+        if problem is not None:
+            raise problem
         if config.ranks > 1:
             like = next(chain(self.parameters(), self.buffers()), None)
             self._mesh, copies = _mesh(config, like)
@@ -132,7 +136,8 @@ class ParallelModule(TrainingModule):
             self._original.training = self.training
             return computing.call(self._original, self.compute_dtype, args, kwargs)
         program = self._program()
-        same_batch(args, kwargs, self._mesh.get_group())
+        on_cpu = self._mesh.device_type == "cpu"
+        same_batch(args, kwargs, self._mesh.get_group(), on_cpu=on_cpu)
         flat = program.captured.flatten(args, kwargs)
         if program.captured.draws:
             flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
@@ -215,6 +220,16 @@ class ParallelModule(TrainingModule):
             captured = capture(self._original, self._dummy_forward_args, mode)
         whole_logits(captured.graph)
         return captured
+
+
+def _refused(policy: AnyPolicy) -> policies.PolicyError | None:
+    """Why no policy has this name."""
+    if not isinstance(policy, EnginePlan) and not is_path(policy):
+        try:
+            policies.named(policy)
+        except policies.PolicyError as problem:
+            return problem
+    return None
 
 
 def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
