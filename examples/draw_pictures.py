@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--into", type=Path, default=PAGES)
     into = parser.parse_args().into
+    into.mkdir(parents=True, exist_ok=True)
     for name in pictures():
         draw(name, into)
         print(into / name)

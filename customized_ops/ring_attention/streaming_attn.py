@@ -152,4 +152,4 @@ def wrap_streaming_attn_func(
 
 def _window_size(window: int) -> tuple[int, int]:
     unbounded = is_integer(window, -1) and window == -1
-    return (-1 if unbounded else tokens_of(TITLE, "window", window)), 0
+    return (-1 if unbounded else tokens_of(TITLE, "window (-1: unbounded)", window)), 0

@@ -372,7 +372,7 @@ WRONG_ON_ONE_RANK: dict[str, tuple[Any, str]] = {
                 Q, K, K, -2 if wrong else 2, 1, process_group=comm
             )
         ),
-        "wrap_streaming_attn_func: window must be a number of tokens",
+        "wrap_streaming_attn_func: window (-1: unbounded) must be a number of tokens",
     ),
     "kernel": (
         lambda wrong: (
@@ -469,10 +469,10 @@ def test_masked_op_refuses(mask: Any, options: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("window", "sink_tokens", "message"),
     [
-        (-2, 0, "window must be a number of tokens, 0 or more, got -2"),
-        (1.5, 0, "window must be a number of tokens, 0 or more, got 1.5"),
-        (True, 0, "window must be a number of tokens, 0 or more, got True"),
-        (-1.0, 0, "window must be a number of tokens, 0 or more, got -1.0"),
+        (-2, 0, "window (-1: unbounded) must be a number of tokens, 0 or more, got -2"),
+        (1.5, 0, "window (-1: unbounded) must be a number of tokens, 0 or more, got 1.5"),
+        (True, 0, "window (-1: unbounded) must be a number of tokens, 0 or more, got True"),
+        (-1.0, 0, "window (-1: unbounded) must be a number of tokens, 0 or more, got -1.0"),
         (1, False, "sink_tokens must be a number of tokens, 0 or more, got False"),
         (1, -1, "sink_tokens must be a number of tokens, 0 or more, got -1"),
         (1, "2", "sink_tokens must be a number of tokens, 0 or more, got '2'"),

@@ -93,13 +93,14 @@ class ParallelModule(TrainingModule):
         self._plans: dict[tuple[bool, ...], EnginePlan] = {}
         self._register_load_state_dict_pre_hook(self._fit_state)
         problem = _refused(policy)
+        like = next(chain(self.parameters(), self.buffers()), None)
         if config.ranks > 1 and dist.is_initialized():
             options = {"lowered": lowered, "compile": compile, "compute_dtype": compute_dtype}
-            same_request(config, policy, original, options, problem)
+            with _on_device_of(like):
+                same_request(config, policy, original, options, problem)
         if problem is not None:
             raise problem
         if config.ranks > 1:
-            like = next(chain(self.parameters(), self.buffers()), None)
             self._mesh, copies = _mesh(config, like)
             self._policy = shared_policy(policy)
             self._plan_mesh = shaped(self._mesh, config)
@@ -220,6 +221,13 @@ class ParallelModule(TrainingModule):
             captured = capture(self._original, self._dummy_forward_args, mode)
         whole_logits(captured.graph)
         return captured
+
+
+def _on_device_of(like: Tensor | None) -> contextlib.AbstractContextManager[object]:
+    """In this context a rank's GPU is the current one, which only a mesh makes it for good."""
+    if like is not None and like.is_cuda:
+        return torch.cuda.device(like.device)
+    return contextlib.nullcontext()
 
 
 def _refused(policy: AnyPolicy) -> policies.PolicyError | None:
