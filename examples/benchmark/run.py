@@ -30,7 +30,9 @@ def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["WORLD_SIZE"])))
     ranks = Ranks(args.device)
     with _compiled_once(ranks):
-        everyone = selected(args, contestants(choice(args, ranks.device, extra)))
+        everyone = contestants(choice(args, ranks.device, extra))
+        check_names(args, everyone)
+        everyone = selected(args, everyone)
         lines = Lines(args.json if ranks.rank == 0 else None)
         _begin(args, ranks, everyone, lines)
         cases = chosen(args, ranks.size)
@@ -75,17 +77,21 @@ def choice(args: argparse.Namespace, device: torch.device, extra: Sequence[Conte
 
 
 def selected(args: argparse.Namespace, everyone: list[Contestant]) -> list[Contestant]:
-    """Those asked for; baselines always, unless they are asked out.
+    """Those asked for; baselines always, unless they are asked out."""
+    return [c for c in everyone if asked(args, c)]
+
+
+def check_names(args: argparse.Namespace, everyone: list[Contestant]) -> None:
+    """Refuse a name of a contestant that none has.
 
     Raises:
-        SystemExit: a name that none has.
+        SystemExit: says which there are.
     """
     for option, names in (("contestants", args.contestants or ()), ("without", args.without)):
         for name in names:
             if not any(c.name.startswith(name) for c in everyone):
                 known = ", ".join(c.name for c in everyone)
                 raise SystemExit(f"--{option}: no contestant's name starts with {name!r}: {known}")
-    return [c for c in everyone if asked(args, c)]
 
 
 def named(case: Case) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_ranks_of_a_copy_must_pass_one_batch(two_ranks: Pool, said: bool) -> Non
     text = re.sub("#[0-9a-f]{8}", "#", first)
     assert text == (
         "CaptureError: the ranks' batches of one copy must be the same, but differ\n"
-        "    argument 0: rank 0 (2, 8, 8) torch.float32 #, rank 1 (2, 8, 8) torch.float32 #"
+        "    x: rank 0 (2, 8, 8) torch.float32 #, rank 1 (2, 8, 8) torch.float32 #"
     )
 
 

@@ -17,6 +17,8 @@ from ..config import ComputeConfig
 from .capture import CaptureError
 from .replay import is_path
 
+PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
+
 
 def same_request(
     config: ComputeConfig,
@@ -25,10 +27,10 @@ def same_request(
     options: Mapping[str, Any],
     problem: Exception | None,
 ) -> None:
-    """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses
-    alone, on every rank.
+    """Refuse a call of ``parallelize`` that differs from another rank's, or whose policy a rank
+    does not know, on every rank.
 
-    Functions and plans are not looked into, nor speeds to plan with, which only rank 0 uses.
+    Functions and plans are not looked into, nor what only rank 0 plans with: speeds and memory.
 
     Args:
         options: other keyword arguments. problem: why this rank cannot go on.
@@ -40,20 +42,23 @@ def same_request(
         f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
     }
     if isinstance(config.pas_config, Mapping):
-        told["compute_config.pas_config"] = _sorted(config.pas_config, without="rates")
+        told["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)
     if isinstance(policy, Mapping):
         told["pas_policy"] = _sorted(policy)
-    elif isinstance(policy, str) and not is_path(policy):
-        told["pas_policy"] = policy
+    elif is_path(policy):
+        told["pas_policy"] = "a file"
+    else:
+        told["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
     facts = {name: repr(value) for name, value in {**told, **options}.items()}
-    facts |= {f"parameter {name}": _kind(p) for name, p in module.named_parameters()}
+    for name, p in module.named_parameters():
+        facts[f"parameter {name}"] = _kind(p) + ("" if p.requires_grad else " frozen")
     facts |= {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
     _compare("calls of parallelize", facts, None, problem)
 
 
-def _sorted(given: Mapping[Any, Any], without: str = "") -> dict[Any, Any]:
+def _sorted(given: Mapping[Any, Any], without: Sequence[str] = ()) -> dict[Any, Any]:
     """By key, in whatever order it was written."""
-    return {key: given[key] for key in sorted(given, key=repr) if key != without}
+    return {key: given[key] for key in sorted(given, key=repr) if key not in without}
 
 
 def same_examples(examples: Mapping[str, Any]) -> None:
@@ -65,8 +70,8 @@ def same_examples(examples: Mapping[str, Any]) -> None:
     _compare("example arguments", _each(dict(examples), _kind), None)
 
 
-def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any, *, on_cpu: bool) -> None:
-    """Refuse a batch of other values than another rank's of the copy: on CPUs unless
+def same_batch(arguments: Callable[[], Mapping[str, Any]], group: Any, *, on_cpu: bool) -> None:
+    """Refuse a batch whose tensors differ from another rank's of the copy: on CPUs unless
     ``SEQSHARD_CHECK=0``, on GPUs with ``SEQSHARD_CHECK=1``.
 
     Copies the batch to the host, which makes it wait for the device.
@@ -75,8 +80,7 @@ def same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Any, *, on
         CaptureError: says which argument differs, on every rank of the group.
     """
     if os.environ.get("SEQSHARD_CHECK", str(int(on_cpu))) not in ("", "0"):
-        given = {**{f"argument {n}": value for n, value in enumerate(args)}, **kwargs}
-        _compare("batches of one copy", _each(given, _digest), group)
+        _compare("batches of one copy", _each(dict(arguments()), _digest), group)
 
 
 def same_graph(hashed: str, constants: Mapping[str, Tensor]) -> None:
@@ -103,17 +107,20 @@ def _kind(value: Any) -> str:
 
 def _digest(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return repr(value)
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return type(value).__name__
+    dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = dense.reshape(-1).view(torch.uint8).numpy()
     return f"{_kind(value)} #{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def _compare(what: str, mine: dict[str, str], group: Any, problem: Exception | None = None) -> None:
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (mine, str(problem) if problem else None), group=group)
+    dist.all_gather_object(told, (mine, None if problem is None else str(problem)), group=group)
     if problem is not None:
         return
-    refused = [f"    rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    refused = [
+        f"    rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None
+    ]
     if refused:
         raise CaptureError("\n".join([f"{what}: refused on another rank", *refused]))
     every = [facts for facts, _ in told]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -94,7 +95,8 @@ class ParallelModule(TrainingModule):
         self._register_load_state_dict_pre_hook(self._fit_state)
         problem = _refused(policy)
         like = next(chain(self.parameters(), self.buffers()), None)
-        if config.ranks > 1 and dist.is_initialized():
+        if config.ranks > 1:
+            _check_world(config)
             options = {"lowered": lowered, "compile": compile, "compute_dtype": compute_dtype}
             with _on_device_of(like):
                 same_request(config, policy, original, options, problem)
@@ -138,12 +140,20 @@ class ParallelModule(TrainingModule):
             return computing.call(self._original, self.compute_dtype, args, kwargs)
         program = self._program()
         on_cpu = self._mesh.device_type == "cpu"
-        same_batch(args, kwargs, self._mesh.get_group(), on_cpu=on_cpu)
+        named = functools.partial(self._named, args, kwargs)
+        same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
         flat = program.captured.flatten(args, kwargs)
         if program.captured.draws:
             flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name, however they were passed; those that do not fit, as they were."""
+        try:
+            return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
+        except TypeError:
+            return {**{f"argument {n}": value for n, value in enumerate(args)}, **kwargs}
 
     @property
     def draws(self) -> bool:
@@ -242,6 +252,19 @@ def _refused(policy: AnyPolicy) -> policies.PolicyError | None:
 
 def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
     """The ranks of this rank's copy, and those of its place in every copy, as meshes."""
+    device = "cpu" if like is None else like.device.type
+    # One mesh for all modules of this shape: DTensor's caches take equal meshes for the same one,
+    # so with several, ranks could end up in different ones and wait for each other for ever.
+    key = (device, config.num_scale_units, config.plan_ngpus)
+    world = dist.group.WORLD
+    if key not in _meshes or _meshes[key][0] is not world:
+        mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
+        _meshes[key] = (world, mesh["plan"], mesh["copy"])
+    return _meshes[key][1:]
+
+
+def _check_world(config: ComputeConfig) -> None:
+    """Before ranks ask one another anything: they must all be there."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
@@ -252,15 +275,6 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, Devic
             f"parallelize: runtime_ngpus={config.ranks}, but the world has "
             f"{dist.get_world_size()} ranks"
         )
-    device = "cpu" if like is None else like.device.type
-    # One mesh for all modules of this shape: DTensor's caches take equal meshes for the same one,
-    # so with several, ranks could end up in different ones and wait for each other for ever.
-    key = (device, config.num_scale_units, config.plan_ngpus)
-    world = dist.group.WORLD
-    if key not in _meshes or _meshes[key][0] is not world:
-        mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
-        _meshes[key] = (world, mesh["plan"], mesh["copy"])
-    return _meshes[key][1:]
 
 
 def _same_weights(module: torch.nn.Module) -> None:
