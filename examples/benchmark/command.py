@@ -13,7 +13,8 @@ from .cases import KINDS, SUITES, K
 # What the cost model does not know, and what goes with a run.
 UNPREDICTED = (
     *("device", "fa2", "kernel", "single", "deterministic", "cuda_graph", "profile", "json"),
-    *("plot", "list", "from_json"),
+    *("plot", "list", "from_json", "runs", "least_runs", "case_seconds", "seconds"),
+    *("single_seconds", "lead_ms"),
 )
 
 

@@ -20,6 +20,7 @@ from benchmark.peers.kernels import KERNELS
 from benchmark.peers.scheme import attend, merged
 from benchmark.plot import draw
 from benchmark.rows import row_of
+from benchmark.run import check_names
 from benchmark.runs import read
 from benchmark.trace import STEP, covered, summarize
 from benchmark_launch import ROOT, SCRIPT, launch, lines
@@ -233,6 +234,8 @@ def test_shares_of_the_ideal() -> None:
         (["--predict"], "--predict goes with --ranks"),
         (["--predict", "--ranks", "4", "--json", "x"], "--predict takes no --json"),
         (["--predict", "--ranks", "4", "--cuda-graph"], "--predict takes no --cuda-graph"),
+        (["--predict", "--ranks", "4", "--runs", "3"], "--predict takes no --runs"),
+        (["--from-json", "none.jsonl", "--markdown"], "there is no file none.jsonl"),
         (["--predict", "--ranks", "4", "--dtype", "float32"], "the rates of bfloat16"),
         (["--kinds", "oval"], "oval"),
     ],
@@ -243,6 +246,12 @@ def test_arguments_that_do_not_fit(
     with pytest.raises(SystemExit):
         parse(given)
     assert names in capsys.readouterr().err
+
+
+def test_a_contestant_that_there_is_not() -> None:
+    args = parse(["--device", "cpu", "--contestants", "seqshard", "ulises"])
+    with pytest.raises(SystemExit, match=r"--contestants: no .* with 'ulises': .*ulysses"):
+        check_names(args, contestants(Choice(torch.device("cpu"))))
 
 
 # A run with contestants that are wrong, each in its own way, beside the benchmark's own.

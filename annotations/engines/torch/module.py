@@ -234,7 +234,7 @@ class ParallelModule(TrainingModule):
 
 
 def _on_device_of(like: Tensor | None) -> contextlib.AbstractContextManager[object]:
-    """In this context a rank's GPU is the current one, which only a mesh makes it for good."""
+    """In this context the GPU that a rank's model is on is the current one."""
     if like is not None and like.is_cuda:
         return torch.cuda.device(like.device)
     return contextlib.nullcontext()
@@ -264,7 +264,12 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, Devic
 
 
 def _check_world(config: ComputeConfig) -> None:
-    """Before ranks ask one another anything: they must all be there."""
+    """Before ranks ask one another anything: they must all be there.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised. ValueError: the world has more ranks
+            or fewer.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
             f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
