@@ -34,7 +34,7 @@ class Match:
         rows: one a contestant; graphs after the others.
         refused: why a contestant cannot do this case, by name.
         ready: those that are right, with their attention and runner, by name.
-        ideal: best times of one GPU, over the number of ranks, by pass.
+        ideal: best times of one GPU, by pass, and "cycles", over the number of ranks.
         baselines: ideals of smaller cases, by their heading; kept from case to case.
     """
 
@@ -184,6 +184,9 @@ class Match:
                 self.runners = {}
         for name, runner in self.runners.items():
             rows[name].with_times(runner.medians(self.ranks))
+            clock = runner.clock(self.ranks)
+            if clock is not None:
+                rows[name].cycles, rows[name].megahertz = clock
             rows[name].runs = len(runner.times)
 
     def _progress(self, what: str) -> Callable[[Iterable[int]], Iterable[int]]:
@@ -198,9 +201,10 @@ class Match:
         elif whole:
             best = min(whole, key=lambda r: r.both or 0.0)
             self.how = f"{best.contestant} over {self.ranks.size}"
-            for name in ("forward", "backward", "both"):
-                times = [getattr(r, name) for r in whole]
-                self.ideal[name] = min(times) / self.ranks.size
+            for name in ("forward", "backward", "both", "cycles"):
+                found = [getattr(r, name) for r in whole]
+                if None not in found:
+                    self.ideal[name] = min(found) / self.ranks.size
         for row in self.rows:
             row.share(self.ideal)
 
@@ -215,7 +219,7 @@ class Match:
             self.baselines[name] = smaller.ideal, smaller.how
         ideal, how = self.baselines[name]
         ratio = self.case.flop / case.flop
-        self.ideal = {name: ms * ratio for name, ms in ideal.items()}
+        self.ideal = {name: best * ratio for name, best in ideal.items()}
         self.how = f"{how}, from {short_title(case)} by FLOP"
 
     def _new_length(self, c: Contestant) -> None:

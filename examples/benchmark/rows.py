@@ -22,8 +22,11 @@ class Row:
     """A contestant in a case. Times in ms, the slowest rank's median; None: not measured.
 
     Attributes:
-        area: attended pairs. ideal: the fastest single GPU's times over the number of ranks.
+        area: attended pairs. share_*: of the fastest single GPU's times, and of the least cycles of
+            any, over the number of ranks.
         peak_bytes: of a rank beyond its inputs. local_bytes: of its q, k, v and out.
+        megahertz: of the slowest rank's clock. cycles: millions, of both passes, of the rank that
+            takes the most; waiting for peers counts.
         new_ms: what a first call with a new length costs the host beyond a later one.
         tflops_forward, tflops_backward, tflops: a GPU.
         account: of this package's ops, what their plan says.
@@ -54,6 +57,9 @@ class Row:
     share_forward: float | None = None
     share_backward: float | None = None
     share_both: float | None = None
+    megahertz: float | None = None
+    cycles: float | None = None
+    share_cycles: float | None = None
     peak_bytes: int | None = None
     local_bytes: int | None = None
     new_ms: float | None = None
@@ -101,7 +107,8 @@ def row_of(case: Case, contestant: Any, dtype: torch.dtype, ranks: int) -> Row:
 
 COLUMNS = (
     *("contestant", "kernel", "layout", "fwd ms", "bwd ms", "both ms", "TFLOP/s"),
-    *("fwd", "bwd", "both", "peak GiB", "x local", "new ms", "runs", "error", "note"),
+    *("fwd", "bwd", "both", "at one clock", "MHz"),
+    *("peak GiB", "x local", "new ms", "runs", "error", "note"),
 )
 
 
@@ -117,6 +124,7 @@ def cells(row: Row) -> list[str]:
         *(number(t, 4) for t in (row.forward, row.backward, row.both)),
         ", ".join(f"{t:.3g}" for t in speeds if t is not None),
         *(percent(s) for s in (row.share_forward, row.share_backward, row.share_both)),
+        *(percent(row.share_cycles), number(row.megahertz, 4)),
         *(number(peak), number(times), number(row.new_ms)),
         str(row.runs or ""),
         f"{row.checked[0]:.1e}" if row.checked else "",
@@ -187,7 +195,8 @@ def heading(case: Case, ideal: dict[str, float], how: str) -> str:
     flop = 1e-12 * case.forward_flop
     lines = f"\n{title(case)}: {case.mask.area} pairs, {flop:.4g} TFLOP forward\n"
     if ideal:
-        times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in ideal.items())
+        units = dict.fromkeys(ideal, "ms") | {"cycles": "million"}
+        times = ", ".join(f"{name} {best:.4g} {units[name]}" for name, best in ideal.items())
         lines += f"ideal ({how}): {times}\n"
     else:
         lines += f"ideal: {how}\n"

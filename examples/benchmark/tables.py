@@ -52,14 +52,16 @@ def _case(row: Row, rows: Sequence[Row]) -> list[str]:
 
 def _passes(own: list[Row], rows: Sequence[Row]) -> str:
     """Of this package: each pass, and how far runs lie apart."""
-    head = ["mask", "tokens", "heads", "op", "forward", "backward", "both", "TFLOP/s a GPU"]
+    head = ["mask", "tokens", "heads", "op", "forward", "backward", "both", "at one clock"]
+    head += ["TFLOP/s a GPU"]
     lines = []
     for r in own:
         parts = (r[f"share_{part}"] for part in ("forward", "backward", "both"))
+        at_one = percent(r.get("share_cycles"))
         speeds = (r.get("tflops_forward"), r.get("tflops_backward"), r["tflops"])
         speed = ", ".join(number(s) for s in speeds if s is not None)
         many = f"{r['files']}, {100 * r['spread']:.1f} points"
-        lines.append([*_case(r, rows), *(percent(p, 0) for p in parts), speed, many])
+        lines.append([*_case(r, rows), *(percent(p, 0) for p in parts), at_one, speed, many])
     return markdown([*head, "runs, spread"], lines, 4)
 
 

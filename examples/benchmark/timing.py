@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .clocks import Clock
 from .contestant import Attention
 from .ranks import Ranks
 
@@ -48,11 +50,13 @@ class Runner:
         step: one forward and backward; marks its start, the end of the forward where that is
             known, and the end.
         times: of each run, the passes' milliseconds on this rank.
+        megahertz: of each run of :func:`take_turns`, the clock of this rank's GPU; None: unknown.
     """
 
     name: str
     step: Callable[[Marks], Any]
     times: list[list[float]] = field(default_factory=list)
+    megahertz: list[float | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, attention: Attention, shards: Sequence[Tensor]) -> Runner:
@@ -78,6 +82,19 @@ class Runner:
         told = ranks.gather([median(c) for c in columns])
         return [max(each) for each in zip(*told, strict=True)]
 
+    def clock(self, ranks: Ranks) -> tuple[float, float] | None:
+        """Millions of cycles of all passes, of the rank that takes the most, and the MHz of the
+        slowest; medians over runs. None where a rank knows none."""
+        mine = None
+        known = [(sum(t), f) for t, f in zip(self.times, self.megahertz, strict=False) if f]
+        if known:
+            mine = median(1e-3 * ms * f for ms, f in known), median(f for _, f in known)
+        told = ranks.gather(mine)
+        if None in told:
+            return None
+        cycles, megahertz = zip(*told, strict=True)
+        return max(cycles), min(megahertz)
+
 
 def take_turns(
     runners: Sequence[Runner],
@@ -86,25 +103,35 @@ def take_turns(
     lead_ms: float,
     progress: Callable[[Iterable[int]], Iterable[int]],
 ) -> None:
-    """So many runs of each, one after the other, a round at a time, each round from another on, so
-    that clocks and heat are the same for all.
+    """So many runs of each, one after the other, a round at a time, so that clocks and heat are the
+    same for all; each round in another order, the same on all ranks, so that nobody always runs
+    after the same one.
 
     Args:
         lead_ms: how long a device waits before each run, in which its host queues the first calls,
             as it does in a model, where attention follows other work.
     """
-    marks: list[tuple[Runner, Marks]] = []
+    taken: list[tuple[Runner, Marks, Clock | None]] = []
+    first = Clock.of(ranks.device)
+    if first is not None:
+        first.stamp()  # which compiles it
     for run in progress(range(runs)):
-        for n in range(len(runners)):
-            runner, mark = runners[(n + run) % len(runners)], Marks(ranks.cuda)
+        for runner in Random(run).sample(runners, len(runners)):
+            mark, clock = Marks(ranks.cuda), Clock.of(ranks.device)
             if ranks.cuda and lead_ms:
                 torch.cuda._sleep(int(lead_ms * CYCLES_A_MS))
             ranks.together()
+            if clock is not None:
+                clock.stamp()
             runner.step(mark)
-            marks.append((runner, mark))
+            if clock is not None:
+                clock.stamp()
+            taken.append((runner, mark, clock))
     ranks.wait()
     for runner in runners:
-        runner.times = [mark.milliseconds() for other, mark in marks if other is runner]
+        own = [(mark, clock) for other, mark, clock in taken if other is runner]
+        runner.times = [mark.milliseconds() for mark, _ in own]
+        runner.megahertz = [None if clock is None else clock.megahertz() for _, clock in own]
 
 
 def first_run(runner: Runner, ranks: Ranks, mark: Marks | None = None) -> tuple[float, int]:

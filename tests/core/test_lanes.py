@@ -26,6 +26,7 @@ from customized_ops.ring_attention.core.lanes import Lanes
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.share import Share
 
 HEADS, DIM, V_DIM = (4, 2), 8, 4
 GPU = torch.device("cuda", 0)
@@ -326,6 +327,42 @@ def assert_laid_out(plan: Plan, order: Order) -> None:
 def test_what_waits_for_peers_is_on_the_second_stream(name: str, order: Order) -> None:
     passes(PLANS[name], order, times=1)
     assert_laid_out(PLANS[name], order)
+
+
+OTHERS_FIRST = [name for name in PLANS if PLANS[name].rank(0).local is not None]
+
+
+@pytest.mark.parametrize("name", OTHERS_FIRST)
+def test_own_keys_last(name: str, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another order for the host, but neither a race nor another result."""
+    results = []
+    for last in (True, False):
+        monkeypatch.setattr(executor._Pass, "own_last", lambda *given, last=last: last)
+        torch.manual_seed(0)
+        order.log.clear()
+        results.append(passes(PLANS[name], order))
+        kernels = [stream for what, stream in order.log if what == "kernel"]
+        backward = kernels[len(kernels) // 4 : len(kernels) // 2]
+        assert backward.index(order.main) == (len(backward) - 1) * last
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many bytes of k and v as of q, and many; never on one stream."""
+
+    def last(heads: tuple[int, int], rows: int, two: bool = True) -> bool:
+        h, g = heads
+        q, k = torch.empty(1, rows, h, 8), torch.empty(1, rows, g, 8)
+        plan, comm = PLANS["zigzag"], Unheard(2, order)
+        comm.two_streams = two
+        share = Share(plan, 0, q, k, Scoring(0.3), None)
+        run = executor._Pass(plan, comm, Noted(order), share)
+        return run.own_last(q, k, k)
+
+    most = executor.LARGE_BYTES // (2 * 2 * 8 * 4)  # rows of 2 key heads, fp32
+    assert last((4, 2), most) and last((2, 2), most)
+    assert not last((4, 2), most - 1) and not last((6, 2), most)
+    assert not last((4, 2), most, two=False)
 
 
 def test_a_rank_that_needs_nobody_uses_one_stream(order: Order) -> None:

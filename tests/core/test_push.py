@@ -30,6 +30,7 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.push import (
     ALIGNED_BYTES,
     SPARED_BYTES,
+    SPARED_TOKENS,
     Arena,
     Piece,
     Push,
@@ -56,6 +57,7 @@ def passes(
     dtype: torch.dtype,
     times: int = 1,
     begin: Callable[[Comm], None] = lambda comm: None,
+    kernel: Any = KERNELS["reference"],
     **options: Any,
 ) -> list[tuple[list[Tensor], tuple[int, int]]]:
     """Each rank's (out, lse, dq, dk, dv) of each of ``times`` passes, and its counted bytes."""
@@ -69,7 +71,7 @@ def passes(
             own = [plan.q_layout.shard(q, comm.rank)]
             own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
             own_dout = plan.q_layout.shard(dout, comm.rank)
-            kernel, scoring = KERNELS["reference"], Scoring(0.25)
+            scoring = Scoring(0.25)
             out, lse = attention_forward(plan, comm, kernel, *own, scoring)
             grads = attention_backward(
                 plan, comm, kernel, own_dout, *own, out, lse, scoring, **options
@@ -292,6 +294,22 @@ def test_results_that_come_over_keys_take_no_memory(
         assert sparing[1] == sparing[0]
 
 
+def test_from_how_many_tokens_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Push.spared_tokens == SPARED_TOKENS == 16_384
+    plan = PLANS["zigzag"]
+    pushed, _ = arenas(plan, InProcessPush, monkeypatch)
+    most = max(plan.rank(n).stages[-1].kv.tokens for n in range(plan.group_size))  # type: ignore[union-attr]
+
+    class JustEnough(InProcessPush):
+        spared_tokens = most
+
+    class TooFew(InProcessPush):
+        spared_tokens = most + 1
+
+    assert arenas(plan, JustEnough, monkeypatch)[0][1] == pushed[0]
+    assert arenas(plan, TooFew, monkeypatch)[0] == pushed
+
+
 def test_from_how_many_bytes_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Push.spared_bytes == SPARED_BYTES == 64 * 2**20
     pushed, _ = arenas(PLANS["zigzag"], InProcessPush, monkeypatch)
@@ -509,3 +527,34 @@ def test_late_memory_is_late() -> None:
     state = memory.late.getstate()
     memory.put_signal(0, 0)
     assert memory.late.getstate() != state
+
+
+class Weighing:
+    """The reference kernel; notes at each backward how many gradients of keys, of this rank's calls
+    before, are still there."""
+
+    forward = staticmethod(KERNELS["reference"].forward)
+
+    def __init__(self) -> None:
+        self._rank = threading.local()
+        self.there: list[list[int]] = []
+
+    def backward(self, *args: Any, **options: Any) -> Any:
+        """See :class:`~.protocol.Kernel`."""
+        if not hasattr(self._rank, "made"):
+            self._rank.made, self._rank.there = [], []
+            self.there.append(self._rank.there)
+        self._rank.there.append(sum(grad() is not None for grad in self._rank.made))
+        grads = KERNELS["reference"].backward(*args, **options)
+        self._rank.made += [weakref.ref(grad) for grad in grads[1:]]
+        return grads
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_lies_beside_the_call_made_last(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dk and dv of the rank's own keys, but not of others: those are on their way home."""
+    monkeypatch.setattr(executor._Pass, "own_last", lambda *given: last)
+    connect(monkeypatch, InProcessPush)
+    kernel = Weighing()
+    passes(PLANS["zigzag"], torch.float64, kernel=kernel)
+    assert kernel.there == [[0, 0 if last else 2]] * PLANS["zigzag"].group_size

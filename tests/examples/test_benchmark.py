@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmark.plot import draw
 from benchmark.rows import row_of
 from benchmark.run import check_names
 from benchmark.runs import read
+from benchmark.timing import Marks, Runner, take_turns
 from benchmark.trace import STEP, covered, summarize
 from benchmark_launch import ROOT, SCRIPT, launch, lines
 from hypothesis import given, settings
@@ -215,11 +217,74 @@ def test_shares_of_the_ideal() -> None:
     of = case("causal")
     row = row_of(of, next(c for c in everyone if c.name == "seqshard"), torch.bfloat16, ranks=2)
     row.with_times([1.0, 3.0, 4.0])
-    row.share({"forward": 0.5, "backward": 3.0, "both": 3.5})
+    row.cycles = 8.0
+    row.share({"forward": 0.5, "backward": 3.0, "both": 3.5, "cycles": 7.8})
+    assert row.share_cycles == 0.975
     assert (row.share_forward, row.share_backward, row.share_both) == (0.5, 1.0, 0.875)
     assert row.tflops == pytest.approx(of.flop / 2 / 4e-3 / 1e12)
     assert row.tflops_forward == pytest.approx(of.forward_flop / 2 / 1e-3 / 1e12)
     assert row.tflops_backward == pytest.approx(2.5 * of.forward_flop / 2 / 3e-3 / 1e12)
+
+
+class OneDevice(OneRank):
+    """What taking turns asks of the ranks."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.cuda = torch.device(device), device == "cuda"
+
+    def together(self) -> None: ...
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def turns(device: str, runs: int) -> tuple[list[str], list[Runner]]:
+    """Who ran, in order, and all who did."""
+    order: list[str] = []
+
+    def runner(name: str) -> Runner:
+        def step(mark: Marks) -> None:
+            order.append(name)
+            for _ in range(3):
+                mark()
+                torch.ones(1000, 1000, device=device).exp_()
+
+        return Runner(name, step)
+
+    runners = [runner(name) for name in "abcd"]
+    take_turns(runners, OneDevice(device), runs, 0.1, iter)  # type: ignore[arg-type]
+    return order, runners
+
+
+def test_rounds_differ_and_ranks_agree_on_them() -> None:
+    order, runners = turns("cpu", 12)
+    rounds = [order[n : n + 4] for n in range(0, 48, 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    before = {(a, b) for a, b in pairwise(order) if a != b}
+    assert len(before) == 12  # everybody ran after everybody else
+    assert turns("cpu", 12)[0] == order
+    assert all(len(r.times) == 12 and r.clock(OneDevice("cpu")) is None for r in runners)  # type: ignore[arg-type]
+
+
+def test_cycles_of_the_busiest_and_the_slowest_clock() -> None:
+    class Two(OneRank):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, [1500.0, 800.0]]
+
+    runner = Runner("a", lambda mark: None, [[400.0, 600.0]] * 3, [1000.0, 2000.0, None])
+    assert runner.clock(Two()) == (1500.0, 800.0)  # type: ignore[arg-type]
+    runner.megahertz = [2000.0] * 3
+    assert runner.clock(Two()) == (2000.0, 800.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_clock_of_a_gpu() -> None:
+    _, runners = turns("cuda", 3)
+    for runner in runners:
+        cycles, megahertz = runner.clock(OneDevice("cuda"))  # type: ignore[arg-type, misc]
+        assert 200 < megahertz < 4000
+        assert cycles > 0
 
 
 @pytest.mark.parametrize(

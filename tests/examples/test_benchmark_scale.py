@@ -273,6 +273,7 @@ def written(path: Path, share: float, **given: Any) -> Path:
         **{"forward": 2.0, "backward": 4.0, "both": 6.0, "peak_bytes": 5000, "new_ms": None},
         **{"tflops_forward": 600.0, "tflops_backward": 500.0, "tflops": 550.0},
         **{"share_forward": share, "share_backward": share, "share_both": share},
+        "share_cycles": 0.985,
         "account": vars(account(alone_bytes=4000, plan_ms=3.0, pairs=110, least_pairs=100)),
     }
     peer = {**row, "contestant": "ulysses", "share_both": share - 0.5, "account": None}
@@ -293,7 +294,7 @@ def test_tables_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "| seqshard | – | 95% |" in shown
     assert "| ulysses | 45% | 45% |" in shown
     assert "single" not in shown
-    assert "| 95% | 95% | 95% | 600, 500, 550 | 3, 3.0 points |" in shown
+    assert "| 95% | 95% | 95% | 98.5% | 600, 500, 550 | 3, 3.0 points |" in shown
     assert "| -50% | -50% |" in shown  # predicted 1 and 2 ms, measured 2 and 4
     assert "| +10.0% | 1.000 | 3 | 1.25 |" in shown
 

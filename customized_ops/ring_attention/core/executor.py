@@ -53,6 +53,8 @@ from .rank_plan import Range, RankPlan, Stage
 from .share import Parts, Share
 from .sides import Dims, Put, add, merge, place
 
+LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
+
 
 def attention_forward(
     plan: Plan,
@@ -180,12 +182,15 @@ def attention_backward(
         run.begin()
         asked = run.ask_rows(rows, dims)
         stages = run.ask_keys(q, k, v)
-    if run.local is not None:
-        part, part_k, part_v = run.backward(0, own_rows, *share.of_keys(k, v), share)
-        share.add(dq, part, share.rows, _span(run.local.own_hull))
-        share.add(dk, part_k, share.keys)
-        share.add(dv, part_v, share.keys)
-    with run.second():
+
+    def attend_own() -> None:
+        if run.local is not None:
+            part, part_k, part_v = run.backward(0, own_rows, *share.of_keys(k, v), share)
+            share.add(dq, part, share.rows, _span(run.local.own_hull))
+            share.add(dk, part_k, share.keys)
+            share.add(dv, part_v, share.keys)
+
+    def attend_others() -> None:
         guest_rows = asked.wait()
         guest_dq = Sum(guest_rows[1], mine.guest_parts)
         for n, stage, arriving in stages:
@@ -221,6 +226,15 @@ def attention_backward(
         if plan.rows_move:
             parts, into = [guest_dq.so_far()], lambda: [dq.place()]
             going_home.append(run.send_home(parts, into, [share.rows], add, wire))
+
+    if run.own_last(q, k, v):
+        with run.second():
+            attend_others()
+        attend_own()
+    else:
+        attend_own()
+        with run.second():
+            attend_others()
     run.join()
     for total, late in ((dq, late_dq), (dk, late_dk), (dv, late_dv)):
         if not late.empty:
@@ -274,6 +288,14 @@ class _Pass:
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the stream for what waits for peers."""
         return self._lanes.second()
+
+    def own_last(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether a backward's host comes to the rank's own keys after all others. On two streams
+        that hardly changes when the GPU does, but it does change what lies in memory beside the
+        call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
+        their way home. (With fewer key heads the call of own keys itself takes the most.)"""
+        large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
+        return self._lanes.two and large
 
     def begin(self) -> None:
         """Before the first word with a peer."""

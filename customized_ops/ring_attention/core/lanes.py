@@ -21,26 +21,29 @@ class Lanes:
     A tensor may be used on either between :meth:`fork` and :meth:`join` if it lives until then:
     the second stream starts after all that the first was given before, and the first goes on after
     all that the second was given.
+
+    Attributes:
+        two: whether there is a second one.
     """
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
-        self._two = two and device.type == "cuda"
-        if self._two:
+        self.two = two and device.type == "cuda"
+        if self.two:
             self._main = torch.cuda.current_stream(device)
             self._second = _beside(device, self._main.cuda_stream)
 
     def fork(self) -> None:
         """Let the second stream start."""
-        if self._two:
+        if self.two:
             self._second.wait_stream(self._main)
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the second stream."""
-        return torch.cuda.stream(self._second) if self._two else NOTHING
+        return torch.cuda.stream(self._second) if self.two else NOTHING
 
     def join(self) -> None:
         """Let the first stream wait for the second."""
-        if self._two:
+        if self.two:
             self._main.wait_stream(self._second)
 
 

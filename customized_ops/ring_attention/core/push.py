@@ -42,7 +42,9 @@ from .sides import Block, Dims, Put, Side, copy
 ALIGNED_BYTES = 256
 DONE = 0  # channel; those of exchanges follow
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
-SPARED_BYTES = 64 << 20  # results of a rank from which on memory is worth waiting for "free"
+# What goes home to a rank: from so many bytes on, or of so many tokens, as attending these takes
+# milliseconds, memory is worth waiting for "free".
+SPARED_BYTES, SPARED_TOKENS = 64 << 20, 16 << 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +184,12 @@ class Push(Comm):
     may have a backend for each), and exchanges of a pass that there is no channel left for.
 
     Attributes:
-        spared_bytes: of results, from which on they come over keys; the same on every rank, and
-            not changed once a pass was made.
+        spared_bytes, spared_tokens: of results, from which on they come over keys; the same on
+            every rank, and not changed once a pass was made.
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
-    spared_bytes = SPARED_BYTES
+    spared_bytes, spared_tokens = SPARED_BYTES, SPARED_TOKENS
 
     def __init__(self, memory: Memory, *given: Any) -> None:
         super().__init__(*given)
@@ -382,17 +384,20 @@ class Push(Comm):
         """Each rank's place holds what its peers send it, by peer; that of ``spent``, if it is
         large enough and that is worth it, which is so on every rank or on none."""
         dtypes = [dtype or t.dtype for t in results]
+        seen = [exchange if n == self.rank else seen_by(n) for n in range(self.size)]
 
         def incoming(rank: int) -> dict[int, list[list[int]]]:
             """Shapes of the parts that come to a rank, by sender."""
-            sent = exchange.sent if rank == self.rank else seen_by(rank).sent
+            sent = seen[rank].sent
             shape = Side(results, dims, sent).shape
             return {p: [shape(n, p) for n in range(len(dtypes))] for p in sent if p != rank}
 
         coming = [incoming(rank) for rank in range(self.size)]
         sizes = [{p: _bytes(shapes, dtypes) for p, shapes in c.items()} for c in coming]
         most = max(sum(size.values()) for size in sizes)
-        again = spent is not None and self.spared_bytes <= most <= len(spent.places[0])
+        tokens = max(each.tokens for each in seen)
+        worth = most >= self.spared_bytes or tokens >= self.spared_tokens
+        again = worth and spent is not None and most <= len(spent.places[0])
         again = again and self._channel + 2 < self._memory.channels
         places = spent.places if spent is not None and again else self._arena.take(most)
 
