@@ -10,17 +10,21 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
 THREADS = 1024  # of a block; two fill a multiprocessor, so blocks come to all
+STAMP_MS = 0.05  # of the host, about
 
 
 class Clock:
     """Counts on every multiprocessor, at two points of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stamps: list[Tensor] = []
+        from .clock_kernel import stamp
+
+        size = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = stamp[(2 * size,)]
+        self._stamps = torch.zeros(2, size, 2, dtype=torch.int64, device=device)
+        self._free = iter(self._stamps)
 
     @staticmethod
     def of(device: torch.device) -> Clock | None:
@@ -29,18 +33,13 @@ class Clock:
         return Clock(device) if found else None
 
     def stamp(self) -> None:
-        """Note the counts at this point."""
-        from .clock_kernel import stamp
-
-        size = torch.cuda.get_device_properties(self._device).multi_processor_count
-        counts = torch.zeros(size, 2, dtype=torch.int64, device=self._device)
-        stamp[(2 * size,)](counts, num_warps=THREADS // 32)
-        self._stamps.append(counts)
+        """Note the counts at this point, the first or the second; costs the host STAMP_MS."""
+        self._kernel(next(self._free), num_warps=THREADS // 32)
 
     def megahertz(self) -> float | None:
-        """The mean frequency from the first stamp to the last; to be read when the device has
+        """The mean frequency from the first stamp to the second; to be read when the device has
         passed that. None where no multiprocessor ran a block of both."""
-        first, last = self._stamps[0], self._stamps[-1]
+        first, last = self._stamps
         both = (first[:, 1] != 0) & (last[:, 1] != 0)
         cycles, nanoseconds = (last - first)[both].double().unbind(1)
         return float((cycles / nanoseconds).mean()) * 1e3 if len(cycles) else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clocks import Clock
+from .clocks import STAMP_MS, Clock
 from .contestant import Attention
 from .ranks import Ranks
 
@@ -119,7 +119,8 @@ def take_turns(
         for runner in Random(run).sample(runners, len(runners)):
             mark, clock = Marks(ranks.cuda), Clock.of(ranks.device)
             if ranks.cuda and lead_ms:
-                torch.cuda._sleep(int(lead_ms * CYCLES_A_MS))
+                of_clock = STAMP_MS if clock is not None else 0.0
+                torch.cuda._sleep(int((lead_ms + of_clock) * CYCLES_A_MS))
             ranks.together()
             if clock is not None:
                 clock.stamp()
