@@ -170,6 +170,7 @@ def refused(what: str) -> str:
     module: nn.Module = Plain(what)
     given = {"x": torch.zeros(2, 8, 8)}
     config = ComputeConfig(2, 2)
+    options: dict[str, Any] = {}
     match what:
         case "unknown policy":
             policy = "diagonal"
@@ -197,11 +198,27 @@ def refused(what: str) -> str:
         case "hoists of their own":
             config = ComputeConfig(2, 2, pas_config={"hoist": dist.get_rank() == 1})
         case "modules of their own":
-            module = nn.Linear(8, 8, bias=dist.get_rank() == 0)
+            module, given = nn.Linear(8, 8, bias=dist.get_rank() == 0), {"input": given["x"]}
         case "unknown policy of rank 1":
             policy = ["cp", "diagonal"][dist.get_rank()]
+        case "verified by rank 1":
+            options["verify"] = dist.get_rank() == 1
+    if dist.get_rank() == 1:  # what the other cannot know of
+        match what:
+            case "field of rank 1":
+                config = ComputeConfig(2, 2, use_zero=1)
+            case "option of rank 1":
+                options["lowered"], options["compile"] = False, True
+            case "class of rank 1":
+                module = Plain  # type: ignore[assignment]
+            case "list of rank 1":
+                given = [given["x"]]  # type: ignore[assignment]
+            case "name of rank 1":
+                given = {"z": given["x"]}
+            case "mesh of rank 1":
+                config = ComputeConfig(2, 2, pas_config={"mesh_shape": (3,)})
     try:
-        parallelize(module, given, policy, config)
+        parallelize(module, given, policy, config, engine="torch", **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

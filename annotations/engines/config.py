@@ -179,6 +179,7 @@ def check_embedded(config: ComputeConfig) -> None:
         raise NotImplementedError(
             f"ComputeConfig: {name}={value!r} is not supported by the embedded engine yet{known}"
         )
+    _ = config.mesh_shape  # which raises
     hoist = config.pas_config.get("hoist", False) if config.pas_config else False
     if not isinstance(hoist, bool):
         raise ValueError(f"ComputeConfig: pas_config['hoist'] must be True or False, got {hoist!r}")

@@ -66,8 +66,9 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_an_unknown_policy_on_one_rank() -> None:
+    given = torch.nn.Linear(2, 2), {"input": torch.zeros(1, 2)}, "diagonal", ComputeConfig(1, 1)
     with pytest.raises(ValueError, match="pas_policy 'diagonal' is unknown; known: cp, dp"):
-        parallelize(torch.nn.Linear(2, 2), {}, "diagonal", ComputeConfig(1, 1), engine="torch")
+        parallelize(*given, engine="torch")
 
 
 def test_several_ranks_do() -> None:

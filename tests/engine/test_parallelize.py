@@ -11,6 +11,8 @@ import torch
 from dense import assert_same
 from ranks import Pool, worlds
 
+from annotations import ComputeConfig, parallelize
+
 
 def check(
     pool: Pool,
@@ -157,6 +159,7 @@ def test_refusals_reach_every_rank(two_ranks: Pool, what: str, message: str) -> 
             "compute_config.pas_config: rank 0 {'hoist': False}, rank 1 {'hoist': True}",
         ),
         ("modules of their own", "parameter bias: rank 0 (8,) torch.float32, rank 1 none"),
+        ("verified by rank 1", "verify: rank 0 False, rank 1 True"),
     ],
 )
 def test_ranks_must_ask_for_the_same(two_ranks: Pool, what: str, differs: str) -> None:
@@ -165,11 +168,39 @@ def test_ranks_must_ask_for_the_same(two_ranks: Pool, what: str, differs: str) -
     assert said == [f"{first}\n    {differs}"] * 2
 
 
-def test_what_one_rank_refuses_reaches_the_other(two_ranks: Pool) -> None:
-    first, second = two_ranks.run(engine_jobs.refused, "unknown policy of rank 1")
-    assert second.startswith("PolicyError: pas_policy 'diagonal' is unknown")
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("unknown policy", "PolicyError: pas_policy 'diagonal' is unknown"),
+        ("field", "NotImplementedError: ComputeConfig: use_zero=1 is not supported"),
+        ("mesh", "ValueError: ComputeConfig: pas_config['mesh_shape']=(3,) must be counts"),
+        ("option", "ValueError: parallelize: compile=True needs lowered=True"),
+        ("class", "NotImplementedError: parallelize: module classes are not supported yet"),
+        ("list", "TypeError: parallelize: dummy_forward_args must map"),
+        ("name", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
+    ],
+)
+def test_what_one_rank_refuses_reaches_the_other(two_ranks: Pool, what: str, why: str) -> None:
+    first, second = two_ranks.run(engine_jobs.refused, f"{what} of rank 1")
+    assert second.startswith(why)
     assert first.startswith("CaptureError: calls of parallelize: refused on another rank")
-    assert "rank 1: pas_policy 'diagonal' is unknown" in first
+    assert f"rank 1: {why.split(': ', 1)[1]}" in first
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"config": ComputeConfig(1, 1, pas_config={"mesh_shape": (2,)})}, "must be counts of"),
+        ({"example": {"z": torch.zeros(2, 8, 8)}}, "do not fit Plain.forward: missing"),
+        ({"config": ComputeConfig(2, 2), "example": []}, "dummy_forward_args must map"),
+        ({"config": ComputeConfig(2, 2)}, "torch.distributed is not initialised"),
+    ],
+)
+def test_what_is_refused_of_one_rank(given: dict[str, Any], why: str) -> None:
+    """Though one rank plans nothing, and before anything is asked of others that are not there."""
+    example, config = given.get("example", {"x": torch.zeros(2, 8, 8)}), given.get("config")
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(why)):
+        parallelize(engine_jobs.Plain("fine"), example, "cp", config or ComputeConfig(1, 1))
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +24,17 @@ PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 def same_request(
     config: ComputeConfig,
     policy: Any,
-    module: torch.nn.Module,
+    module: Any,
     options: Mapping[str, Any],
     problem: Exception | None,
 ) -> None:
-    """Refuse a call of ``parallelize`` that differs from another rank's, or whose policy a rank
-    does not know, on every rank.
+    """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses, on
+    every rank.
 
     Functions and plans are not looked into, nor what only rank 0 plans with: speeds and memory.
 
     Args:
+        module: what is to be parallelized, if it is a module.
         options: other keyword arguments. problem: why this rank cannot go on.
     Raises:
         CaptureError: says who has what, or what another rank refused. A rank with a problem is left
@@ -50,10 +52,21 @@ def same_request(
     else:
         told["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
     facts = {name: repr(value) for name, value in {**told, **options}.items()}
-    for name, p in module.named_parameters():
-        facts[f"parameter {name}"] = _kind(p) + ("" if p.requires_grad else " frozen")
-    facts |= {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
-    _compare("calls of parallelize", facts, None, problem)
+    tensors: list[Tensor] = []
+    if isinstance(module, torch.nn.Module):
+        tensors = [*module.parameters(), *module.buffers()]
+        for name, p in module.named_parameters():
+            facts[f"parameter {name}"] = _kind(p) + ("" if p.requires_grad else " frozen")
+        facts |= {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
+    with _on_device_of(tensors):
+        _compare("calls of parallelize", facts, None, problem)
+
+
+def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
+    """In this context the GPU that a rank's model is on is the current one."""
+    if tensors and tensors[0].is_cuda:
+        return torch.cuda.device(tensors[0].device)
+    return contextlib.nullcontext()
 
 
 def _sorted(given: Mapping[Any, Any], without: Sequence[str] = ()) -> dict[Any, Any]:

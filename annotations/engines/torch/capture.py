@@ -103,6 +103,22 @@ def _check_input(name: str, value: Any, example: Any) -> None:
         raise CaptureError(f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}")
 
 
+def bound_arguments(
+    module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Example arguments as the module's ``forward`` takes them.
+
+    Raises:
+        CaptureError: it does not.
+    """
+    try:
+        return inspect.signature(module.forward).bind(**dummy_forward_args)
+    except TypeError as error:
+        raise CaptureError(
+            f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}"
+        ) from None
+
+
 def capture(
     module: torch.nn.Module,
     dummy_forward_args: Mapping[str, Any],
@@ -118,13 +134,7 @@ def capture(
         CaptureError: the arguments do not fit ``forward``, or the module changes a buffer, draws
             random numbers or nests graphs.
     """
-    signature = inspect.signature(module.forward)
-    try:
-        bound = signature.bind(**dummy_forward_args)
-    except TypeError as error:
-        raise CaptureError(
-            f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}"
-        ) from None
+    bound = bound_arguments(module, dummy_forward_args)
     arguments = _by_name(bound)
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
@@ -154,7 +164,7 @@ def capture(
         constants,
         user_inputs,
         examples,
-        signature,
+        bound.signature,
         in_spec,
         out_spec,
         draws=seed is not None,

@@ -1,4 +1,4 @@
-"""The parallel form of a module, and the call that makes it."""
+"""The parallel form of a module; ``entry`` has the call that makes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from ..config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
-from . import computing, policies
-from .agreement import same_batch, same_examples, same_request
+from ..config import ComputeConfig
+from . import computing
+from .agreement import same_batch, same_examples
 from .arrivals import Arrivals
 from .capture import Captured, CaptureError, capture
 from .dropout import draw_seed
@@ -30,11 +30,9 @@ from .lying import Places
 from .planning import AnyPolicy, shaped, shared_plan, shared_policy
 from .rates import known_rates
 from .reorder import reordered
-from .replay import is_path
 from .report import EnginePlan, whole_copies
 from .stored import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
-from .verification import same_as_alone
 
 _meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
 
@@ -93,21 +91,12 @@ class ParallelModule(TrainingModule):
         self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
         self._plans: dict[tuple[bool, ...], EnginePlan] = {}
         self._register_load_state_dict_pre_hook(self._fit_state)
-        problem = _refused(policy)
-        like = next(chain(self.parameters(), self.buffers()), None)
         if config.ranks > 1:
-            _check_world(config)
-            options = {"lowered": lowered, "compile": compile, "compute_dtype": compute_dtype}
-            with _on_device_of(like):
-                same_request(config, policy, original, options, problem)
-        if problem is not None:
-            raise problem
-        if config.ranks > 1:
-            self._mesh, copies = _mesh(config, like)
+            self._mesh, copies = _mesh(config, next(tensors_of(self), None))
             self._policy = shared_policy(policy)
             self._plan_mesh = shaped(self._mesh, config)
             same_examples(dummy_forward_args)
-            _same_weights(self)
+            same_weights(self)
             cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
             group = copies.get_group() if config.num_scale_units > 1 else None
             self._reducer = Reducer(cap, group, overlap=config.use_async_reducer)
@@ -233,23 +222,6 @@ class ParallelModule(TrainingModule):
         return captured
 
 
-def _on_device_of(like: Tensor | None) -> contextlib.AbstractContextManager[object]:
-    """In this context the GPU that a rank's model is on is the current one."""
-    if like is not None and like.is_cuda:
-        return torch.cuda.device(like.device)
-    return contextlib.nullcontext()
-
-
-def _refused(policy: AnyPolicy) -> policies.PolicyError | None:
-    """Why no policy has this name."""
-    if not isinstance(policy, EnginePlan) and not is_path(policy):
-        try:
-            policies.named(policy)
-        except policies.PolicyError as problem:
-            return problem
-    return None
-
-
 def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
     """The ranks of this rank's copy, and those of its place in every copy, as meshes."""
     device = "cpu" if like is None else like.device.type
@@ -263,129 +235,17 @@ def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, Devic
     return _meshes[key][1:]
 
 
-def _check_world(config: ComputeConfig) -> None:
-    """Before ranks ask one another anything: they must all be there.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialised. ValueError: the world has more ranks
-            or fewer.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
-            "initialised; call torch.distributed.init_process_group() first"
-        )
-    if dist.get_world_size() != config.ranks:
-        raise ValueError(
-            f"parallelize: runtime_ngpus={config.ranks}, but the world has "
-            f"{dist.get_world_size()} ranks"
-        )
-
-
-def _same_weights(module: torch.nn.Module) -> None:
+def same_weights(module: torch.nn.Module) -> None:
     """Every rank starts from rank 0's parameters and buffers."""
     with torch.no_grad():
-        for tensor in chain(module.parameters(), module.buffers()):
+        for tensor in tensors_of(module):
             dist.broadcast(tensor, src=0)
+
+
+def tensors_of(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Its parameters, then its buffers."""
+    return chain(module.parameters(), module.buffers())
 
 
 def _gradient_bytes(module: torch.nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters() if p.requires_grad)
-
-
-def parallelize(
-    module_or_module_class: torch.nn.Module | type[torch.nn.Module],
-    dummy_forward_args: Mapping[str, Any],
-    pas_policy: AnyPolicy,
-    compute_config: ComputeConfig,
-    *,
-    module_dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype | None = None,
-    verify: bool | Mapping[str, Any] = False,
-    lowered: bool = True,
-    compile: bool = False,
-    **nnscaler_only: Any,
-) -> ParallelModule:
-    """Cut a single-device module over ranks, by the embedded engine.
-
-    Every rank calls this alike, after ``torch.distributed.init_process_group``. The module is
-    copied; all copies start from rank 0's weights.
-
-    Args:
-        module_or_module_class: a module, written for one device. Its attention calls
-            ``wrap_*_attn_func`` without a group. Classes are not supported yet.
-        dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
-        pas_policy: what is decided before the rest is planned to move the fewest bytes.
-            ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; ``"ulysses"`` on heads
-            with its neighbours on the sequence; ``"tp"`` on heads, with the weights of linears kept
-            in parts; ``"hybrid"``, on a mesh of two axes, on the sequence along the first and on
-            heads along the second. ``"auto"`` decides nothing: all of it, and which parameters are
-            kept in parts, is what the predicted time says, within the memory of a rank.
-            A mapping names ops, module paths, parameters or patterns of them, and says what each is
-            split on: ``{"blocks.0.attention": "l", "*.down.weight": 1}``, ``None`` for whole, a
-            tuple for one word an axis. A function makes that mapping from the annotated ops
-            (:class:`~.policies.OpSite`) and the config. A plan made before, or the path of one in
-            a file (``plan.to_json()``), is followed where it says something.
-        compute_config: how many ranks, as which mesh, and what the planner is told.
-        module_dtype: convert the copy to this dtype first.
-        compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
-            with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
-            and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
-            and inputs are not cast: a module casts what it makes of them to the dtype of its
-            activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
-        verify: run one step in parallel as well as on every rank alone, and compare results and
-            every gradient: True on the example arguments, or smaller ones by name on these, for
-            which the policy makes a plan of their own. Takes the memory of a whole model and batch.
-        lowered: trace the planned graph once, at the first call of each kind, into ops on this
-            rank's plain tensors. False runs every op on DTensors, several times slower on the host.
-        compile: have inductor compile what was traced. Costs a minute or so at the first calls.
-        nnscaler_only: nnscaler's other keyword arguments, at their defaults.
-    Returns:
-        A module to train as the original, with ``sync_grad()`` before each optimizer step.
-
-    Raises:
-        PolicyError: no policy has this name, or it asks for a split that an op does not allow; says
-            which it does.
-        CaptureError: the module does something that cannot be captured or run in parallel yet.
-        NotImplementedError: a module class, or a keyword argument or field of the config that only
-            nnscaler acts on is not at its default; names it.
-        ValueError: ``runtime_ngpus`` is not the number of ranks, or ``compile`` lacks ``lowered``.
-        TypeError: ``dummy_forward_args`` is not a mapping.
-        RuntimeError: ``torch.distributed`` is not initialised.
-        PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
-        VerificationError: with ``verify``, something differs from the single module; names it.
-    """
-    for name, value in nnscaler_only.items():
-        if name not in NNSCALER_OPTIONS:
-            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-        if value != NNSCALER_OPTIONS[name]:
-            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
-    check_embedded(compute_config)
-    module = module_or_module_class
-    if not isinstance(module, torch.nn.Module):
-        raise NotImplementedError(
-            "parallelize: module classes are not supported yet; pass a module"
-        )
-    if not isinstance(dummy_forward_args, Mapping):
-        raise TypeError(
-            "parallelize: dummy_forward_args must map forward's argument names to example values, "
-            f"got {type(dummy_forward_args).__name__}"
-        )
-    if compile and not lowered:
-        raise ValueError(
-            "parallelize: compile=True needs lowered=True: what is compiled is lowered"
-        )
-    if module_dtype is not None:
-        module = copy.deepcopy(module).to(module_dtype)
-
-    def made(example: Mapping[str, Any]) -> ParallelModule:
-        given = module, example, pas_policy, compute_config, compute_dtype
-        return ParallelModule(*given, lowered=lowered, compile=compile)
-
-    example = verify if isinstance(verify, Mapping) else dummy_forward_args
-    parallel = made(example)
-    if verify and compute_config.ranks > 1:
-        alone = copy.deepcopy(module)
-        _same_weights(alone)
-        same_as_alone(parallel, alone, example)
-    return parallel if example is dummy_forward_args else made(dummy_forward_args)
