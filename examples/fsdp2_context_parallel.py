@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import on_ranks, verdict
+from launch import count, on_ranks, verdict
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -120,11 +120,11 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dp", type=int, default=2, help="ranks that the rows are dealt over")
-    parser.add_argument("--cp", type=int, default=2, help="ranks that each row is cut over")
-    parser.add_argument("--rows", type=int, default=4, help="of a batch; a multiple of --dp")
-    parser.add_argument("--tokens", type=int, default=128, help="of a row")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dp", type=count, default=2, help="ranks that the rows are dealt over")
+    parser.add_argument("--cp", type=count, default=2, help="ranks that each row is cut over")
+    parser.add_argument("--rows", type=count, default=4, help="of a batch; a multiple of --dp")
+    parser.add_argument("--tokens", type=count, default=128, help="of a row")
+    parser.add_argument("--steps", type=count, default=5)
     return parser.parse_args(arguments)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from curves import losses_of, same_losses, share_cores
-from launch import on_ranks
+from launch import count, on_ranks
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,10 +92,10 @@ def main(args: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="processes to cut the tokens over")
+    parser.add_argument("--nproc", type=count, default=2, help="processes to cut the tokens over")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens (bytes of text) a step")
+    parser.add_argument("--steps", type=count, default=30)
+    parser.add_argument("--seq-len", type=count, default=1024, help="tokens (bytes of text) a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args(arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -10,20 +11,27 @@ import torch
 import torch.distributed as dist
 
 
-def start_ranks(count: int) -> None:
-    """Run this script again, as ``count`` ranks under torchrun; returns on those ranks only."""
+def count(text: str) -> int:
+    """A positive number, of an argument."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def start_ranks(number: int) -> None:
+    """Run this script again, as ``number`` ranks under torchrun; returns on those ranks only."""
     if "RANK" in os.environ:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     # After "--" torchrun takes nothing for an option of its own.
     os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
 
 
-def on_ranks(main: Callable[[torch.device], int], count: int, gpus: bool = True) -> None:
-    """Exit with what ``main(device)`` returns on ``count`` ranks: on GPUs where there are as many
+def on_ranks(main: Callable[[torch.device], int], number: int, gpus: bool = True) -> None:
+    """Exit with what ``main(device)`` returns on ``number`` ranks: on GPUs where there are as many
     and ``gpus`` are wanted, else on the CPU over gloo."""
-    start_ranks(count)
+    start_ranks(number)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if gpus and torch.cuda.device_count() >= world:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from launch import on_ranks, verdict
+from launch import count, on_ranks, verdict
 from llama import Attention, Llama, LlamaConfig, rotate
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
@@ -138,9 +138,9 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=500, help="tokens (bytes of text)")
-    parser.add_argument("--new", type=int, default=12, help="tokens to generate")
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--prompt", type=count, default=500, help="tokens (bytes of text)")
+    parser.add_argument("--new", type=count, default=12, help="tokens to generate")
     return parser.parse_args(arguments)
 
 

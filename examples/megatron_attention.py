@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import on_ranks, verdict
+from launch import count, on_ranks, verdict
 from megatron_core_attention import RingCoreAttention
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor, nn
@@ -102,9 +102,9 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=256, help="in a batch")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--tokens", type=count, default=256, help="in a batch")
+    parser.add_argument("--steps", type=count, default=5)
     return parser.parse_args(arguments)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from curves import losses_of, same_losses
-from launch import on_ranks
+from launch import count, on_ranks
 from llama import Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
@@ -106,11 +106,11 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=count, default=2)
     parser.add_argument("--policy", choices=("cp_follow", "cp"), default="cp_follow")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="in a batch")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dim", type=count, default=64)
+    parser.add_argument("--tokens", type=count, default=256, help="in a batch")
+    parser.add_argument("--steps", type=count, default=5)
     parser.add_argument("--generated", type=Path, default=Path("generated"), help="where code goes")
     return parser.parse_args(arguments)
 

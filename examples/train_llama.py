@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from curves import losses_of, same_losses, share_cores
-from launch import on_ranks
+from launch import count, on_ranks
 from llama import ATTENTION, Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor, nn
@@ -75,10 +75,10 @@ def main(args: argparse.Namespace) -> int:
 def parse() -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="processes to cut the sequence over")
+    parser.add_argument("--nproc", type=count, default=2, help="processes to cut the sequence over")
     parser.add_argument("--op", choices=tuple(ATTENTION), default="ring")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens (bytes of text) a step")
+    parser.add_argument("--steps", type=count, default=60)
+    parser.add_argument("--seq-len", type=count, default=2048, help="tokens (bytes of text) a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--no-compare", action="store_true", help="skip the run on one rank")
     return parser.parse_args()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from launch import on_ranks, verdict
+from launch import count, on_ranks, verdict
 from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask, Layout, make_plan, wrap_masked_attn_func
@@ -34,11 +34,11 @@ def video_mask(chunks: Sequence[int], chunk_tokens: int, reach: int) -> AttnMask
                                                . . . x x
     """
     rows, keys, first = [], [], 0
-    for count in chunks:
-        for chunk in range(first, first + count):
+    for length in chunks:
+        for chunk in range(first, first + length):
             rows.append((chunk * chunk_tokens, (chunk + 1) * chunk_tokens))
             keys.append((max(first, chunk - reach) * chunk_tokens, (chunk + 1) * chunk_tokens))
-        first += count
+        first += length
     total = first * chunk_tokens
     return AttnMask.from_ranges(rows, keys, ["full"] * len(rows), total, total)
 
@@ -76,14 +76,14 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
 
     layouts = {"contiguous": Layout.contiguous(mask.q_len, ranks)}
     layouts["balanced"] = Layout.balanced(mask, ranks)
-    apart, imbalance = [], {}
+    apart, imbalance = [q.new_zeros(1)], {}  # a rank may hold no token
     for name, layout in layouts.items():
         # Who holds a row computes it; without a layout the planner may also move rows.
         area = make_plan(mask, layout, assignment="owner").area
         imbalance[name] = area.max() / area.mean()
         for cut, want in zip(attend(q, k, v, dout, mask, layout), whole, strict=True):
-            apart.append((cut - layout.shard(want, rank)).abs().max())
-    difference = torch.stack(apart).max().item()  # NaN where any is, unlike Python's max
+            apart.append((cut - layout.shard(want, rank)).abs().flatten())
+    difference = torch.cat(apart).max().item()  # NaN where any is, unlike Python's max
     if rank == 0:
         shape = f"{given.frames} x {given.height} x {given.width} tokens"
         print(f"videos of {given.chunks} chunks of {shape}, on {ranks} ranks: {mask.area} pairs")
@@ -98,12 +98,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--ranks", type=int, default=2)
-    add("--chunks", type=int, nargs="+", default=[9, 3, 4], help="of each video")
+    add("--ranks", type=count, default=2)
+    add("--chunks", type=count, nargs="+", default=[9, 3, 4], help="of each video")
     add("--reach", type=int, default=8, help="chunks before its own that a chunk attends to")
-    add("--frames", type=int, default=3, help="of a chunk, in latents")
-    add("--height", type=int, default=4, help="tokens of a frame")
-    add("--width", type=int, default=5)
+    add("--frames", type=count, default=3, help="of a chunk, in latents")
+    add("--height", type=count, default=4, help="tokens of a frame")
+    add("--width", type=count, default=5)
     return parser.parse_args(arguments)
 
 

@@ -31,6 +31,15 @@ def test_video_block_mask(ranks: Pool) -> None:
     ]
 
 
+@worlds(cpus=[4])
+def test_videos_of_fewer_tokens_than_ranks(ranks: Pool) -> None:
+    """Which nothing evens out."""
+    sizes = ["--frames", "1", "--height", "1", "--width", "1", "--chunks", "1", "1"]
+    _, said = ranks.run(example_jobs.run, "video_block_mask", sizes)[0]
+    assert "shown: out and gradients over ranks as of dense attention" in said
+    assert "NOT SO: the balanced layout evens the work out" in said
+
+
 @pytest.mark.parametrize(("prompt", "new"), [("61", "5"), ("3", "6")])
 @worlds(cpus=[2, 4])
 def test_long_context_inference(ranks: Pool, prompt: str, new: str) -> None:

@@ -38,6 +38,14 @@ def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
     assert difference < 1e-4
 
 
+def test_no_steps() -> None:
+    done = run("--steps", "0")
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-1] == "train_llama.py: error: argument --steps: 0 is not positive"
+    )
+
+
 @pytest.mark.slow
 def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     """The exit code is what `make demo` and CI see."""
