@@ -103,7 +103,8 @@ def wrap_maybe_shuffle(
     Args:
         hidden_states: [l, ...], this rank's tokens.
         cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole packed
-            sequence, the same on every rank; each a multiple of 2 * group_size.
+            sequence, the same on every rank. Each rank must hold as many tokens in that layout as
+            before, as it does where each length is a multiple of 2 * group_size.
         enable_ring: False returns ``hidden_states``.
         process_group: a ProcessGroup, its global ranks in increasing order, or None (one rank: the
             identity). Leave it None under an auto-parallelizer, which fills it in.

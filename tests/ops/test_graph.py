@@ -109,6 +109,42 @@ def test_every_public_op_compiles(name: str) -> None:
         torch.testing.assert_close(eager, graph, rtol=1e-12, atol=1e-12)
 
 
+MADE_INSIDE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mask": lambda n: {"mask": AttnMask.causal(n)},
+    "pattern": lambda n: {"mask": AttnMask.prefix_lm(n, 3)},
+    "conversion": lambda n: {"mask": AttnMask.from_slices([(0, n, 0, n, -n, 0)], n, n)},
+    "joined masks": lambda n: {
+        "mask": AttnMask.causal(n).restrict((0, 5)).union(AttnMask.causal(n).restrict((5, n)))
+    },
+    "layout": lambda n: {"mask": CAUSAL, "layout": Layout.zigzag(n, 1)},
+    "own layout": lambda n: {"mask": CAUSAL, "layout": Layout.from_ranges([[(4, n), (0, 4)]])},
+}
+TOKENS = 16
+CAUSAL = AttnMask.causal(TOKENS)
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_what_is_made_inside_breaks_the_graph_once(name: str) -> None:
+    """Each call makes it anew, and nothing is compiled anew for that."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(x: Tensor) -> Tensor:
+        return wrap_masked_attn_func(x + 1, x, x, **MADE_INSIDE[name](x.shape[1])) + 1
+
+    x = torch.randn(1, TOKENS, 2, 8)
+    compiled = torch.compile(call, backend=backend, dynamic=False)
+    for _ in range(4):
+        assert torch.equal(compiled(x), call(x))
+    assert len(graphs) == 2
+    whole = torch.compile(call, backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="make them outside of what is"):
+        whole(x)
+
+
 def test_dropout_without_a_seed_draws_anew_in_a_graph_too() -> None:
     compiled = torch.compile(
         lambda x: wrap_ring_attn_func(x, x, x, dropout_p=0.5), fullgraph=True, backend="aot_eager"

@@ -36,6 +36,7 @@ from .layout_arguments import (
 )
 from .layout_spec import read, write, write_ranges
 from .mask import AttnMask
+from .uncompiled import made_uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ Ints = npt.NDArray[np.int64]
 FEW_RANGES = 32
 
 
+@made_uncompiled()
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Token ranges per rank, in the rank's local order. Made by the static methods below.
