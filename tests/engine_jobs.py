@@ -161,6 +161,8 @@ class Plain(nn.Module):
         if self.what == "buffer":
             self.seen.add_(1)
         y = self.linear(x).view(*x.shape[:2], 2, 4)
+        if self.what == "value" and y.sum().item() > 1:
+            y = 2 * y
         return y.sum() if self.what == "no attention" else wrap_ring_attn_func(y, y, y).sum()
 
 
@@ -201,6 +203,15 @@ def refused(what: str) -> str:
             module, given = nn.Linear(8, 8, bias=dist.get_rank() == 0), {"input": given["x"]}
         case "unknown policy of rank 1":
             policy = ["cp", "diagonal"][dist.get_rank()]
+        case "one rank":
+            config = ComputeConfig(1, 1)
+        case "no data on rank 1":
+            with torch.device(["cpu", "meta"][dist.get_rank()]):
+                module, given = nn.Linear(8, 8, bias=False), {"input": given["x"]}
+        case "dtypes of their own" | "dtypes of their own, made one":
+            module = Plain("fine").to([torch.float64, torch.float32][dist.get_rank()])
+            if what.endswith("one"):
+                options["module_dtype"] = torch.float32
         case "verified by rank 1":
             options["verify"] = dist.get_rank() == 1
     if dist.get_rank() == 1:  # what the other cannot know of
@@ -215,6 +226,12 @@ def refused(what: str) -> str:
                 given = [given["x"]]  # type: ignore[assignment]
             case "name of rank 1":
                 given = {"z": given["x"]}
+            case "verify of rank 1":
+                options["verify"] = {"z": given["x"]}
+            case "dtype of rank 1":
+                options["module_dtype"] = "bf16"
+            case "lazy parameter of rank 1":
+                module, given = nn.LazyLinear(8), {"input": given["x"]}
             case "mesh of rank 1":
                 config = ComputeConfig(2, 2, pas_config={"mesh_shape": (3,)})
     try:

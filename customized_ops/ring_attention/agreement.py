@@ -17,11 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .core.comm import Comm
 from .core.groups import GroupLike, comm_by_name, group_name
 
-LAYOUT_HINT = (
-    "\nwithout layout= each rank takes the others to hold as many tokens as itself; "
-    "say what they hold with layout=Layout.from_sizes([...])"
-)
-
 # Asked at each call: what lies below os.environ, which takes ten times as long.
 _SET: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _NAME, *_OFF = (
@@ -48,6 +43,7 @@ def agree(
     facts: Mapping[str, str],
     problem: Exception | None,
     called: Mapping[str, str] | None = None,
+    hints: Mapping[str, str] | None = None,
 ) -> None:
     """Compare ``facts`` over the group; every rank raises if any differs or has a problem.
 
@@ -56,6 +52,7 @@ def agree(
         comm: the group; with one rank nothing is compared.
         facts: what must be the same on all ranks, as text by name.
         called: of some facts what to show before them; it may differ.
+        hints: of some facts what to add where they differ.
         problem: why this rank cannot go on, or None.
     Raises:
         DisagreementError: a table of who differs, or another rank's problem. A rank with a problem
@@ -76,14 +73,15 @@ def agree(
     columns = sorted({key for row in rows for key in row})
     differing = [c for c in columns if len({row.get(c) for row in rows}) > 1]
     if differing:
-        hint = LAYOUT_HINT if "layout" in differing else ""
+        found = [text for name, text in (hints or {}).items() if name in differing]
         names = [names for *_, names in told]
         shown = [
             {key: " ".join(filter(None, (of.get(key), text))) for key, text in row.items()}
             for row, of in zip(rows, names, strict=True)
         ]
         table = _table(shown, differing)
-        raise DisagreementError(f"{op}: the ranks of the group do not agree\n{table}{hint}")
+        lines = [f"{op}: the ranks of the group do not agree", table, *found]
+        raise DisagreementError("\n".join(lines))
 
 
 def _table(rows: list[dict[str, str]], columns: list[str]) -> str:

@@ -94,7 +94,8 @@ def resolve(
     call = known.get(values)
     if call is not None:
         if compare and agreement.enabled(comm):
-            agreement.agree(op, comm, _facts(given, call.plan), None, _layouts(call.plan))
+            facts = _facts(given, call.plan)
+            agreement.agree(op, comm, facts, None, _layouts(call.plan), _hints(given))
         return call, comm
     made = _resolve(op, given, comm, make, compare=compare)
     if not isinstance(made.kernel, te_cp.ContextParallel):  # which keeps its group
@@ -117,7 +118,7 @@ def _resolve(
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled(comm):
-        agreement.agree(op, comm, _facts(given, plan), problem, _layouts(plan))
+        agreement.agree(op, comm, _facts(given, plan), problem, _layouts(plan), _hints(given))
     if problem is not None:
         raise problem
     assert plan is not None and scoring is not None and kernel is not None
@@ -244,6 +245,20 @@ def _layouts(plan: Plan | None) -> dict[str, str]:
     """What the layouts are called. A plan made for equal ones may call them otherwise, and a name
     may leave out where two differ, so ranks compare their tables."""
     return {} if plan is None else {"layout": f"{plan.q_layout} {plan.k_layout}"}
+
+
+def _hints(given: Given) -> dict[str, str]:
+    """What a rank may not have thought of, where it and others differ."""
+    hints = {
+        "dropout_seed": "a seed that is not passed is drawn from torch's generator: seed that "
+        "alike on all ranks, or pass dropout_seed="
+    }
+    if not given["layout"]:
+        hints["layout"] = (
+            "without layout= each rank takes the others to hold as many tokens as itself; "
+            "say what they hold with layout=Layout.from_sizes([...])"
+        )
+    return hints
 
 
 @lru_cache(maxsize=64)

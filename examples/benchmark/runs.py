@@ -48,7 +48,8 @@ def _median(values: list[Any]) -> Any:
     if not values:
         return None
     if isinstance(values[0], dict):
-        return {name: _median([v.get(name) for v in values]) for name in values[0]}
+        names = dict.fromkeys(name for v in values for name in v)
+        return {name: _median([v.get(name) for v in values]) for name in names}
     if isinstance(values[0], list) and all(len(v) == len(values[0]) for v in values):
         return [_median(list(each)) for each in zip(*values, strict=True)]
     if isinstance(values[0], (int, float)) and not isinstance(values[0], bool):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import engine_jobs
@@ -10,8 +13,11 @@ import pytest
 import torch
 from dense import assert_same
 from ranks import Pool, worlds
+from torch.optim.swa_utils import AveragedModel
 
 from annotations import ComputeConfig, parallelize
+
+PARALLEL = parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(1, 1))
 
 
 def check(
@@ -28,8 +34,8 @@ def check(
     copies = pool.size // plan
     model = engine_jobs.tiny_llama(op, layers)
     losses = []
-    for copy in range(copies):
-        loss = model(**engine_jobs.sample(op, batch, length, seed=1 + copy))
+    for n in range(copies):
+        loss = model(**engine_jobs.sample(op, batch, length, seed=1 + n))
         (loss / copies).backward()
         losses.append(loss.item())
     given = op, policy, plan, batch, length, layers, lowered
@@ -133,6 +139,8 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
         ("batch of one", "policy 'dp': ring_attn (wrap_ring_attn_func in the module) cannot"),
         ("packed dp", "cannot be split on b over 2 ranks; it can on: l, g, qh"),
         ("wrong ranks", "ValueError: parallelize: runtime_ngpus=3, but the world has 2 ranks"),
+        ("one rank", "ValueError: parallelize: runtime_ngpus=1, but the world has 2 ranks"),
+        ("value", "CaptureError: the module decides by a tensor's value, as of .item()"),
         ("wrong arguments", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
         (
             "examples of their own",
@@ -160,6 +168,11 @@ def test_refusals_reach_every_rank(two_ranks: Pool, what: str, message: str) -> 
         ),
         ("modules of their own", "parameter bias: rank 0 (8,) torch.float32, rank 1 none"),
         ("verified by rank 1", "verify: rank 0 False, rank 1 True"),
+        (
+            "no data on rank 1",
+            "parameter weight: rank 0 (8, 8) torch.float32, "
+            "rank 1 (8, 8) torch.float32 without data",
+        ),
     ],
 )
 def test_ranks_must_ask_for_the_same(two_ranks: Pool, what: str, differs: str) -> None:
@@ -178,6 +191,9 @@ def test_ranks_must_ask_for_the_same(two_ranks: Pool, what: str, differs: str) -
         ("class", "NotImplementedError: parallelize: module classes are not supported yet"),
         ("list", "TypeError: parallelize: dummy_forward_args must map"),
         ("name", "CaptureError: dummy_forward_args do not fit Plain.forward: missing"),
+        ("verify", "CaptureError: verify's arguments do not fit Plain.forward: missing"),
+        ("dtype", "TypeError: parallelize: module_dtype must be a torch.dtype or None, got 'bf16'"),
+        ("lazy parameter", "RuntimeError: Can't access the shape of an uninitialized parameter"),
     ],
 )
 def test_what_one_rank_refuses_reaches_the_other(two_ranks: Pool, what: str, why: str) -> None:
@@ -191,16 +207,26 @@ def test_what_one_rank_refuses_reaches_the_other(two_ranks: Pool, what: str, why
     ("given", "why"),
     [
         ({"config": ComputeConfig(1, 1, pas_config={"mesh_shape": (2,)})}, "must be counts of"),
-        ({"example": {"z": torch.zeros(2, 8, 8)}}, "do not fit Plain.forward: missing"),
+        ({"policy": None}, "pas_policy None is unknown; known: cp, dp"),
+        ({"compute_dtype": "bf16"}, "compute_dtype must be a torch.dtype or None, got 'bf16'"),
+        ({"module": torch.nn.Sequential(PARALLEL)}, "is parallelized already"),
         ({"config": ComputeConfig(2, 2), "example": []}, "dummy_forward_args must map"),
         ({"config": ComputeConfig(2, 2)}, "torch.distributed is not initialised"),
     ],
 )
 def test_what_is_refused_of_one_rank(given: dict[str, Any], why: str) -> None:
     """Though one rank plans nothing, and before anything is asked of others that are not there."""
-    example, config = given.get("example", {"x": torch.zeros(2, 8, 8)}), given.get("config")
+    wanted = {"example": {"x": torch.zeros(2, 8, 8)}, "policy": "cp", "config": ComputeConfig(1, 1)}
+    module = given.pop("module", engine_jobs.Plain("fine"))
+    options = {name: given.pop(name) for name in list(given) if name not in wanted}
     with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(why)):
-        parallelize(engine_jobs.Plain("fine"), example, "cp", config or ComputeConfig(1, 1))
+        parallelize(module, *(wanted | given).values(), **options)
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel])
+def test_a_parallel_module_is_not_copied(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"cannot be (copied|pickled)"):
+        use(PARALLEL)
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -222,6 +248,13 @@ def test_inputs_that_differ_from_the_example(two_ranks: Pool) -> None:
     assert (
         "x: expected (2, 8, 8) torch.float32 as in dummy_forward_args, got (2, 9, 8)" in said[0][0]
     )
+
+
+def test_a_dtype_that_makes_ranks_alike(two_ranks: Pool) -> None:
+    """What a module was in before does not matter."""
+    assert two_ranks.run(engine_jobs.refused, "dtypes of their own, made one") == ["no error"] * 2
+    said = two_ranks.run(engine_jobs.refused, "dtypes of their own")
+    assert all("rank 0 (8, 8) torch.float64, rank 1 (8, 8) torch.float32" in each for each in said)
 
 
 def test_train_and_eval_have_their_own_plans(two_ranks: Pool) -> None:

@@ -299,6 +299,17 @@ def test_tables_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "| +10.0% | 1.000 | 3 | 1.25 |" in shown
 
 
+def test_files_of_before_there_were_cycles(tmp_path: Path) -> None:
+    """In whichever order, their rows count in all else."""
+    new, old = written(tmp_path / "new", 0.9), tmp_path / "old"
+    lines = map(json.loads, new.read_text().splitlines())
+    kept = [{k: v for k, v in line.items() if k != "share_cycles"} for line in lines]
+    old.write_text("\n".join(map(json.dumps, kept)))
+    for files in ([old, new], [new, old]):
+        own = [r for r in read(files) if r["contestant"] == "seqshard"]
+        assert [(r["files"], r["share_both"], r["share_cycles"]) for r in own] == [(2, 0.9, 0.985)]
+
+
 def test_runs_of_one_case_only_are_one(tmp_path: Path) -> None:
     files = [written(tmp_path / "a", 0.9), written(tmp_path / "b", 0.8, kernel="te")]
     own = [r for r in read(files) if r["contestant"] == "seqshard"]

@@ -288,6 +288,28 @@ def test_layouts_that_differ_far_behind_do_not_agree() -> None:
     assert names[0] == names[1] and "..." in names[0] and rows[0][3:] != rows[1][3:]
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_only_who_gave_no_layout_is_told_of_it(said: bool) -> None:
+    def call(comm: Any) -> None:
+        sizes = [8, 8] if comm.rank else [8, 9]
+        q = torch.zeros(1, 8, 1, 4) if said or comm.rank else torch.zeros(1, 9, 1, 4)
+        layout = Layout.from_sizes(sizes) if said else None
+        wrap_ring_attn_func(q, q, q, process_group=comm, layout=layout)
+
+    told = [each for each in said_by_ranks(2, call) if "do not agree" in each]
+    assert told
+    assert all(("without layout= each rank takes" in each) != said for each in told)
+
+
+def test_seeds_of_their_own_say_where_they_are_from() -> None:
+    def call(comm: Any) -> None:
+        wrap_ring_attn_func(Q, K, K, process_group=comm, dropout_p=0.5, dropout_seed=comm.rank)
+
+    for told in said_by_ranks(2, call):
+        assert told.splitlines()[1].split() == ["rank", "dropout_seed"]
+        assert told.endswith("seed that alike on all ranks, or pass dropout_seed=")
+
+
 DIFFERENT_HEADS = """\
 DisagreementError: wrap_ring_attn_func: the ranks of the group do not agree
   rank  q_heads

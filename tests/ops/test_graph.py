@@ -14,6 +14,7 @@ from annotations.registry import registered_ops
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
+    make_plan,
     wrap_masked_attn_func,
     wrap_maybe_shuffle,
     wrap_maybe_unshuffle,
@@ -116,6 +117,7 @@ MADE_INSIDE: dict[str, Callable[[int], dict[str, Any]]] = {
     "joined masks": lambda n: {
         "mask": AttnMask.causal(n).restrict((0, 5)).union(AttnMask.causal(n).restrict((5, n)))
     },
+    "by its class": lambda n: {"mask": AttnMask([(0, n, 0, n, 1 - n, 0)], n, n)},
     "layout": lambda n: {"mask": CAUSAL, "layout": Layout.zigzag(n, 1)},
     "own layout": lambda n: {"mask": CAUSAL, "layout": Layout.from_ranges([[(4, n), (0, 4)]])},
 }
@@ -141,8 +143,23 @@ def test_what_is_made_inside_breaks_the_graph_once(name: str) -> None:
         assert torch.equal(compiled(x), call(x))
     assert len(graphs) == 2
     whole = torch.compile(call, backend="eager", fullgraph=True, dynamic=False)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="make them outside of what is"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="read them outside of what is"):
         whole(x)
+
+
+READ_INSIDE: dict[str, Callable[[], float]] = {
+    "area": lambda: CAUSAL.area,
+    "dense": lambda: float(CAUSAL.to_dense().sum()),
+    "picture": lambda: len(CAUSAL.picture()),
+    "plan": lambda: float(make_plan(CAUSAL, Layout.zigzag(TOKENS, 2)).area.max()),
+    "positions": lambda: float(Layout.zigzag(TOKENS, 2).positions(1)[-1]),
+}
+
+
+@pytest.mark.parametrize("name", READ_INSIDE)
+def test_what_is_read_inside(name: str) -> None:
+    compiled = torch.compile(lambda x: x * READ_INSIDE[name](), backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), float(READ_INSIDE[name]())))
 
 
 def test_dropout_without_a_seed_draws_anew_in_a_graph_too() -> None:

@@ -37,8 +37,8 @@ def same_request(
         module: what is to be parallelized, if it is a module.
         options: other keyword arguments. problem: why this rank cannot go on.
     Raises:
-        CaptureError: says who has what, or what another rank refused. A rank with a problem is left
-            to raise that itself.
+        CaptureError: says who has what, or what another rank refused. A rank with a problem raises
+            that.
     """
     told: dict[str, Any] = {
         f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
@@ -53,13 +53,24 @@ def same_request(
         told["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
     facts = {name: repr(value) for name, value in {**told, **options}.items()}
     tensors: list[Tensor] = []
-    if isinstance(module, torch.nn.Module):
-        tensors = [*module.parameters(), *module.buffers()]
-        for name, p in module.named_parameters():
-            facts[f"parameter {name}"] = _kind(p) + ("" if p.requires_grad else " frozen")
-        facts |= {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
+    if problem is None:
+        try:
+            tensors = [*module.parameters(), *module.buffers()]
+            facts |= _held(module)
+        except Exception as error:  # of parameters that have no shape yet, say
+            problem = error
     with _on_device_of(tensors):
         _compare("calls of parallelize", facts, None, problem)
+    if problem is not None:
+        raise problem
+
+
+def _held(module: torch.nn.Module) -> dict[str, str]:
+    facts = {}
+    for name, p in module.named_parameters():
+        notes = [" frozen"] * (not p.requires_grad) + [" without data"] * p.is_meta
+        facts[f"parameter {name}"] = _kind(p) + "".join(notes)
+    return facts | {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
 
 
 def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:

@@ -5,10 +5,11 @@ nn.Module + dummy arguments --capture--> Captured: graph, what its inputs are, h
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from . import checkpointed, dropout
@@ -104,18 +106,38 @@ def _check_input(name: str, value: Any, example: Any) -> None:
 
 
 def bound_arguments(
-    module: torch.nn.Module, dummy_forward_args: Mapping[str, Any]
+    module: torch.nn.Module, examples: Mapping[str, Any], called: str = "dummy_forward_args"
 ) -> inspect.BoundArguments:
     """Example arguments as the module's ``forward`` takes them.
 
+    Args:
+        called: what the user calls them.
     Raises:
-        CaptureError: it does not.
+        CaptureError: it does not take them, or does not say what it takes.
     """
     try:
-        return inspect.signature(module.forward).bind(**dummy_forward_args)
-    except TypeError as error:
+        return inspect.signature(module.forward).bind(**examples)
+    except (TypeError, ValueError) as error:
         raise CaptureError(
-            f"dummy_forward_args do not fit {type(module).__name__}.forward: {error}"
+            f"{called} do not fit {type(module).__name__}.forward: {error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _no_values() -> Iterator[None]:
+    """In this context torch's pages about a value that a graph has not become a sentence.
+
+    Raises:
+        CaptureError: the module asks a tensor for its value.
+    """
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        lines = str(error).splitlines()
+        where = [line.removeprefix("Caused by: ") for line in lines if "Caused by: " in line]
+        raise CaptureError(
+            "the module decides by a tensor's value, as of .item(), which a graph does not know: "
+            + " ".join([lines[0], *where[:1]])
         ) from None
 
 
@@ -140,7 +162,7 @@ def capture(
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         given = arguments if mode is None else _without_data(mode, arguments)
-        with checkpointed.marked():
+        with checkpointed.marked(), _no_values():
             exported = torch.export.export(module, (), given, strict=False)
             _refuse_gradients_off(exported)
             exported = exported.run_decompositions({})

@@ -96,25 +96,29 @@ def parallelize(
     module = module_or_module_class
     problem: Exception | None = None
     try:
-        _check(module, dummy_forward_args, pas_policy, compute_config, nnscaler_only)
-        if isinstance(verify, Mapping):
-            bound_arguments(module, verify)  # type: ignore[arg-type]
+        given = _checked(module, dummy_forward_args, pas_policy, compute_config, nnscaler_only)
+        if isinstance(verify, Mapping) and compute_config.plan_ngpus > 1:
+            bound_arguments(given, verify, "verify's arguments")
         if compile and not lowered:
             raise ValueError(
                 "parallelize: compile=True needs lowered=True: what is compiled is lowered"
             )
+        for name in ("module_dtype", "compute_dtype"):
+            if not isinstance(options[name], torch.dtype | None):
+                raise TypeError(
+                    f"parallelize: {name} must be a torch.dtype or None, got {options[name]!r}"
+                )
+        if module_dtype is not None:
+            module = copy.deepcopy(given).to(module_dtype)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    if compute_config.ranks > 1:
-        unheard = _nobody_to_ask(compute_config)
-        if unheard is None:
-            same_request(compute_config, pas_policy, module, options, problem)
-        problem = problem or unheard
+    unheard = _nobody_to_ask(compute_config)
+    if unheard is None and compute_config.ranks > 1:
+        same_request(compute_config, pas_policy, module, options, problem)
+    problem = problem or unheard
     if problem is not None:
         raise problem
     assert isinstance(module, torch.nn.Module)
-    if module_dtype is not None:
-        module = copy.deepcopy(module).to(module_dtype)
 
     def made(example: Mapping[str, Any]) -> ParallelModule:
         given = module, example, pas_policy, compute_config, compute_dtype
@@ -129,14 +133,14 @@ def parallelize(
     return parallel if example is dummy_forward_args else made(dummy_forward_args)
 
 
-def _check(
+def _checked(
     module: object,
     dummy_forward_args: object,
     policy: AnyPolicy,
     config: ComputeConfig,
     nnscaler_only: Mapping[str, Any],
-) -> None:
-    """Raise what :func:`parallelize` says of its arguments."""
+) -> torch.nn.Module:
+    """The module, where :func:`parallelize` raises nothing of its arguments."""
     for name, value in nnscaler_only.items():
         if name not in NNSCALER_OPTIONS:
             raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
@@ -147,26 +151,28 @@ def _check(
         raise NotImplementedError(
             "parallelize: module classes are not supported yet; pass a module"
         )
+    if any(isinstance(part, ParallelModule) for part in module.modules()):
+        raise ValueError("parallelize: the module, or a part of it, is parallelized already")
     if not isinstance(dummy_forward_args, Mapping):
         raise TypeError(
             "parallelize: dummy_forward_args must map forward's argument names to example values, "
             f"got {type(dummy_forward_args).__name__}"
         )
-    bound_arguments(module, dummy_forward_args)
+    if config.plan_ngpus > 1:  # whole copies are not captured
+        bound_arguments(module, dummy_forward_args)
     if not isinstance(policy, EnginePlan) and not is_path(policy):
         named(policy)
+    return module
 
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:
     """Why this rank cannot compare its call with those of all ranks, or None."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == config.ranks:
+        return None
     if not dist.is_initialized():
         return RuntimeError(
             f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
             "initialised; call torch.distributed.init_process_group() first"
         )
-    if dist.get_world_size() != config.ranks:
-        return ValueError(
-            f"parallelize: runtime_ngpus={config.ranks}, but the world has "
-            f"{dist.get_world_size()} ranks"
-        )
-    return None
+    return ValueError(f"parallelize: runtime_ngpus={config.ranks}, but the world has {ranks} ranks")

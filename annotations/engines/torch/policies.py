@@ -186,7 +186,7 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
     """The policy of a name, a mapping or a function, and what it says of parameters.
 
     Raises:
-        PolicyError: no policy has this name.
+        PolicyError: no policy has this name, or it is something else.
     """
     if isinstance(policy, Mapping):
         forced = dict(policy)
@@ -195,8 +195,8 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
             return forced
 
         return mapping, "whole"
-    if not isinstance(policy, str):
+    if callable(policy):
         return policy, "whole"
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
     return POLICIES[policy], PARAMETERS.get(policy, "whole")

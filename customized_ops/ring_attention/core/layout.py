@@ -47,7 +47,7 @@ Ints = npt.NDArray[np.int64]
 FEW_RANGES = 32
 
 
-@made_uncompiled()
+@made_uncompiled("__init__", "positions")
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Token ranges per rank, in the rank's local order. Made by the static methods below.

@@ -23,7 +23,7 @@ from .uncompiled import made_uncompiled
 __all__ = ["AttnMask", "MaskError"]
 
 
-@made_uncompiled("union", "shift", "restrict")
+@made_uncompiled("union", "shift", "restrict", "area", "to_dense", "picture", "__init__")
 class AttnMask(Patterns, Conversions):
     """Which (query, key) pairs attend, over whole sequences.
 

@@ -42,8 +42,8 @@ from .sides import Block, Dims, Put, Side, copy
 ALIGNED_BYTES = 256
 DONE = 0  # channel; those of exchanges follow
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
-# What goes home to a rank: from so many bytes on, or of so many tokens, as attending these takes
-# milliseconds, memory is worth waiting for "free".
+# Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank
+# has fetched so many tokens, as attending these takes milliseconds.
 SPARED_BYTES, SPARED_TOKENS = 64 << 20, 16 << 10
 
 
