@@ -12,7 +12,7 @@ from .core.inprocess import run_ranks
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
-from .core.plan import Plan, make_plan
+from .core.plan import Plan
 from .layout_ops import (
     wrap_roll_func,
     wrap_shard_func,
@@ -26,6 +26,7 @@ from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
+from .uncompiled import make_plan
 from .zigzag_attn import wrap_zigzag_attn_func
 
 __all__ = [

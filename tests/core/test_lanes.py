@@ -348,7 +348,7 @@ def test_own_keys_last(name: str, order: Order, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many bytes of k and v as of q, and many; never on one stream."""
+    """With as many bytes of k and v as of q, and many; never on one stream or in one queue."""
 
     def last(heads: tuple[int, int], rows: int, two: bool = True) -> bool:
         h, g = heads
@@ -363,6 +363,8 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
     assert last((4, 2), most) and last((2, 2), most)
     assert not last((4, 2), most - 1) and not last((6, 2), most)
     assert not last((4, 2), most, two=False)
+    monkeypatch.setattr(lanes, "ONE_QUEUE", True)
+    assert not last((4, 2), most)
 
 
 def test_a_rank_that_needs_nobody_uses_one_stream(order: Order) -> None:

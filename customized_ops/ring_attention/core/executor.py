@@ -43,6 +43,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from . import lanes
 from .comm import Comm, Pending, SeenBy
 from .exchange import Exchange
 from .kernels import Kernel, Pairs, Scoring
@@ -295,7 +296,7 @@ class _Pass:
         call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
         their way home. (With fewer key heads the call of own keys itself takes the most.)"""
         large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
-        return self._lanes.two and large
+        return self._lanes.two and large and not lanes.ONE_QUEUE
 
     def begin(self) -> None:
         """Before the first word with a peer."""

@@ -7,12 +7,17 @@ The queue that waits for peers goes first: what it computes must still travel ho
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
 
 NOTHING: AbstractContextManager[None] = nullcontext()
+
+# Whether a GPU takes the work of all streams in the order in which the host gives it, so that what
+# waits holds up what comes after; CUDA reads this once, too.
+ONE_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class Lanes:

@@ -12,10 +12,12 @@ every token is without asking anybody.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +38,6 @@ from .layout_arguments import (
 )
 from .layout_spec import read, write, write_ranges
 from .mask import AttnMask
-from .uncompiled import made_uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,6 @@ Ints = npt.NDArray[np.int64]
 FEW_RANGES = 32
 
 
-@made_uncompiled("__init__", "positions")
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """Token ranges per rank, in the rank's local order. Made by the static methods below.
@@ -212,7 +212,7 @@ class Layout:
         if whole_documents is not None and whole_documents.imbalance <= certificate.imbalance:
             return Layout(whole_documents.table, group_size)
         if not certificate.good:
-            warnings.warn(uneven(certificate, chunk), stacklevel=2)
+            warnings.warn(uneven(certificate, chunk), stacklevel=_level_of_caller())
         return Layout.from_chunks(total, group_size, chunk, rank_of)
 
     @staticmethod
@@ -376,3 +376,16 @@ class Layout:
             for rank, start, stop, offset in self.pieces.tolist()
         ]
         return torch.cat(parts, dim) if parts else shards[0]
+
+
+def _level_of_caller() -> int:
+    """Of who called this package, for a warning: whatever lies between, such as what keeps its
+    functions from being compiled."""
+    package, compiler = str(Path(__file__).parents[1]), "torch/_dynamo"
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(package) and compiler not in name:
+            break
+        level, frame = level + 1, frame.f_back
+    return level

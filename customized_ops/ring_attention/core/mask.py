@@ -18,12 +18,10 @@ from .conversions import Conversions
 from .mask_arguments import MaskError, count, cumulative, flag, reach, window_reach
 from .patterns import Patterns
 from .slices import HI, K0, K1, LO, UNBOUNDED, Slices
-from .uncompiled import made_uncompiled
 
 __all__ = ["AttnMask", "MaskError"]
 
 
-@made_uncompiled("union", "shift", "restrict", "area", "to_dense", "picture", "__init__")
 class AttnMask(Patterns, Conversions):
     """Which (query, key) pairs attend, over whole sequences.
 

@@ -28,7 +28,6 @@ from .layout import Layout, LayoutError
 from .mask import AttnMask
 from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
-from .uncompiled import left_alone
 from .work import ASSIGNMENTS, TEAM, WORTH, Work
 
 
@@ -267,7 +266,6 @@ class Plan:
         return moves.sizes(self.q_needed, self._q_tokens, size, self.team_size)
 
 
-@left_alone
 def make_plan(
     mask: AttnMask,
     q_layout: Layout,
