@@ -12,11 +12,12 @@
 
 Ideal: the time of the fastest kernel for the whole problem on one GPU, over the number of GPUs. It
 is measured in the same run, on all GPUs at once, each by itself, so that they are as warm. All
-contestants of a case take turns in one process group; ranks start each run together; a time is the
-median of runs, of the slowest rank. Whoever computes something else than attention, or fails, is
-said to and has no time. Inputs lie in a contestant's layout before the clock starts, as in a model
-whose inputs were laid out so once. Where the whole problem would take one GPU too long, or too
-much memory, the ideal is that of fewer heads, and if that is not enough of fewer tokens, by FLOP.
+contestants of a case take turns in one process group, in another order each round; ranks start each
+run together; a time is the median of runs, of the slowest rank. Whoever computes something else
+than attention, or fails, is said to and has no time. Inputs lie in a contestant's layout before the
+clock starts, as in a model whose inputs were laid out so once. Where the whole problem would take
+one GPU too long, or too much memory, the ideal is that of fewer heads, and if that is not enough of
+fewer tokens, by FLOP.
 
 FLOP: 4 x attended pairs x query heads x head dim forward, 2.5 times that backward. Memory: the peak
 of a rank beyond its inputs, also in units of its q, k, v and out. "new ms": what the first call

@@ -12,7 +12,7 @@ import importlib.util
 import torch
 
 THREADS = 1024  # of a block; two fill a multiprocessor, so blocks come to all
-STAMP_MS = 0.05  # of the host, about
+STAMP_MS = 0.05  # that a host is given for a stamp
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
         return Clock(device) if found else None
 
     def stamp(self) -> None:
-        """Note the counts at this point, the first or the second; costs the host STAMP_MS."""
+        """Note the counts at this point, the first or the second."""
         self._kernel(next(self._free), num_warps=THREADS // 32)
 
     def megahertz(self) -> float | None:

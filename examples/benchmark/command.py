@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from launch import count
 
 from .cases import KINDS, SUITES, K
 
@@ -111,13 +112,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "tries it out on this machine"
         )
     return args
-
-
-def count(text: str) -> int:
-    """A positive number."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
 
 
 def tokens(text: str) -> int:

@@ -225,7 +225,7 @@ def test_what_is_refused_of_one_rank(given: dict[str, Any], why: str) -> None:
 
 @pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel])
 def test_a_parallel_module_is_not_copied(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"cannot be (copied|pickled)"):
+    with pytest.raises(NotImplementedError, match="cannot be copied or pickled: copy"):
         use(PARALLEL)
 
 

@@ -74,14 +74,15 @@ def parallelize(
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
 
     Raises:
-        PolicyError: no policy has this name, or it asks for a split that an op does not allow; says
-            which it does.
+        PolicyError: ``pas_policy`` is none of these, or it asks for a split that an op does not
+            allow; says which it does.
         CaptureError: the module does something that cannot be captured or run in parallel yet, or
             another rank asks for something else, or for what it cannot have.
         NotImplementedError: a module class, or a keyword argument or field of the config that only
             nnscaler acts on is not at its default; names it.
-        ValueError: ``runtime_ngpus`` is not the number of ranks, or ``compile`` lacks ``lowered``.
-        TypeError: ``dummy_forward_args`` is not a mapping.
+        ValueError: ``runtime_ngpus`` is not the number of ranks, ``compile`` lacks ``lowered``, or
+            the module is parallelized already.
+        TypeError: ``dummy_forward_args`` is not a mapping, or a dtype is none.
         RuntimeError: ``torch.distributed`` is not initialised.
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
         VerificationError: with ``verify``, something differs from the single module; names it.

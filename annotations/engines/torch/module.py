@@ -137,26 +137,16 @@ class ParallelModule(TrainingModule):
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refused: what is planned and traced belongs to this module's parameters.
-
-        Raises:
-            NotImplementedError: says what to copy.
-        """
-        raise NotImplementedError(
-            "a parallelized module cannot be copied: copy the module before it is parallelized, or "
-            "keep its state_dict(), or averages of its parameters() by name"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused as a copy is.
+        """Refuses copies and pickles: what is planned and traced is of this module's parameters.
 
         Raises:
-            NotImplementedError: says what to save.
+            NotImplementedError: says what to copy or save.
         """
         raise NotImplementedError(
-            "a parallelized module cannot be pickled: save its state_dict(), by "
-            "torch.distributed.checkpoint where the plan keeps parameters in parts"
+            "a parallelized module cannot be copied or pickled: copy the module before it is "
+            "parallelized, keep averages of its parameters() by name, or save its state_dict() (by "
+            "torch.distributed.checkpoint where the plan keeps parameters in parts)"
         )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -381,7 +381,7 @@ class Layout:
 def _level_of_caller() -> int:
     """Of who called this package, for a warning: whatever lies between, such as what keeps its
     functions from being compiled."""
-    package, compiler = str(Path(__file__).parents[1]), "torch/_dynamo"
+    package, compiler = str(Path(__file__).parents[1]), str(Path("torch", "_dynamo"))
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
