@@ -3,13 +3,15 @@
     python tests/benchmarks/host_time.py                       CPU, the executor left out
     python tests/benchmarks/host_time.py --executor --device cuda
     python tests/benchmarks/host_time.py --kernel flash4 --device cuda
+    torchrun --nproc-per-node 2 tests/benchmarks/host_time.py --kernel flash4 --device cuda
 
 Each op is called again and again on few tokens, with autograd, and its forward and backward are
 timed on the host alone: nothing inside waits for a GPU. By default that is the path from the public
 function to the executor, which returns tensors without values; with ``--executor`` the executor
 runs too and the kernel returns them; ``--kernel`` runs a real one, and beside it its library's own
 causal call in the plainest autograd function. Of two ranks the other is absent
-(:class:`RehearsalComm`), so no message costs anything; a rank that attends its own keys while
+(:class:`RehearsalComm`), so no message costs anything; under torchrun there are as many ranks as
+it starts, and what they exchange is part of the time. A rank that attends its own keys while
 others arrive makes two calls a pass. Figures are the least of several rounds: other work on the
 machine only adds.
 
@@ -19,6 +21,7 @@ machine only adds.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if __name__ == "__main__":
@@ -49,19 +53,19 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core import rehearsal
-from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.groups import GroupLike
 from customized_ops.ring_attention.core.rehearsal import RehearsalComm
 
-TOKENS, HEADS, KV_HEADS, DIM = 128, 4, 2, 32
+HEADS, KV_HEADS, DIM = 4, 2, 32
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ROUNDS = 100
 
 Attend = Callable[..., Any]
 
 
-def ops(ranks: int) -> dict[str, tuple[Attend, bool]]:
+def ops(ranks: int, tokens: int) -> dict[str, tuple[Attend, bool]]:
     """The ops by name: from q, k, v, group and options to out, and whether tokens are packed."""
-    total = ranks * TOKENS
+    total = ranks * tokens
     cu = torch.tensor([0, total // 3, total], dtype=torch.int32)
     mask, zigzag = AttnMask.prefix_lm(total, total // 4), Layout.zigzag(total, ranks)
     packed = partial(wrap_ring_attn_varlen_func, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
@@ -110,26 +114,27 @@ def without(what: str) -> ExitStack:
 
 
 def measure(
-    attend: Attend, packed: bool, comm: Comm | None, device: str, calls: int, kernel: str
+    attend: Attend, packed: bool, comm: GroupLike, given: argparse.Namespace
 ) -> tuple[float, float]:
     """(forward, backward) of one call in microseconds on the host, each the least of rounds."""
-    q, k, v, dout = tensors(() if packed else (1,), device)
+    q, k, v, dout = tensors(() if packed else (1,), given)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     outs: list[Tensor] = []
 
     def forward() -> None:
-        outs.append(attend(q, k, v, process_group=comm, kernel=kernel))
+        outs.append(attend(q, k, v, process_group=comm, kernel=given.kernel or "auto"))
 
     def backward() -> None:
         torch.autograd.grad(outs.pop(), leaves, dout)
 
-    return least(forward, backward, device, calls)
+    return least(forward, backward, given)
 
 
-def measure_library(kernel: str, device: str, calls: int) -> tuple[float, float] | None:
+def measure_library(given: argparse.Namespace) -> tuple[float, float] | None:
     """The same of the kernel's library alone, or None where it has no such call."""
-    *inputs, dout = tensors((1,), device)
-    raw = RAW[kernel](Problem(*inputs, dout)) if kernel in RAW else None
+    *inputs, dout = tensors((1,), given)
+    make = RAW.get(given.kernel)
+    raw = None if make is None else make(Problem(*inputs, dout))
     if raw is None:
         return None
 
@@ -150,7 +155,7 @@ def measure_library(kernel: str, device: str, calls: int) -> tuple[float, float]
     def backward() -> None:
         torch.autograd.grad(outs.pop(), leaves, dout)
 
-    return least(forward, backward, device, calls)
+    return least(forward, backward, given)
 
 
 def as_given(result: Tensor, like: Tensor) -> Tensor:
@@ -158,26 +163,27 @@ def as_given(result: Tensor, like: Tensor) -> Tensor:
     return result if result.shape == like.shape else result.transpose(1, 2)
 
 
-def tensors(lead: tuple[int, ...], device: str) -> list[Tensor]:
+def tensors(lead: tuple[int, ...], given: argparse.Namespace) -> list[Tensor]:
     """q, k, v and the gradient of out."""
+    like: dict[str, Any] = {"device": given.device, "dtype": DTYPES[given.device]}
     heads = HEADS, KV_HEADS, KV_HEADS, HEADS
-    return [torch.randn(*lead, TOKENS, h, DIM, device=device, dtype=DTYPES[device]) for h in heads]
+    return [torch.randn(*lead, given.tokens, h, DIM, **like) for h in heads]
 
 
 def least(
-    forward: Callable[[], Any], backward: Callable[[], Any], device: str, calls: int
+    forward: Callable[[], Any], backward: Callable[[], Any], given: argparse.Namespace
 ) -> tuple[float, float]:
     """Microseconds on the host of each, over rounds of so many calls of the one, then the other."""
     best = [float("inf")] * 2
     for _ in range(ROUNDS):
         for n, call in enumerate((forward, backward)):
-            if device == "cuda":
+            if given.device == "cuda":
                 torch.cuda.synchronize()
             began = perf_counter()
-            for _ in range(calls):
+            for _ in range(given.calls):
                 call()
             best[n] = min(best[n], perf_counter() - began)
-    return best[0] / calls * 1e6, best[1] / calls * 1e6
+    return best[0] / given.calls * 1e6, best[1] / given.calls * 1e6
 
 
 def main() -> None:
@@ -185,27 +191,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DTYPES, default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, default=128, help="of each rank")
     parser.add_argument("--calls", type=int, default=10, help="calls in one round")
     parser.add_argument("--executor", action="store_true", help="run the executor too")
     parser.add_argument("--kernel", default=None, help="run the executor and this kernel too")
     parser.add_argument("--op", action="append", help="only this op; may be given again")
     given = parser.parse_args()
+    group, say = None, partial(print, flush=True)
+    if "WORLD_SIZE" in os.environ:
+        if given.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
+        group, given.ranks = dist.group.WORLD, [dist.get_world_size()]
+        if dist.get_rank():
+            say = lambda _: None  # noqa: E731
     stack = ExitStack()
     if given.kernel is None:
         stack = without("kernel" if given.executor else "executor")
     # Ranks of a real group are looked up, not made anew for each call.
     stack.enter_context(mock.patch.object(rehearsal, "by_name", lru_cache(rehearsal.by_name)))
-    print(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
-    if given.kernel and (alone := measure_library(given.kernel, given.device, given.calls)):
-        print(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}", flush=True)
+    say(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
+    if alone := measure_library(given):
+        say(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}")
     with stack:
         for ranks in given.ranks:
-            comm = RehearsalComm(0, ranks) if ranks > 1 else None
-            for name, (attend, packed) in ops(ranks).items():
+            comm = group or (RehearsalComm(0, ranks) if ranks > 1 else None)
+            for name, (attend, packed) in ops(ranks, given.tokens).items():
                 if given.op is None or name in given.op:
-                    how = packed, comm, given.device, given.calls, given.kernel or "auto"
-                    forward, backward = measure(attend, *how)
-                    print(f"{name:>16} {ranks:>6} {forward:>11.1f} {backward:>12.1f}", flush=True)
+                    forward, backward = measure(attend, packed, comm, given)
+                    say(f"{name:>16} {ranks:>6} {forward:>11.1f} {backward:>12.1f}")
+    if group is not None:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

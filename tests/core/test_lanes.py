@@ -43,9 +43,20 @@ class Stream:
         self.seen: set[int] = set()
         self.cuda_stream = id(self)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_event(self, event: Event) -> None:
         """As torch's."""
-        self.seen |= other.seen
+        self.seen |= event.seen
+
+
+class Event:
+    """What a stream had done when it was recorded."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def record(self, stream: Stream) -> None:
+        """As torch's."""
+        self.seen = set(stream.seen)
 
 
 @dataclass
@@ -240,10 +251,14 @@ class Noted:
         return KERNELS["reference"].backward(*args, **options)
 
 
-@pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
-    """Stand-ins for torch's streams, which the executor takes CPU tensors to need."""
+@pytest.fixture(params=[GPU.index, 1], ids=["current", "another current"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
+    """Stand-ins for torch's streams, which the executor takes CPU tensors to need; on the current
+    device, or with another one current."""
     order = Order()
+
+    def set_stream(chosen: Stream) -> None:
+        order.now = chosen
 
     @contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
@@ -257,7 +272,12 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: order.now)
     monkeypatch.setattr(torch.cuda, "Stream", second)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: request.param)
+    handle = lambda index: order.now.cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     monkeypatch.setattr(executor, "Lanes", lambda device, two: Lanes(GPU, two=two))
     lanes._beside.cache_clear()
     yield order
@@ -423,7 +443,7 @@ def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) 
 def test_memory_given_away_early_is_noticed(order: Order) -> None:
     with order:
         one = torch.ones(4)
-        order.second.wait_stream(order.main)
+        order.second.seen |= order.main.seen
         with torch.cuda.stream(order.second):  # type: ignore[arg-type]
             kept = one + 1
         del one
@@ -436,7 +456,7 @@ def test_memory_given_away_early_is_noticed(order: Order) -> None:
 
 
 def test_on_a_cpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("current_stream", "Stream", "stream"):
+    for name in ("current_stream", "Stream", "stream", "set_stream", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: pytest.fail("a stream"))
     for device, two in ((torch.device("cpu"), True), (torch.device("cpu"), False), (GPU, False)):
         lane = Lanes(device, two=two)

@@ -38,7 +38,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ from .comm import Comm, Pending, SeenBy
 from .exchange import Exchange
 from .kernels import Kernel, Pairs, Scoring
 from .lanes import Lanes
-from .merge import Accumulator, Sum, accumulation_dtype
+from .merge import Accumulator, Sum, accumulation_dtype, span_of
 from .plan import Plan
 from .rank_plan import Range, RankPlan, Stage
 from .share import Parts, Share
@@ -122,9 +121,8 @@ def attention_forward(
             run.end()  # peers need not wait for what the first stream still attends
     run.join()
     dtype = accumulation_dtype(q.dtype) if mine.row_parts > 2 else q.dtype
-    if run.late[1]:
-        late_q = own_q[:, slice(*run.late)]
-        own.add(*late.result(late_q, v_dim, dtype), slice(*run.late))
+    if run.late[1]:  # some stage had a part of them, so what there would be without is not needed
+        own.add(*late.result(own_q, v_dim, dtype), slice(*run.late))
     out, lse = own.result(own_q, v_dim, dtype)
     if not share.whole:
         out, lse = share.among_all(out, lse, q, v_dim)
@@ -132,9 +130,8 @@ def attention_forward(
     if home is not None:
         home.wait()
         run.end()
-    out = out.to(q.dtype)
     run.leave()
-    return out, lse
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse
 
 
 def attention_backward(
@@ -174,9 +171,11 @@ def attention_backward(
     rows, dims = [dout, q, out, lse], [share.rows] * 3 + [share.stats]
     if dlse is not None:
         rows, dims = [*rows, dlse], [*dims, share.stats]
-    own_rows = [share.of(t, dim) for t, dim in zip(rows, dims, strict=True)]
+    own_rows = rows
+    if not share.whole:
+        own_rows = [share.of(t, dim) for t, dim in zip(rows, dims, strict=True)]
     dq, dk, dv = Sum(q, mine.row_parts), Sum(k, mine.key_parts), Sum(v, mine.key_parts)
-    late_dq = Sum(q[:, slice(*run.late)], mine.row_parts)
+    late_dq = Sum(span_of(q, 1, *run.late), mine.row_parts)
     late_dk, late_dv = Sum(k, mine.key_parts), Sum(v, mine.key_parts)
     going_home: list[Pending] = []
     with run.second():
@@ -330,12 +329,13 @@ class _Pass:
         """Each stage with its number, and the keys and values of each group of heads, which have
         arrived when they are looked at; as many of the following ones as the Comm likes are on
         their way meanwhile."""
-        groups = self._share.groups(q, k)
-        remote = [n for n, stage in enumerate(self.mine.stages) if stage.kv is not None]
-        waiting = [(n, heads) for n in remote for heads in groups]
-        ahead = self._comm.ahead
-        coming = deque(self._ask_keys(n, heads, k, v) for n, heads in waiting[:ahead])
-        later = iter(waiting[ahead:])
+        groups, remote = self._share.groups(q, k), self.mine.remote
+        waiting = deque([(n, kv, heads) for n, kv in remote for heads in groups])
+        coming: deque[Pending] = deque()
+
+        def ask() -> None:
+            n, kv, heads = waiting.popleft()
+            coming.append(self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n)))
 
         def arriving(stage: Stage) -> Iterator[Arrived]:
             if stage.kv is None:
@@ -343,17 +343,15 @@ class _Pass:
                 return
             for heads in groups:
                 here = coming.popleft()
-                coming.extend(self._ask_keys(*after, k, v) for after in islice(later, 1))
+                if waiting:
+                    ask()
                 keys, values = here.wait()
                 self._last = None if coming else here
                 yield heads, keys, values
 
+        for _ in range(min(self._comm.ahead, len(waiting))):
+            ask()
         return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
-
-    def _ask_keys(self, n: int, heads: Share, k: Tensor, v: Tensor) -> Pending:
-        kv = self.mine.stages[n].kv
-        assert kv is not None
-        return self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n))
 
     def send_home(
         self,
@@ -392,13 +390,11 @@ class _Pass:
     ) -> tuple[Tensor, Tensor]:
         """out and lse over the stage's keys, of the rows that attend some (a hull); ``heads`` are
         the share or a group of it, and q has those of the share."""
-        q = self._of(heads, q, heads.rows)
+        if heads is not self._share:
+            q = heads.of(q, heads.rows)
         rows, pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
-        return self._kernel.forward(q[:, rows], keys, values, pairs, heads.scoring, tokens)
-
-    def _of(self, heads: Share, tensor: Tensor, dims: Dims) -> Tensor:
-        """The heads of a group of what has those of the share, a view."""
-        return tensor if heads is self._share else heads.of(tensor, dims)
+        some_q = span_of(q, 1, *rows)
+        return self._kernel.forward(some_q, keys, values, pairs, heads.scoring, tokens)
 
     def backward(
         self,
@@ -412,21 +408,22 @@ class _Pass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq of these rows, dk, dv over the stage's keys, of ``heads`` as in :meth:`forward`;
         ``of_rows`` are dout, q, out, lse and, if it has a gradient, dlse, of the share."""
-        dims = [heads.rows] * 3 + [heads.stats] * (len(of_rows) - 3)
-        of_heads = [self._of(heads, t, dim) for t, dim in zip(of_rows, dims, strict=True)]
-        dout, q, out, lse, *dlse = of_heads
-        rows, pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
+        if heads is not self._share:  # a group's of what has those of the share
+            dims = [heads.rows] * 3 + [heads.stats] * (len(of_rows) - 3)
+            of_rows = [heads.of(t, dim) for t, dim in zip(of_rows, dims, strict=True)]
+        dout, q, out, lse, *dlse = of_rows
+        (start, stop), pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
         return self._kernel.backward(
-            dout[:, rows],
-            q[:, rows],
+            span_of(dout, 1, start, stop),
+            span_of(q, 1, start, stop),
             keys,
             values,
-            out[:, rows],
-            lse[..., rows],
+            span_of(out, 1, start, stop),
+            span_of(lse, 2, start, stop),
             pairs,
             heads.scoring,
             tokens,
-            dlse=dlse[0][..., rows] if dlse else None,
+            dlse=span_of(dlse[0], 2, start, stop) if dlse else None,
             deterministic=self._deterministic,
         )
 

@@ -34,26 +34,62 @@ class Lanes:
     def __init__(self, device: torch.device, *, two: bool) -> None:
         self.two = two and device.type == "cuda"
         if self.two:
-            self._main = torch.cuda.current_stream(device)
-            self._second = _beside(device, self._main.cuda_stream)
+            index = device.index
+            self._beside = _beside(device, torch._C._cuda_getCurrentRawStream(index))
+            # What changes streams in less time changes the current device, too.
+            self._here = torch.cuda.current_device() == index
 
     def fork(self) -> None:
         """Let the second stream start."""
         if self.two:
-            self._second.wait_stream(self._main)
+            self._beside.fork()
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the second stream."""
-        return torch.cuda.stream(self._second) if self.two else NOTHING
+        if not self.two:
+            return NOTHING
+        return self._beside if self._here else torch.cuda.stream(self._beside.second)
 
     def join(self) -> None:
         """Let the first stream wait for the second."""
         if self.two:
-            self._main.wait_stream(self._second)
+            self._beside.join()
+
+
+class _Beside:
+    """A stream and the one beside it, kept from call to call with what they wait for each other by:
+    torch's own ways make an event for each wait, and look at all devices to change streams.
+
+    As a context it is where the second stream is the current one, on the device of both.
+    """
+
+    def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+        self._main, self.second = main, second
+        self._given, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def fork(self) -> None:
+        """See :meth:`Lanes.fork`."""
+        self._given.record(self._main)
+        self.second.wait_event(self._given)
+
+    def join(self) -> None:
+        """See :meth:`Lanes.join`."""
+        self._done.record(self.second)
+        self._main.wait_event(self._done)
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.second)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._main)
 
 
 @lru_cache(maxsize=64)
-def _beside(device: torch.device, caller: int) -> torch.cuda.Stream:
+def _beside(device: torch.device, caller: int) -> _Beside:
     """Each of a caller's streams has its own, as their work is in no order. (torch deals streams
-    out of a pool of 32, so a program with more of high priority may share one.)"""
-    return torch.cuda.Stream(device, priority=-1)
+    out of a pool of 32, so a program with more of high priority may share one.)
+
+    Args:
+        caller: the handle of the stream that is current.
+    """
+    return _Beside(torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1))

@@ -106,8 +106,9 @@ class Accumulator:
             # A place of another dtype would round what a second part may follow.
             if self._wide if again else self._out.dtype != out.dtype:
                 self._out = self._out.to(wide)
-            here = _range(self._out, 1, start, stop), _range(self._lse, 2, start, stop)
-            part = [_range(t, dim, start - first, stop - first) for t, dim in ((out, 1), (lse, 2))]
+            here = span_of(self._out, 1, start, stop), span_of(self._lse, 2, start, stop)
+            first_part, last_part = start - first, stop - first
+            part = span_of(out, 1, first_part, last_part), span_of(lse, 2, first_part, last_part)
             if again:
                 merge_(*here, *part)
             else:
@@ -121,12 +122,16 @@ class Accumulator:
         for start, stop, _ in self._given.rest(self._out.shape[1]):
             self._out[:, start:stop].zero_()
             self._lse[..., start:stop].fill_(-torch.inf)
-        return self._out.to(dtype), self._lse
+        return _as(self._out, dtype), self._lse
 
 
-def _range(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """Some rows of a tensor; itself if all."""
+def span_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Some rows of a tensor, a view; itself if all."""
     return t if stop - start == t.shape[dim] else t.narrow(dim, start, stop - start)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _empty(like: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -180,8 +185,8 @@ class Sum:
             # A place of another dtype would round what a second part may follow.
             if not self._may_round(self._total) if again else self._total.dtype != part.dtype:
                 self._total = self._total.to(accumulation_dtype(self._like.dtype))
-            here = _range(self._total, 1, start, stop)
-            piece = _range(part, 1, start - first, stop - first)
+            here = span_of(self._total, 1, start, stop)
+            piece = span_of(part, 1, start - first, stop - first)
             if again:
                 here.add_(piece)
             else:
@@ -202,7 +207,7 @@ class Sum:
         if self._total is None:
             self._given.add(0, self._like.shape[1])
             self._total = torch.zeros_like(self._like, dtype=dtype)
-        self._total = self.so_far().to(dtype)
+        self._total = _as(self.so_far(), dtype)
         return self._total
 
     def place(self) -> Tensor:
@@ -224,4 +229,4 @@ class Sum:
 
     def result(self) -> Tensor:
         """The sum in its own tensor's dtype."""
-        return self.so_far().to(self._like.dtype)
+        return _as(self.so_far(), self._like.dtype)

@@ -195,6 +195,7 @@ class Push(Comm):
         super().__init__(*given)
         self._memory, self._arena = memory, Arena(memory)
         self._prepared: WeakKeyDictionary[Exchange, dict[Any, Prepared]] = WeakKeyDictionary()
+        self._peers = self._others(range(self.size))
         self._channel = DONE
         self._passes = 0
         self._under_way = False
@@ -212,7 +213,7 @@ class Push(Comm):
             )
         self._under_way = True
         if self._passes:
-            for peer in self._others(range(self.size)):
+            for peer in self._peers:
                 self._memory.wait_signal(peer, DONE)
         if self._arena.begin():
             self._prepared.clear()
@@ -221,7 +222,7 @@ class Push(Comm):
     def end(self) -> None:
         """See :meth:`Comm.end`."""
         self._passes += 1
-        for peer in self._others(range(self.size)):
+        for peer in self._peers:
             self._memory.put_signal(peer, DONE)
 
     def leave(self) -> None:
@@ -322,13 +323,16 @@ class Push(Comm):
         prepare: Callable[[], Prepared],
     ) -> Prepared:
         """The exchange as prepared when it was first met with such tensors at this place."""
-        of_tensors = ((t.shape, t.dtype, dim) for t, dim in zip(tensors, dims, strict=True))
-        key = (kind, self._arena.at, self._channel, *how, *of_tensors)
-        known = self._prepared.setdefault(exchange, {})
-        if key not in known:
-            known[key] = prepare()
-        self._arena.at, self._channel = known[key].after, known[key].channels[-1]
-        return known[key]
+        of_tensors = [(t.shape, t.dtype) for t in tensors]
+        key = (kind, self._arena.at, self._channel, *how, *of_tensors, *dims)
+        known = self._prepared.get(exchange)
+        if known is None:
+            known = self._prepared[exchange] = {}
+        ready = known.get(key)
+        if ready is None:
+            ready = known[key] = prepare()
+        self._arena.at, self._channel = ready.after, ready.channels[-1]
+        return ready
 
     def _write(self, ready: Prepared, source: Side) -> None:
         """Copy what peers need to them, and tell them."""

@@ -88,6 +88,11 @@ class RankPlan:
         return sum(n * m for n, m in zip(calls, times, strict=True))
 
     @cached_property
+    def remote(self) -> list[tuple[int, Exchange]]:
+        """The stages whose keys are received: their numbers, and what is received."""
+        return [(n, stage.kv) for n, stage in enumerate(self.stages) if stage.kv is not None]
+
+    @cached_property
     def local(self) -> Stage | None:
         """The stage of the rank's own keys, read in place, if own rows attend some of them."""
         first = self.stages[0]

@@ -14,6 +14,7 @@ from .head_shares import head_shares
 from .kernels import Pairs, Scoring, Tokens
 from .merge import Sum, unattended
 from .plan import Plan
+from .rank_plan import Range
 from .sides import ROWS, STATS, Dims
 
 
@@ -103,7 +104,7 @@ class Share:
 
     def call(
         self, stage: int, *, guests: bool, q: Tensor, keys: Tensor
-    ) -> tuple[slice, Pairs, Tokens | None]:
+    ) -> tuple[Range, Pairs, Tokens | None]:
         """Which rows a stage's kernel call is given, which pairs it attends, and which tokens they
         are, if the kernel must know.
 
@@ -115,14 +116,14 @@ class Share:
         known = self._plan.on_device.get(key)
         if known is None:
             here = self._plan.rank(self._rank).stages[stage]
-            start, stop = here.guest_hull if guests else here.own_hull
+            rows = start, stop = here.guest_hull if guests else here.own_hull
             slices = here.guest_in_hull if guests else here.own_in_hull
-            known = slice(start, stop), Pairs(slices, stop - start, keys.shape[1])
+            known = rows, Pairs(slices, stop - start, keys.shape[1])
             self._plan.on_device[key] = known
         rows, pairs = known
         if not self.scoring.needs_tokens:
             return rows, pairs, None
-        return rows, pairs, self._tokens(stage, guests).part(rows, slice(None))
+        return rows, pairs, self._tokens(stage, guests).part(slice(*rows), slice(None))
 
     def _tokens(self, stage: int, guests: bool) -> Tokens:
         rows, keys = self._indices(stage, guests)

@@ -93,7 +93,7 @@ def copy(source: Block, target: Block) -> None:
     copy_rows(source.tensors, target.tensors, target.tokens, source.rows, target.rows)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Side:
     """Tensors whose tokens leave, or arrive.
 
@@ -112,16 +112,20 @@ class Side:
 
     def of(self, peer: int) -> Block:
         """The peer's part, in place."""
-        where, pairs = self.peers[peer], zip(self.tensors, self.dims, strict=True)
-        shares, tokens = [dim.share(t, peer) for t, dim in pairs], [dim.tokens for dim in self.dims]
-        if where.indices is not None:
-            return Block(shares, tokens, where.on(shares[0].device))
-        ranges = zip(shares, tokens, strict=True)
-        return Block([t.narrow(dim, where.start, where.count) for t, dim in ranges], tokens)
+        where = self.peers[peer]
+        start, count, scattered = where.start, where.count, where.indices is not None
+        parts, tokens = [], []
+        for t, dim in zip(self.tensors, self.dims, strict=True):
+            part = dim.share(t, peer) if dim.shares else t
+            if not scattered and count != t.shape[dim.tokens]:
+                part = part.narrow(dim.tokens, start, count)
+            parts.append(part)
+            tokens.append(dim.tokens)
+        return Block(parts, tokens, where.on(parts[0].device) if scattered else None)
 
     def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
-        """The peer's part: views where its tokens are one range, else tensors of their own, in
-        ``dtypes`` if given."""
+        """The peer's part: views, or the tensors themselves, where its tokens are one range, else
+        tensors of their own, in ``dtypes`` if given."""
         block = self.of(peer)
         if block.rows is None:
             return block.tensors

@@ -83,8 +83,9 @@ def add_rows(
 
 def on_gpu(*tensors: Tensor) -> ModuleType | None:
     """The module that launches the kernels, where they take these tensors of rows; else None."""
-    if not all(t.is_cuda and t.dim() == 4 for t in tensors):
-        return None
+    for t in tensors:
+        if not t.is_cuda or t.dim() != 4:
+            return None
     launch = _launch()
     return launch if launch is not None and launch.fits(*tensors) else None
 
