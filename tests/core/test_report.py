@@ -27,9 +27,9 @@ rank   tokens         pairs of mean calls slices    kv in  rows in      sends   
    2        5            50   0.952     1      1       10        0    6.1 KiB    4.0 KiB    1.9 KiB
    3        5            51   0.971     1      1       15        0    2.9 KiB    6.2 KiB    2.0 KiB
 
-forward   244.0 us: 220.0 us starting kernels after 24.0 us on links
-backward  244.0 us: 220.0 us starting kernels after 24.0 us on links
-          at 650 and 590 TFLOP/s, 390 GB/s a rank and way, 12 us to start, 110 us a call
+forward   424.0 us: 400.0 us starting kernels after 24.0 us on links
+backward  424.0 us: 400.0 us starting kernels after 24.0 us on links
+          at 650 and 590 TFLOP/s, 390 GB/s a rank and way, 12 us to start, 200 us a call
 received  21.0 KiB by all ranks; at least 8.6 KiB (+144.0%) for these pairs a rank
           6.6 KiB by the busiest; at least 2.2 KiB (+207.2%)
 pairs     55 on the largest rank; at least 53 (+3.8%)

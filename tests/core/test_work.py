@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from customized_ops.ring_attention.core import work as work_module
 from customized_ops.ring_attention.core.layout import Layout
@@ -20,6 +21,7 @@ from customized_ops.ring_attention.core.work import (
     evened,
     nearest,
     owned,
+    shared,
 )
 
 many = settings(max_examples=150, deadline=None, derandomize=True)
@@ -91,7 +93,15 @@ def test_every_step_deals_each_pair_once(case, row_cost):
     near = nearest(at_home, k_layout, team_size, row_cost)
     assert_deals(near, mask, teams)
     event(f"rows move: {near is not at_home}")
-    for work in (at_home, near):
+    both = shared(at_home, q_layout, k_layout, team_size)
+    assert_deals(both, mask, teams)
+    key_held = row_team(k_layout, team_size)
+    for q0, q1, k0, k1, *_, team in both.tolist():
+        assert (held[q0:q1] == team).all() or (key_held[k0:k1] == team).all()
+    areas_of = [area_per_team(w, teams).max(initial=0) for w in (at_home, both)]
+    assert both is at_home or areas_of[1] < areas_of[0]
+    event(f"shared: {both is not at_home}")
+    for work in (at_home, near, both):
         even = evened(work, q_layout, team_size)
         assert_deals(even, mask, teams)
         before, after = (area_per_team(w, teams).max(initial=0) for w in (work, even))
@@ -226,6 +236,64 @@ def test_too_many_parts_are_left_at_home(monkeypatch):
     assert nearest(at_home, keys, 1, 4.0) is not at_home
     monkeypatch.setattr(work_module, "MAX_PARTS", 63)
     assert nearest(at_home, keys, 1, 4.0) is at_home
+
+
+# ----------------------------------------------------------------------- shared
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+@pytest.mark.parametrize("tokens", [8192, 100_003])
+def test_contiguous_causal_shards_are_shared_evenly(tokens, ranks):
+    """Half of what lies between two ranks for each; nobody computes rows of one peer over keys of
+    another."""
+    layout = Layout.contiguous(tokens, ranks)
+    work = shared(owned(AttnMask.causal(tokens).slices, layout, 1), layout, layout, 1)
+    area = area_per_team(work, ranks)
+    assert area.max() <= area.mean() * (1 + 256 * ranks / tokens)
+    rows, keys = layout.sizes[0] * np.arange(1, ranks), layout.sizes[0]
+    if tokens % ranks == 0:
+        assert (np.searchsorted(rows, work[:, Q0], side="right") == work[:, Q0] // keys).all()
+        at_rows, at_keys = (work[:, TEAM] == work[:, each] // keys for each in (Q0, K0))
+        assert (at_rows | at_keys).all() and not at_keys.all() and not at_rows.all()
+
+
+@many
+@given(data=st.data())
+def test_shares_are_as_even_as_they_can_be(data):
+    """Against a linear program, over any areas between the rows of one team and keys of another."""
+    n = data.draw(st.integers(2, 5))
+    some = st.sampled_from([0, 0, 1, 3, 10, 100])
+    between = np.array(data.draw(st.lists(some, min_size=n * n, max_size=n * n)), dtype=float)
+    between = between.reshape(n, n)
+    given_away = work_module._fractions_given(between)
+    pairs = [(a, b) for a in range(n) for b in range(n) if a != b and between[a, b]]
+    load = between.sum(1)
+    for a, b in pairs:
+        load[[a, b]] += np.array([-1, 1]) * given_away[a, b] * between[a, b]
+    limits = np.zeros((n, len(pairs) + 1))
+    limits[:, -1] = -1
+    for m, (a, b) in enumerate(pairs):
+        limits[[a, b], m] = -between[a, b], between[a, b]
+    goal = [0] * len(pairs) + [1]
+    bounds = [(0, 1)] * len(pairs) + [(None, None)]
+    least = linprog(goal, A_ub=limits, b_ub=-between.sum(1), bounds=bounds).fun
+    event(f"{len(pairs)} pairs")
+    assert least - 1e-6 <= load.max() <= least + 0.02 * max(between.sum(), 1e-9) + 1e-6
+
+
+def test_what_is_even_or_too_much_is_not_shared(monkeypatch):
+    mask = AttnMask.causal(512)
+    layout, zigzag = Layout.contiguous(512, 4), Layout.zigzag(512, 4)
+    even, uneven = owned(mask.slices, zigzag, 1), owned(mask.slices, layout, 1)
+    assert shared(even, zigzag, zigzag, 1) is even
+    assert shared(uneven, layout, layout, 1) is not uneven
+    for limit, value in (("MAX_PARTS", 9), ("MOST_SHARING", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(work_module, limit, value)
+            assert shared(uneven, layout, layout, 1) is uneven
+    alone = owned(AttnMask.varlen([0, 400, 512]).slices, Layout.from_sizes([400, 112]), 1)
+    kept = shared(alone, Layout.from_sizes([400, 112]), Layout.from_sizes([400, 112]), 1)
+    assert kept is alone, "nothing lies between the two"
 
 
 # ----------------------------------------------------------------------- evened

@@ -72,15 +72,15 @@ class CostModel:
             does 2.5 times as many.
         link_bytes: bytes a second that a rank sends, and as many that it receives meanwhile.
         step_seconds: time before the first byte of an exchange arrives.
-        call_seconds: time of the host for one kernel call, hidden behind longer kernels; 0 where
-            calls are replayed from a CUDA graph.
+        call_seconds: time of the host for one kernel call and what is sent and merged on its
+            account, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
     """
 
     forward_flops: float = 650e12
     backward_flops: float = 590e12
     link_bytes: float = 390e9
     step_seconds: float = 12e-6
-    call_seconds: float = 110e-6
+    call_seconds: float = 200e-6
 
     def attend_seconds(
         self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int
@@ -97,13 +97,17 @@ class CostModel:
         return steps * self.step_seconds
 
     def _launch_seconds(self, plan: Plan, kv_heads: int) -> Seconds:
-        """float64[P]: time of the host for a pass's calls: one for own rows, one more where keys of
-        others are attended by themselves, and one where rows of others are; what attends keys of
-        others is a call for each group of heads."""
-        keys, rows = plan.kv_tokens()[:, 1] > 0, plan.q_tokens()[:, 1] > 0
+        """float64[P]: time of the host for a pass's calls: of own rows and of those of others, each
+        over own keys and over those of others; what attends keys of others is a call for each group
+        of heads. Keys are counted as if they came in one step."""
+        own_rows, rows_of_others = plan.kinds_of_calls.astype(int)
         groups = min(plan.head_groups, kv_heads)
-        calls = (groups if plan.gathered else 1 + keys * groups) + rows * groups
-        return np.where(plan.area > 0, calls, 0) * self.call_seconds
+        if plan.gathered:
+            calls = groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
+        else:
+            own_keys, keys_of_others = own_rows + rows_of_others
+            calls = own_keys + groups * keys_of_others
+        return calls * self.call_seconds
 
     def passes(
         self,

@@ -5,10 +5,11 @@ team is the ranks that share out the heads of the same work; without a split of 
 rank. Everything else of a plan follows from its work: a team needs the rows and the keys of its
 slices, and a row's result is merged from all teams that have a part of it.
 
-Three ways to place work, and each is a step here:
+Four ways to place work, and each is a step here:
 
     keys move    the holder of the rows computes; the usual ring attention          owned
     rows move    the holder of the keys computes, where rows are fewer than keys    nearest
+    either       holders of rows and of keys each compute some, to be even          shared
     both move    a third rank computes, where a rank has too much work              evened
 """
 
@@ -35,6 +36,9 @@ TOLERANCE = 0.02
 WORTH = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
 MAX_PARTS = 1 << 20
+# Teams between which rows and keys are shared, pair by pair, and turns for each pair.
+MOST_SHARING, SWEEPS = 16, 100
+TILE_ROWS = 128  # where work is cut to suit kernels' tiles
 
 
 def cut_rows(slices: Slices, tiles: Table) -> tuple[Table, Table, Slices]:
@@ -135,6 +139,75 @@ def _rows_move(here: Table, there: Table, parts: Slices, row_cost: float) -> npt
     return away & (every[here, there] | (some[here, there] & slim))
 
 
+def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Work:
+    """Even out work between those who hold its rows and those who hold its keys.
+
+    Pairs whose rows and keys lie on different teams may be computed by either: of the rows that one
+    team has for the keys of another, the first go to the keys, so many that the busiest team has
+    as little as it can have that way. Contiguous shards of a causal mask come out even at halves,
+    whatever the number of teams, and no team computes rows of one peer over keys of another.
+
+    Args:
+        work: every row computed by its holder.
+    """
+    teams = q_layout.group_size // team_size
+    pieces = k_layout.pieces
+    first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
+    if teams > MOST_SHARING or (last - first).sum() > MAX_PARTS:
+        return work
+    area = area_per_team(work, teams)
+    if area.max(initial=0) <= (1 + TOLERANCE) * area.sum() / teams:
+        return work
+    x, piece, parts = cut_keys(work[:, :TEAM], pieces[:, 1:3])
+    here, there = work[x, TEAM], pieces[piece, 0] // team_size
+    between = np.zeros((teams, teams))
+    np.add.at(between, (here, there), areas(parts))
+    given = _fractions_given(between)
+    after = [_with_team(parts[here == there], here[here == there])]
+    for holder, other in np.argwhere(between * (1 - np.eye(teams))).tolist():
+        some = parts[(here == holder) & (there == other)]
+        row = _row_after(some, given[holder, other])
+        tiles = np.array([[0, row], [row, q_layout.total]])
+        _, _, cut = cut_rows(some, tiles[tiles[:, 0] < tiles[:, 1]])
+        after.append(_with_team(cut, np.where(cut[:, Q0] < row, other, holder)))
+    even = np.concatenate(after)
+    return even if area_per_team(even, teams).max() < area.max() else work
+
+
+def _fractions_given(between: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """float64[n, n]: which part of the area between the rows of team a and the keys of team b goes
+    to b, so that the largest load is as small as it can be; by turns for each pair of teams.
+
+    Args:
+        between: float64[n, n]: that area; of a team's rows and its own keys on the diagonal.
+    """
+    pairs = [(a, b) for a, b in np.argwhere(between).tolist() if a != b]
+    load = np.diag(between) + (between.sum(0) + between.sum(1) - 2 * np.diag(between)) / 2
+    given = np.full(between.shape, 0.5)
+    for _ in range(SWEEPS):
+        before = given.copy()
+        for a, b in pairs:
+            even = given[a, b] + (load[a] - load[b]) / (2 * between[a, b])
+            more = (min(max(even, 0.0), 1.0) - given[a, b]) * between[a, b]
+            given[a, b] += more / between[a, b]
+            load[a] -= more
+            load[b] += more
+        if np.abs(given - before).max() < TOLERANCE / 2:
+            break
+    return given
+
+
+def _row_after(parts: Slices, fraction: float) -> int:
+    """The row before which about so much of the parts' area lies; it suits kernels' tiles, unless
+    that would be too coarse."""
+    start, stop = int(parts[:, Q0].min()), int(parts[:, Q1].max())
+    step = min(TILE_ROWS, max((stop - start) // 16, 1))
+    rows = np.arange((start // step + 1) * step, stop, step)
+    bounds = np.concatenate([[start], rows, [stop]])
+    before = np.concatenate([[0], np.cumsum(_area_per_cell(parts, bounds))])
+    return int(bounds[np.abs(before - fraction * before[-1]).argmin()])
+
+
 def evened(work: Work, layout: Layout, team_size: int) -> Work:
     """Teams with more than the mean area give rows that they hold to teams with less.
 
@@ -174,7 +247,7 @@ def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Table, npt.NDAr
     """The sequence cut where work may be: at the layout's pieces, at multiples of 128 to suit
     kernels' tiles, and finer where a cell would hold an area above ``most``; with areas."""
     pieces = layout.pieces
-    grid = np.arange(0, layout.total, 128)
+    grid = np.arange(0, layout.total, TILE_ROWS)
     bounds = np.sort(np.concatenate([grid, pieces[:, 1], [layout.total]]), kind="stable")
     bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
     area = _area_per_cell(slices, bounds)
@@ -268,11 +341,19 @@ def _nearest(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost
 
 def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
     at_home = owned(slices, q_layout, team)
-    works = [at_home, evened(at_home, q_layout, team)]
     near = nearest(at_home, k_layout, team, cost)
-    if near is not at_home:
-        works.append(evened(near, q_layout, team))
-    return works[1:] if works[1] is at_home else works
+    both = shared(at_home, q_layout, k_layout, team)
+    evens = [evened(work, q_layout, team) for work in _distinct([at_home, near, both])]
+    return _distinct([at_home, *evens])
+
+
+def _distinct(works: Works) -> Works:
+    """Without what is there already; a step that had nothing to do returns what it was given."""
+    return [work for n, work in enumerate(works) if all(work is not other for other in works[:n])]
+
+
+def _shared(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    return [evened(shared(owned(slices, q_layout, team), q_layout, k_layout, team), q_layout, team)]
 
 
 def _zigzag(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
@@ -287,5 +368,6 @@ ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = 
     "owner": _owner,
     "balanced": _balanced,
     "nearest": _nearest,
+    "shared": _shared,
     "zigzag": _zigzag,
 }
