@@ -286,6 +286,8 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 CAUSAL = AttnMask.dense(48, causal=True)
 BALANCED = {"heads": HEADS, "assignment": "balanced"}
+# Rank 0 holds the middle: it has keys for the last rank's rows and rows for the first one's keys.
+MIDDLE = Layout.from_ranges([[(16, 32)], [(0, 16)], [(32, 48)]])
 PLANS = {
     "zigzag": make_plan(CAUSAL, Layout.zigzag(48, 2), stages=1, heads=HEADS),
     "rows move": make_plan(CAUSAL, Layout.contiguous(48, 2), stages=1, **BALANCED),
@@ -293,6 +295,7 @@ PLANS = {
     "three steps": make_plan(CAUSAL, Layout.zigzag(48, 4), stages=3, heads=HEADS),
     "scattered": make_plan(CAUSAL, Layout.striped(48, 3, block=4), stages=1, heads=HEADS),
     "teams": make_plan(CAUSAL, Layout.zigzag(48, 4), stages=1, team_size=2, **BALANCED),
+    "shared": make_plan(CAUSAL, MIDDLE, stages=1, assignment="shared", heads=HEADS),
     "rows of several ranks": make_plan(
         AttnMask.dense(4, 96), Layout.contiguous(4, 2), Layout.contiguous(96, 2),
         assignment="nearest", heads=HEADS,
@@ -347,6 +350,22 @@ def assert_laid_out(plan: Plan, order: Order) -> None:
 def test_what_waits_for_peers_is_on_the_second_stream(name: str, order: Order) -> None:
     passes(PLANS[name], order, times=1)
     assert_laid_out(PLANS[name], order)
+
+
+@pytest.mark.parametrize("name", ["rows move", "shared"])
+def test_when_results_of_guests_go_home(name: str, order: Order) -> None:
+    """With "shared" nobody attends rows of others over keys of others, so they need not wait until
+    those have been attended."""
+    passes(PLANS[name], order, times=1)
+    log = [what for what, _ in order.log]
+    forward = log[: log.index("end")]
+    backward = log[log.index("end") + 1 :]
+    after = forward[::-1].index("message")
+    assert (after > 0) == (name == "shared") and set(forward[len(forward) - after :]) <= {"kernel"}
+    messages = [n for n, what in enumerate(backward) if what == "message"]
+    kernels = [n for n, what in enumerate(backward) if what == "kernel"]
+    sent_home = [n for n in messages if kernels[0] < n < kernels[-1]]
+    assert bool(sent_home) == (name == "shared")
 
 
 OTHERS_FIRST = [name for name in PLANS if PLANS[name].rank(0).local is not None]

@@ -183,7 +183,8 @@ class CostModel:
                     seconds, _ = self.attend_seconds(pairs, h[rank], head_dim, v_dim)
                     now = start + float(seconds)
                     spans.append(Span(kind, n, start, now))
-        exchange("results", len(mine.stages) - 1, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
+            if n + 1 == plan.guest_stages and (after is None or after[0] > n):
+                exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
         return spans
 
 

@@ -9,6 +9,8 @@ Forward                                      Backward, the same plan reversed
 4. send guests' out and lse home, where
    results of one row are merged
 
+What was made of guests goes home, in both passes, after the last stage in which a rank has any.
+
 What needs nothing from peers, attending the rank's own keys with its own rows, runs on the caller's
 stream; all else on a second one that goes first where both have work (``lanes``). So what waits for
 peers is hidden behind what does not, and so is what travels home.
@@ -112,12 +114,12 @@ def attention_forward(
             if guest_parts:
                 out, lse = guest_parts.joined(2, 1)
                 guest.add(out, lse, _span(stage.guest_hull))
-        if plan.rows_move:
-            put = merge if mine.shared_rows else place
-            parts = guest.result(guest_q, v_dim, q.dtype)
-            dims = share.rows, share.stats
-            home = run.send_home(parts, lambda: results, dims, put)
-        else:
+            if run.guests_done(n):
+                put = merge if mine.shared_rows else place
+                parts = guest.result(guest_q, v_dim, q.dtype)
+                dims = share.rows, share.stats
+                home = run.send_home(parts, lambda: results, dims, put)
+        if not plan.rows_move:
             run.end()  # peers need not wait for what the first stream still attends
     run.join()
     dtype = accumulation_dtype(q.dtype) if mine.row_parts > 2 else q.dtype
@@ -223,9 +225,9 @@ def attention_backward(
             if guest_parts:
                 (part,) = guest_parts.joined(2)
                 guest_dq.add(part, _span(stage.guest_hull))
-        if plan.rows_move:
-            parts, into = [guest_dq.so_far()], lambda: [dq.place()]
-            going_home.append(run.send_home(parts, into, [share.rows], add, wire))
+            if run.guests_done(n):
+                parts, into = [guest_dq.so_far()], lambda: [dq.place()]
+                going_home.append(run.send_home(parts, into, [share.rows], add, wire))
 
     if run.own_last(q, k, v):
         with run.second():
@@ -352,6 +354,12 @@ class _Pass:
         for _ in range(min(self._comm.ahead, len(waiting))):
             ask()
         return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
+
+    def guests_done(self, stage: int) -> bool:
+        """Whether after this stage no rank attends rows of others any more, so that what was made
+        of them goes home while further keys are attended; on all ranks at once, as they exchange in
+        one order."""
+        return self._plan.rows_move and stage + 1 == self._plan.guest_stages
 
     def send_home(
         self,

@@ -125,6 +125,12 @@ class Plan:
                 kinds[n, m, rank[rows[n] & keys[m]]] = True
         return kinds
 
+    @cached_property
+    def guest_stages(self) -> int:
+        """In how many stages, from the first on, any rank attends rows of others."""
+        everywhere = self.gathered or bool(self.kinds_of_calls[1, 1].any())
+        return self.n_stages if everywhere else 1
+
     def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Table:
         """int64[P, 2]: query and key heads that each rank computes.
 
