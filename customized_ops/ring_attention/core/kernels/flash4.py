@@ -279,10 +279,12 @@ def _blocks_if_faster(
 ) -> flash4_blocks.Lists | None:
     """Block lists of the pairs where one block-sparse call is predicted to be faster than window
     calls; decided once."""
+    if len(steps.lowered(pairs)) < 2:
+        return None
 
     def make() -> flash4_blocks.Lists | None:
         calls = steps.lowered(pairs)
-        if len(calls) < 2 or torch.cuda.get_device_capability(q.device)[0] != 9:
+        if torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
         block_k = flash4_blocks.block_k(q.shape[-1])
         touched = blocks_touched(pairs.slices, flash4_blocks.BLOCK_Q, block_k) * block_k / 128

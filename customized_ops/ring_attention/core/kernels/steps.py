@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -62,6 +63,13 @@ class Step:
         """Whether the library's lse can be a view of one of all tokens: batch entries that are
         packed together lie between its heads."""
         return self.packing is None or self.entries == 1
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the call takes tensors as they are: nothing is cut or packed."""
+        return (
+            self.packing is None and self.entry is None and self.rows is None and self.keys is None
+        )
 
     def cut_rows(self, t: Tensor) -> Tensor:
         """[b, i, h, d] of all rows -> those of the call, a view."""

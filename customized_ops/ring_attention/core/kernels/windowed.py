@@ -121,15 +121,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one call's rows; in their ``place`` if there is one."""
     into = None if place is None else (step.pack(place[0]), step.pack_stats(place[1]))
-    out, lse = attend(
-        step.pack(step.cut_rows(q)),
-        step.pack(step.cut_keys(k)),
-        step.pack(step.cut_keys(v)),
-        step.window,
-        step.packing,
-        scoring,
-        into=into,
-    )
+    if not step.plain:
+        q, k, v = step.cut_rows(q), step.cut_keys(k), step.cut_keys(v)
+        q, k, v = step.pack(q), step.pack(k), step.pack(v)
+    out, lse = attend(q, k, v, step.window, step.packing, scoring, into=into)
     if step.skips_rows:  # some libraries write +inf there
         lse.masked_fill_(lse == torch.inf, -torch.inf)
     if into is not None and out is not into[0]:
@@ -160,6 +155,9 @@ def backward(
         gaps, wide_right: see :func:`.lowering.lower`.
     """
     todo = steps(pairs, (dout, q, k, v, out), gaps, wide_right)
+    if todo.rows.whole and todo.keys.whole and todo.steps[0].plain:
+        given = dout, q, k, v, out, lse, todo.steps[0].window, None, scoring
+        return attend_backward(*given, dlse=dlse, deterministic=deterministic)
     dq, dk, dv = Gradient(q, todo.rows), Gradient(k, todo.keys), Gradient(v, todo.keys)
     for step in todo.steps:
         rows, keys, pack = step.cut_rows, step.cut_keys, step.pack
