@@ -257,8 +257,10 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     device, or with another one current."""
     order = Order()
 
+    device = [request.param]
+
     def set_stream(chosen: Stream) -> None:
-        order.now = chosen
+        order.now, device[0] = chosen, GPU.index
 
     @contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
@@ -275,13 +277,14 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: request.param)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
     handle = lambda index: order.now.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     monkeypatch.setattr(executor, "Lanes", lambda device, two: Lanes(GPU, two=two))
     lanes._beside.cache_clear()
     yield order
     lanes._beside.cache_clear()
+    assert device == [request.param], "another device is current"
 
 
 CAUSAL = AttnMask.dense(48, causal=True)

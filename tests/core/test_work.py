@@ -250,21 +250,25 @@ def test_contiguous_causal_shards_are_shared_evenly(tokens, ranks):
     work = shared(owned(AttnMask.causal(tokens).slices, layout, 1), layout, layout, 1)
     area = area_per_team(work, ranks)
     assert area.max() <= area.mean() * (1 + 256 * ranks / tokens)
-    rows, keys = layout.sizes[0] * np.arange(1, ranks), layout.sizes[0]
-    if tokens % ranks == 0:
-        assert (np.searchsorted(rows, work[:, Q0], side="right") == work[:, Q0] // keys).all()
-        at_rows, at_keys = (work[:, TEAM] == work[:, each] // keys for each in (Q0, K0))
-        assert (at_rows | at_keys).all() and not at_keys.all() and not at_rows.all()
+    held, by_others = row_team(layout, 1), 0
+    for q0, q1, k0, k1, *_, team in work.tolist():
+        by_row = (held[q0:q1] == team).all()
+        assert by_row or (held[k0:k1] == team).all()
+        by_others += not by_row
+    assert by_others == ranks * (ranks - 1) / 2
 
 
 @many
 @given(data=st.data())
 def test_shares_are_as_even_as_they_can_be(data):
-    """Against a linear program, over any areas between the rows of one team and keys of another."""
-    n = data.draw(st.integers(2, 5))
+    """Against a linear program, over any areas between the rows of one team and keys of another, or
+    between neighbours alone, where work travels far."""
+    n, chain = data.draw(st.integers(2, 8)), data.draw(st.booleans())
     some = st.sampled_from([0, 0, 1, 3, 10, 100])
     between = np.array(data.draw(st.lists(some, min_size=n * n, max_size=n * n)), dtype=float)
     between = between.reshape(n, n)
+    if chain:
+        between *= np.eye(n) + np.eye(n, k=-1)
     given_away = work_module._fractions_given(between)
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b and between[a, b]]
     load = between.sum(1)
@@ -278,7 +282,7 @@ def test_shares_are_as_even_as_they_can_be(data):
     bounds = [(0, 1)] * len(pairs) + [(None, None)]
     least = linprog(goal, A_ub=limits, b_ub=-between.sum(1), bounds=bounds).fun
     event(f"{len(pairs)} pairs")
-    assert least - 1e-6 <= load.max() <= least + 0.02 * max(between.sum(), 1e-9) + 1e-6
+    assert least - 1e-6 <= load.max() <= least + 0.02 * between.sum() / n + 1e-6
 
 
 def test_what_is_even_or_too_much_is_not_shared(monkeypatch):
@@ -287,7 +291,7 @@ def test_what_is_even_or_too_much_is_not_shared(monkeypatch):
     even, uneven = owned(mask.slices, zigzag, 1), owned(mask.slices, layout, 1)
     assert shared(even, zigzag, zigzag, 1) is even
     assert shared(uneven, layout, layout, 1) is not uneven
-    for limit, value in (("MAX_PARTS", 9), ("MOST_SHARING", 3)):
+    for limit, value in (("MOST_SHARED", 8), ("MOST_SHARING", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(work_module, limit, value)
             assert shared(uneven, layout, layout, 1) is uneven

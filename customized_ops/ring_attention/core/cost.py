@@ -96,19 +96,6 @@ class CostModel:
         steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
         return steps * self.step_seconds
 
-    def _launch_seconds(self, plan: Plan, kv_heads: int) -> Seconds:
-        """float64[P]: time of the host for a pass's calls: of own rows and of those of others, each
-        over own keys and over those of others; what attends keys of others is a call for each group
-        of heads. Keys are counted as if they came in one step."""
-        own_rows, rows_of_others = plan.kinds_of_calls.astype(int)
-        groups = min(plan.head_groups, kv_heads)
-        if plan.gathered:
-            calls = groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
-        else:
-            own_keys, keys_of_others = own_rows + rows_of_others
-            calls = own_keys + groups * keys_of_others
-        return calls * self.call_seconds
-
     def passes(
         self,
         plan: Plan,
@@ -126,7 +113,7 @@ class CostModel:
         start = self._start_seconds(plan)
         there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
         back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
-        launch = self._launch_seconds(plan, kv_heads)
+        launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1
         return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
 

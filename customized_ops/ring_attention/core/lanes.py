@@ -60,7 +60,8 @@ class _Beside:
     """A stream and the one beside it, kept from call to call with what they wait for each other by:
     torch's own ways make an event for each wait, and look at all devices to change streams.
 
-    As a context it is where the second stream is the current one, on the device of both.
+    As a context, never in itself, it is where the second stream is the current one, on the device
+    of both.
     """
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:

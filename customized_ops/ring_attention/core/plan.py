@@ -30,8 +30,9 @@ from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
 from .work import ASSIGNMENTS, TEAM, WORTH, Work
 
-# The part of a pass that the busiest link may be at work and cost kernels nothing worth a call.
-HIDDEN = 0.25
+# A link may be busy for such a part of a pass, but not so many times as long as need be, and cost
+# kernels nothing that is worth a call.
+HIDDEN, BUSIER = 0.25, 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +125,18 @@ class Plan:
             for n, m in np.ndindex(2, 2):
                 kinds[n, m, rank[rows[n] & keys[m]]] = True
         return kinds
+
+    def calls(self, kv_heads: int) -> Table:
+        """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
+        over own keys and over those of others; what attends keys of others is a call for each group
+        of heads. Keys are counted as if they came in one step; a call of many slices may be several
+        of a library."""
+        own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
+        groups = min(self.head_groups, kv_heads)
+        if self.gathered:
+            return groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
+        own_keys, keys_of_others = own_rows + rows_of_others
+        return own_keys + groups * keys_of_others
 
     @cached_property
     def guest_stages(self) -> int:
@@ -325,7 +338,7 @@ def make_plan(
             holders of rows and of keys each compute some of the pairs that lie between them, until
             it is even; ``"zigzag"``: as if q were laid out zigzag. ``"auto"`` tries all but the
             last: of those that ``costs`` says are the fastest, within a twentieth, and whose bytes
-            are hidden or about the fewest, the one with the fewest kernel calls.
+            are hidden or about the fewest, the one with the fewest kernel calls, then bytes.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, the next step's keys
             arriving meanwhile. None chooses 1, or 0 where ``costs`` say that it is faster by more
@@ -408,7 +421,14 @@ def _make_plan(
         plans += [Plan(mask, q_layout, k_layout, work, size, steps) for work in works]
     if stages is None:
         plans = [_staged_or_gathered(plan, costs, heads) for plan in plans]
-    plan = plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+    plans = [_in_groups(plan, head_groups, costs, heads) for plan in plans]
+    return plans[0] if len(plans) == 1 else _best(plans, costs, heads)
+
+
+def _in_groups(
+    plan: Plan, head_groups: int | None, costs: CostModel, heads: tuple[int, int]
+) -> Plan:
+    """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
     if plan.team_size > 1 or not plan.keys_move:
         return plan
     count = best_head_groups(plan, costs, heads) if head_groups is None else head_groups
@@ -439,13 +459,14 @@ def _may_be_faster(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) 
 
 def _best(plans: list[Plan], costs: CostModel, heads: tuple[int, int]) -> Plan:
     """Of the plans that are the fastest within a twentieth, those whose busiest link is well hidden
-    behind kernels or within a fifth of the least busy one's; of those the first of the ones with
-    the fewest calls. (Two H200s, contiguous shards of a causal mask: a call less was worth 0.6 to 6
-    % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
+    behind kernels or hardly busier than the least busy one; of those one with the fewest calls, and
+    of these the one with the least busy link. (Two H200s, contiguous shards of a causal mask: a
+    call less was worth 0.6 to 6 % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
     passes = [costs.passes(plan, *heads, 128, 128, 2) for plan in plans]
     seconds = [sum(each.seconds for each in both) for both in passes]
     link = [sum(float(each.link.max()) for each in both) for both in passes]
     fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
-    most = max(min(link[n] for n in fast) / WORTH, HIDDEN * min(seconds))
+    least = min(link[n] for n in fast)
+    most = min(max(least / WORTH, HIDDEN * min(seconds)), BUSIER * least)
     light = [n for n in fast if link[n] <= most]
-    return plans[min(light, key=lambda n: sum(float(each.launch.max()) for each in passes[n]))]
+    return plans[min(light, key=lambda n: (plans[n].calls(heads[1]).max(), link[n]))]

@@ -36,8 +36,9 @@ TOLERANCE = 0.02
 WORTH = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
 MAX_PARTS = 1 << 20
-# Teams between which rows and keys are shared, pair by pair, and turns for each pair.
-MOST_SHARING, SWEEPS = 16, 100
+# Teams between which work is shared, pair by pair, parts that lie between them, and turns for each
+# pair: more would take long, or make many small calls.
+MOST_SHARING, MOST_SHARED, SWEEPS = 16, 2048, 200
 TILE_ROWS = 128  # where work is cut to suit kernels' tiles
 
 
@@ -151,19 +152,21 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
         work: every row computed by its holder.
     """
     teams = q_layout.group_size // team_size
+    area = area_per_team(work, teams)
+    if teams > MOST_SHARING or area.max(initial=0) <= (1 + TOLERANCE) * area.sum() / teams:
+        return work
     pieces = k_layout.pieces
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
-    if teams > MOST_SHARING or (last - first).sum() > MAX_PARTS:
+    home = (last == first + 1) & (pieces[first, 0] // team_size == work[:, TEAM])
+    if (last - first)[~home].sum() > MOST_SHARED:
         return work
-    area = area_per_team(work, teams)
-    if area.max(initial=0) <= (1 + TOLERANCE) * area.sum() / teams:
-        return work
-    x, piece, parts = cut_keys(work[:, :TEAM], pieces[:, 1:3])
-    here, there = work[x, TEAM], pieces[piece, 0] // team_size
-    between = np.zeros((teams, teams))
+    away = work[~home]
+    x, piece, parts = cut_keys(away[:, :TEAM], pieces[:, 1:3])
+    here, there = away[x, TEAM], pieces[piece, 0] // team_size
+    between = np.diag(area_per_team(work[home], teams))
     np.add.at(between, (here, there), areas(parts))
     given = _fractions_given(between)
-    after = [_with_team(parts[here == there], here[here == there])]
+    after = [work[home], _with_team(parts[here == there], here[here == there])]
     for holder, other in np.argwhere(between * (1 - np.eye(teams))).tolist():
         some = parts[(here == holder) & (there == other)]
         row = _row_after(some, given[holder, other])
@@ -176,7 +179,7 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
 
 def _fractions_given(between: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """float64[n, n]: which part of the area between the rows of team a and the keys of team b goes
-    to b, so that the largest load is as small as it can be; by turns for each pair of teams.
+    to b, so that the largest load is about as small as it can be; by turns for each pair of teams.
 
     Args:
         between: float64[n, n]: that area; of a team's rows and its own keys on the diagonal.
@@ -184,15 +187,15 @@ def _fractions_given(between: npt.NDArray[np.float64]) -> npt.NDArray[np.float64
     pairs = [(a, b) for a, b in np.argwhere(between).tolist() if a != b]
     load = np.diag(between) + (between.sum(0) + between.sum(1) - 2 * np.diag(between)) / 2
     given = np.full(between.shape, 0.5)
-    for _ in range(SWEEPS):
-        before = given.copy()
-        for a, b in pairs:
+    for sweep in range(SWEEPS):
+        before = load.copy()
+        for a, b in pairs if sweep % 2 else reversed(pairs):
             even = given[a, b] + (load[a] - load[b]) / (2 * between[a, b])
             more = (min(max(even, 0.0), 1.0) - given[a, b]) * between[a, b]
             given[a, b] += more / between[a, b]
             load[a] -= more
             load[b] += more
-        if np.abs(given - before).max() < TOLERANCE / 2:
+        if np.abs(load - before).max() <= TOLERANCE / 20 * load.mean():
             break
     return given
 
