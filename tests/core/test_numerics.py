@@ -104,10 +104,14 @@ PLANS = {
     "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
     "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
     "gathered by teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=0, team_size=2, **SPLIT),
+    "shared": make_plan(
+        CAUSAL, Layout.contiguous(64, 4), stages=1, assignment="shared", heads=HEADS
+    ),
     "rows of several ranks": few_rows(),
     "rows of several teams": few_rows(team_size=2, stages=1),
 }
 over_plans = pytest.mark.parametrize("name", PLANS)
+ONE_CALL_EACH = {"shared", "rows of several ranks"}  # of what travels home
 
 
 # ------------------------------------------------------------------------------- what travels
@@ -117,14 +121,14 @@ over_plans = pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("lse_gradient", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "reduce_dtype", "itemsize"),
+    ("dtype", "reduce_dtype"),
     [
-        (torch.bfloat16, None, 4),
-        (torch.bfloat16, torch.bfloat16, 2),
-        (torch.bfloat16, torch.float32, 4),
-        (torch.float32, torch.float16, 2),
-        (torch.float64, None, 8),
-        (torch.float64, torch.float32, 4),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float64, None),
+        (torch.float64, torch.float32),
     ],
 )
 def test_bytes_are_as_planned(
@@ -133,17 +137,18 @@ def test_bytes_are_as_planned(
     lse_gradient: bool,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
-    itemsize: int,
 ) -> None:
     plan = PLANS[name]
     tensors = draw(plan.mask, dtype)
     options = {"lse_gradient": lse_gradient, "reduce_dtype": reduce_dtype}
     _, moved = run(plan, tensors, KERNEL[kernel], **options)
     sizes = (*HEADS, DIM, V_DIM, dtype.itemsize)
+    default = dtype.itemsize if name in ONE_CALL_EACH else max(dtype.itemsize, 4)
+    itemsize = default if reduce_dtype is None else reduce_dtype.itemsize
     planned = 2 * plan.backward_bytes(*sizes, itemsize, lse_gradient=lse_gradient)
     assert moved == planned.tolist() and planned.sum() > 0
     usual = 2 * plan.backward_bytes(*sizes, lse_gradient=lse_gradient)
-    assert (planned.sum() == usual.sum()) == (itemsize == max(dtype.itemsize, 4))
+    assert (planned.sum() == usual.sum()) == (itemsize == default)
 
 
 @over_plans
@@ -171,7 +176,7 @@ def errors(got: list[Tensor], want: tuple[Tensor, ...]) -> list[float]:
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("stages", [0, 7])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("assignment", ["owner", "balanced"])
+@pytest.mark.parametrize("assignment", ["owner", "balanced", "shared"])
 def test_bf16_on_the_wire_is_nearly_as_good_as_one_device(
     kernel: str, stages: int, ranks: int, assignment: str
 ) -> None:

@@ -28,8 +28,8 @@ Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
     dq, dk, dv   added up wide over stages and ranks, rounded once at the end
     dk, dv of received keys, dq of guests   travel in ``reduce_dtype``, and are added wide where
                  they arrive; what a rank holds itself is not rounded to it. By default that is
-                 wide, but where a rank makes one call for each stage of keys (no rows move) the
-                 inputs' dtype: a call may round to it, and nothing was added yet
+                 wide, but where each of them is one call's (no rank attends rows of others over
+                 received keys) the inputs' dtype: a call may round to it, and nothing was added yet
 
 What arrives is added or merged in rank order, so nothing here depends on who was first: the forward
 is the same bit for bit from run to run, the backward where the kernel's is (``deterministic``).
@@ -169,7 +169,7 @@ def attention_backward(
     share = Share(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
-    wire = reduce_dtype or (accumulation_dtype(q.dtype) if plan.rows_move else q.dtype)
+    wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
     rows, dims = [dout, q, out, lse], [share.rows] * 3 + [share.stats]
     if dlse is not None:
         rows, dims = [*rows, dlse], [*dims, share.stats]

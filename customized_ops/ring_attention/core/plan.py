@@ -144,6 +144,12 @@ class Plan:
         everywhere = self.gathered or bool(self.kinds_of_calls[1, 1].any())
         return self.n_stages if everywhere else 1
 
+    @cached_property
+    def one_call_each(self) -> bool:
+        """Whether all that travels home in the backward is a single call's: no rank attends rows of
+        others over keys that it received."""
+        return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
+
     def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Table:
         """int64[P, 2]: query and key heads that each rank computes.
 
@@ -279,14 +285,14 @@ class Plan:
         comes home.
 
         Args:
-            reduce_itemsize: bytes per element of gradients that come home; None is 4, or 8 beside
-                fp64, where rows move, else that of the inputs (see ``core/executor.py``).
+            reduce_itemsize: bytes per element of gradients that come home; None is that of the
+                inputs where :attr:`one_call_each`, else 4, or 8 beside fp64.
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
         v_dim = head_dim if v_dim is None else v_dim
         wide = max(itemsize, 4)
-        home = reduce_itemsize or (wide if self.rows_move else itemsize)
+        home = reduce_itemsize or (itemsize if self.one_call_each else wide)
         row = (head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide
         there = self._kv_bytes(g * (head_dim + v_dim) * itemsize) + self._q_bytes(h * row)
         back = self._kv_bytes(g * (head_dim + v_dim) * home) + self._q_bytes(h * head_dim * home)
