@@ -49,7 +49,7 @@ from .comm import Comm, Pending, SeenBy
 from .exchange import Exchange
 from .kernels import Kernel, Pairs, Scoring
 from .lanes import Lanes
-from .merge import Accumulator, Sum, accumulation_dtype, span_of
+from .merge import Accumulator, Sum, accumulation_dtype, as_dtype, span_of
 from .plan import Plan
 from .rank_plan import Range, RankPlan, Stage
 from .share import Parts, Share
@@ -133,7 +133,7 @@ def attention_forward(
         home.wait()
         run.end()
     run.leave()
-    return out if out.dtype == q.dtype else out.to(q.dtype), lse
+    return as_dtype(out, q.dtype), lse
 
 
 def attention_backward(

@@ -7,8 +7,8 @@ of the last nth, however few ranks and stages there are; each is a kernel call o
     links     | keys of 1 | of 2 |           gradients of 1 | of 2 |
     kernels   | own keys  | heads 1 | heads 2 |
 
-It pays where links are as slow as kernels, as between hosts. With calls of 200 us of the
-host the clock of a pass is its where little is attended, and then one group is best.
+It pays where links are as slow as kernels, as between hosts. Where little is attended a pass takes
+as long as its host, 200 us a call, and then one group is best.
 """
 
 from __future__ import annotations

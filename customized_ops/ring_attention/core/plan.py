@@ -30,8 +30,8 @@ from .rank_plan import RankPlan, rank_plan
 from .slices import K0, K1, Q0, Q1, areas
 from .work import ASSIGNMENTS, TEAM, WORTH, Work
 
-# A link may be busy for such a part of a pass, but not so many times as long as need be, and cost
-# kernels nothing that is worth a call.
+# What the busiest link may do to spare a kernel call: be at work for HIDDEN of the two passes,
+# which kernels do not feel, but no more than BUSIER times what it is at the least.
 HIDDEN, BUSIER = 0.25, 1.5
 
 
@@ -129,8 +129,8 @@ class Plan:
     def calls(self, kv_heads: int) -> Table:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
         over own keys and over those of others; what attends keys of others is a call for each group
-        of heads. Keys are counted as if they came in one step; a call of many slices may be several
-        of a library."""
+        of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are made, with
+        keys as if they came in one step. A call of many slices may be several of a library."""
         own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
         groups = min(self.head_groups, kv_heads)
         if self.gathered:
@@ -139,16 +139,15 @@ class Plan:
         return own_keys + groups * keys_of_others
 
     @cached_property
-    def guest_stages(self) -> int:
-        """In how many stages, from the first on, any rank attends rows of others."""
-        everywhere = self.gathered or bool(self.kinds_of_calls[1, 1].any())
-        return self.n_stages if everywhere else 1
-
-    @cached_property
     def one_call_each(self) -> bool:
         """Whether all that travels home in the backward is a single call's: no rank attends rows of
         others over keys that it received."""
         return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
+
+    @property
+    def guest_stages(self) -> int:
+        """In how many stages, from the first on, any rank attends rows of others, if one does."""
+        return 1 if self.one_call_each else self.n_stages
 
     def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Table:
         """int64[P, 2]: query and key heads that each rank computes.

@@ -116,7 +116,7 @@ class Side:
         start, count, scattered = where.start, where.count, where.indices is not None
         parts, tokens = [], []
         for t, dim in zip(self.tensors, self.dims, strict=True):
-            part = dim.share(t, peer) if dim.shares else t
+            part = dim.share(t, peer)
             if not scattered and count != t.shape[dim.tokens]:
                 part = part.narrow(dim.tokens, start, count)
             parts.append(part)

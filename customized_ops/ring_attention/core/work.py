@@ -165,11 +165,10 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
     here, there = away[x, TEAM], pieces[piece, 0] // team_size
     between = np.diag(area_per_team(work[home], teams))
     np.add.at(between, (here, there), areas(parts))
-    given = _fractions_given(between)
     after = [work[home], _with_team(parts[here == there], here[here == there])]
-    for holder, other in np.argwhere(between * (1 - np.eye(teams))).tolist():
+    for (holder, other), fraction in _fractions_given(between).items():
         some = parts[(here == holder) & (there == other)]
-        row = _row_after(some, given[holder, other])
+        row = _row_after(some, fraction)
         tiles = np.array([[0, row], [row, q_layout.total]])
         _, _, cut = cut_rows(some, tiles[tiles[:, 0] < tiles[:, 1]])
         after.append(_with_team(cut, np.where(cut[:, Q0] < row, other, holder)))
@@ -177,19 +176,19 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
     return even if area_per_team(even, teams).max() < area.max() else work
 
 
-def _fractions_given(between: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """float64[n, n]: which part of the area between the rows of team a and the keys of team b goes
-    to b, so that the largest load is about as small as it can be; by turns for each pair of teams.
+def _fractions_given(between: npt.NDArray[np.float64]) -> dict[tuple[int, int], float]:
+    """Which part of the area between the rows of team a and the keys of team b goes to b, for each
+    such pair that has some, so that the largest load is about as small as it can be; found by
+    turns for each pair.
 
     Args:
         between: float64[n, n]: that area; of a team's rows and its own keys on the diagonal.
     """
-    pairs = [(a, b) for a, b in np.argwhere(between).tolist() if a != b]
+    given = {(a, b): 0.5 for a, b in np.argwhere(between).tolist() if a != b}
     load = np.diag(between) + (between.sum(0) + between.sum(1) - 2 * np.diag(between)) / 2
-    given = np.full(between.shape, 0.5)
     for sweep in range(SWEEPS):
         before = load.copy()
-        for a, b in pairs if sweep % 2 else reversed(pairs):
+        for a, b in given if sweep % 2 else reversed(given):
             even = given[a, b] + (load[a] - load[b]) / (2 * between[a, b])
             more = (min(max(even, 0.0), 1.0) - given[a, b]) * between[a, b]
             given[a, b] += more / between[a, b]
