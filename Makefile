@@ -14,7 +14,7 @@ MODULES := annotations annotations.engines.torch annotations.grammar annotations
   customized_ops.ring_attention.api.transformers customized_ops.ring_attention.api.yunchang \
   customized_ops.ring_attention.core.cost customized_ops.ring_attention.core.kernels \
   customized_ops.ring_attention.core.layout customized_ops.ring_attention.core.mask \
-  customized_ops.ring_attention.core.patterns customized_ops.ring_attention.core.plan \
+  customized_ops.ring_attention.core.mask.patterns customized_ops.ring_attention.core.plan \
   customized_ops.ring_attention.core.report
 
 .DEFAULT_GOAL := help

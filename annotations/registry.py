@@ -263,8 +263,8 @@ def register_op(
         as_texts(annotation)
 
     def decorate(function: Callable[..., Any]) -> AnnotatedOp:
-        from . import dtensor
-        from .library import define
+        from .library import dtensor
+        from .library.define import define
 
         signature = inspect.signature(function, eval_str=True)
         tensors = [p.name for p in signature.parameters.values() if _is_tensor(p.annotation)]

@@ -12,7 +12,7 @@ from rank_groups import device
 from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.dropout import MAX_CUT_DIMS
+from annotations.engines.torch.capture.dropout import MAX_CUT_DIMS
 from customized_ops.ring_attention import wrap_ring_attn_func
 
 

@@ -29,7 +29,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_unshard_func,
 )
-from customized_ops.ring_attention.core import groups
+from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 
 def tiny_llama(op: str, layers: int = 1) -> Llama:

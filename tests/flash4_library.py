@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from windows import dense_mask
 
-from customized_ops.ring_attention.core.kernels import flash4_blocks
-from customized_ops.ring_attention.core.kernels.steps import Packing
+from customized_ops.ring_attention.core.kernels.adapters import flash4_blocks
+from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
 
 FORWARD = (
     "q k v qv cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k min_seqlen_k "

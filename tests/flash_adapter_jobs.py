@@ -12,7 +12,7 @@ from customized_ops.ring_attention.api.ring_flash_attn import (
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
-from customized_ops.ring_attention.core.groups import comm_by_name, group_name
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_name
 
 DOCUMENTS = (5, 9, 2, 8)
 

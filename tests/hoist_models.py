@@ -20,7 +20,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
 )
-from customized_ops.ring_attention.core import groups
+from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 DIM, HEADS, HEAD_DIM, VOCAB = 8, 2, 4, 16
 LAYERS = {"plain": 2, "masks": 3, "cross": 2}

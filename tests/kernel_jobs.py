@@ -16,9 +16,9 @@ from op_cases import Case, run_rank
 from rank_groups import Groups, Place, in_their_own_time, place_in
 from torch import Tensor
 
-from customized_ops.ring_attention import attention_call, attention_op
 from customized_ops.ring_attention.core.kernels import KernelError
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.op import attention_call, attention_op
 
 LATE_SECONDS = 0.3
 

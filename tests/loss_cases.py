@@ -15,9 +15,8 @@ from dense import assert_same
 from torch import Tensor
 
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
-from customized_ops.ring_attention.core import inprocess
-from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.inprocess import InProcessComm, World, run_ranks
+from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World, run_ranks
 
 
 class Place(NamedTuple):

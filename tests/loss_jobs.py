@@ -17,8 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from annotations import ComputeConfig, parallelize
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy, op
 from customized_ops.chunk_linear_cross_entropy.chunks import gradients
-from customized_ops.ring_attention import agreement
-from customized_ops.ring_attention.core import groups
+from customized_ops.ring_attention.core.comm import comm_groups as groups
+from customized_ops.ring_attention.op import agreement
 
 
 def grid_part(case: LossCase, grid: tuple[int, int]) -> list[Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch import gradients
-from annotations.engines.torch.local_graph import communicates
+from annotations.engines.torch.module import gradient_sync as gradients
+from annotations.engines.torch.run.local_graph import communicates
 from customized_ops.ring_attention import wrap_ring_attn_func
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import wrap_ring_attn_func
-from customized_ops.ring_attention.core import groups
+from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 
 class Again(nn.Module):

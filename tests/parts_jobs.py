@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.gradients import local
-from annotations.engines.torch.lying import cut_axes
-from annotations.engines.torch.module import ParallelModule
+from annotations.engines.torch.module.gradient_sync import local
+from annotations.engines.torch.module.parallel_module import ParallelModule
+from annotations.engines.torch.strategies.placements import cut_axes
 
 LENGTH, STEPS, MAX_NORM = 16, 3, 0.1
 

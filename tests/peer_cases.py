@@ -13,7 +13,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.api import ring_flash_attn as api
-from customized_ops.ring_attention.core.groups import comm_by_name, group_name
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_name
 
 
 @dataclass(frozen=True)

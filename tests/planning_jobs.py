@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
-from annotations.engines.torch import module as engine_module
-from annotations.engines.torch.lying import cut_axes
-from annotations.engines.torch.rates import known_rates, rates_file
-from customized_ops.ring_attention.core import groups
+from annotations.engines.torch.module import parallel_module as engine_module
+from annotations.engines.torch.plan.rates import known_rates, rates_file
+from annotations.engines.torch.strategies.placements import cut_axes
+from customized_ops.ring_attention.core.comm import comm_groups as groups
 
 # Computing is slow beside links, so that even tiny models are cut.
 SLOW = Rates(1e8, 1e8, 1e9, (Link(1e-9, 1e12),))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from customized_ops.ring_attention.core.inprocess import InProcessComm, World
-from customized_ops.ring_attention.core.push import Piece, Push
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World
+from customized_ops.ring_attention.core.comm.one_sided import Piece, Push
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64

@@ -9,7 +9,7 @@ import torch
 from windows import Library
 
 from customized_ops.ring_attention.core.kernels.protocol import Capabilities
-from customized_ops.ring_attention.core.kernels.windowed import kernel_of
+from customized_ops.ring_attention.core.kernels.window.windowed import kernel_of
 
 NAME = "mine"
 CAPABILITIES = (

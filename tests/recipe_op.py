@@ -12,13 +12,13 @@ from torch import Tensor
 
 from annotations import Communicates, InnerCost, PartitionRule, register_op
 from customized_ops.ring_attention import AttnMask, Layout
-from customized_ops.ring_attention.arguments import Options
-from customized_ops.ring_attention.attention_family import Family, Given, Problem
-from customized_ops.ring_attention.attention_layout import layout_of
-from customized_ops.ring_attention.attention_op import call_op, declare
-from customized_ops.ring_attention.attention_repeat import Pattern
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.groups import GroupLike, comm_by_name
+from customized_ops.ring_attention.core.comm.comm_groups import GroupLike, comm_by_name
+from customized_ops.ring_attention.op.arguments import Options
+from customized_ops.ring_attention.op.attention_family import Family, Given, Problem
+from customized_ops.ring_attention.op.attention_layout import layout_of
+from customized_ops.ring_attention.op.attention_op import call_op, declare
+from customized_ops.ring_attention.op.attention_repeat import Pattern
 
 # 1. Attention of each block of tokens to itself and to those before it.
 

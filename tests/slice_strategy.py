@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.slices import Slices, as_slices, normalise
+from customized_ops.ring_attention.core.mask.slices import Slices, as_slices, normalise
 
 UNBOUNDED = 1 << 30
 

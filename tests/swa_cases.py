@@ -11,7 +11,7 @@ from op_cases import Case
 from torch import Tensor
 
 from customized_ops.ring_attention.api import ring_swa
-from customized_ops.ring_attention.core.groups import comm_by_name, group_name
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_name
 
 FUNCTIONS = {
     "window": ring_swa.ring_sliding_window_attn,

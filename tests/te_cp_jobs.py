@@ -11,7 +11,8 @@ import torch.distributed as dist
 from op_cases import Case
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Capabilities, te
+from customized_ops.ring_attention.core.kernels import Capabilities
+from customized_ops.ring_attention.core.kernels.adapters import te
 
 
 def run_cases(

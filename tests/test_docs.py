@@ -88,9 +88,9 @@ def test_readme_shows_an_example_by_line_30() -> None:
     ],
 )
 def test_docstring_examples(name: str) -> None:
-    if name.startswith("customized_ops.ring_attention.core.fused."):
+    if name.endswith(".triton_kernels") or name.endswith(".merge.launch"):
         pytest.importorskip("triton", reason="they are Triton kernels")
-    if name == "annotations.engines.nnscaler":
+    if name.startswith("annotations.engines.nnscaler"):
         pytest.importorskip("nnscaler", reason="nnscaler is not installed: see CONTRIBUTING.md")
     module = importlib.import_module(name)
     examples = doctest.testmod(module)

@@ -20,21 +20,23 @@ from recipe_engine import InPieces, Projects
 from recipe_op import BLOCK_ATTN, BlockCase, centre, project
 from torch import Tensor
 
-from annotations import ComputeConfig, calls, parallel, parallelize, record_of
+from annotations import ComputeConfig, parallel, parallelize, record_of
+from annotations.codegen import public_call as calls
 from annotations.rules import SplitSite
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
     make_plan,
-    public_calls,
     run_ranks,
     wrap_masked_attn_func,
 )
-from customized_ops.ring_attention.core import layout_spec, work
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, KernelError, refusal
 from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, listing
-from customized_ops.ring_attention.core.mask_arguments import count
-from customized_ops.ring_attention.core.slices import Q0, Q1, Slices, as_slices, normalise
+from customized_ops.ring_attention.core.layout import layout_spec
+from customized_ops.ring_attention.core.mask.mask_arguments import count
+from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
+from customized_ops.ring_attention.core.plan import work
+from customized_ops.ring_attention.op import public_calls
 from tests.core import test_patterns
 from tests.kernels import test_conformance
 from tests.ops import test_every_mask, test_mask_grid

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch import gradients, norms
+from annotations.engines.torch.module import gradient_sync as gradients
+from annotations.engines.torch.module import norms
 
 SMALL_BUCKET_MB = 0.01  # several buckets even of a tiny model
 

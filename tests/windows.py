@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import Pairs, Scoring
-from customized_ops.ring_attention.core.kernels.lowering import Window
-from customized_ops.ring_attention.core.kernels.steps import Packing
-from customized_ops.ring_attention.core.slices import as_slices, normalise
+from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
+from customized_ops.ring_attention.core.kernels.window.lowering import Window
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
 WIDE = 999  # wider than any sequence here: no bound
 HEADS = 4

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ring_attention.core.merge import accumulation_dtype
+from ..ring_attention.core.merge.merge import accumulation_dtype
 
 # Of a chunk's logits, where the user names no chunk size. dW is read and written once a chunk: on
 # an H200, with 131072 rows, half as much takes 13 % more time, twice as much 5 % less.

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from annotations.calls import PublicCall, declare_call
+from annotations.codegen.public_call import PublicCall, declare_call
 from annotations.groups import GroupError
 from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
-from ..ring_attention.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
-from ..ring_attention.core.groups import GroupLike, comm_by_name, group_name
-from ..ring_attention.core.rehearsal import RehearsalComm
+from ..ring_attention.core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ..ring_attention.core.comm.fake_comm import RehearsalComm
+from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
 from .op import TITLE, count_tokens, first_row, token_losses
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -20,10 +20,10 @@ from annotations import register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
 
-from ..ring_attention.arguments import ArgumentError
 from ..ring_attention.core.comm import Comm
-from ..ring_attention.core.groups import comm_by_name
-from ..ring_attention.core.merge import accumulation_dtype
+from ..ring_attention.core.comm.comm_groups import comm_by_name
+from ..ring_attention.core.merge.merge import accumulation_dtype
+from ..ring_attention.op.arguments import ArgumentError
 from .chunks import Head, finite, gradients, statistics
 
 TITLE = "chunk_linear_cross_entropy"

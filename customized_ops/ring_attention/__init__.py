@@ -5,10 +5,7 @@ Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 
 from annotations.groups import GroupError
 
-from . import public_calls as public_calls  # declares the functions below to engines
-from .agreement import DisagreementError
-from .arguments import ArgumentError
-from .core.inprocess import run_ranks
+from .core.comm.inprocess import run_ranks
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
@@ -22,11 +19,14 @@ from .layout_ops import (
 )
 from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
+from .op import public_calls as public_calls  # declares the functions below to engines
+from .op.agreement import DisagreementError
+from .op.arguments import ArgumentError
+from .op.uncompiled import make_plan
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
-from .uncompiled import make_plan
 from .zigzag_attn import wrap_zigzag_attn_func
 
 __all__ = [

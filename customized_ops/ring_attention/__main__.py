@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import te_cp
-from .core.draw import draw
 from .core.kernels.listing import listing
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import make_plan
+from .core.plan.work import ASSIGNMENTS
 from .core.report import report
-from .core.work import ASSIGNMENTS
+from .core.report.draw import draw
 from .doctor import doctor
+from .op import te_cp
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 MOST = 1 << 28  # tokens whose sums fit a small machine

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from .core.comm.symmetric import CHOICE
 from .core.kernels.choice import KERNELS, UNPROVEN
 from .core.kernels.listing import problem_of, table
-from .core.symmetric import CHOICE
 
 SECONDS = 20  # that nvidia-smi may take
 

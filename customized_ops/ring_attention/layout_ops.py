@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import ArgumentError, checked
-from .core.groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .token_moves import WHOLE, check_move, move_tokens
+from .op.arguments import ArgumentError, checked
+from .op.token_move import WHOLE, check_move, move_tokens
 
 
 def wrap_shuffle_func(

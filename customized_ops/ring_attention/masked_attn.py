@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .arguments import ArgumentError, Options
-from .attention_family import Family, Given, Problem, has_data
-from .attention_layout import layout_of
-from .attention_op import call_op, declare
-from .attention_repeat import Pattern
 from .core.comm import Comm
-from .core.groups import GroupLike
+from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
 from .core.mask import AttnMask
+from .op.arguments import ArgumentError, Options
+from .op.attention_family import Family, Given, Problem, has_data
+from .op.attention_layout import layout_of
+from .op.attention_op import call_op, declare
+from .op.attention_repeat import Pattern
 
 TITLE = "wrap_masked_attn_func"
 

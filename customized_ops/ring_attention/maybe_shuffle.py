@@ -11,14 +11,14 @@ from torch import Tensor
 
 from annotations import register_op
 
-from .arguments import ArgumentError, checked
 from .core.comm import Comm
-from .core.exchange import Exchange
-from .core.groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from .core.comm.transfer_side import Dims, add
 from .core.layout import Layout
-from .core.relayout import relayout
-from .core.sides import Dims, add
-from .token_moves import MOVES_TOKENS, UNKNOWN
+from .core.plan.exchange import Exchange
+from .core.plan.relayout import relayout
+from .op.arguments import ArgumentError, checked
+from .op.token_move import MOVES_TOKENS, UNKNOWN
 from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 
 TOKENS = Dims(0, 0)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arguments import Options
-from .attention_op import declare
-from .core.groups import GroupLike
+from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .dense_attn import DENSE, dense_attention
+from .op.arguments import Options
+from .op.attention_op import declare
+from .op.dense_attn import DENSE, dense_attention
 
 RING_ATTN = declare(DENSE, "seqshard::ring_attn", "wrap_ring_attn_func")
 

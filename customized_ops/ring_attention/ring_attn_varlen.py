@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arguments import Options
-from .attention_op import declare
-from .core.groups import GroupLike
+from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .packed_attn import PACKED, packed_attention
+from .op.arguments import Options
+from .op.attention_op import declare
+from .op.packed_attn import PACKED, packed_attention
 from .varlen_utils import CuSeqlens
 
 RING_ATTN_VARLEN = declare(PACKED, "seqshard::ring_attn_varlen", "wrap_ring_attn_varlen_func")

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arguments import Options
-from .attention_op import declare
-from .core.groups import GroupLike
+from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .dense_attn import DENSE, dense_attention
-from .packed_attn import PACKED, packed_attention
+from .op.arguments import Options
+from .op.attention_op import declare
+from .op.dense_attn import DENSE, dense_attention
+from .op.packed_attn import PACKED, packed_attention
 from .varlen_utils import CuSeqlens
 
 TITLE = "wrap_sliding_window_attn_func"

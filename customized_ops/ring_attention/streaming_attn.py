@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Options, checked, is_integer, tokens_of
-from .attention_op import declare
-from .core.groups import GroupLike
+from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .dense_attn import DENSE, dense_attention
-from .packed_attn import PACKED, packed_attention
+from .op.arguments import Options, checked, is_integer, tokens_of
+from .op.attention_op import declare
+from .op.dense_attn import DENSE, dense_attention
+from .op.packed_attn import PACKED, packed_attention
 from .varlen_utils import CuSeqlens
 
 TITLE = "wrap_streaming_attn_func"

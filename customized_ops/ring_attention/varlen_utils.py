@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .arguments import ArgumentError, checked
-from .core.groups import GroupLike, comm_by_name, group_name
+from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .layout_ops import wrap_shuffle_func, wrap_unshuffle_func
+from .op.arguments import ArgumentError, checked
 
 CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
 

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from annotations import binding, declaration, grammar, registry, rules, solving
 from annotations.binding import bind
-from annotations.errors import (
-    AnnotationError,
-    AnnotationSyntaxError,
-    BindingError,
-    PartitionError,
-)
+from annotations.errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from annotations.grammar import Annotation
 from annotations.registry import register_op
 from annotations.rules import Communicates, PartitionRule, SplitSite, check_parts

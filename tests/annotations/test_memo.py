@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from annotations.memo import alike, remembered
+from annotations.library.cached_calls import alike, remembered
 
 
 def test_is_made_once_and_the_oldest_makes_room() -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from annotations.plain import goes_straight
+from annotations.library.bypass import goes_straight
 
 
 class Dispatch(TorchDispatchMode):

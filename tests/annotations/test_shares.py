@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from annotations import register_op
-from annotations.shares import divided
+from annotations.codegen.gradient_shares import divided
 
 
 def test_one_result() -> None:

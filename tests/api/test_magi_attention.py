@@ -15,7 +15,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask, MaskError, run_ranks
 from customized_ops.ring_attention.api import magi_attention as magi
-from customized_ops.ring_attention.arguments import ArgumentError
+from customized_ops.ring_attention.op.arguments import ArgumentError
 
 CASES = named()
 

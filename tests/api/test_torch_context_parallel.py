@@ -21,7 +21,7 @@ from customized_ops.ring_attention import AttnMask, GroupError, Layout, run_rank
 from customized_ops.ring_attention.api import torch_context_parallel as cp
 from customized_ops.ring_attention.api.torch_context_parallel import interception
 from customized_ops.ring_attention.api.torch_context_parallel.interception import ORIGINAL
-from customized_ops.ring_attention.arguments import ArgumentError
+from customized_ops.ring_attention.op.arguments import ArgumentError
 from tests.dense import dense_attention
 
 CASES = {

@@ -16,7 +16,7 @@ from ranks import Pool, worlds
 from usp_cases import UspCase, as_there, compiled, tokens_there
 from verdicts import check as check_ranks
 
-from customized_ops.ring_attention import AttnMask, attention_call, run_ranks
+from customized_ops.ring_attention import AttnMask, run_ranks
 from customized_ops.ring_attention.api import yunchang
 from customized_ops.ring_attention.api.yunchang import (
     EXTRACT_FUNC_DICT,
@@ -28,9 +28,10 @@ from customized_ops.ring_attention.api.yunchang import (
 )
 from customized_ops.ring_attention.api.yunchang import degrees as sequence_parallel
 from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
-from customized_ops.ring_attention.core.comm import Pending
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
+from customized_ops.ring_attention.core.comm.messages import Pending
 from customized_ops.ring_attention.core.cost import H200
-from customized_ops.ring_attention.core.inprocess import InProcessComm
+from customized_ops.ring_attention.op import attention_call
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (2, 3), (3, 2), (2, 4), (4, 2)]

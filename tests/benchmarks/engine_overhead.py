@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from llama import Llama, LlamaConfig
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.capture import capture
+from annotations.engines.torch.capture.capture import capture
 
 TOKENS, ROUNDS = 32, 30
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

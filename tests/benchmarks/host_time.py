@@ -44,7 +44,6 @@ from raw_attention import RAW, Problem
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
-    attention_call,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
@@ -52,9 +51,10 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core import rehearsal
-from customized_ops.ring_attention.core.groups import GroupLike
-from customized_ops.ring_attention.core.rehearsal import RehearsalComm
+from customized_ops.ring_attention.core.comm import fake_comm as rehearsal
+from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
+from customized_ops.ring_attention.core.comm.fake_comm import RehearsalComm
+from customized_ops.ring_attention.op import attention_call
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -25,9 +25,9 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from customized_ops.ring_attention.core import fused
-from customized_ops.ring_attention.core.fused import add_rows, copy_rows
 from customized_ops.ring_attention.core.merge import merge_
+from customized_ops.ring_attention.core.merge import rows as fused
+from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows
 
 CALLS = 10  # in a graph; each over memory of its own, so that no cache holds what it reads
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,10 +10,10 @@ import pytest
 import torch
 from ranks import Pool
 
-from annotations.calls import declared_calls, qualified
+from annotations.codegen.public_call import declared_calls, qualified
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
 from customized_ops.chunk_linear_cross_entropy.loss import checked_losses
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 H, W, T = torch.zeros(2, 7, 5), torch.zeros(11, 5), torch.zeros(2, 7, dtype=torch.int64)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from annotations.registry import registered_ops
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy, op
 from customized_ops.chunk_linear_cross_entropy.chunks import gradients
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 CASE = LossCase((2, 7), bias=True, softcap=1.5)
 OPS = {n: r for n, r in registered_ops().items() if "chunk_linear_cross_entropy" in n}

@@ -23,7 +23,7 @@ from loss_cases import (
 )
 from ranks import Pool
 
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 CASE = LossCase((2, 12), vocab=13, bias=True, softcap=2.0)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.balance import (
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.layout.balance import (
     TOLERANCE,
     Certificate,
     certify,
@@ -20,12 +21,11 @@ from customized_ops.ring_attention.core.balance import (
     imbalance,
     least_maximum,
 )
-from customized_ops.ring_attention.core.balance_exact import solve
-from customized_ops.ring_attention.core.balance_splits import even_out
-from customized_ops.ring_attention.core.balance_swaps import Search
-from customized_ops.ring_attention.core.bounds import row_sums
-from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.layout.balance_exact import solve
+from customized_ops.ring_attention.core.layout.balance_splits import even_out
+from customized_ops.ring_attention.core.layout.balance_swaps import Search
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan.bounds import row_sums
 
 
 def cuts_of(total: int, chunk: int) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_chunk_work_in_batches(monkeypatch):
     mask = MASKS["documents"]
     areas, need = chunk_work(mask.slices, mask.q_len, 4)
     for rows in (1, 3, 5):
-        monkeypatch.setattr("customized_ops.ring_attention.core.balance.BATCH_ROWS", rows)
+        monkeypatch.setattr("customized_ops.ring_attention.core.layout.balance.BATCH_ROWS", rows)
         again_areas, again_need = chunk_work(mask.slices, mask.q_len, 4)
         assert np.array_equal(areas, again_areas) and np.array_equal(need, again_need)
 
@@ -166,7 +166,9 @@ def test_where_swaps_get_stuck_the_best_deal_is_found(n, group_size, seed, monke
     areas = np.random.default_rng(seed).integers(1, 1000, n)
     best = best_maximum(areas, group_size)
     assert largest(areas, deal_alike(areas, group_size), group_size) == best
-    monkeypatch.setattr("customized_ops.ring_attention.core.balance._evened", lambda *a: a[1])
+    monkeypatch.setattr(
+        "customized_ops.ring_attention.core.layout.balance._evened", lambda *a: a[1]
+    )
     assert largest(areas, deal_alike(areas, group_size), group_size) > best
 
 
@@ -248,7 +250,7 @@ def test_a_deal_that_is_neither_even_nor_proven_warns(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Layout.balanced(mask, 3, 60)
-    monkeypatch.setattr("customized_ops.ring_attention.core.balance.EXACT_VARIABLES", 0)
+    monkeypatch.setattr("customized_ops.ring_attention.core.layout.balance.EXACT_VARIABLES", 0)
     with pytest.warns(UserWarning, match=r"above the mean of .* need at least") as told:
         Layout.balanced(mask, 3, 60)
     assert len(told) == 1 and told[0].filename == __file__

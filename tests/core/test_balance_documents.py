@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.balance_documents import (
+from customized_ops.ring_attention.core.kernels.window.lowering import lower
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.layout.balance_documents import (
     CALL_PAIRS,
     EVEN,
     deal_documents,
     documents,
 )
-from customized_ops.ring_attention.core.bounds import row_sums
-from customized_ops.ring_attention.core.kernels.lowering import lower
-from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.bounds import row_sums
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 some = settings(max_examples=60, deadline=None, derandomize=True)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core import bounds
-from customized_ops.ring_attention.core.bounds import least_cost, lines, lower_bounds, row_sums
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan import bounds, make_plan
+from customized_ops.ring_attention.core.plan.bounds import least_cost, lines, lower_bounds, row_sums
 
 masks = st.one_of(
     st.builds(

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core import buffers
-from customized_ops.ring_attention.core.buffers import joined_keys, over_buffers
-from customized_ops.ring_attention.core.exchange import token_indices
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
+from customized_ops.ring_attention.core.plan import buffers
+from customized_ops.ring_attention.core.plan.buffers import joined_keys, over_buffers
+from customized_ops.ring_attention.core.plan.exchange import token_indices
 
 
 def painted(slices: np.ndarray, rows: int, keys: int) -> np.ndarray:

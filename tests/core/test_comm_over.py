@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from customized_ops.ring_attention.core import symmetric
-from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.inprocess import run_ranks
-from customized_ops.ring_attention.core.symmetric import CHOICE, comm_over
+from customized_ops.ring_attention.core.comm import Comm, symmetric
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.symmetric import CHOICE, comm_over
 
 RANKS = 3
 

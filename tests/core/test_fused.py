@@ -19,11 +19,19 @@ from dense import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core import fused
-from customized_ops.ring_attention.core.exchange import Where
-from customized_ops.ring_attention.core.fused import add_rows, copy_rows, on_gpu
+from customized_ops.ring_attention.core.comm.transfer_side import (
+    ROWS,
+    STATS,
+    Side,
+    add,
+    copy,
+    merge,
+    place,
+)
 from customized_ops.ring_attention.core.merge import merge_
-from customized_ops.ring_attention.core.sides import ROWS, STATS, Side, add, copy, merge, place
+from customized_ops.ring_attention.core.merge import rows as fused
+from customized_ops.ring_attention.core.merge.rows import add_rows, copy_rows, on_gpu
+from customized_ops.ring_attention.core.plan.exchange import Where
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -156,7 +164,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     interpreted it is used on the CPU too, outside :func:`by_torch`."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    from customized_ops.ring_attention.core.fused import launch
+    from customized_ops.ring_attention.core.merge import launch
 
     def counted(*args: Any) -> None:
         launch.count += 1
@@ -167,7 +175,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(launch, "off", False, raising=False)
     monkeypatch.setattr(launch, "_launch", counted)
     if INTERPRETED:
-        merge_module = importlib.import_module("customized_ops.ring_attention.core.merge")
+        merge_module = importlib.import_module("customized_ops.ring_attention.core.merge.merge")
 
         def choose(*tensors: torch.Tensor) -> ModuleType | None:
             rows = all(t.dim() == 4 for t in tensors)

@@ -3,8 +3,8 @@ import torch.distributed as dist
 
 from annotations import group_named
 from annotations.groups import GroupError
-from customized_ops.ring_attention.core.groups import ALONE, comm_by_name, group_name
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.comm_groups import ALONE, comm_by_name, group_name
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 WHAT_IT_MUST_BE = (
     "process_group must be a torch.distributed.ProcessGroup, a sequence of global ranks, or None, "

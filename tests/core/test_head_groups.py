@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from customized_ops.ring_attention.core import head_groups
-from customized_ops.ring_attention.core.cost import H200, H200_NCCL, CostModel
-from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.report import measures
+from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.report.plan_report import measures
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 BETWEEN_HOSTS = replace(H200_NCCL, link_bytes=50e9)
 HEADS = (32, 8)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.head_shares import HeadShare, head_shares
+from customized_ops.ring_attention.core.plan.head_shares import HeadShare, head_shares
 
 
 @st.composite

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from customized_ops.ring_attention.core import inprocess
-from customized_ops.ring_attention.core.inprocess import PeerFailed, run_ranks, this_thread
-from customized_ops.ring_attention.core.rank_plan import Exchange
-from customized_ops.ring_attention.core.sides import ROWS, STATS, Dims, add, place
+from customized_ops.ring_attention.core.comm import inprocess
+from customized_ops.ring_attention.core.comm.inprocess import PeerFailed, run_ranks, this_thread
+from customized_ops.ring_attention.core.comm.transfer_side import ROWS, STATS, Dims, add, place
+from customized_ops.ring_attention.core.plan.rank_plan import Exchange
 
 SECONDS = 10.0  # far less than a hang, far more than any of these takes
 

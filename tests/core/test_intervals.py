@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.intervals import depth, joined, spread, touched, union
+from customized_ops.ring_attention.core.mask.intervals import depth, joined, spread, touched, union
 
 
 def column(values) -> np.ndarray:

@@ -7,24 +7,17 @@ import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
-from customized_ops.ring_attention.core.kernels import (
-    KERNELS,
-    Pairs,
-    Request,
-    Scoring,
-    Tokens,
-    reference,
-    torch_sdpa,
-)
-from customized_ops.ring_attention.core.kernels.philox import keep
-from customized_ops.ring_attention.core.kernels.torch_sdpa import (
+from customized_ops.ring_attention.core.kernels import KERNELS, Pairs, Request, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels.adapters import reference, torch_sdpa
+from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import (
     BAND_ROWS,
     BIAS_KEYS,
     bias_tiles,
     tiles,
 )
+from customized_ops.ring_attention.core.kernels.attention_dropout import keep
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.slices import as_slices, to_dense
+from customized_ops.ring_attention.core.mask.slices import as_slices, to_dense
 
 WIDE = 999  # wider than any sequence here: no bound
 SCALE = 0.35

@@ -18,15 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from customized_ops.ring_attention.core import executor, lanes
-from customized_ops.ring_attention.core.comm import Comm, Messages, Pending, Reduction
-from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.comm.messages import Messages, Pending, Reduction
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
-from customized_ops.ring_attention.core.lanes import Lanes
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.share import Share
+from customized_ops.ring_attention.core.run import executor
+from customized_ops.ring_attention.core.run import side_stream as lanes
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.run.head_shard import Share
+from customized_ops.ring_attention.core.run.side_stream import Lanes
 
 HEADS, DIM, V_DIM = (4, 2), 8, 4
 GPU = torch.device("cuda", 0)

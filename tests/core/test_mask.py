@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask, MaskError
-from customized_ops.ring_attention.core.overlap import first_overlap
-from customized_ops.ring_attention.core.slices import (
+from customized_ops.ring_attention.core.mask.overlap import first_overlap
+from customized_ops.ring_attention.core.mask.slices import (
     HI,
     K0,
     K1,

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.kernels import Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.merge import (
+from customized_ops.ring_attention.core.merge import merge_
+from customized_ops.ring_attention.core.merge.merge import (
     Accumulator,
     Sum,
     accumulation_dtype,
-    merge_,
     unattended,
 )
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.share import Share
+from customized_ops.ring_attention.core.run.head_shard import Share
 
 INF = torch.inf
 # Keys of the parts; row 0 attends nothing, row 1 the third part only, row 2 the first two.

@@ -14,14 +14,14 @@ import torch
 from dense import dense_gradients
 from torch import Tensor
 
-from customized_ops.ring_attention.core import merge
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.merge import merge
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SCALE = 0.25

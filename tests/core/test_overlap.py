@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core import overlap
-from customized_ops.ring_attention.core.mask import AttnMask, MaskError
-from customized_ops.ring_attention.core.overlap import first_overlap, require_disjoint
-from customized_ops.ring_attention.core.slices import as_slices, to_dense
+from customized_ops.ring_attention.core.mask import AttnMask, MaskError, overlap
+from customized_ops.ring_attention.core.mask.overlap import first_overlap, require_disjoint
+from customized_ops.ring_attention.core.mask.slices import as_slices, to_dense
 
 SIZE = 8
 

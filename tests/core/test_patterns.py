@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask, MaskError
-from customized_ops.ring_attention.core.overlap import first_overlap
-from customized_ops.ring_attention.core.slices import normalise
+from customized_ops.ring_attention.core.mask.overlap import first_overlap
+from customized_ops.ring_attention.core.mask.slices import normalise
 
 FEW = settings(deadline=None, derandomize=True, max_examples=150)
 tokens = st.integers(0, 14)

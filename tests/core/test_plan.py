@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from customized_ops.ring_attention.core import plan as plan_module
 from customized_ops.ring_attention.core.cost import H200, CostModel
-from customized_ops.ring_attention.core.exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.moves import located, ring_stage
+from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.slices import to_dense
-from customized_ops.ring_attention.core.work import ASSIGNMENTS, TEAM
+from customized_ops.ring_attention.core.plan import plan as plan_module
+from customized_ops.ring_attention.core.plan.exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1
+from customized_ops.ring_attention.core.plan.moves import located, ring_stage
+from customized_ops.ring_attention.core.plan.work import ASSIGNMENTS, TEAM
 
 MASKS = {
     "full": AttnMask.dense(41),
@@ -701,7 +701,7 @@ print(sum(plan.rank(r).area for r in range(4)))
 
 def test_planning_needs_no_torch():
     """The packages' own __init__ files import the ops, hence torch, so empty ones stand in."""
-    core = Path(plan_module.__file__).parent
+    core = Path(plan_module.__file__).parent.parent
     packages = [
         ("customized_ops", str(core.parent.parent)),
         ("customized_ops.ring_attention", str(core.parent)),

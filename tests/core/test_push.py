@@ -19,15 +19,9 @@ from hypothesis import strategies as st
 from push_memory import InProcessPush, SparingPush, ThreadMemory
 from torch import Tensor
 
-from customized_ops.ring_attention.core import executor, inprocess
-from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
-from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.push import (
+from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.one_sided import (
     ALIGNED_BYTES,
     SPARED_BYTES,
     SPARED_TOKENS,
@@ -35,7 +29,13 @@ from customized_ops.ring_attention.core.push import (
     Piece,
     Push,
 )
-from customized_ops.ring_attention.core.sides import ROWS
+from customized_ops.ring_attention.core.comm.transfer_side import ROWS
+from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.run import executor
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
 NAMES = ("out", "lse", "dq", "dk", "dv")

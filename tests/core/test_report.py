@@ -1,17 +1,17 @@
 import numpy as np
 import pytest
 
-from customized_ops.ring_attention.core.bounds import lower_bounds
 from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.report import (
+from customized_ops.ring_attention.core.plan.bounds import lower_bounds
+from customized_ops.ring_attention.core.report import report
+from customized_ops.ring_attention.core.report.plan_report import (
     format_bytes,
     format_seconds,
     layout_name,
     measures,
-    report,
 )
 
 REPORT = """\

@@ -6,12 +6,20 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from customized_ops.ring_attention.core import work as work_module
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.mask.slices import (
+    K0,
+    K1,
+    Q0,
+    Q1,
+    areas,
+    normalise,
+    to_dense,
+)
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.slices import K0, K1, Q0, Q1, areas, normalise, to_dense
-from customized_ops.ring_attention.core.work import (
+from customized_ops.ring_attention.core.plan import work as work_module
+from customized_ops.ring_attention.core.plan.work import (
     TEAM,
     TOLERANCE,
     WORTH,

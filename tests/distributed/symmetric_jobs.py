@@ -19,9 +19,9 @@ from op_cases import Case
 from rank_groups import Groups, Rows, in_their_own_time, place_in
 from torch import Tensor
 
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
+from customized_ops.ring_attention.core.comm.one_sided import Push
 from customized_ops.ring_attention.core.cost import H200
-from customized_ops.ring_attention.core.groups import comm_by_name
-from customized_ops.ring_attention.core.push import Push
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LATE_SECONDS = 0.3

@@ -14,9 +14,10 @@ from op_cases import Case, expected, gather, run_rank
 from ranks import JobFailed, Pool, worlds
 
 from customized_ops.ring_attention import AttnMask, Layout, wrap_ring_attn_func
-from customized_ops.ring_attention.core.kernels import KernelError, Request, te
+from customized_ops.ring_attention.core.kernels import KernelError, Request
+from customized_ops.ring_attention.core.kernels.adapters import te
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.te_cp import COMMS, Documents, _refuses
+from customized_ops.ring_attention.op.te_cp import COMMS, Documents, _refuses
 
 CPU_CASES = {
     "zigzag": Case("zigzag", 32, layout="zigzag", batch=2),

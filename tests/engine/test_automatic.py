@@ -22,8 +22,8 @@ from annotations.engines.torch import (
     plan_without_ranks,
     plans_without_ranks,
 )
-from annotations.engines.torch.lying import local_shape, share
-from annotations.engines.torch.moves import steps
+from annotations.engines.torch.strategies.placements import local_shape, share
+from annotations.engines.torch.strategies.reshard import steps
 from customized_ops.ring_attention import wrap_ring_attn_func
 
 

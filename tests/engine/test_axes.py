@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from annotations.engines.torch.axes import Place, along, axes_of
+from annotations.engines.torch.permute.token_axes import Place, along, axes_of
 
 aten = torch.ops.aten
 INTEGERS = torch.tensor([[2, 0, 1, 1, 0], [1, 1, 2, 0, 2]])

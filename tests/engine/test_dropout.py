@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool, worlds
 
-from annotations.engines.torch.dropout import MAX_CUT_DIMS, kept
+from annotations.engines.torch.capture.dropout import MAX_CUT_DIMS, kept
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch import LoweringError, lowered
-from annotations.engines.torch.capture import capture
-from annotations.engines.torch.execute import Program
-from annotations.engines.torch.local_graph import overlap, simplify
+from annotations.engines.torch import LoweringError
+from annotations.engines.torch.capture.capture import capture
+from annotations.engines.torch.run import lowered
+from annotations.engines.torch.run.execute import Program
+from annotations.engines.torch.run.local_graph import overlap, simplify
 
 aten = torch.ops.aten
 talk = torch.ops._c10d_functional

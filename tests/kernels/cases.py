@@ -25,7 +25,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask
 from customized_ops.ring_attention.core.kernels import FEATURES, Request, Scoring
-from customized_ops.ring_attention.core.slices import K0, LO, Q1
+from customized_ops.ring_attention.core.mask.slices import K0, LO, Q1
 
 WIDE = 1 << 30  # wider than any sequence: no bound
 

@@ -31,8 +31,8 @@ from dense import assert_same, dense_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, Pairs, refusal
-from customized_ops.ring_attention.core.merge import Accumulator
-from customized_ops.ring_attention.core.slices import clip, shift
+from customized_ops.ring_attention.core.mask.slices import clip, shift
+from customized_ops.ring_attention.core.merge.merge import Accumulator
 
 from .cases import Case, Inputs, cases, inputs
 

@@ -14,7 +14,7 @@ from customized_ops.ring_attention.core.kernels.block_lists import (
     blocks_touched,
     row_intervals,
 )
-from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
 MANY = settings(deadline=None, derandomize=True, max_examples=300)
 

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.buffers import over_buffers
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     Capabilities,
@@ -24,23 +23,19 @@ from customized_ops.ring_attention.core.kernels import (
     Request,
     choice,
     choose,
-    torch_sdpa,
 )
+from customized_ops.ring_attention.core.kernels.adapters import torch_sdpa
 from customized_ops.ring_attention.core.kernels.shape_class import (
     SHAPE_CLASSES,
     needs_window,
     shape_class,
 )
-from customized_ops.ring_attention.core.kernels.speeds import (
-    SPEEDS,
-    bucket,
-    fastest_first,
-    seconds,
-)
+from customized_ops.ring_attention.core.kernels.speeds import SPEEDS, bucket, fastest_first, seconds
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.mask.slices import K0, LO, Q1, clip
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.slices import K0, LO, Q1, clip
+from customized_ops.ring_attention.core.plan.buffers import over_buffers
 
 CPU = Request(torch.device("cpu"), torch.bfloat16, 128, 128, 32, 8)
 GPU = replace(CPU, device=torch.device("cuda", 0), tokens=32768)

@@ -9,8 +9,9 @@ import torch
 from dense import assert_same, dense_attention
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring, cudnn, reference
-from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
+from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import cudnn, reference
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
 WIDE = 9999
 SCALE = 0.3

@@ -10,16 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
 
-from customized_ops.ring_attention.core.kernels import (
-    Pairs,
-    Request,
-    Scoring,
-    flash4,
-    flash4_blocks,
-    reference,
-    steps,
-)
-from customized_ops.ring_attention.core.slices import as_slices, normalise
+from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks, reference
+from customized_ops.ring_attention.core.kernels.window import library_calls as steps
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
 HEADS = 4
 SCORINGS = {"plain": Scoring(0.35), "softcap": Scoring(0.35, softcap=1.5)}

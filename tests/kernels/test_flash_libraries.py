@@ -9,18 +9,17 @@ import torch
 from dense import assert_same, dense_attention, worst
 from windows import KINDS, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import (
-    Request,
-    Scoring,
+from customized_ops.ring_attention.core.kernels import Request, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import (
     flash2,
     flash3,
     reference,
     torch_flash,
     torch_ops,
 )
-from customized_ops.ring_attention.core.kernels.signatures import call, lacking, required
-from customized_ops.ring_attention.core.kernels.steps import Packing
-from customized_ops.ring_attention.core.slices import to_dense
+from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
+from customized_ops.ring_attention.core.kernels.window.signatures import call, lacking, required
+from customized_ops.ring_attention.core.mask.slices import to_dense
 
 PLAIN, CAPPED = Scoring(0.35), Scoring(0.35, softcap=1.5)
 over_kinds = pytest.mark.parametrize("kind", KINDS)

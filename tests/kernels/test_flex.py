@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
-from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens, flex
+from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.slices import Slices, to_dense
+from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
 
 SCALE = 0.3
 HEADS, KV_HEADS = 4, 2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import WIDE, window_mask
 
-from customized_ops.ring_attention.core.kernels.lowering import (
+from customized_ops.ring_attention.core.kernels.window.lowering import (
     MOST_GAP,
     TILE,
     Call,
@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.kernels.lowering import (
     tiles,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.slices import as_slices, clip, normalise, to_dense
+from customized_ops.ring_attention.core.mask.slices import as_slices, clip, normalise, to_dense
 
 
 def attended(calls, rows, keys):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.kernels.spans import Gradient, Spans
+from customized_ops.ring_attention.core.kernels.window.spans import Gradient, Spans
 
 LENGTH = 12
 ranges = st.lists(

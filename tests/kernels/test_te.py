@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring, reference, te
-from customized_ops.ring_attention.core.kernels.lowering import Window
-from customized_ops.ring_attention.core.kernels.steps import Packing
-from customized_ops.ring_attention.core.slices import as_slices, normalise, to_dense
+from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import reference, te
+from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
+from customized_ops.ring_attention.core.kernels.window.lowering import Window
+from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
 WIDE = 999
 SCALE = 0.3

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import KINDS, WIDE, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import Scoring, reference, windowed
+from customized_ops.ring_attention.core.kernels import Scoring
+from customized_ops.ring_attention.core.kernels.adapters import reference
+from customized_ops.ring_attention.core.kernels.window import windowed
 
 SCORING = Scoring(0.35, softcap=1.5)
 over_kinds = pytest.mark.parametrize("kind", KINDS)

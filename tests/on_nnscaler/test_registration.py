@@ -14,8 +14,8 @@ from nnscaler.graph.parser.register import CustomizedOps
 from torch import Tensor
 
 import customized_ops.ring_attention as public
-from annotations.calls import declared_calls, qualified
-from annotations.engines import nnscaler as engine
+from annotations.codegen.public_call import declared_calls, qualified
+from annotations.engines.nnscaler import engine as engine
 from customized_ops.ring_attention.core.kernels import KERNELS
 from on_nnscaler import attention_models as models
 from on_nnscaler import jobs
@@ -39,7 +39,7 @@ def test_registering_again_does_nothing() -> None:
     engine.register()  # other tests may have declared ops since the first time
     before = dict(CustomizedOps.kOpMap)
     engine.register()
-    assert importlib.import_module("annotations.engines.nnscaler") is engine
+    assert importlib.import_module("annotations.engines.nnscaler.engine") is engine
     assert CustomizedOps.kOpMap == before
 
 
@@ -52,7 +52,7 @@ def test_a_script_run_again_by_multiprocessing_has_its_own_name() -> None:
 
 
 def test_what_is_declared_later_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from annotations import calls
+    from annotations.codegen import public_call as calls
 
     def attend_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from annotations.engines.nnscaler import OpNode, example_inputs, timed
+from annotations.engines.nnscaler.engine import OpNode, example_inputs, timed
+from customized_ops.ring_attention.core.comm.fake_comm import RehearsalComm
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel
-from customized_ops.ring_attention.core.rehearsal import RehearsalComm
-from customized_ops.ring_attention.core.slices import areas
+from customized_ops.ring_attention.core.mask.slices import areas
 from on_nnscaler import attention_models as models
 from on_nnscaler import jobs, policies
 from on_nnscaler.attention_models import training

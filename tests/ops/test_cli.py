@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from customized_ops.ring_attention.__main__ import LAYOUTS, MASKS, main
-from customized_ops.ring_attention.core.kernels import KERNELS, flex
+from customized_ops.ring_attention.core.kernels import KERNELS
+from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.kernels.choice import UNPROVEN
 from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, listing
 from customized_ops.ring_attention.core.kernels.shape_class import SHAPE_CLASSES

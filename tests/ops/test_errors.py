@@ -23,7 +23,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import KERNELS
 
 Q, K = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)

@@ -16,15 +16,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from op_cases import Case, expected, gather, run_rank
 
-from customized_ops.ring_attention import (
-    AttnMask,
-    Layout,
-    Plan,
-    attention_op,
-    make_plan,
-    run_ranks,
-)
+from customized_ops.ring_attention import AttnMask, Layout, Plan, make_plan, run_ranks
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.op import attention_op
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -20,8 +20,6 @@ from annotations.registry import OpRecord
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
-    attention_call,
-    attention_op,
     wrap_masked_attn_func,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
@@ -29,9 +27,10 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.arguments import ArgumentError
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.op import attention_call, attention_op
+from customized_ops.ring_attention.op.arguments import ArgumentError
 
 WORK = [
     (attention_op, "_numbers_of"),

@@ -25,11 +25,11 @@ from customized_ops.ring_attention import (
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
-from customized_ops.ring_attention.agreement import DisagreementError
-from customized_ops.ring_attention.arguments import ArgumentError
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.maybe_shuffle import shuffle_documents
-from customized_ops.ring_attention.token_moves import move_tokens
+from customized_ops.ring_attention.op.agreement import DisagreementError
+from customized_ops.ring_attention.op.arguments import ArgumentError
+from customized_ops.ring_attention.op.token_move import move_tokens
 
 LAYOUTS = {
     "contiguous": Layout.contiguous(16, 4),

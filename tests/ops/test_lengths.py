@@ -16,9 +16,9 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.arguments import ArgumentError
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.kernels import torch_ops
+from customized_ops.ring_attention.core.kernels.adapters import torch_ops
+from customized_ops.ring_attention.op.arguments import ArgumentError
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from op_cases import Case, expected, gather, run_rank
 from op_table import TABLE, UNEVEN
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.core.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
-    attention_call,
     make_plan,
     run_ranks,
     wrap_masked_attn_func,
@@ -29,7 +28,9 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.comm import Comm
-from customized_ops.ring_attention.core.kernels import Request, reference
+from customized_ops.ring_attention.core.kernels import Request
+from customized_ops.ring_attention.core.kernels.adapters import reference
+from customized_ops.ring_attention.op import attention_call
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 HOLES = AttnMask.from_slices([(1, 5, 2, 6, -9, 9), (5, 8, 0, 4, -4, 0)], 9, 9)

@@ -28,7 +28,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.parts import KeyHeads
+from customized_ops.ring_attention.op.query_shards import KeyHeads
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 CASES = {name: case for name, case in TABLE.items() if not (case.dropout or case.layout)} | {

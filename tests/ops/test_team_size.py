@@ -11,7 +11,8 @@ import torch
 from dense import assert_same
 from op_cases import Case, expected, gather, run_rank
 
-from customized_ops.ring_attention import AttnMask, attention_call, run_ranks, wrap_ring_attn_func
+from customized_ops.ring_attention import AttnMask, run_ranks, wrap_ring_attn_func
+from customized_ops.ring_attention.op import attention_call
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 CASES = {

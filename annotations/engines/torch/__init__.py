@@ -14,16 +14,16 @@ rates: speeds, measured    rehearsal: plans without ranks    replay: plans given
 """
 
 from ..config import as_own as as_config
-from .capture import CaptureError
-from .cost import Link, Rates
-from .entry import parallelize
-from .lowered import LoweringError
-from .module import ParallelModule
-from .policies import OpSite, Policy, PolicyError
-from .rates import calibrate
-from .rehearsal import plan_without_ranks, plans_without_ranks
-from .report import EnginePlan
-from .solver import PlanningError
+from .capture.capture import CaptureError
+from .module.entry import parallelize
+from .module.parallel_module import ParallelModule
+from .plan.dry_run import plan_without_ranks, plans_without_ranks
+from .plan.engine_cost import Link, Rates
+from .plan.policies import OpSite, Policy, PolicyError
+from .plan.rates import calibrate
+from .plan.solver import PlanningError
+from .report.engine_plan import EnginePlan
+from .run.lowered import LoweringError
 
 __all__ = [
     "CaptureError",

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..config import ComputeConfig
-from .rates import calibrate, rates_file
-from .rehearsal import plan_without_ranks
+from .plan.dry_run import plan_without_ranks
+from .plan.rates import calibrate, rates_file
 
 
 def measure(arguments: argparse.Namespace) -> None:

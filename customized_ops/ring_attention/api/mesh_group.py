@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from annotations.groups import GroupError
 
-from ..core.groups import GroupLike
+from ..core.comm.comm_groups import GroupLike
 
 
 def group_of(title: str, where: GroupLike | DeviceMesh, axes: int = 1) -> GroupLike:

@@ -33,10 +33,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import ArgumentError, checked, tokens_of
 from ..core.comm import Comm
-from ..core.groups import GroupLike, comm_by_name, group_name
+from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.layout import Layout
+from ..op.arguments import ArgumentError, checked, tokens_of
 from ..sliding_window_attn import wrap_sliding_window_attn_func
 from ..streaming_attn import wrap_streaming_attn_func
 from ..varlen_utils import CuSeqlens

@@ -40,10 +40,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
-from ...core.groups import comm_by_name
+from ...core.comm.comm_groups import comm_by_name
 from ...core.layout import Layout
 from ...layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
+from ...op.arguments import ArgumentError, checked
 from .config import (
     AttnOverlapMode,
     DispatchAlg,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
+from ...op.arguments import ArgumentError
 from ...varlen_utils import on_host
 from .ranges import mask_of_ranges
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...arguments import ArgumentError, is_integer
 from ...core.comm import Comm
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...core.mask import AttnMask
+from ...op.arguments import ArgumentError, is_integer
 from ...varlen_utils import CuSeqlens
 from ..mesh_group import group_of
 from .config import DistAttnConfig, dealt

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError
-from ...core.conversions import RANGE_TYPES
 from ...core.mask import AttnMask, MaskError
+from ...core.mask.conversions import RANGE_TYPES
+from ...op.arguments import ArgumentError
 from ...varlen_utils import CuSeqlens, as_tensor, on_host
 
 

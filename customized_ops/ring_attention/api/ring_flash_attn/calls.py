@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
 from ...core.comm import Comm
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...op.arguments import ArgumentError, checked
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked, is_integer
 from ...core.comm import Comm
-from ...core.groups import GroupLike
+from ...core.comm.comm_groups import GroupLike
+from ...op.arguments import ArgumentError, checked, is_integer
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ...varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
 from .calls import Result, comm_of

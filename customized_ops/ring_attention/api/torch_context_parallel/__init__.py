@@ -42,10 +42,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from ...arguments import ArgumentError, checked
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
+from ...op.arguments import ArgumentError, checked
 from ..mesh_group import group_of
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running

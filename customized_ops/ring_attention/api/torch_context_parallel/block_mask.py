@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.mask import AttnMask, MaskError
-from ...core.runs import Runs, runs_of, slices_of_runs
+from ...core.mask.row_runs import Runs, runs_of, slices_of_runs
 
 MOST_PAIRS = 1 << 28  # seconds on a CPU
 Blocks = list[npt.NDArray[np.int64]]  # by row of blocks: which columns

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ...arguments import checked
+from ...op.arguments import checked
 from .sdpa import Cut, sdpa
 
 ORIGINAL = F.scaled_dot_product_attention

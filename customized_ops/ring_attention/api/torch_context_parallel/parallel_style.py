@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ...arguments import ArgumentError
 from ...core.layout import Layout
+from ...op.arguments import ArgumentError
 from ..mesh_group import group_of
 from .interception import enter, leave
 from .sdpa import Cut

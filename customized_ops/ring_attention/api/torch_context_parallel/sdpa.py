@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...arguments import ArgumentError, checked
 from ...core.comm import Comm
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
+from ...op.arguments import ArgumentError, checked
 from ...ring_attn import wrap_ring_attn_func
 from .block_mask import mask_of_block_mask
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, Options, checked
+from ...op.arguments import ArgumentError, Options, checked
 from ...varlen_utils import on_host
 from . import traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
+from ...op.arguments import ArgumentError, checked
 from .pairs import Flags, Ints, Pairs, Rows, find_pairs
 from .pattern import TITLE, Pattern
 from .segments import documents_of, on_host, segments_of

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
+from ...op.arguments import ArgumentError, checked
 from ...varlen_utils import on_host as cu_on_host
 from .cut import Cut, current_cut
 from .pairs import Ints, Pairs, Rows, find_pairs, numbered

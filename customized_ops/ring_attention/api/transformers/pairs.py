@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...arguments import Options
-from ...core.groups import GroupLike
+from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...core.mask import AttnMask
-from ...core.slices import UNBOUNDED, Slices
+from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
+from ...op.arguments import Options
 from ...ring_attn import wrap_ring_attn_func
 from .pattern import Pattern
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...arguments import ArgumentError
+from ...op.arguments import ArgumentError
 from .pairs import Flags, Ints, numbered
 from .pattern import Pattern
 

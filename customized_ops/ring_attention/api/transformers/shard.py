@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...arguments import ArgumentError
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
+from ...op.arguments import ArgumentError
 from ...varlen_utils import on_host
 from .cut import Cut, mark_part, sequence_parallel
 

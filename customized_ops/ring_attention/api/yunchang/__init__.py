@@ -52,8 +52,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...op.arguments import ArgumentError, checked
 from .arguments import AttnType, check_dims, kernel_of, refuse
 from .attention import SequenceAttention
 from .degrees import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ...arguments import ArgumentError
+from ...op.arguments import ArgumentError
 from .degrees import RINGS
 
 

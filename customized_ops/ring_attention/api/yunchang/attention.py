@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, checked
-from ...attention_layout import compare_lengths
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
+from ...op.arguments import ArgumentError, checked
+from ...op.attention_layout import compare_lengths
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ...varlen_utils import CuSeqlens, as_tensor, on_host

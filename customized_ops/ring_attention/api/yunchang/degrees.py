@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...arguments import ArgumentError, is_integer
 from ...core.comm import Comm
-from ...core.groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
+from ...op.arguments import ArgumentError, is_integer
 
 RINGS: dict[str, Callable[[int, int], Layout]] = {
     "basic": Layout.contiguous,

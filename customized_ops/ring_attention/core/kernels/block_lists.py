@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
+from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
 
 Ints = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import cast
 
-from . import cudnn, flash2, flash3, flash4, flex, reference, te, torch_ops
+from .adapters import cudnn, flash2, flash3, flash4, flex, reference, te, torch_ops
 from .protocol import Kernel, Request
 from .speeds import fastest_first, seconds
 

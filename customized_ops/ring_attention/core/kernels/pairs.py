@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..slices import Slices
+from ..mask.slices import Slices
 
 T = TypeVar("T")
 

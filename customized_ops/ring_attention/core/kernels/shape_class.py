@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..mask import AttnMask
-from ..slices import HI, K0, K1, LO, Q0, Q1
+from ..mask.slices import HI, K0, K1, LO, Q0, Q1
 
 SHAPE_CLASSES = ("full", "causal", "packed", "window", "sparse")
 

@@ -1,0 +1,1 @@
+"""What engines that generate code need: public calls, constants, shares of gradients."""

@@ -1,0 +1,156 @@
+"""Public functions as engines see them: which op a call is, and how a cut changes the call.
+
+Users call ``wrap_*_attn_func(q, k, v, ...)``. Inside a torch graph that becomes an op
+(:mod:`.registry`). An engine that generates code works on the call itself: it takes the function
+for one op, cuts its tensors, and writes calls of the same function with other arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..binding import BoundAnnotation
+from ..errors import PartitionError
+from ..grammar import Shape
+from ..registry import AnnotatedOp, OpRecord, annotated_ops
+from ..rules import SplitSite, check_parts
+
+Given = Mapping[str, Any]  # arguments by name
+
+
+@dataclass(frozen=True, eq=False)
+class PublicCall:
+    """A function that stands for one op.
+
+    Attributes:
+        function: what users call.
+        op: from the call's arguments to the op that it makes, and to what the op's annotation
+            depends on, by the op's argument names (tensors may be without data). Raises
+            NotImplementedError for a call that cannot be cut.
+        outputs: how many of the op's results the call returns, from its arguments.
+        arguments: from how the op is split to the call's arguments that say so.
+        when_cut: the function to call instead once a split communicates inside.
+        rehearse: from a part's arguments (with data, of any values) and how it was cut to the
+            arguments to change, so that a call on one rank does what it would do among the others.
+        names: the op's names of tensor arguments that it calls otherwise.
+    """
+
+    function: Callable[..., Any]
+    op: Callable[[Given], tuple[OpRecord, Given]]
+    outputs: Callable[[Given], int]
+    arguments: Callable[[SplitSite], Given]
+    when_cut: Callable[..., Any] | None = None
+    rehearse: Callable[[Given, Sequence[SplitSite]], Given] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """Of the function."""
+        return inspect.signature(self.function)
+
+    @property
+    def name(self) -> str:
+        """Where the function is found: ``package.module.function``."""
+        return qualified(self.function)
+
+    def shapes(self, arguments: Given, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
+        """The bound annotation, and how each tensor argument of the call is annotated.
+
+        Args:
+            arguments: all of the call's, by name; tensors may be without data.
+            ranks: how many ranks the op may be cut over, which decides between alternatives.
+        Raises:
+            BindingError: the shapes do not fit.
+        """
+        record, given = self.op(arguments)
+        complete = {**dict.fromkeys(record.signature.parameters), **given}
+        bound = _fitting(record.bindings(complete), ranks)
+        annotated = dict(zip(record.signature.parameters, bound.annotation.inputs, strict=False))
+        own = {name: self.names.get(name, name) for name in arguments}
+        return bound, {
+            name: annotated[own[name]]
+            for name, value in arguments.items()
+            if isinstance(value, Tensor) and own[name] in annotated
+        }
+
+
+def qualified(function: Any) -> str:
+    """``package.module.name`` of a function or an op.
+
+    A process that multiprocessing spawns runs the main script again, under another module's name.
+    """
+    module = function.__module__
+    return f"{'__main__' if module == '__mp_main__' else module}.{function.__name__}"
+
+
+def _fitting(alternatives: tuple[BoundAnnotation, ...], ranks: int) -> BoundAnnotation:
+    """The first in which every split goes over ``ranks``; the first of all if none."""
+    for bound in alternatives:
+        try:
+            for split in bound.splits():
+                check_parts(bound, split, ranks)
+        except PartitionError:
+            continue
+        return bound
+    return alternatives[0]
+
+
+_calls: dict[str, PublicCall] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def declare_call(call: PublicCall) -> None:
+    """Make a public function known to engines that generate code."""
+    _calls[call.name] = call
+    for listener in _listeners:
+        listener()
+
+
+def on_declare(listener: Callable[[], None]) -> None:
+    """Have ``listener`` called whenever a function is declared."""
+    _listeners.append(listener)
+
+
+def declared_calls() -> dict[str, PublicCall]:
+    """All declared functions by name, and each op that is called under a name of its own."""
+    own = {qualified(op): call_of(op) for op in annotated_ops() if _is_named(op)}
+    return {**own, **_calls}
+
+
+def _is_named(op: AnnotatedOp) -> bool:
+    module: Any = sys.modules.get(op.__module__)
+    return getattr(module, qualified(op).rpartition(".")[2], None) is op
+
+
+def call_of(op: AnnotatedOp) -> PublicCall:
+    """An op called directly stands for itself. To be timed it runs on its part, with no group."""
+    record = op.record
+
+    def alone(given: Given, sites: Sequence[SplitSite]) -> Given:
+        return {
+            name: ""
+            for site in sites
+            for name, value in record.rule.arguments(record.title, site).items()
+            if site.group and value == site.group
+        }
+
+    return PublicCall(
+        function=op,
+        op=lambda given: (record, given),
+        outputs=lambda given: record.n_outputs,
+        arguments=lambda site: record.rule.arguments(record.title, site),
+        rehearse=alone,
+    )
+
+
+def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor that has only a shape and a dtype."""
+    return torch.empty(shape, dtype=dtype, device="meta")

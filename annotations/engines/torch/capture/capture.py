@@ -1,0 +1,326 @@
+"""From a module to a graph of ops: ``torch.export``, made functional, cross entropy made exact.
+
+nn.Module + dummy arguments --capture--> Captured: graph, what its inputs are, how outputs nest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from . import checkpointed, dropout
+from .capture_error import CaptureError
+from .losses import exact_cross_entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A module's forward as a functional graph.
+
+    Attributes:
+        graph: placeholders are parameters, buffers, constants, then the user's flat inputs.
+        attributes: placeholder name to the module's parameter or buffer name.
+        constants: placeholder name to the tensor it stands for.
+        user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
+            not a tensor; last the seed's, where the graph draws.
+        examples: the user's flat example inputs.
+        draws: whether the graph takes a seed of :func:`.dropout.draw_seed` as its last input.
+        signature: of the module's ``forward``.
+        in_spec, out_spec: how arguments and results nest.
+    """
+
+    graph: Graph
+    attributes: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    user_inputs: Sequence[str | None]
+    examples: Sequence[Any]
+    signature: inspect.Signature
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    draws: bool
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """A call's arguments as flat inputs; checked against what was captured.
+
+        Raises:
+            CaptureError: another structure, shape, dtype or value than the example's.
+        """
+        arguments = _by_name(self.signature.bind(*args, **kwargs))
+        captured, called = (sorted(x) for x in (self.in_spec.context, arguments))
+        if captured != called:
+            raise CaptureError(
+                f"captured with the arguments {', '.join(captured)}, called with "
+                f"{', '.join(called)}; parallelize the module again for other arguments"
+            )
+        flat, spec = pytree.tree_flatten(arguments)
+        if spec != self.in_spec:
+            raise CaptureError(
+                f"called with {sorted(arguments)} nested as {spec}, but the module was "
+                f"captured with {self.in_spec}"
+            )
+        names = [".".join(map(str, path)) for path, _ in _paths(arguments)]
+        for name, value, example in zip(names, flat, self.examples, strict=True):
+            _check_input(name, value, example)
+        return flat
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """A call's arguments, those that ``**kwargs`` takes among them."""
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def _paths(tree: Any) -> list[tuple[list[str], Any]]:
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [([str(getattr(k, "key", getattr(k, "idx", k))) for k in path], v) for path, v in pairs]
+
+
+def _check_input(name: str, value: Any, example: Any) -> None:
+    if isinstance(example, Tensor):
+        shown = f"{tuple(example.shape)} {example.dtype}"
+        if not isinstance(value, Tensor):
+            raise CaptureError(f"{name}: expected a tensor {shown}, got {type(value).__name__}")
+        if value.shape != example.shape or value.dtype != example.dtype:
+            raise CaptureError(
+                f"{name}: expected {shown} as in dummy_forward_args, got {tuple(value.shape)} "
+                f"{value.dtype}; shapes are fixed when a module is parallelized"
+            )
+    elif value != example:
+        raise CaptureError(f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}")
+
+
+def bound_arguments(
+    module: torch.nn.Module, examples: Mapping[str, Any], called: str = "dummy_forward_args"
+) -> inspect.BoundArguments:
+    """Example arguments as the module's ``forward`` takes them.
+
+    Args:
+        called: what the user calls them.
+    Raises:
+        CaptureError: it does not take them, or does not say what it takes.
+    """
+    try:
+        return inspect.signature(module.forward).bind(**examples)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(
+            f"{called} do not fit {type(module).__name__}.forward: {error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _no_values() -> Iterator[None]:
+    """In this context torch's pages about a value that a graph has not become a sentence.
+
+    Raises:
+        CaptureError: the module asks a tensor for its value.
+    """
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        lines = str(error).splitlines()
+        where = [line.removeprefix("Caused by: ") for line in lines if "Caused by: " in line]
+        raise CaptureError(
+            "the module decides by a tensor's value, as of .item(), which a graph does not know: "
+            + " ".join([lines[0], *where[:1]])
+        ) from None
+
+
+def capture(
+    module: torch.nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    mode: FakeTensorMode | None = None,
+) -> Captured:
+    """Trace ``module`` in its present mode (train or eval).
+
+    Args:
+        dummy_forward_args: example arguments of ``forward`` by name; shapes and dtypes are kept,
+            values are not.
+        mode: where ``module`` has no data: what its tensors are fakes of.
+    Raises:
+        CaptureError: the arguments do not fit ``forward``, or the module changes a buffer, draws
+            random numbers or nests graphs.
+    """
+    bound = bound_arguments(module, dummy_forward_args)
+    arguments = _by_name(bound)
+    with warnings.catch_warnings():
+        # torch.export's own use of a name that torch deprecates.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        given = arguments if mode is None else _without_data(mode, arguments)
+        with checkpointed.marked(), _no_values():
+            exported = torch.export.export(module, (), given, strict=False)
+            _refuse_gradients_off(exported)
+            exported = exported.run_decompositions({})
+    graph = exported.graph_module.graph
+    seed = dropout.dropped_by_place(graph)
+    _refuse_unsupported(exported)
+    _drop_asserts(graph)
+    exact_cross_entropy(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    examples, in_spec = pytree.tree_flatten(arguments)
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None
+    attributes, constants, user_inputs = _placeholders(exported, examples)
+    _join_tied(graph, attributes, module)
+    if seed is not None:
+        user_inputs.append(seed.name)
+    return Captured(
+        graph,
+        attributes,
+        constants,
+        user_inputs,
+        examples,
+        bound.signature,
+        in_spec,
+        out_spec,
+        draws=seed is not None,
+    )
+
+
+def _without_data(mode: FakeTensorMode, arguments: dict[str, Any]) -> dict[str, Any]:
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type == "meta":
+            with mode:
+                return torch.empty(value.shape, dtype=value.dtype)
+        return mode.from_tensor(value)
+
+    return pytree.tree_map(fake, arguments)
+
+
+def _placeholders(
+    exported: torch.export.ExportedProgram, examples: Sequence[Any]
+) -> tuple[dict[str, str], dict[str, Tensor], list[str | None]]:
+    """What the graph's inputs are: Captured's attributes, constants and user_inputs."""
+    attributes: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    user_inputs: list[str | None] = []
+    for spec in exported.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
+            attributes[name] = spec.target
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
+            constants[name] = exported.constants[spec.target]
+        else:
+            is_tensor = isinstance(examples[len(user_inputs)], Tensor)
+            user_inputs.append(name if is_tensor else None)
+    return attributes, constants, user_inputs
+
+
+def _join_tied(graph: Graph, attributes: dict[str, str], module: torch.nn.Module) -> None:
+    """One placeholder for a tensor that the module has under several names."""
+    tensors: dict[str, Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    first: dict[int, Node] = {}
+    for node in list(graph.nodes):
+        if node.name not in attributes:
+            continue
+        same = first.setdefault(id(tensors[attributes[node.name]]), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            del attributes[node.name]
+
+
+def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind != OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the module changes {spec.target!r} in its forward; that is not supported yet"
+            )
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{node.name}: nested graphs ({node.target}) are not supported yet")
+        if dropout.draws(node):
+            raise CaptureError(
+                f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
+                "ranks would draw the same ones for different tokens" + _instead(node)
+            )
+
+
+def _refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
+    """Refuse no_grad where it would matter: the graph is differentiated as if it were not there."""
+    flowing: set[Node] = set()
+    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            kind = inputs[node.name].kind
+            value = node.meta.get("val")
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            trained = kind == InputKind.PARAMETER and value.requires_grad
+            if trained or (floating and kind == InputKind.USER_INPUT):
+                flowing.add(node)
+            continue
+        comes = [source for source in node.all_input_nodes if source in flowing]
+        value = node.meta.get("val")
+        whole_numbers = isinstance(value, Tensor) and not value.is_floating_point()
+        if not comes or whole_numbers or node.target is torch.ops.aten.detach.default:
+            continue
+        flowing.add(node)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+            names = ", ".join(source.name for source in comes)
+            raise CaptureError(
+                f"the forward switches gradients off for what depends on {names} (torch.no_grad, "
+                "an autograd.Function, or checkpoint with use_reentrant=True), which is not "
+                "supported: use tensor.detach(), register_op, or use_reentrant=False"
+            )
+
+
+def _instead(node: Node) -> str:
+    if "scaled_dot_product" in str(node.target):
+        return (
+            "; set its dropout_p to 0, or call wrap_ring_attn_func, which may be cut on the "
+            "sequence (a model of transformers: attn_implementation='seqshard')"
+        )
+    return "; use torch.nn.Dropout, which draws by token, or call .eval() first"
+
+
+def _drop_asserts(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
+    found: list[Node] = []
+
+    def visit(arg: Node) -> Node:
+        if isinstance(arg.meta.get("val"), Tensor):
+            found.append(arg)
+        return arg
+
+    if node.target is not operator.getitem:
+        torch.fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, Any]:
+    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``."""
+    count = iter(range(1 << 30))
+
+    def visit(arg: Node) -> Any:
+        return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
+
+    return torch.fx.map_arg((node.args, node.kwargs), visit)

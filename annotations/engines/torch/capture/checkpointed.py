@@ -1,0 +1,79 @@
+"""Marks in a graph: which nodes a model ran under ``torch.utils.checkpoint``.
+
+torch.export records what a checkpointed call does, and forgets that it was one. So nodes are marked
+while they are traced; :mod:`.recompute` runs them so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.fx.traceback
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
+from torch.utils.checkpoint import noop_context_fn
+
+from .capture_error import CaptureError
+
+KEY = "seqshard_region"
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """Nodes traced within are marked with the checkpointed call that they are part of.
+
+    Raises:
+        CaptureError: within, where the module has other hooks for saved tensors, which a graph does
+            not keep, or says itself what a checkpointed call keeps.
+    """
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    numbers = itertools.count()
+    open_: list[AbstractContextManager[Any]] = []
+
+    def entered(hooks: saved_tensors_hooks) -> Any:
+        if type(hooks).__module__ != "torch.utils.checkpoint":
+            raise CaptureError(
+                f"{type(hooks).__name__} in the forward: hooks for saved tensors are not supported "
+                "under parallelize, but for torch.utils.checkpoint's"
+            )
+        # The hooks do not say it themselves, only the call that enters them does.
+        chosen = sys._getframe(1).f_locals.get("context_fn", noop_context_fn)
+        if chosen is not noop_context_fn:
+            raise CaptureError(
+                "checkpoint(context_fn=...) in the forward is not supported under parallelize, "
+                "which chooses itself what is kept: the results of ops that communicate"
+            )
+        if open_:
+            raise CaptureError(
+                "checkpoint within a checkpointed call is not supported under parallelize; keep "
+                "the outer one, which runs the inner's ops again as well"
+            )
+        open_.append(torch.fx.traceback.annotate({KEY: next(numbers)}))
+        open_[-1].__enter__()
+        return enter(hooks)
+
+    def left(hooks: saved_tensors_hooks, *error: Any) -> None:
+        leave(hooks, *error)
+        open_.pop().__exit__(None, None, None)
+
+    with (
+        mock.patch.object(saved_tensors_hooks, "__enter__", entered),
+        mock.patch.object(saved_tensors_hooks, "__exit__", left),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        yield
+
+
+def region(nodes: Sequence[Node]) -> AbstractContextManager[Any]:
+    """While inside, what is traced is of the same checkpointed call as ``nodes``."""
+    return torch.fx.traceback.annotate({KEY: region_of(nodes[0])})
+
+
+def region_of(node: Node) -> int | None:
+    """The number of the checkpointed call that ``node`` is part of."""
+    return node.meta.get("custom", {}).get(KEY)

@@ -1,0 +1,101 @@
+"""Next-token losses on whole logits.
+
+    cross_entropy(logits[:, :-1], labels[:, 1:])
+    cross_entropy(logits, pad(labels[:, 1:], with one token more that is ignored))
+
+are the same sum and count, but the second cuts where the rest of the model is cut, and its tokens
+may be in any order. It costs the loss of a token that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..permute.token_axes import Place, along
+from .capture import tensor_inputs, with_inputs
+from .losses import call
+
+aten = torch.ops.aten
+
+
+def whole_logits(graph: Graph) -> None:
+    """Move slices of logits along the tokens to their targets, in a captured graph.
+
+    Done where every op between the slice and the loss treats tokens one by one, and nothing else
+    reads what it makes.
+    """
+    for node in list(graph.nodes):
+        if node.target is torch.ops.seqshard.cross_entropy_sum.default:
+            for dim in range(node.args[1].meta["val"].ndim):
+                _lift(graph, node, dim)
+    graph.eliminate_dead_code()
+
+
+def _lift(graph: Graph, loss: Node, dim: int) -> None:
+    """Of one loss, along one dim of its targets."""
+    logits, targets, ignore_index = loss.args
+    assert isinstance(logits, Node) and isinstance(targets, Node)
+    found = _sliced(logits, Place(dim), logits.meta["val"].shape[dim])
+    if found is None:
+        return
+    cut, at, path = found
+    whole, length = cut.args[0], cut.meta["val"].shape[at]
+    assert isinstance(whole, Node)
+    size = whole.meta["val"].shape[at]
+    start = _first(cut, size)
+    new = whole
+    with graph.inserting_before(loss):
+        for node, slot in reversed(path):
+            new = _again(graph, node, slot, new)
+        expected = list(logits.meta["val"].shape)
+        expected[dim] = size
+        if list(new.meta["val"].shape) != expected:
+            return  # an op on the way says the length itself; what was made is dead
+        last = targets.meta["val"].ndim - 1 - dim
+        pads = [0, 0] * last + [start, size - length - start]
+        padded = call(graph, aten.constant_pad_nd.default, targets, pads, ignore_index)
+    loss.args = (new, padded, ignore_index)
+
+
+def _sliced(
+    node: Node, place: Place, length: int
+) -> tuple[Node, int, list[tuple[Node, int]]] | None:
+    """The slice along a sequence that ``node`` comes from, its dim, and the ops in between, last
+    first, each with the input that the sequence comes by."""
+    path: list[tuple[Node, int]] = []
+    while len(node.users) == 1:
+        if node.target is aten.slice.Tensor and _slice_dim(node) == place.dim:
+            return (node, place.dim, path) if len(node.args) < 5 or node.args[4] == 1 else None
+        way = along(node, place, length)
+        slots = [n for n, p in enumerate(way.inputs) if p is not None] if way else []
+        if way is None or len(slots) != 1:
+            return None
+        following = way.inputs[slots[0]]
+        assert following is not None
+        if (following.outer, following.inner) != (1, 1):
+            return None
+        path.append((node, slots[0]))
+        node, place = tensor_inputs(node)[slots[0]], following
+    return None
+
+
+def _slice_dim(node: Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else 0
+    assert isinstance(dim, int)
+    return dim % node.meta["val"].ndim
+
+
+def _first(cut: Node, size: int) -> int:
+    start: Any = cut.args[2] if len(cut.args) > 2 else 0
+    return 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
+
+
+def _again(graph: Graph, node: Node, slot: int, source: Node) -> Node:
+    """``node`` once more, with another tensor in the place of one input."""
+    args, kwargs = with_inputs(node, lambda x, n: source if n == slot else x)
+    new = call(graph, node.target, *args, **kwargs)
+    new.meta = {**node.meta, "val": new.meta["val"]}
+    return new

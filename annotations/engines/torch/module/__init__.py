@@ -1,0 +1,1 @@
+"""The parallel module that users hold: parameters, gradients, training calls."""

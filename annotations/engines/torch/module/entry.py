@@ -1,0 +1,179 @@
+"""``parallelize``: what a call asks for is checked and compared over all ranks, and only then made.
+
+What one rank alone would refuse all of them hear of, so that none waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
+from ..capture.capture import bound_arguments
+from ..plan.planning import AnyPolicy
+from ..plan.policies import named
+from ..plan.saved_plan import is_path
+from ..report.engine_plan import EnginePlan
+from .parallel_module import ParallelModule, same_weights
+from .rank_agreement import same_request
+from .verification import same_as_alone
+
+
+def parallelize(
+    module_or_module_class: torch.nn.Module | type[torch.nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: AnyPolicy,
+    compute_config: ComputeConfig,
+    *,
+    module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+    verify: bool | Mapping[str, Any] = False,
+    lowered: bool = True,
+    compile: bool = False,
+    **nnscaler_only: Any,
+) -> ParallelModule:
+    """Cut a single-device module over ranks, by the embedded engine.
+
+    Every rank calls this alike, after ``torch.distributed.init_process_group``. The module is
+    copied; all copies start from rank 0's weights.
+
+    Args:
+        module_or_module_class: a module, written for one device. Its attention calls
+            ``wrap_*_attn_func`` without a group. Classes are not supported yet.
+        dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
+        pas_policy: what is decided before the rest is planned to move the fewest bytes.
+            ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; ``"ulysses"`` on heads
+            with its neighbours on the sequence; ``"tp"`` on heads, with the weights of linears kept
+            in parts; ``"hybrid"``, on a mesh of two axes, on the sequence along the first and on
+            heads along the second. ``"auto"`` decides nothing: all of it, and which parameters are
+            kept in parts, is what the predicted time says, within the memory of a rank.
+            A mapping names ops, module paths, parameters or patterns of them, and says what each is
+            split on: ``{"blocks.0.attention": "l", "*.down.weight": 1}``, ``None`` for whole, a
+            tuple for one word an axis. A function makes that mapping from the annotated ops
+            (:class:`~.policies.OpSite`) and the config. A plan made before, or the path of one in
+            a file (``plan.to_json()``), is followed where it says something.
+        compute_config: how many ranks, as which mesh, and what the planner is told.
+        module_dtype: convert the copy to this dtype first.
+        compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
+            with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
+            and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
+            and inputs are not cast: a module casts what it makes of them to the dtype of its
+            activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
+        verify: run one step in parallel as well as on every rank alone, and compare results and
+            every gradient: True on the example arguments, or smaller ones by name on these, for
+            which the policy makes a plan of their own. Takes the memory of a whole model and batch.
+        lowered: trace the planned graph once, at the first call of each kind, into ops on this
+            rank's plain tensors. False runs every op on DTensors, several times slower on the host.
+        compile: have inductor compile what was traced. Costs a minute or so at the first calls.
+        nnscaler_only: nnscaler's other keyword arguments, at their defaults.
+    Returns:
+        A module to train as the original, with ``sync_grad()`` before each optimizer step.
+
+    Raises:
+        PolicyError: ``pas_policy`` is none of these, or it asks for a split that an op does not
+            allow; says which it does.
+        CaptureError: the module does something that cannot be captured or run in parallel yet, or
+            another rank asks for something else, or for what it cannot have.
+        NotImplementedError: a module class, or a keyword argument or field of the config that only
+            nnscaler acts on is not at its default; names it.
+        ValueError: ``runtime_ngpus`` is not the number of ranks, ``compile`` lacks ``lowered``, or
+            the module is parallelized already.
+        TypeError: ``dummy_forward_args`` is not a mapping, or a dtype is none.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
+        VerificationError: with ``verify``, something differs from the single module; names it.
+    """
+    options = {
+        "module_dtype": module_dtype,
+        "compute_dtype": compute_dtype,
+        "verify": verify if isinstance(verify, bool) else "on arguments",
+        "lowered": lowered,
+        "compile": compile,
+    }
+    module = module_or_module_class
+    problem: Exception | None = None
+    try:
+        given = _checked(module, dummy_forward_args, pas_policy, compute_config, nnscaler_only)
+        if isinstance(verify, Mapping) and compute_config.plan_ngpus > 1:
+            bound_arguments(given, verify, "verify's arguments")
+        if compile and not lowered:
+            raise ValueError(
+                "parallelize: compile=True needs lowered=True: what is compiled is lowered"
+            )
+        for name in ("module_dtype", "compute_dtype"):
+            if not isinstance(options[name], torch.dtype | None):
+                raise TypeError(
+                    f"parallelize: {name} must be a torch.dtype or None, got {options[name]!r}"
+                )
+        if module_dtype is not None:
+            module = copy.deepcopy(given).to(module_dtype)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    unheard = _nobody_to_ask(compute_config)
+    if unheard is None and compute_config.ranks > 1:
+        same_request(compute_config, pas_policy, module, options, problem)
+    problem = problem or unheard
+    if problem is not None:
+        raise problem
+    assert isinstance(module, torch.nn.Module)
+
+    def made(example: Mapping[str, Any]) -> ParallelModule:
+        given = module, example, pas_policy, compute_config, compute_dtype
+        return ParallelModule(*given, lowered=lowered, compile=compile)
+
+    example = verify if isinstance(verify, Mapping) else dummy_forward_args
+    parallel = made(example)
+    if verify and compute_config.ranks > 1:
+        alone = copy.deepcopy(module)
+        same_weights(alone)
+        same_as_alone(parallel, alone, example)
+    return parallel if example is dummy_forward_args else made(dummy_forward_args)
+
+
+def _checked(
+    module: object,
+    dummy_forward_args: object,
+    policy: AnyPolicy,
+    config: ComputeConfig,
+    nnscaler_only: Mapping[str, Any],
+) -> torch.nn.Module:
+    """The module, where :func:`parallelize` raises nothing of its arguments."""
+    for name, value in nnscaler_only.items():
+        if name not in NNSCALER_OPTIONS:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+        if value != NNSCALER_OPTIONS[name]:
+            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+    check_embedded(config)
+    if not isinstance(module, torch.nn.Module):
+        raise NotImplementedError(
+            "parallelize: module classes are not supported yet; pass a module"
+        )
+    if any(isinstance(part, ParallelModule) for part in module.modules()):
+        raise ValueError("parallelize: the module, or a part of it, is parallelized already")
+    if not isinstance(dummy_forward_args, Mapping):
+        raise TypeError(
+            "parallelize: dummy_forward_args must map forward's argument names to example values, "
+            f"got {type(dummy_forward_args).__name__}"
+        )
+    if config.plan_ngpus > 1:  # whole copies are not captured
+        bound_arguments(module, dummy_forward_args)
+    if not isinstance(policy, EnginePlan) and not is_path(policy):
+        named(policy)
+    return module
+
+
+def _nobody_to_ask(config: ComputeConfig) -> Exception | None:
+    """Why this rank cannot compare its call with those of all ranks, or None."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == config.ranks:
+        return None
+    if not dist.is_initialized():
+        return RuntimeError(
+            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
+            "initialised; call torch.distributed.init_process_group() first"
+        )
+    return ValueError(f"parallelize: runtime_ngpus={config.ranks}, but the world has {ranks} ranks")

@@ -1,0 +1,253 @@
+"""Adding up gradients over ranks, in buckets: after the backward, or while it still runs.
+
+    .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
+
+A backward that is one graph (:mod:`.lowered`) tells of a gradient before it is in .grad: a bucket
+starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
+
+A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
+One that the plan cuts is a DTensor in parts, as is its gradient, and only the copies of the model
+add up.
+
+Copies may use different parameters. So a bucket also carries which of its parameters have a
+gradient: where any rank has one, every rank gets it, and all ranks start the same buckets in the
+same order whatever they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from ..strategies.placements import cut_axes
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        parameters: of one dtype and group; at most the cap in bytes, or one.
+        group: whose gradients are added up; None is every rank.
+        missing: which parameters, by number, the backward has not come to yet.
+        early: gradients that are not in ``.grad`` yet, by number.
+    """
+
+    parameters: Sequence[Parameter]
+    group: dist.ProcessGroup | None
+    missing: set[int] = field(default_factory=set)
+    early: dict[int, Tensor] = field(default_factory=dict)
+    _flat: Tensor | None = None
+    _work: Any = None
+
+    def __post_init__(self) -> None:
+        self.missing = set(range(len(self.parameters)))
+
+    def start(self) -> None:
+        """Send this rank's gradients on their way, as they are now."""
+        gradients = [self._gradient(n) for n in range(len(self.parameters))]
+        self.early.clear()
+        used = [g is not None for g in gradients]
+        parts = [
+            torch.zeros_like(local(p)).reshape(-1) if g is None else g.reshape(-1)
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
+        flags = parts[0].new_ones(len(used))
+        if not all(used):  # copying to a GPU waits for it
+            flags.copy_(torch.tensor(used))
+        self._flat = torch.cat([*parts, flags])
+        self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+
+    def _gradient(self, n: int) -> Tensor | None:
+        """What ``.grad`` is, or is going to be."""
+        grad, early = self.parameters[n].grad, self.early.get(n)
+        if grad is None or early is None:
+            return early if grad is None else local(grad)
+        return local(grad) + early
+
+    def finish(self) -> None:
+        """Wait for the sums and put them into ``.grad``; ready for the next backward."""
+        self._work.wait()
+        sizes = [local(p).numel() for p in self.parameters]
+        *sums, flags = self._flat.split([*sizes, len(sizes)])  # type: ignore[union-attr]
+        if any(p.grad is None for p in self.parameters):
+            for parameter, ranks in zip(self.parameters, flags.tolist(), strict=True):
+                if ranks and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            if parameter.grad is not None:
+                grad = local(parameter.grad)
+                grad.copy_(total.view(grad.shape))
+        self._flat = self._work = None
+        self.missing = set(range(len(self.parameters)))
+
+
+class Reducer:
+    """The buckets of a module.
+
+    Args:
+        cap_bytes: largest bucket.
+        copies: the ranks that hold the same part in each copy; None where there is one copy.
+        overlap: start a bucket in the backward, as soon as its last gradient is there.
+    """
+
+    def __init__(
+        self, cap_bytes: float, copies: dist.ProcessGroup | None, *, overlap: bool
+    ) -> None:
+        self._cap_bytes, self._copies, self._overlap = cap_bytes, copies, overlap
+        self._paused = False
+        self._watched: list[Parameter] = []
+        self._buckets: list[Bucket] = []
+        self._started = 0
+        self._hooks: list[Any] = []
+        self._places: dict[Parameter, tuple[Bucket, int]] = {}
+        self._told: dict[Parameter, tuple[int, int]] = {}
+        self._forwards = 0
+
+    def watch(self, parameters: Sequence[Parameter]) -> None:
+        """Take these parameters, before the backward; all ranks alike."""
+        parameters = [p for p in parameters if p.requires_grad]
+        same = len(parameters) == len(self._watched) and all(
+            a is b for a, b in zip(parameters, self._watched, strict=True)
+        )
+        if same and not self._recast():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._watched = list(parameters)
+        # The backward comes to the last parameters first.
+        self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
+        self._started = 0
+        self._hooks = []
+        self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
+        self._told = {}
+        if self._overlap:
+            for p in self._places:
+                self._hooks.append(p.register_hook(partial(self._complete, p)))
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _recast(self) -> bool:
+        """Whether the module was converted to another dtype since."""
+        return any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
+
+    def forward(self) -> None:
+        """A forward runs whose backward may tell of gradients."""
+        self._forwards += 1
+
+    def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
+        """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
+
+        Raises:
+            RuntimeError: a gradient of this parameter is on its way already.
+        """
+        # Autograd adds up what several forwards find, and hooks may change it.
+        alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
+        if self._overlap and not self._paused and alone and parameter in self._places:
+            self._told[parameter] = gradient.data_ptr(), gradient._version
+            self._take(parameter, gradient)
+
+    def _complete(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Autograd has all of a gradient, and adds it to ``.grad`` next."""
+        told = self._told.get(parameter)
+        same = local(gradient)
+        if told is not None and (same.data_ptr(), same._version) != told:
+            raise RuntimeError(
+                f"a parameter {tuple(parameter.shape)} has a gradient from outside of the module "
+                "too, or from a backward that did not put it into .grad (torch.autograd.grad), but "
+                "what the module found is being added up over ranks already; use the parameter "
+                "within the module's forward, or use_async_reducer=False"
+            )
+
+    def _accumulated(self, parameter: Parameter) -> None:
+        """A gradient is in ``.grad``."""
+        self._forwards = 0
+        if self._told.pop(parameter, None) is not None:
+            bucket, n = self._places[parameter]
+            bucket.early.pop(n, None)
+        elif not self._paused:
+            self._take(parameter, None)
+
+    def _take(self, parameter: Parameter, early: Tensor | None) -> None:
+        bucket, n = self._places[parameter]
+        if n not in bucket.missing:
+            raise RuntimeError(
+                "a second backward since the last sync_grad(): with use_async_reducer the "
+                "first one's gradients are being added up already; call sync_grad() and "
+                "zero_grad() after each, or run all backwards of a step but the last within "
+                "no_sync()"
+            )
+        bucket.missing.discard(n)
+        if early is not None:
+            bucket.early[n] = early
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        # In order, so that ranks whose backwards differ still start the same bucket next.
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            self._buckets[self._started].start()
+            self._started += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards within start nothing."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def sync(self) -> None:
+        """Start what has not started yet, and wait for all."""
+        if self._told:
+            raise RuntimeError(
+                "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
+                "or backward(inputs=...)), and they are being added up over ranks: run it in "
+                "no_sync()"
+            )
+        for bucket in self._buckets[self._started :]:
+            bucket.start()
+        for bucket in self._buckets:
+            bucket.finish()
+        self._started = self._forwards = 0
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; any other tensor as it is."""
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def buckets(
+    parameters: Sequence[Parameter], copies: dist.ProcessGroup | None, cap_bytes: float
+) -> Iterator[Bucket]:
+    """Parameters in this order, up to ``cap_bytes`` together, of one dtype and group each.
+
+    Those that the plan cuts are left out where there is one copy: nothing is left to add up.
+    """
+    open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    size: dict[tuple[torch.dtype, bool], int] = {}
+    for parameter in parameters:
+        cut = bool(cut_axes(parameter))
+        if cut and copies is None:
+            continue
+        key = parameter.dtype, cut
+        nbytes = local(parameter).nbytes
+        if open_.get(key) and size[key] + nbytes > cap_bytes:
+            yield Bucket(open_.pop(key), copies if cut else None)
+        if key not in open_:
+            open_[key], size[key] = [], 0
+        open_[key].append(parameter)
+        size[key] += nbytes
+    for (_, cut), rest in open_.items():
+        yield Bucket(rest, copies if cut else None)

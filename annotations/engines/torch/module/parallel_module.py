@@ -1,0 +1,263 @@
+"""The parallel form of a module; ``entry`` has the call that makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from ...config import ComputeConfig
+from ..capture.capture import Captured, CaptureError, capture
+from ..capture.dropout import draw_seed
+from ..capture.label_shift import whole_logits
+from ..permute.permuted_graph import reordered
+from ..plan.planning import AnyPolicy, shaped, shared_plan, shared_policy
+from ..plan.rates import known_rates
+from ..report.engine_plan import EnginePlan, whole_copies
+from ..run.execute import Program
+from ..run.lowered import Lowered
+from ..strategies.placements import Places
+from . import mixed_precision as computing
+from .arrivals import Arrivals
+from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
+from .rank_agreement import same_batch, same_examples
+from .sharded_parameters import as_read, cut_to_fit, keep_in_parts, whole_without_data
+from .training import TrainingModule
+
+_meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
+
+
+class ParallelModule(TrainingModule):
+    """A module whose forward runs cut over the ranks of a plan.
+
+    It has the original's parameters, buffers and submodules under their own names, so an optimizer
+    and ``state_dict`` work as on the original. Parameters are whole on every rank; where the plan
+    keeps some in parts all are DTensors, those that are whole too, as under FSDP2. It loads the
+    original's state; DTensors are gathered for the original by torch's
+    ``get_model_state_dict(..., full_state_dict=True)``.
+
+        out = module(...)          every rank of a copy passes the same whole inputs
+        out.backward()
+        module.sync_grad()         once, before the optimizer's step
+
+    Attributes:
+        plan: what the engine decided for the present modes; prints as a table.
+        compute_config, compute_dtype: as given.
+    """
+
+    plan: EnginePlan
+    compute_config: ComputeConfig
+    compute_dtype: torch.dtype | None
+    _original: torch.nn.Module
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dummy_forward_args: Mapping[str, Any],
+        policy: AnyPolicy,
+        config: ComputeConfig,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        lowered: bool = True,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        original = copy.deepcopy(module)
+        # The same trees under the same names: state_dict, .to() and optimizers see the original.
+        self._parameters = original._parameters
+        self._buffers = original._buffers
+        self._modules = original._modules
+        self._non_persistent_buffers_set = original._non_persistent_buffers_set
+        self.training = original.training
+        self.compute_config = config
+        object.__setattr__(self, "_original", original)
+        self._dummy_forward_args = dict(dummy_forward_args)
+        self.compute_dtype = compute_dtype
+        self._kept: Mapping[str, Places] | None = None
+        self._unsynced, self._arrivals = False, Arrivals()
+        self._reducer = None
+        self._argument_names = tuple(dummy_forward_args)
+        self._lowered, self._compile = lowered, compile
+        self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
+        self._plans: dict[tuple[bool, ...], EnginePlan] = {}
+        self._register_load_state_dict_pre_hook(self._fit_state)
+        if config.ranks > 1:
+            self._mesh, copies = _mesh(config, next(tensors_of(self), None))
+            self._policy = shared_policy(policy)
+            self._plan_mesh = shaped(self._mesh, config)
+            same_examples(dummy_forward_args)
+            same_weights(self)
+            cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
+            group = copies.get_group() if config.num_scale_units > 1 else None
+            self._reducer = Reducer(cap, group, overlap=config.use_async_reducer)
+        if config.plan_ngpus > 1:
+            self._program()
+        else:
+            self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward. Inputs and results are whole, on every rank of the copy.
+
+        torch.compile leaves it alone: the graph is planned and lowered already, and
+        ``parallelize(..., compile=True)`` compiles it.
+
+        Raises:
+            LoweringError: the planned graph could not be traced on plain tensors.
+            CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
+        """
+        self._refuse_autocast()
+        if torch.is_grad_enabled():
+            self._unsynced = True
+            if self._reducer is not None:
+                parameters = list(self.parameters())
+                self._reducer.watch(parameters)
+                self._reducer.forward()
+                self._arrivals.watch(parameters)
+        if self.compute_config.plan_ngpus == 1:
+            self._original.training = self.training
+            return computing.call(self._original, self.compute_dtype, args, kwargs)
+        program = self._program()
+        on_cpu = self._mesh.device_type == "cpu"
+        named = functools.partial(self._named, args, kwargs)
+        same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
+        flat = program.captured.flatten(args, kwargs)
+        if program.captured.draws:
+            flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
+        results = program(self._attribute, flat)
+        return pytree.tree_unflatten(results, program.captured.out_spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses copies and pickles: what is planned and traced is of this module's parameters.
+
+        Raises:
+            NotImplementedError: says what to copy or save.
+        """
+        raise NotImplementedError(
+            "a parallelized module cannot be copied or pickled: copy the module before it is "
+            "parallelized, keep averages of its parameters() by name, or save its state_dict() (by "
+            "torch.distributed.checkpoint where the plan keeps parameters in parts)"
+        )
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name, however they were passed; those that do not fit, as they were."""
+        try:
+            return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
+        except TypeError:
+            return {**{f"argument {n}": value for n, value in enumerate(args)}, **kwargs}
+
+    @property
+    def draws(self) -> bool:
+        """Whether the module, in its present modes, drops elements at random."""
+        if self.compute_config.plan_ngpus > 1:
+            return self._program().captured.draws
+        dropouts = [m for m in self.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
+        return any(m.training and m.p > 0 for m in dropouts)
+
+    def _fit_state(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        cut_to_fit(self, state, prefix)
+
+    def _refuse_autocast(self) -> None:
+        device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
+        if device and torch.is_autocast_enabled(device):
+            raise CaptureError(
+                "torch.autocast around a parallelized module cannot change its graph; use it "
+                "inside the module's forward, or parallelize(..., compute_dtype=...)"
+            )
+
+    def _attribute(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        return as_read(getattr(self.get_submodule(owner), leaf))
+
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        if self._reducer is not None:
+            owner, _, leaf = name.rpartition(".")
+            parameter = self.get_submodule(owner).get_parameter(leaf)
+            self._reducer.arrived(parameter, gradient)
+
+    def _program(self) -> Program | Lowered:
+        """The planned graph for the present modes; made on first use, on all ranks alike."""
+        modes = tuple(module.training for module in self.modules())
+        if modes not in self._programs:
+            program = self._build()
+            self._programs[modes] = (
+                Lowered(program, compiled=self._compile, arrived=self._arrived)
+                if self._lowered
+                else program
+            )
+            self._plans[modes] = self.plan
+        self.plan = self._plans[modes]
+        return self._programs[modes]
+
+    def _build(self) -> Program:
+        """Capture on every rank; plan on rank 0, so that all ranks run one plan."""
+        self._original.training = self.training
+        captured = self._captured()
+        trained = dict(self.named_parameters(remove_duplicate=False))
+        planned = shared_plan(
+            captured,
+            mesh=self._plan_mesh,
+            policy=self._policy,
+            config=self.compute_config,
+            parameters={name: p.dtype for name, p in trained.items()},
+            rates=self.compute_config.pas_config.get("rates")
+            or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
+            device=next(iter(trained.values())).device if trained else "cpu",
+            kept=self._kept,
+        )
+        self.plan, self._kept = planned.report, planned.parameters
+        keep_in_parts(self._original, planned.parameters, self._plan_mesh)
+        captured = functools.reduce(reordered, planned.hoistings, captured)
+        by_name = {node.name: node for node in captured.graph.nodes}
+        strategies = {by_name[n]: s for n, s in planned.strategies.items()}
+        return Program(
+            captured, strategies, self._plan_mesh, planned.parameters, self.compute_dtype
+        )
+
+    def _captured(self) -> Captured:
+        """The graph in the present modes; its parameters need no data if some are in parts."""
+        with contextlib.ExitStack() as stack:
+            mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
+            stack.enter_context(computing.in_dtype(self._original, self.compute_dtype))
+            captured = capture(self._original, self._dummy_forward_args, mode)
+        whole_logits(captured.graph)
+        return captured
+
+
+def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks of this rank's copy, and those of its place in every copy, as meshes."""
+    device = "cpu" if like is None else like.device.type
+    # One mesh for all modules of this shape: DTensor's caches take equal meshes for the same one,
+    # so with several, ranks could end up in different ones and wait for each other for ever.
+    key = (device, config.num_scale_units, config.plan_ngpus)
+    world = dist.group.WORLD
+    if key not in _meshes or _meshes[key][0] is not world:
+        mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
+        _meshes[key] = (world, mesh["plan"], mesh["copy"])
+    return _meshes[key][1:]
+
+
+def same_weights(module: torch.nn.Module) -> None:
+    """Every rank starts from rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensor in tensors_of(module):
+            dist.broadcast(tensor, src=0)
+
+
+def tensors_of(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Its parameters, then its buffers."""
+    return chain(module.parameters(), module.buffers())
+
+
+def _gradient_bytes(module: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)

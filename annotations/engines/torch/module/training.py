@@ -1,0 +1,163 @@
+"""What a training loop calls on a parallel module beside its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...config import ComputeConfig
+from . import norms
+from .arrivals import Arrivals
+from .gradient_sync import Reducer
+
+
+class TrainingModule(torch.nn.Module):
+    """Gradients over ranks, and whole steps.
+
+    Attributes:
+        compute_config: as given to ``parallelize``.
+    """
+
+    compute_config: ComputeConfig
+    _reducer: Reducer | None  # None on one rank
+    _unsynced: bool  # whether a forward has run since the last sync_grad
+    _arrivals: Arrivals
+    _argument_names: tuple[str, ...]  # of forward
+
+    def sync_grad(self) -> None:
+        """Add up the gradients of all ranks, in place, after the last backward of a step.
+
+        Gradients that no backward has added to since the last call, on any rank, stay as they are.
+        Clear gradients before the next backward (``zero_grad``): what it adds to a sum is added up
+        with it. With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the
+        backward ran.
+
+        Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
+        nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
+        """
+        # Other copies may have had a backward where this one had none. So a forward is enough.
+        if self._reducer is None or not (self._unsynced or self._arrivals.new):
+            return
+        self._unsynced = False
+        self._reducer.watch(list(self.parameters()))
+        with self._arrivals.alone():
+            self._reducer.sync()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within move no gradients: for all micro-batches of a step but the last.
+
+        Needed with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone.
+        """
+        with nullcontext() if self._reducer is None else self._reducer.paused():
+            yield
+
+    def clip_gnorm(
+        self, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The norm of all gradients as one vector, and clipping by it; nnscaler's name.
+
+        Calls ``sync_grad`` first. Exact over ranks: a parameter that is whole on every rank counts
+        once, one that is cut by its parts, a tied one once.
+
+        Args:
+            max_norm: gradients are scaled so that the norm is at most this; None or 0 measures.
+            norm_type: p of the p-norm, or ``inf``.
+        Returns:
+            The norm before clipping, a scalar that is the same on every rank, and the gradients.
+
+        Raises:
+            ValueError: a negative ``max_norm``, or ``norm_type`` not above 0.
+        """
+        if (max_norm is not None and max_norm < 0) or not norm_type > 0:
+            raise ValueError(
+                "clip_gnorm: max_norm must not be negative and norm_type must be above 0, got "
+                f"max_norm={max_norm}, norm_type={norm_type}"
+            )
+        self.sync_grad()
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = norms.total_norm(grads, norm_type)
+        if max_norm:
+            norms.clip(grads, norm, max_norm)
+        return norm, grads
+
+    def train_step(
+        self,
+        samples: Sequence[Any],
+        is_dummy_batch: Sequence[bool] | None = None,
+        scale_fn: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Any]:
+        """One step but for the optimizer's: gradients cleared, then forward and backward of each
+        micro-batch, then gradients added up over ranks. nnscaler's call.
+
+        Args:
+            samples: micro-batches: forward's arguments by name, or the argument itself where
+                forward has one. The loss is what forward returns, or the first of it.
+            is_dummy_batch: for each micro-batch, whether it adds nothing to the gradients: every
+                rank must make as many calls, whether it has data or not.
+            scale_fn: from the loss to what is differentiated, e.g. to divide by the number of
+                micro-batches and copies, since gradients are added up.
+        Returns:
+            What forward returned for each micro-batch, unscaled, without its graph.
+
+        Raises:
+            RuntimeError: the module was made without ``ComputeConfig(use_end2end=True)``.
+            ValueError: no samples, counts that differ, or a loss that is no scalar.
+        """
+        self._check_end2end("train_step")
+        dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
+        if not samples or len(dummies) != len(samples):
+            raise ValueError(
+                "train_step: needs at least one sample and as many entries of is_dummy_batch, got "
+                f"{len(samples)} and {len(dummies)}"
+            )
+        self.zero_grad()
+        results = []
+        for n, (sample, dummy) in enumerate(zip(samples, dummies, strict=True)):
+            with nullcontext() if n == len(samples) - 1 else self.no_sync():
+                result = self._call(sample)
+                loss = _loss(result)
+                if not dummy:
+                    (scale_fn(loss) if scale_fn else loss).backward()
+            results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
+        self.sync_grad()
+        return results
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """What forward returns for each micro-batch, without gradients. nnscaler's call.
+
+        Switch to ``eval()`` yourself where the model needs it.
+
+        Raises:
+            RuntimeError: the module was made without ``ComputeConfig(use_end2end=True)``.
+        """
+        self._check_end2end("infer_step")
+        with torch.no_grad():
+            return [self._call(sample) for sample in samples]
+
+    def _check_end2end(self, what: str) -> None:
+        if not self.compute_config.use_end2end:
+            raise RuntimeError(f"{what}() needs ComputeConfig(use_end2end=True)")
+
+    def _call(self, sample: Any) -> Any:
+        if len(self._argument_names) == 1:
+            return self(sample)
+        if not isinstance(sample, Mapping):
+            raise ValueError(
+                f"a sample must map forward's arguments ({', '.join(self._argument_names)}) to "
+                f"values, got {type(sample).__name__}"
+            )
+        return self(**sample)
+
+
+def _loss(result: Any) -> Tensor:
+    loss = result[0] if isinstance(result, tuple | list) else result
+    if not isinstance(loss, Tensor) or loss.ndim:
+        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"train_step: forward must return a scalar loss first, got {shown}")
+    return loss

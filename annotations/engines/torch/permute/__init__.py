@@ -1,0 +1,1 @@
+"""Sequences in another order, permuted once at the inputs of a graph."""

@@ -1,0 +1,215 @@
+"""Which ops of a graph run in another order of a sequence, and which in natural order.
+
+Each op is on one side or the other. A tensor that passes between the sides costs a permutation, and
+attention in natural order costs what the other order would spare it: the cheapest division is a
+minimum cut, here as a linear program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+from torch.fx import Graph, Node
+
+from ..capture.capture import tensor_inputs
+from ..capture.nodes import is_getitem, resolve
+from ..plan.engine_cost import Rates, received_seconds
+from .token_axes import Along, Place, along
+
+# To start one permutation, on a device: what keeps them few where bytes do not matter.
+PERMUTE_SECONDS = 1e-5
+
+Result = tuple[Node, int]  # of an op, which of its results
+Readers = Mapping[Result, Sequence[tuple[Node, int]]]
+
+
+def readers_of(graph: Graph) -> Readers:
+    """Who reads each result, and as which of its tensor inputs."""
+    found: dict[Result, list[tuple[Node, int]]] = {}
+    for node in graph.nodes:
+        if not is_getitem(node):
+            for slot, value in enumerate(tensor_inputs(node)):
+                found.setdefault(resolve(value), []).append((node, slot))
+    return found
+
+
+def follow(
+    readers: Readers, start: Sequence[Node], own: Mapping[Node, Along], length: int
+) -> dict[Node, Along]:
+    """How every op that can goes along a sequence, from op to op.
+
+    Args:
+        start: the ops to start from. own: how those go along it that are told of its order.
+    """
+    ways = {node: own[node] for node in start}
+    queue = list(start)
+
+    def reach(node: Node, place: Place, slot: int, index: int) -> None:
+        if node in ways:
+            return
+        way = own.get(node) or along(node, place, length, slot=slot, index=index)
+        if way is not None and (way.inputs[slot] if slot >= 0 else way.outputs[index]) == place:
+            ways[node] = way
+            queue.append(node)
+
+    for node in queue:
+        for value, place in zip(tensor_inputs(node), ways[node].inputs, strict=True):
+            producer, index = resolve(value)
+            if place is not None:
+                reach(producer, place, -1, index)
+        for index, place in enumerate(ways[node].outputs):
+            for reader, slot in readers.get((node, index), ()):
+                if place is not None:
+                    reach(reader, place, slot, 0)
+    return ways
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A permutation that is needed if ops on either side read a tensor.
+
+    Attributes:
+        value: what is permuted. back: to natural order.
+        source: the op on whose side the tensor is; None for one that is in natural order.
+        readers: the ops that want it in the order of their side; None for one that always wants
+            natural order.
+        seconds: forward and backward.
+    """
+
+    value: Node
+    back: bool
+    source: Node | None
+    readers: Sequence[Node | None]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class OrderCut:
+    """The choice of a side for each op.
+
+    Attributes:
+        ways: the ops that have a choice.
+        gains: seconds that an op spares in the new order, of those where that is known.
+        parts: ranks that activations are cut over.
+        always: whether all of ``gains`` run in the new order, whatever it costs.
+    """
+
+    readers: Readers
+    ways: Mapping[Node, Along]
+    gains: Mapping[Node, float]
+    parts: int
+    rates: Rates
+    always: bool
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        """Every permutation that there might be. Of several that would do and cost the same, the
+        one nearest to the inputs is a little cheaper."""
+        moves: list[Move] = []
+        for (producer, index), users in self.readers.items():
+            way = self.ways.get(producer)
+            held = None if way is None else way.outputs[index]
+            reader, slot = users[0]
+            found = self._moves_of(tensor_inputs(reader)[slot], producer, held, users)
+            later = PERMUTE_SECONDS * len(moves) / (100 * len(self.readers))
+            moves += [replace(move, seconds=move.seconds + later) for move in found]
+        return moves
+
+    def _moves_of(
+        self, value: Node, producer: Node, held: Place | None, users: Sequence[tuple[Node, int]]
+    ) -> list[Move]:
+        """Of one result."""
+        wants: dict[Place | None, list[Node | None]] = {}
+        for reader, slot in users:
+            way = self.ways.get(reader)
+            wants.setdefault(None if way is None else way.inputs[slot], []).append(
+                None if way is None else reader
+            )
+        made, whole = producer.op != "placeholder", self._seconds(value, False)
+        seconds = self._seconds(value, made)
+        moves = [
+            Move(value, False, producer if place == held else None, asking, seconds)
+            for place, asking in wants.items()
+            if place is not None
+        ]
+        if held is None:
+            return moves
+        if any(reader.op == "output" for reader, _ in users):
+            moves.append(Move(value, True, producer, [None], whole))
+        same: list[Node | None] = [*wants.get(held, ())]
+        others = [r for r, slot in users if r.op != "output" and self._wanted(r, slot) != held]
+        same += [None] * bool(others)
+        return [*moves, Move(value, True, producer, same, seconds)] if same else moves
+
+    def _wanted(self, reader: Node, slot: int) -> Place | None:
+        way = self.ways.get(reader)
+        return None if way is None else way.inputs[slot]
+
+    def _seconds(self, value: Node, cut: bool) -> float:
+        """Of permuting a tensor, and its gradient back. One that lies cut is brought together."""
+        tensor = value.meta["val"]
+        size, both = tensor.numel() * tensor.element_size(), 1 + tensor.is_floating_point()
+        seconds = PERMUTE_SECONDS + both * 2 * size / self.rates.memory_bytes_per_second
+        if not cut or not tensor.is_floating_point():
+            return seconds
+        gathered = size * (self.parts - 1) / self.parts
+        return seconds + both * received_seconds(gathered, self.rates.link(0))
+
+    @property
+    def seconds(self) -> float:
+        """What the cheapest choice costs over natural order everywhere; below 0, it spares."""
+        gained = sum(gain for node, gain in self.gains.items() if self.sides[node])
+        return sum(move.seconds for move in self.made) - gained
+
+    @property
+    def made(self) -> list[Move]:
+        """The permutations that the cheapest choice needs."""
+
+        def needed(move: Move) -> bool:
+            here = move.source is not None and self.sides[move.source]
+            there = [reader is not None and self.sides[reader] for reader in move.readers]
+            return here and not all(there) if move.back else not here and any(there)
+
+        return [move for move in self.moves if needed(move)]
+
+    @cached_property
+    def sides(self) -> dict[Node, bool]:
+        """Whether each op runs in the new order, in the cheapest choice.
+
+        With x = 1 for an op in the new order, a move is made if x differs from its source to one of
+        its readers: rows of differences, of which every corner is integral.
+        """
+        if not self.ways:
+            return {}
+        number = {node: n for n, node in enumerate(self.ways)}
+        cost = [-self.gains.get(node, 0.0) for node in number]
+        low = [float(self.always and node in self.gains) for node in number]
+        rows: list[tuple[int, int, float]] = []
+        n_rows = 0
+        for move in self.moves:
+            for reader in move.readers:
+                # made >= reader - source, or of a way back made >= source - reader
+                sign = -1.0 if move.back else 1.0
+                rows.append((n_rows, len(cost), -1.0))
+                if reader is not None:
+                    rows.append((n_rows, number[reader], sign))
+                if move.source is not None:
+                    rows.append((n_rows, number[move.source], -sign))
+                n_rows += 1
+            cost.append(move.seconds)
+        low += [0.0] * (len(cost) - len(low))
+        at_row, at_column, values = zip(*rows, strict=True)
+        solved = linprog(
+            np.array(cost) / max(map(abs, cost)),
+            A_ub=coo_array((values, (at_row, at_column)), shape=(n_rows, len(cost))).tocsr(),
+            b_ub=np.zeros(n_rows),
+            bounds=[(least, 1.0) for least in low],
+            method="highs-ds",
+        )
+        assert solved.x is not None, solved.message
+        return {node: bool(solved.x[n] > 0.5) for node, n in number.items()}

@@ -1,0 +1,277 @@
+"""Layout hoisting: a sequence is put in another order once, rather than balanced in every layer.
+
+Attention that is causal has more work at the end of a sequence than at its start. Cut contiguously,
+its ranks are uneven, or exchange rows in every layer. Most other ops do not care which token is
+where. So a sequence may be permuted at the graph's inputs, such that contiguous parts are even
+work; attention is told, and ops that do care (a convolution, a roll) get natural order back.
+
+    captured, cuts --hoist--> Hoisting, notes       which ops run in which order: order_cut
+    captured, Hoisting --reordered--> captured      how ops go along a sequence: axes
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from annotations.binding import BoundAnnotation
+from annotations.registry import OpRecord, record_of
+from annotations.rules import Order, SplitSite
+
+from ..capture.capture import Captured
+from ..capture.nodes import arguments_of
+from ..plan.engine_cost import Rates
+from ..plan.policies import PolicyError
+from ..report.engine_plan import EnginePlan
+from ..strategies.op_strategies import COST_ONLY
+from .permutation_choice import Move, OrderCut, follow, readers_of
+from .permuted_graph import Hoisting, reordered
+from .token_axes import Along, Place, axis_of_split
+
+
+@dataclass(frozen=True, eq=False)
+class Reorderable:
+    """An annotated op that can be told of an order.
+
+    Attributes:
+        cut: whether the policy cuts it on the sequence.
+        given: its arguments by name; constants of the graph with their data.
+    """
+
+    node: Node
+    record: OpRecord
+    bound: BoundAnnotation
+    identifier: str
+    cut: bool
+    given: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Of its sequence."""
+        return self.bound.sizes[self.identifier]
+
+    def wanted(self, parts: int) -> Order | None:
+        """The order that it would like."""
+        orders = self.record.rule.orders[self.identifier]
+        return orders.wanted(self.bound, self.site(parts), self.given)
+
+    def told(self, order: Order) -> Mapping[str, Any] | None:
+        """What it is to be told of an order, None if it cannot be told."""
+        return self.record.rule.orders[self.identifier].told(self.given, order)
+
+    def site(self, parts: int) -> SplitSite:
+        """Where it is cut, for costs."""
+        return SplitSite(self.identifier, self.size, parts, COST_ONLY)
+
+    def way(self) -> Along:
+        """How it goes along its sequence."""
+        axis = axis_of_split(self.node, self.bound.split(self.identifier))
+        inputs, outputs = (
+            tuple(None if dim is None else Place(dim) for dim in dims)
+            for dims in (axis.inputs, axis.outputs)
+        )
+        return Along(inputs, outputs)
+
+    def seconds(self, told: Mapping[str, Any], parts: int, rates: Rates) -> float:
+        """Of forward and backward where it is cut and told so."""
+        given = {**self.given, **told}
+        itemsize = next(v.dtype.itemsize for v in given.values() if isinstance(v, Tensor))
+        rule = self.record.rule
+        inner = rule.cost(self.bound, self.site(parts), given, itemsize)
+        flops = 0.0 if rule.flops is None else rule.flops(self.bound, given)
+        moved = inner.forward_bytes + inner.backward_bytes
+        computed = 3 * flops / rates.attention_flops_per_second * inner.imbalance / parts
+        return computed + moved / rates.link(0).bytes_per_second
+
+
+def hoist(
+    captured: Captured,
+    cuts: Mapping[str, str | None],
+    parts: int,
+    rates: Rates,
+    settings: Mapping[str, Any],
+) -> tuple[list[Hoisting], list[str]]:
+    """What to permute, and what to say about it in the plan.
+
+    Args:
+        cuts: op name to the identifier that the policy cuts it on.
+        parts: ranks that it cuts over. rates: of these ranks, their link the first.
+        settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
+            where it is not given, what is predicted to be faster is done.
+    Returns:
+        Rewrites to make one after the other, see :func:`~.reorder.reordered`, at most one for each
+        length of a sequence; and a line of text for each sequence that has uneven work.
+    """
+    found: list[Hoisting] = []
+    notes: list[str] = []
+    always = settings.get("hoist")
+    if always is False:
+        return found, notes
+    for length in _lengths(captured, cuts, parts):
+        ops = [op for op in _ops(captured, cuts) if op.size == length]
+        wanted = {o.tokens.tobytes(): o for op in ops if op.cut and (o := op.wanted(parts))}
+        tried = [
+            (_cut(captured, ops, order, parts, rates, bool(always)), order)
+            for order in wanted.values()
+        ]
+        cut, order = min(tried, key=lambda each: each[0].seconds)
+        if not cut.gains:
+            continue
+        name = f"layout: {order.name} over {length} tokens"
+        if not any(cut.sides[node] for node in cut.gains):
+            notes.append(f"{name} {_declined(replace(cut, always=True))}")
+            continue
+        notes.append(f"{name}, {_done(cut)}")
+        found.append(_hoisting(cut, ops, order))
+        captured = reordered(captured, found[-1])
+    return found, notes
+
+
+def hoisted(
+    captured: Captured,
+    splits: Mapping[str, Any],
+    mesh_shape: Sequence[int],
+    rates: Rates,
+    settings: Mapping[str, Any],
+) -> tuple[list[Hoisting], list[str]]:
+    """:func:`hoist` on a mesh: for sequences that are cut along one axis of it.
+
+    Args:
+        splits: op name to what it is split on, on a mesh of several axes a tuple of that.
+    """
+    if settings.get("hoist") is False:
+        return [], []
+    rules = {node.name: record_of(node.target) for node in captured.graph.nodes}
+    cuts: dict[int, dict[str, str | None]] = {}
+    for name, split in splits.items():
+        record = rules.get(name)
+        for axis, identifier in enumerate(split if isinstance(split, tuple) else (split,)):
+            if record is not None and identifier in record.rule.orders:
+                cuts.setdefault(axis, {})[name] = identifier
+    if len(cuts) != 1:
+        why = ["sequences are cut along several axes; kept natural order"] if cuts else []
+        return [], why
+    ((axis, cut),) = cuts.items()
+    along_axis = replace(rates, links=(rates.link(axis),))
+    return hoist(captured, cut, mesh_shape[axis], along_axis, settings)
+
+
+def hoisted_as(
+    plan: EnginePlan, captured: Captured, rates: Rates, settings: Mapping[str, Any]
+) -> tuple[list[Hoisting], list[str]]:
+    """What was permuted when ``plan`` was made: what gives a graph that has all of its ops.
+
+    Raises:
+        PolicyError: nothing does, or ``settings`` want it otherwise.
+    """
+    wanted = settings.get("hoist", plan.hoisted)
+    if wanted != plan.hoisted:
+        has = "another" if plan.hoisted else "natural"
+        raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
+    if not plan.hoisted:
+        return [], list(plan.notes)
+    for given in (settings, {"hoist": True}):
+        found, notes = hoisted(captured, plan.splits, plan.mesh_shape, rates, given)
+        graph = functools.reduce(reordered, found, captured).graph
+        if plan.ops.keys() <= {node.name for node in graph.nodes}:
+            return found, notes
+    raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
+
+
+def _cut(
+    captured: Captured,
+    ops: Sequence[Reorderable],
+    order: Order,
+    parts: int,
+    rates: Rates,
+    always: bool,
+) -> OrderCut:
+    gains = {}
+    own = {}
+    for op in ops:
+        told = op.told(order)
+        if told is not None:
+            own[op.node] = op.way()
+            if op.cut:
+                gains[op.node] = op.seconds({}, parts, rates) - op.seconds(told, parts, rates)
+    readers = readers_of(captured.graph)
+    ways = follow(readers, list(gains), own, len(order.tokens))
+    return OrderCut(readers, ways, gains, parts, rates, always)
+
+
+def _hoisting(cut: OrderCut, ops: Sequence[Reorderable], order: Order) -> Hoisting:
+    ways = {node.name: way for node, way in cut.ways.items() if cut.sides[node]}
+    told = {op.node.name: op.told(order) or {} for op in ops if op.node.name in ways}
+    return Hoisting(order, ways, told)
+
+
+def _done(cut: OrderCut) -> str:
+    back = [move for move in cut.made if move.back]
+    text = f"permuted once at: {_names([move for move in cut.made if not move.back])}"
+    return text + (f"; natural order again at: {_names(back)}" if back else "")
+
+
+def _declined(forced: OrderCut) -> str:
+    """Why: what it would take to run all attention in the order."""
+    gain, cost = sum(forced.gains.values()), sum(move.seconds for move in forced.made)
+    if gain <= 0:
+        return "would not make attention faster; kept natural order"
+    return (
+        f"would spare {gain * 1e3:.3g} ms a step in attention, but permuting "
+        f"{_names(forced.made)} would take {cost * 1e3:.3g} ms; kept natural order"
+    )
+
+
+def _names(moves: Sequence[Move]) -> str:
+    return ", ".join(dict.fromkeys(_named(move.value) for move in moves)) or "nothing"
+
+
+def _named(value: Node) -> str:
+    """A value's name, and where it is: what it is made from, or the module that makes it."""
+    stack = list(value.meta.get("nn_module_stack", {}).values())
+    inside = stack[-1][0].removeprefix("L['self']").lstrip(".") if stack else ""
+    if value.op == "placeholder":
+        return value.name
+    made_from = [x.name for x in value.all_input_nodes if x.op == "placeholder"]
+    where = f"in {inside}" if inside else f"from {', '.join(made_from)}" if made_from else ""
+    return f"{value.name} ({where})" if where else value.name
+
+
+def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> list[int]:
+    """Of the sequences for which some op that is cut wants another order."""
+    return sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)})
+
+
+def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[Reorderable]:
+    """The calls of annotated ops that can be told of an order, for each identifier."""
+    found = []
+    for node in captured.graph.nodes:
+        record = record_of(node.target)
+        if record is None or not record.rule.orders:
+            continue
+        bound = record.bind(arguments_of(node, record))
+        given = record.arguments(*torch.fx.map_arg((node.args, node.kwargs), _reader(captured)))
+        for split in bound.splits():
+            if split.identifier in record.rule.orders:
+                cut = cuts.get(node.name) == split.identifier
+                found.append(Reorderable(node, record, bound, split.identifier, cut, given))
+    return found
+
+
+def _reader(captured: Captured) -> Any:
+    """From a node to its constant value, or if it has none to a tensor without data."""
+
+    def read(node: Node) -> Any:
+        if node.name in captured.constants:
+            return captured.constants[node.name]
+        if node.target is torch.ops.aten.clone.default:
+            return read(node.args[0])  # type: ignore[arg-type]
+        return node.meta["val"]
+
+    return read

@@ -1,0 +1,104 @@
+"""Planning without ranks, devices or memory: what a model would be cut into on so many ranks.
+
+with torch.device("meta"):
+    model = Llama(...)
+    example = {"tokens": torch.zeros(1, 131072, dtype=torch.int64), ...}
+print(plan_without_ranks(model, example, "auto", ComputeConfig(64, 64, ...)))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...config import ComputeConfig, check_embedded
+from ..capture.capture import capture
+from ..capture.label_shift import whole_logits
+from ..module import mixed_precision as computing
+from ..module.sharded_parameters import whole_without_data
+from ..report.engine_plan import EnginePlan
+from .engine_cost import Rates
+from .planning import AnyPolicy, plan_graph
+from .saved_plan import as_plan
+
+
+def plan_without_ranks(
+    module: torch.nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: AnyPolicy,
+    compute_config: ComputeConfig,
+    rates: Rates | None = None,
+    *,
+    module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> EnginePlan:
+    """The plan that ``parallelize`` would make, in one process that holds no tensor's data.
+
+    Args:
+        module: on any device; on "meta" it takes no memory. dummy_forward_args: likewise.
+        pas_policy, compute_config: as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a
+            rank may hold, by default anything.
+        rates: speeds to plan with; round numbers by default.
+        module_dtype, compute_dtype: as of ``parallelize``.
+    Raises:
+        RuntimeError: ``torch.distributed`` is initialised already.
+        PolicyError, CaptureError, PlanningError: as of ``parallelize``.
+    """
+    return plans_without_ranks(
+        module,
+        dummy_forward_args,
+        pas_policy,
+        [compute_config],
+        rates,
+        module_dtype=module_dtype,
+        compute_dtype=compute_dtype,
+    )[0]
+
+
+def plans_without_ranks(
+    module: torch.nn.Module,
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: AnyPolicy,
+    compute_configs: Sequence[ComputeConfig],
+    rates: Rates | None = None,
+    *,
+    module_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> list[EnginePlan]:
+    """:func:`plan_without_ranks` for several sets of ranks; the module is captured once."""
+    policy, found = as_plan(pas_policy), []
+    with whole_without_data(module, module_dtype) as mode:
+        parameters = {n: p.dtype for n, p in module.named_parameters(remove_duplicate=False)}
+        with computing.in_dtype(module, compute_dtype):
+            captured = capture(module, dummy_forward_args, mode)
+        whole_logits(captured.graph)
+        for config in compute_configs:
+            check_embedded(config)
+            with _ranks_that_are_not(config.mesh_shape) as mesh:
+                speeds = rates or config.pas_config.get("rates") or Rates()
+                planned = plan_graph(captured, mesh, policy, config, parameters, speeds)
+            found.append(planned.report)
+    return found
+
+
+@contextmanager
+def _ranks_that_are_not(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """A mesh of which only this process exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError(
+            "plan_without_ranks: torch.distributed is initialised; plan in a process of its own"
+        )
+    dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
+    try:
+        axes = tuple(f"axis{n}" for n in range(len(shape)))
+        yield init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,167 @@
+"""What a strategy and a move cost, in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.fx import Node
+
+from annotations.registry import record_of
+from annotations.rules import InnerCost
+
+from ..capture.capture import tensor_inputs
+from ..capture.nodes import arguments_of, values_of
+from ..strategies.op_strategies import Strategy
+from ..strategies.reshard import Shape, Step
+
+BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
+BACKWARD = 2.0  # of other ops' forward
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks of one mesh axis: a collective of n received bytes takes ``seconds + n /
+    bytes_per_second``."""
+
+    seconds: float = 2e-5
+    bytes_per_second: float = 2e11
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of one rank and of its links.
+
+    The defaults are round numbers for one accelerator, not measurements; :mod:`.rates` measures.
+
+    Attributes:
+        links: of each axis of the mesh, in order; the last is of all ranks, over which gradients
+            are added up. With fewer, the last stands for the rest.
+        calibrated: whether they were measured.
+    """
+
+    matmul_flops_per_second: float = 3e14
+    attention_flops_per_second: float = 3e14
+    memory_bytes_per_second: float = 2e12
+    links: tuple[Link, ...] = (Link(),)
+    calibrated: bool = False
+
+    def link(self, axis: int) -> Link:
+        """Of a mesh axis; -1 is all ranks."""
+        return self.links[min(axis, len(self.links) - 1)]
+
+    def by_bytes(self) -> Rates:
+        """The same without what it takes to start a collective: the fewest bytes are cheapest."""
+        links = tuple(Link(0.0, link.bytes_per_second) for link in self.links)
+        return replace(self, links=links)
+
+
+def compute_seconds(
+    node: Node, strategy: Strategy, parts: Shape, rates: Rates, differentiated: bool = True
+) -> float:
+    """Forward and, where wanted, backward of one op, with what it moves inside."""
+    if node.op != "call_function" or is_view(node):
+        return 0.0
+    record = record_of(node.target)
+    attends = record is not None and record.rule.flops is not None
+    forward = max(
+        _moved_bytes(node) / rates.memory_bytes_per_second,
+        flops(node)
+        / (rates.attention_flops_per_second if attends else rates.matmul_flops_per_second),
+    )
+    for axis, divided in enumerate(strategy.divided):
+        if divided:
+            forward *= strategy.inner[axis].imbalance / parts[axis]
+    backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
+    seconds = _with_inner(forward, strategy, "forward_bytes", rates)
+    return seconds + (
+        _with_inner(backward, strategy, "backward_bytes", rates) if differentiated else 0
+    )
+
+
+def _with_inner(seconds: float, strategy: Strategy, side: str, rates: Rates) -> float:
+    """Computing, and what moves inside beside it or before it."""
+    for axis, inner in enumerate(strategy.inner):
+        moving = received_seconds(getattr(inner, side), rates.link(axis))
+        seconds = max(seconds, moving) if inner.overlaps else seconds + moving
+    return seconds
+
+
+def received_seconds(count: float, link: Link) -> float:
+    """Time of a collective in which the busiest rank receives ``count`` bytes."""
+    return link.seconds + count / link.bytes_per_second if count else 0.0
+
+
+def steps_bytes(steps: Sequence[Step], value: Tensor) -> int:
+    """Received by the busiest rank along a path."""
+    return sum(int(step.elements * value.element_size()) for step in steps)
+
+
+def steps_seconds(steps: Sequence[Step], value: Tensor, rates: Rates) -> float:
+    """Time of a path."""
+    return sum(
+        received_seconds(step.elements * value.element_size(), rates.link(step.axis))
+        + _copied_bytes(step, value) / rates.memory_bytes_per_second
+        for step in steps
+    )
+
+
+def _copied_bytes(step: Step, value: Tensor) -> float:
+    """Read and written to put in its place what arrives along a dim that is not the first; parts of
+    the first lie in one piece."""
+    if step.kind not in ("all-gather", "reduce-scatter"):
+        return 0.0
+    [dim] = {p.dim for p in (step.before[step.axis], step.after[step.axis]) if isinstance(p, Shard)}
+    outer = math.prod(value.shape[:dim])
+    return 2.0 * step.elements * value.element_size() if outer > 1 else 0.0
+
+
+def all_reduce_bytes(count: float, ranks: int) -> int:
+    """Received by each rank to add up ``count`` bytes over ``ranks``, by the ring algorithm."""
+    return int(2 * count * (ranks - 1) // ranks)
+
+
+def inner_cost(strategy: Strategy) -> InnerCost:
+    """What moves inside along all axes together, in words and bytes."""
+    return InnerCost(
+        what=", ".join(dict.fromkeys(inner.what for inner in strategy.inner if inner.what)),
+        forward_bytes=sum(inner.forward_bytes for inner in strategy.inner),
+        backward_bytes=sum(inner.backward_bytes for inner in strategy.inner),
+        imbalance=math.prod(inner.imbalance for inner in strategy.inner),
+        overlaps=all(i.overlaps for i in strategy.inner if i.forward_bytes),
+    )
+
+
+def flops(node: Node) -> float:
+    """Of the whole op, forward."""
+    record = record_of(node.target)
+    if record is not None:
+        if record.rule.flops is None:
+            return 0.0
+        arguments = arguments_of(node, record)
+        return record.rule.flops(record.bind(arguments), arguments)
+    name = str(node.target)
+    if "linear" in name or ".mm" in name or "matmul" in name or "bmm" in name:
+        values: Sequence[Tensor] = [x.meta["val"] for x in tensor_inputs(node)]
+        return 2.0 * node.meta["val"].numel() * values[0].shape[-1]
+    return 0.0
+
+
+def is_view(node: Node) -> bool:
+    """Whether an op returns its argument's memory."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def size_bytes(value: Any) -> int:
+    """Of a tensor; 0 of anything else."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _moved_bytes(node: Node) -> int:
+    read = sum(size_bytes(x.meta["val"]) for x in tensor_inputs(node))
+    return read + sum(map(size_bytes, values_of(node)))

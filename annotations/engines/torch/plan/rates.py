@@ -1,0 +1,174 @@
+"""Speeds of this machine, measured by its own ranks and kept in a file of the user's cache.
+
+    torchrun --nproc-per-node 4 -m annotations.engines.torch calibrate --mesh 2 2
+
+What was not measured is planned with round numbers, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .engine_cost import Link, Rates
+
+REPEATS = 5
+
+_logger = logging.getLogger("seqshard")
+
+
+def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:
+    """What :func:`calibrate` found on this machine for such a mesh; round numbers if it never ran.
+
+    Args:
+        copies: of the model, data parallel.
+    """
+    path = rates_file(mesh, copies)
+    if not path.exists():
+        return Rates()
+    try:
+        given = json.loads(path.read_text())["rates"]
+        links = tuple(Link(**link) for link in given.pop("links"))
+        return Rates(**given, links=links)
+    except (ValueError, KeyError, TypeError) as error:
+        _logger.warning("%s is not a file of rates (%s); planning with round numbers", path, error)
+        return Rates()
+
+
+def rates_file(mesh: DeviceMesh, copies: int = 1) -> Path:
+    """Where the rates of such a mesh are kept: by device, backend, sizes and torch version."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqshard"
+    digest = hashlib.sha256(json.dumps(_key(mesh, copies)).encode()).hexdigest()[:16]
+    return folder / f"rates-{digest}.json"
+
+
+def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
+    """Measure for a second or two, on all ranks of the run at once; rank 0 keeps what was found.
+
+    Args:
+        mesh: the ranks of this rank's copy. copies: of the model, data parallel.
+    Returns:
+        The rates of the slowest rank, the same on every rank.
+    """
+    device = torch.device(mesh.device_type)
+    found = [_matmul_rate(device), _attention_rate(device), _memory_rate(device)]
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] + [dist.group.WORLD]
+    with warnings.catch_warnings():
+        # all_gather_into_tensor has another name from torch 2.13 on, which torch 2.11 has not.
+        warnings.filterwarnings("ignore", message=".*all_gather", category=FutureWarning)
+        links = [_link(group, device) for group in groups]
+    speeds = torch.tensor(found + [x for link in links for x in (1 / link[0], link[1])])
+    speeds = speeds.to(device=device, dtype=torch.float64)
+    dist.all_reduce(speeds, op=dist.ReduceOp.MIN)
+    matmul, attention, memory, *rest = speeds.tolist()
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    rates = Rates(matmul, attention, memory, tuple(Link(1 / a, b) for a, b in pairs), True)
+    if dist.get_rank() == 0:
+        path = rates_file(mesh, copies)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = {"for": _key(mesh, copies), "rates": asdict(rates)}
+        path.write_text(json.dumps(kept, indent=1))
+    dist.barrier()
+    return rates
+
+
+def _key(mesh: DeviceMesh, copies: int) -> dict[str, Any]:
+    cuda = mesh.device_type == "cuda" and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else mesh.device_type,
+        "backend": str(dist.get_backend()),
+        "axes": [*mesh.shape, copies],
+        "torch": torch.__version__,
+    }
+
+
+def _matmul_rate(device: torch.device) -> float:
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n**3 / _seconds(lambda: a @ a, device)
+
+
+def _attention_rate(device: torch.device) -> float:
+    """Of torch's own causal attention."""
+    cuda = device.type == "cuda"
+    tokens, heads = (8192, 16) if cuda else (512, 4)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    q = torch.randn(1, heads, tokens, 128, device=device, dtype=dtype)
+    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device)
+    return 2 * heads * tokens**2 * 128 / seconds
+
+
+def _memory_rate(device: torch.device) -> float:
+    a = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device, dtype=torch.uint8)
+    b = torch.empty_like(a)
+    return 2 * a.numel() / _seconds(lambda: b.copy_(a), device)
+
+
+def _link(group: Any, device: torch.device) -> tuple[float, float]:
+    """Seconds to start, and received bytes a second, of the slowest kind of collective."""
+    large = 2**26 if device.type == "cuda" else 2**20
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return Link().seconds, Link().bytes_per_second
+    starts, speeds = [], []
+    for collective, share in _collectives(group, ranks):
+        small, whole = (
+            _seconds(functools.partial(collective, _bytes(n, ranks, device)), device)
+            for n in (ranks * 8, large)
+        )
+        starts.append(small)
+        speeds.append(share * large / max(whole - small, 1e-9))
+    return max(starts), min(speeds)
+
+
+def _bytes(count: int, ranks: int, device: torch.device) -> Tensor:
+    return torch.zeros(count // 4 // ranks * ranks, device=device)
+
+
+def _collectives(group: Any, ranks: int) -> list[tuple[Callable[[Tensor], Any], float]]:
+    """Each with the share of its argument that a rank receives."""
+
+    def gather(x: Tensor) -> None:
+        dist.all_gather_into_tensor(x, x[: len(x) // ranks].clone(), group=group)
+
+    def exchange(x: Tensor) -> None:
+        dist.all_to_all_single(torch.empty_like(x), x, group=group)
+
+    def reduce(x: Tensor) -> None:
+        dist.all_reduce(x, group=group)
+
+    rest = (ranks - 1) / ranks
+    return [(gather, rest), (exchange, rest), (reduce, 2 * rest)]
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, the fastest of a few."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    wait()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return max(min(times), 1e-9)

@@ -1,0 +1,213 @@
+"""A plan as a value: it prints as a table, and goes to a file and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from ..plan.memory import Held
+from ..strategies.placements import Places
+
+Split = str | None | tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a plan; bytes are per call and rank, for the rank that receives most.
+
+    Attributes:
+        op: what runs, or whose result moves. split: what it is cut on.
+        moves: what moves, and between which ways to lie.
+        seconds: predicted, forward and backward.
+    """
+
+    op: str
+    split: str
+    moves: str
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How one op of a plan runs.
+
+    Attributes:
+        split: what an annotated op is split on, for each axis.
+        inputs, outputs: how its tensors lie: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P``
+            a partial sum; e.g. ``"S1,R"``.
+    """
+
+    split: tuple[str | None, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What the engine decided for a module.
+
+    Attributes:
+        parts: ranks the module is cut over. copies: data-parallel copies of it.
+        splits: identifier of each annotated op by its name in the graph, None if it runs whole; on
+            a mesh of several axes a tuple of them.
+        rows: with how often each occurs; the gradient sync is the last.
+        mesh_shape: of the ranks of a copy.
+        ops: how each op of the graph runs, by its name.
+        parameters: how those lie that are kept in parts, by their names in the module.
+        held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
+        calibrated: whether the rates were measured on this machine.
+        graph: hash of the graph that it is for.
+        notes: lines below the title, on what was done to the module before.
+        hoisted: whether its ops are those of the graph with a sequence in another order.
+    """
+
+    parts: int
+    copies: int
+    splits: Mapping[str, Split]
+    rows: Sequence[tuple[Row, int]]
+    mesh_shape: tuple[int, ...] = ()
+    ops: Mapping[str, Lying] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    held: Held | None = None
+    limit_bytes: float | None = None
+    calibrated: bool = False
+    graph: str = ""
+    notes: Sequence[str] = ()
+    hoisted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Predicted for a step, without the optimizer."""
+        return sum(row.seconds * n for row, n in self.rows)
+
+    def __str__(self) -> str:
+        header = ("op", "count", "split", "what moves", "forward", "backward", "us")
+        lines = [
+            (r.op, str(n), r.split, r.moves, _bytes(r.forward_bytes), _bytes(r.backward_bytes),
+             f"{r.seconds * 1e6:.0f}")
+            for r, n in self.rows
+        ]  # fmt: skip
+        widths = [max(len(line[c]) for line in [header, *lines]) for c in range(len(header))]
+        rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+        body = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
+                for line in [header, *lines]]  # fmt: skip
+        text = [self._title(), *self.notes, body[0], rule, *body[1:], rule, *self._totals()]
+        if any("->" in row.split for row, _ in self.rows):
+            text.append("S1: cut on dim 1, R: whole, P: a partial sum; one for each axis")
+        return "\n".join(text)
+
+    def _title(self) -> str:
+        shape = " x ".join(map(str, self.mesh_shape))
+        mesh = f" ({shape})" if len(self.mesh_shape) > 1 else ""
+        return f"plan: {self.parts} ranks{mesh} a copy, copies of the model: {self.copies}"
+
+    def _totals(self) -> list[str]:
+        total = [
+            sum(getattr(r, side) * n for r, n in self.rows)
+            for side in ("forward_bytes", "backward_bytes")
+        ]
+        found = [
+            f"received by the busiest rank a step: {_bytes(total[0])} forward, "
+            f"{_bytes(total[1])} backward"
+        ]
+        if self.held is not None:
+            rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
+            found.append(f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})")
+            h = self.held
+            limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
+            casts = f"casts of parameters {_bytes(h.casts)}, " if h.casts else ""
+            found.append(
+                f"memory a rank, estimated: {_bytes(h.total)} ({limit}): parameters "
+                f"{_bytes(h.parameters)}, gradients {_bytes(h.gradients)}, optimizer "
+                f"{_bytes(h.optimizer)}, {casts}activations {_bytes(h.activations)}, "
+                f"received in an op {_bytes(h.passing)}"
+            )
+        return found
+
+    def to_json(self) -> str:
+        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited. Ops that are left
+        out are for the planner to decide, parameters that are left out are whole; the rest is for
+        reading."""
+        given = {**asdict(self), "predicted_seconds": self.seconds}
+        given["rows"] = [{**asdict(row), "count": n} for row, n in self.rows]
+        return json.dumps(given, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> EnginePlan:
+        """A plan from what :meth:`to_json` made, edited or not.
+
+        Raises:
+            ValueError: it is not such a text.
+        """
+        try:
+            given = json.loads(text)
+            given.pop("predicted_seconds", None)
+            rows = [({**row}, row["count"]) for row in given.pop("rows")]
+            for row, _ in rows:
+                row.pop("count")
+            ops = {n: Lying(*map(tuple, op.values())) for n, op in given.pop("ops").items()}
+            held = given.pop("held")
+            return cls(
+                **{
+                    **given,
+                    "splits": {n: tuple(s) if isinstance(s, list) else s
+                               for n, s in given["splits"].items()},
+                    "mesh_shape": tuple(given["mesh_shape"]),
+                    "notes": tuple(given["notes"]),
+                },
+                rows=[(Row(**row), n) for row, n in rows],
+                ops=ops,
+                held=Held(**held) if held else None,
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a plan of the embedded engine: {error}") from None
+
+
+def places_text(places: Places) -> str:
+    """``S1,R`` for cut on dim 1 along the first axis, whole along the second."""
+    return ",".join(
+        f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
+        for p in places
+    )
+
+
+def place_words(place: Placement) -> str:
+    """How a tensor lies along one axis, in words."""
+    if isinstance(place, Shard):
+        return f"cut on dim {place.dim}"
+    return {Replicate: "whole", Partial: "partial sum"}.get(type(place), str(place))
+
+
+def places_words(places: Places) -> str:
+    """How a tensor lies along all axes; in words where there is but one."""
+    return place_words(places[0]) if len(places) == 1 else places_text(places)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def whole_copies(copies: int, gradient_bytes: int) -> EnginePlan:
+    """The plan of a module that is copied but not cut."""
+    synced = 2 * gradient_bytes * (copies - 1) // copies
+    return EnginePlan(1, copies, {}, [(sync_row(copies, synced, 0.0), 1)], (1,))
+
+
+def sync_row(ranks: int, count: int, seconds: float) -> Row:
+    """The gradients' all-reduce."""
+    return Row("sync_grad", "-", f"all-reduce of gradients, {ranks} ranks", 0, count, seconds)
+
+
+def to_plain(value: Any) -> Any:
+    """One axis: the element itself."""
+    return value[0] if len(value) == 1 else value

@@ -1,0 +1,1 @@
+"""Running a planned graph, on DTensors or lowered to plain tensors."""

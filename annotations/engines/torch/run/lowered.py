@@ -1,0 +1,324 @@
+"""A planned graph on plain tensors: all that DTensor decides is decided once, while tracing.
+
+Program (on DTensors) --trace--> joint graph of this rank --partition--> forward, backward
+
+The program runs once on tensors without data. What its DTensors do to the tensors of this rank is
+recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
+filled in. What runs afterwards makes no DTensor and decides nothing. AOTAutograd does the tracing
+and gives autograd one node for the whole backward. Autograd puts gradients into ``.grad`` when that
+node is through; so that they can travel before, its graph says of each when it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
+from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..capture.checkpointed import region_of
+from .execute import Program
+from .local_graph import communicates, drop_unused, output_of, overlap, results_of, simplify
+
+Arrived = Callable[[str, Tensor], None]
+
+
+class LoweringError(RuntimeError):
+    """A planned graph could not be traced on plain tensors."""
+
+
+class Lowered:
+    """A program that is traced at its first call, and once more for each other kind of call:
+    gradients on or off, another choice of what needs one, other dtypes or strides, autocast.
+
+    Called as :class:`~.execute.Program`, with the same results and gradients. One thing differs: if
+    the loss uses some of the results, parameters that only the others depend on get gradients of
+    zeros, not None. Where it is compiled torch may refuse to run a backward twice
+    (``retain_graph=True``), as it does under ``torch.compile``.
+
+    Args:
+        compiled: have inductor compile the local graphs, which may then compute cheap values again
+            in the backward rather than save them; never what communicates.
+        arrived: called in the backward, not where it is compiled, with the name of each parameter
+            that is a plain tensor and its gradient, which is not in ``.grad`` yet.
+    """
+
+    def __init__(
+        self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
+    ) -> None:
+        self.captured = program.captured
+        self._program = program
+        self._compiled = compiled
+        self._arrived = None if compiled else arrived
+        self._traces: dict[Any, Trace] = {}
+
+    def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
+        """Run the forward; see :meth:`.execute.Program.__call__`.
+
+        Raises:
+            LoweringError: the program could not be traced.
+        """
+        given = self._given(attribute, flat_inputs)
+        return self._trace(given)(list(given.values()))
+
+    def _given(
+        self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]
+    ) -> dict[str, Tensor]:
+        """The tensors by placeholder."""
+        captured = self.captured
+        given = {name: attribute(of) for name, of in captured.attributes.items()}
+        given |= captured.constants
+        pairs = zip(captured.user_inputs, flat_inputs, strict=True)
+        return given | {name: value for name, value in pairs if name}
+
+    def _trace(self, given: dict[str, Tensor]) -> Trace:
+        kind = _kind(list(given.values()))
+        if kind not in self._traces:
+            self._traces[kind] = Trace(self._program, given, self._compiled, self._arrived)
+        return self._traces[kind]
+
+    @property
+    def traces(self) -> Sequence[Trace]:
+        """Those made so far."""
+        return list(self._traces.values())
+
+
+def _kind(tensors: Sequence[Tensor]) -> Any:
+    """What a trace depends on, beyond what the capture has fixed."""
+    device = tensors[0].device.type if tensors else "cpu"
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        *[(t.requires_grad, t.dtype, t.stride()) for t in tensors],
+    )
+
+
+class Trace:
+    """One kind of call of a program.
+
+    Attributes:
+        graphs: that of the forward, and of the backward where there is one, on this rank's tensors.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        given: dict[str, Tensor],
+        compiled: bool,
+        arrived: Arrived | None = None,
+    ) -> None:
+        self.graphs: list[Graph] = []
+        traced: Any = _AsModule(program, given)
+        parameters = {n for n, t in given.items() if isinstance(t, Parameter)}
+        plain = {n for n in parameters if not isinstance(given[n], DTensor)}
+        names = [program.captured.attributes.get(n) if n in plain else None for n in given]
+        tell = partial(_tell, names=names, arrived=arrived) if arrived else None
+        options: dict[str, Any] = {
+            "fw_compiler": partial(self._code, compiled=compiled),
+            "bw_compiler": partial(self._code, compiled=compiled, tell=tell),
+            "partition_fn": _save_regions if program.checkpoints else _save_all,
+        }
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.fx.traceback.preserve_node_meta())
+                if compiled:
+                    options |= stack.enter_context(_for_inductor())
+                else:  # what is saved for the backward may be read by another one
+                    stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+                self._local = aot_module_simplified(traced, list(given.values()), **options)
+        except (ValueError, NotImplementedError):  # about the model, in words of its own
+            raise
+        except Exception as error:
+            raise LoweringError(
+                "parallelize: the planned graph could not be lowered to plain tensors "
+                f"({type(error).__name__}: {error}); with lowered=False it runs on DTensors"
+            ) from error
+        self._results = traced.results
+
+    def __call__(self, tensors: list[Tensor]) -> list[Any]:
+        """The flat results of the forward."""
+        results = iter(self._local(*tensors))
+        return [next(results) if x is _TENSOR else x for x in self._results]
+
+    def _code(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        compiled: bool,
+        tell: Callable[[Graph], None] | None = None,
+    ) -> Any:
+        """What runs a graph: a function of a list of inputs, which it empties."""
+        simplify(module.graph)
+        overlap(module.graph)
+        if tell is not None:
+            tell(module.graph)
+        module.recompile()
+        self.graphs.append(module.graph)
+        return _by_inductor(module, inputs) if compiled else _by_python(module)
+
+
+_TENSOR = object()
+
+
+class _AsModule(torch.nn.Module):
+    """A program as AOTAutograd wants it: a module from tensors to a tuple of tensors.
+
+    Attributes:
+        results: once it has run, the flat results, with ``_TENSOR`` for each tensor.
+    """
+
+    def __init__(self, program: Program, given: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+        self._program, self._names = program, list(given)
+        self._is_parameter = [isinstance(t, torch.nn.Parameter) for t in given.values()]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for tensor, is_parameter in zip(tensors, self._is_parameter, strict=True):
+            if is_parameter:  # torch's mark of what stands for a Parameter, to isinstance too
+                tensor._is_param = True  # type: ignore[attr-defined]
+        given = dict(zip(self._names, tensors, strict=True))
+        captured = self._program.captured
+        constants = {name: given[name] for name in captured.constants}
+        program = dataclasses.replace(
+            self._program,
+            captured=dataclasses.replace(captured, constants=constants),
+            traced=True,
+        )
+        placeholder = {of: name for name, of in captured.attributes.items()}
+        results = program(
+            lambda of: given[placeholder[of]],
+            [given[name] if name else None for name in captured.user_inputs],
+        )
+        self.results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
+        return tuple(x for x in results if isinstance(x, Tensor))
+
+
+def _tell(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
+    """Have a backward call ``arrived`` as soon as it has a gradient.
+
+    Args:
+        names: of the parameters, in the order of the gradients; None is passed over.
+    """
+    [gradients] = output_of(graph).args
+
+    def tell(name: str, gradient: Tensor) -> None:
+        arrived(name, gradient)
+
+    # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
+    if len(gradients) != len(names):  # type: ignore[arg-type]
+        return
+    for name, gradient in zip(names, gradients, strict=True):  # type: ignore[arg-type]
+        if name is not None and isinstance(gradient, Node):
+            with graph.inserting_after(gradient):
+                graph.call_function(tell, (name, gradient))
+
+
+def _save_all(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Save what the backward needs, as autograd does: nothing is computed again."""
+    simplify(joint.graph)
+    return _checked(*default_partition(joint, inputs, **options))
+
+
+def _save_regions(
+    joint: GraphModule, inputs: Any, **options: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Save what the backward needs, but of checkpointed calls only what ops that communicate have
+    returned, and what is read outside; the rest is computed again."""
+    simplify(joint.graph)
+    _tag_regions(joint.graph, others=True)
+    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
+
+
+def _tag_regions(graph: Graph, *, others: bool) -> None:
+    """Say to the partitioner what is computed again: checkpointed calls, but for what ops that
+    communicate have returned. ``others``: all else is saved, rather than what is cheapest."""
+    of_backward: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or any(source in of_backward for source in node.all_input_nodes):
+            of_backward.add(node)
+        elif node.op == "call_function":
+            region = region_of(node)
+            if region is None and not others:
+                continue
+            again = region is not None and not communicates(node)
+            node.meta["ac_graph_id"] = -1 if region is None else region
+            node.meta["recompute"] = (
+                CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+            )
+    for node in graph.nodes:
+        if communicates(node) and node not in of_backward:
+            for result in results_of(node):
+                result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                result.meta.setdefault("ac_graph_id", -1)
+
+
+def _save_least(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Save the fewest bytes that spare all that is not cheap once it is compiled; checkpointed
+    calls are computed again, and nothing that communicates is."""
+    simplify(joint.graph)
+    _tag_regions(joint.graph, others=False)
+    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
+
+
+def _checked(forward: GraphModule, backward: GraphModule) -> tuple[GraphModule, GraphModule]:
+    """Nothing that communicates may run again: ranks could differ in what they save."""
+    names = []
+    for graph in (forward.graph, backward.graph):
+        drop_unused(graph)
+        names.append({node.name for node in graph.nodes if communicates(node)})
+    first, second = names
+    assert not first & second, f"run again in the backward: {sorted(first & second)}"
+    return forward, backward
+
+
+def _by_python(module: GraphModule) -> Callable[[list[Any]], Any]:
+    """Code that lets go of each value after its last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+    def run(values: list[Any]) -> Any:
+        return module.forward(values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def _for_inductor() -> Iterator[dict[str, Any]]:
+    """The options with which AOTAutograd traces for inductor."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch._subclasses import FakeTensorMode
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with V.set_fake_mode(fake_mode), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield {"partition_fn": _save_least, "decompositions": select_decomp_table()}
+
+
+def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # All that is returned keeps the strides that were traced.
+    output = output_of(module.graph)
+    [results] = output.args
+    tensors = [n for n, x in enumerate(results) if isinstance(x, Node)]  # type: ignore[arg-type]
+    output.meta["user_visible_output_idxs"] = tensors
+    return compile_fx_inner(module, inputs)

@@ -1,0 +1,143 @@
+"""DTensor, asked how an op may run: it is run on meta tensors that lie in each possible way.
+
+What ran without communication, forward and backward, is a strategy. That keeps one source of truth
+for what DTensor can do, whatever its version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx import Node
+
+from ..capture.capture import tensor_inputs, with_inputs
+from ..capture.nodes import values_of
+from .one_axis import AxisStrategy
+from .placements import Places, local_shape, unsplit
+
+# Beyond this many tensor inputs only uniform placements are tried.
+ALL_COMBINATIONS_INPUTS = 3
+
+
+class Answer(NamedTuple):
+    """How results and the inputs' gradients lie."""
+
+    outputs: tuple[Places, ...]
+    grads: tuple[Places, ...]
+
+
+def ask_dtensor(
+    node: Node, inputs: Sequence[Node], mesh: DeviceMesh, axis: int
+) -> list[AxisStrategy]:
+    """The ways to run an op cut along one axis of the mesh."""
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None
+        mesh = mesh[mesh.mesh_dim_names[axis]]
+    choices = [_placements(x.meta["val"], mesh.size()) for x in inputs]
+    if len(inputs) <= ALL_COMBINATIONS_INPUTS:
+        combinations = list(itertools.product(*choices))
+    else:
+        combinations = [(p,) * len(inputs) for p in choices[0] if all(p in c for c in choices)]
+    found = []
+    for places in combinations:
+        if all(p.is_replicate() for p in places):
+            continue
+        answer = _run_on_meta(node, inputs, [(p,) for p in places], mesh)
+        if answer is not None:
+            outputs, grads = (tuple(p for (p,) in side) for side in answer)
+            found.append(AxisStrategy(places, outputs, grads))
+    return found
+
+
+def confirms(
+    node: Node, inputs: Sequence[Places], outputs: Sequence[Places], mesh: DeviceMesh
+) -> bool:
+    """Whether DTensor runs an op so on the whole mesh, where only single axes were asked for."""
+    answer = _run_on_meta(node, tensor_inputs(node), inputs, mesh)
+    return answer is not None and answer.outputs == tuple(outputs)
+
+
+def _placements(value: Tensor, parts: int) -> list[Placement]:
+    cuts = [Shard(dim) for dim in range(value.ndim) if value.shape[dim] >= parts]
+    return [Replicate(), *cuts]
+
+
+def _run_on_meta(
+    node: Node, inputs: Sequence[Node], places: Sequence[Places], mesh: DeviceMesh
+) -> Answer | None:
+    """None where the op communicates or cannot run."""
+    leaves: list[Any] = []
+
+    def meta(x: Node, n: int) -> Tensor:
+        value = x.meta["val"]
+        local = torch.empty(
+            local_shape(value.shape, places[n], mesh.shape), dtype=value.dtype, device="meta"
+        )
+        stride = torch.empty(value.shape, device="meta").stride()
+        like = DTensor.from_local(
+            local, mesh, places[n], run_check=False, shape=value.shape, stride=stride
+        )
+        leaves.append(like.requires_grad_(value.is_floating_point()))
+        return leaves[-1]
+
+    args, kwargs = with_inputs(node, meta)
+    # DTensor logs how it would communicate; it is only being asked.
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with torch.enable_grad(), CommDebugMode() as counted:
+            results = node.target(*args, **_on_meta(kwargs))  # type: ignore[operator]
+            flat = [results] if isinstance(results, Tensor) else list(results)
+            _differentiate(flat)
+    except Exception:
+        # DTensor refuses in many ways (NotImplementedError, RuntimeError, AssertionError, ...), and
+        # each of them means the same: not like this. The op still runs whole.
+        return None
+    finally:
+        logging.disable(before)
+    if counted.get_total_counts():
+        return None
+    outputs = tuple(_lying(r) for r in flat)
+    grads = tuple(_lying(x.grad) if x.grad is not None else x.placements for x in leaves)
+    whole = [value.shape for value in values_of(node)]
+    if not all(_is_part(r, shape) for r, shape in zip(flat, whole, strict=True)):
+        return None
+    if not all(_is_part(x.grad, x.shape) for x in leaves if x.grad is not None):
+        return None
+    plain = all(_is_plain(p) for side in (outputs, grads) for places in side for p in places)
+    return Answer(outputs, grads) if plain else None
+
+
+def _lying(result: Any) -> Places:
+    return tuple(result.placements) if isinstance(result, DTensor) else ()
+
+
+def _is_part(result: Any, shape: torch.Size) -> bool:
+    """Whether a rank holds what the placements say, of a tensor of this shape."""
+    if not isinstance(result, DTensor):
+        return True
+    expected = local_shape(shape, tuple(result.placements), result.device_mesh.shape)
+    return result.shape == shape and tuple(result.to_local().shape) == tuple(expected)
+
+
+def _is_plain(place: Placement) -> bool:
+    return type(place) in (Replicate, Shard) or place == Partial("sum")
+
+
+def _differentiate(results: Sequence[Any]) -> None:
+    """Run the backward too: some ops run on a cut tensor but their backward does not."""
+    made = [r for r in results if isinstance(r, DTensor) and r.requires_grad]
+    grads = [r.redistribute(placements=[unsplit(p) for p in r.placements]) for r in made]
+    torch.autograd.backward(made, [grad.detach() for grad in grads])
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.device("meta") if k == "device" and v else v for k, v in kwargs.items()}

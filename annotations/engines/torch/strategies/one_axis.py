@@ -1,0 +1,143 @@
+"""How an op may run along one axis of the mesh.
+
+Annotated ops are asked by their annotation, as are a few of torch's that may run on local tensors;
+all others by DTensor (:mod:`.oracle`). A parameter may be kept in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.fx import Node
+
+from annotations.binding import BoundAnnotation, Split, Spread, bind
+from annotations.errors import PartitionError
+from annotations.library.dtensor import gradient_placement, placement
+from annotations.registry import OpRecord, record_of
+from annotations.rules import check_parts
+
+from ..capture.nodes import arguments_of, values_of
+from .aten import annotation_of
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """One way to run an op along one mesh axis.
+
+    Attributes:
+        inputs: placement of each tensor input, in argument order.
+        outputs: placement of each result.
+        grads: placement of each input's gradient.
+        identifier: what an annotated op is split on, None if it is not split.
+        local: the op may run on the local tensors themselves, not through DTensor.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    grads: tuple[Placement, ...]
+    identifier: str | None = None
+    local: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank does only its part of the work."""
+        return any(p.is_shard() for p in (*self.inputs, *self.outputs))
+
+
+Answered = tuple[list[AxisStrategy], bool]
+
+
+def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> Answered:
+    """The ways to run an op over ``parts`` ranks, the first being to run it whole, and whether
+    DTensor may know more.
+
+    Args:
+        stored: ``node`` is a parameter, which may be kept in parts.
+    """
+    record = record_of(node.target)
+    if stored:
+        return _stored_strategies(node, parts), False
+    if record is not None:
+        return annotated_strategies(node, record, parts), False
+    annotation = annotation_of(node, inputs)
+    if annotation is not None:
+        return _local_strategies(node, annotation, inputs, parts), False
+    whole = _whole(len(inputs), len(values_of(node)))
+    return [whole], node.op not in ("placeholder", "output") and bool(inputs)
+
+
+def _whole(n_inputs: int, n_outputs: int) -> AxisStrategy:
+    kept = (Replicate(),) * n_inputs
+    return AxisStrategy(kept, (Replicate(),) * n_outputs, kept)
+
+
+def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
+    """Ways to keep a parameter: whole, or a matrix in parts of one of its dims."""
+    value = node.meta["val"]
+    dims = range(value.ndim if value.ndim > 1 else 0)
+    cut = [Shard(dim) for dim in dims if value.shape[dim] >= parts]
+    return [_whole(0, 1), *(AxisStrategy((), (place,), ()) for place in cut)]
+
+
+def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisStrategy]:
+    """The splits that the annotation allows over ``parts`` ranks.
+
+    Those of an alternative that cut inputs and results as one found before does are left out.
+    """
+    arguments = arguments_of(node, record)
+    names = list(record.signature.parameters)
+    tensors = [n for n, name in enumerate(names) if isinstance(arguments[name], Tensor)]
+    found = [_whole(len(tensors), record.n_outputs)]
+    for bound in record.bindings(arguments):
+        known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
+        for split in bound.splits():
+            made = _of_split(split, tensors, _may_run_locally(record, split))
+            if (made.inputs, made.outputs) not in known and _can_be_cut(bound, split, parts):
+                found.append(made)
+    return found
+
+
+def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy:
+    n_annotated = len(split.inputs)
+    cuts = [split.inputs[n] if n < n_annotated else Spread.REPLICATE for n in tensors]
+    reduces = [split.grad_reduce[n] if n < n_annotated else True for n in tensors]
+    return AxisStrategy(
+        tuple(placement(cut) for cut in cuts),
+        tuple(placement(cut) for cut in split.outputs),
+        tuple(gradient_placement(cut, reduce) for cut, reduce in zip(cuts, reduces, strict=True)),
+        split.identifier,
+        local,
+    )
+
+
+def _may_run_locally(record: OpRecord, split: Split) -> bool:
+    """Whether the op on each rank's part, told nothing, is that part of the op and its gradient."""
+    told = split.identifier in record.rule.communicates or split.identifier in record.rule.told
+    return not told and Spread.REPLICATE not in split.outputs
+
+
+def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
+    """Whether every rank gets some of it, and no inner dim is torn."""
+    try:
+        check_parts(bound, split, parts)
+    except PartitionError:
+        return False
+    return bound.sizes[split.identifier] >= parts
+
+
+def _local_strategies(
+    node: Node, annotation: str, inputs: Sequence[Node], parts: int
+) -> list[AxisStrategy]:
+    """The splits of an aten op that this engine has an annotation for."""
+    shapes = [tuple(x.meta["val"].shape) for x in inputs]
+    names = [f"input {n}" for n in range(len(inputs))]
+    bound = bind(annotation, str(node.target), names, shapes)
+    made = [
+        _of_split(split, range(len(inputs)), True)
+        for split in bound.splits()
+        if bound.sizes[split.identifier] >= parts
+    ]
+    return [_whole(len(inputs), 1), *made]

@@ -1,0 +1,190 @@
+"""How each op of a captured graph may run on a mesh.
+
+A strategy says, for each axis of the mesh, how an op's tensor inputs must lie and how its results
+then lie. Axes are first asked one by one, annotated ops by their annotation and all others by
+DTensor (:mod:`.oracle`); then every choice on one axis is combined with every choice on the others.
+
+one axis: AxisStrategy    --combine-->    all axes: Strategy
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.fx import Node
+
+from annotations.library.cached_calls import remembered
+from annotations.registry import OpRecord, record_of
+from annotations.rules import InnerCost, SplitSite
+
+from ..capture.capture import tensor_inputs
+from ..capture.nodes import arguments_of, signature, values_of
+from .dtensor_probe import ask_dtensor
+from .one_axis import AxisStrategy, along_axis
+from .placements import Places, fits, local_shape
+
+# What DTensor answered, for all graphs of this process.
+_asked: dict[Any, list[AxisStrategy]] = {}
+
+# Group name under which costs are asked for; no group is used.
+COST_ONLY = "cost only"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on the mesh.
+
+    Attributes:
+        inputs, outputs, grads: of each tensor how it lies along each axis, as of AxisStrategy.
+        split: for each axis what an annotated op is split on.
+        inner: for each axis what an annotated op moves inside, and how uneven its parts are.
+        divided: for each axis whether its ranks do a part of the work each.
+        local: run the op on the local tensors themselves, not through DTensor.
+    """
+
+    inputs: tuple[Places, ...]
+    outputs: tuple[Places, ...]
+    grads: tuple[Places, ...]
+    split: tuple[str | None, ...]
+    inner: tuple[InnerCost, ...]
+    divided: tuple[bool, ...]
+    local: bool
+
+
+def strategies_of(
+    node: Node, mesh: DeviceMesh, known: dict[Any, Any], stored: bool = False
+) -> list[Strategy]:
+    """Every way to run ``node``; the first is always to run it whole on each rank.
+
+    Args:
+        known: a cache to pass to every call; equal ops are asked once.
+        stored: ``node`` is a parameter, which may be kept in parts.
+    """
+    inputs = tensor_inputs(node)
+    key = (signature(node, inputs), stored)
+    if key not in known:
+        along = [_along_axis(node, inputs, mesh, axis, known, stored) for axis in range(mesh.ndim)]
+        known[key] = _combine(node, inputs, along, tuple(mesh.shape))
+    return known[key]
+
+
+def _along_axis(
+    node: Node,
+    inputs: Sequence[Node],
+    mesh: DeviceMesh,
+    axis: int,
+    known: dict[Any, Any],
+    stored: bool,
+) -> list[AxisStrategy]:
+    key = signature(node, inputs), mesh.size(axis), stored
+    if key not in known:
+        known[key], more = along_axis(node, inputs, mesh.size(axis), stored)
+        if more:
+            asked = (mesh.device_type, *key)
+            known[key] += remembered(_asked, asked, lambda: ask_dtensor(node, inputs, mesh, axis))
+    return known[key]
+
+
+def _combine(
+    node: Node,
+    inputs: Sequence[Node],
+    along: Sequence[Sequence[AxisStrategy]],
+    parts: tuple[int, ...],
+) -> list[Strategy]:
+    """Every choice on one axis with every choice on the others, as far as they go together."""
+    values = [x.meta["val"] for x in inputs]
+    results = values_of(node)
+    found = []
+    for combination in itertools.product(*along):
+        local = all(s.local or not s.divides for s in combination)
+        if not _go_together(node, combination, local):
+            continue
+        made = Strategy(
+            tuple(zip(*(s.inputs for s in combination), strict=True)),
+            tuple(zip(*(s.outputs for s in combination), strict=True)),
+            tuple(zip(*(s.grads for s in combination), strict=True)),
+            tuple(s.identifier for s in combination),
+            (InnerCost(),) * len(parts),
+            tuple(s.divides for s in combination),
+            local,
+        )
+        lying = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
+        if all(fits(value, places, parts) for value, places in lying):
+            found.append(_with_costs(node, made, parts))
+    return found
+
+
+def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -> bool:
+    """Whether one alternative of the annotation has all splits; two axes may cut the same one only
+    where the op runs on local tensors and need not know."""
+    record = record_of(node.target)
+    names = [s.identifier for s in combination if s.identifier is not None]
+    if record is None or len(names) < 2:
+        return True
+    if len(set(names)) < len(names) and not local:
+        return False
+    for bound in record.bindings(arguments_of(node, record)):
+        if set(names) <= {split.identifier for split in bound.splits()}:
+            return True
+    return False
+
+
+def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strategy:
+    """``strategy`` with what its op moves inside, each axis as the others cut its tensors."""
+    record = record_of(node.target)
+    if record is None or strategy.local:
+        return strategy
+    inner = []
+    for axis, identifier in enumerate(strategy.split):
+        if identifier is None:
+            inner.append(InnerCost())
+            continue
+        arguments = _cut_elsewhere(node, record, strategy, parts, axis)
+        inner.append(_inner_cost(record, identifier, parts[axis], arguments))
+    return Strategy(
+        strategy.inputs,
+        strategy.outputs,
+        strategy.grads,
+        strategy.split,
+        tuple(inner),
+        strategy.divided,
+        strategy.local,
+    )
+
+
+def _cut_elsewhere(
+    node: Node, record: OpRecord, strategy: Strategy, parts: tuple[int, ...], axis: int
+) -> dict[str, Any]:
+    """The op's arguments as the ranks of one axis together see them."""
+    arguments = arguments_of(node, record)
+    whole = record.bindings(arguments)
+    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    for other, identifier in enumerate(strategy.split):
+        if other != axis and identifier is not None and identifier in record.rule.told:
+            size = next(b.sizes[identifier] for b in whole if identifier in b.sizes)
+            site = SplitSite(identifier, size, parts[other], COST_ONLY)
+            arguments |= record.rule.arguments(record.title, site)
+    for name, places in zip(tensors, strategy.inputs, strict=True):
+        others = tuple(Replicate() if a == axis else p for a, p in enumerate(places))
+        shape = local_shape(arguments[name].shape, others, parts)
+        if shape != tuple(arguments[name].shape):
+            arguments[name] = torch.empty(shape, dtype=arguments[name].dtype, device="meta")
+    return arguments
+
+
+def _inner_cost(
+    record: OpRecord, identifier: str, parts: int, arguments: Mapping[str, Any]
+) -> InnerCost:
+    bound = next(
+        b for b in record.bindings(arguments) if identifier in {s.identifier for s in b.splits()}
+    )
+    site = SplitSite(identifier, bound.sizes[identifier], parts, COST_ONLY)
+    itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
+    return record.rule.cost(bound, site, arguments, itemsize)

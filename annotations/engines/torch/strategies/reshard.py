@@ -1,0 +1,182 @@
+"""Bringing a tensor from how it lies to how it must lie: a path of steps, one mesh axis each.
+
+Where two axes cut one dim, the later cuts the parts of the earlier, so a step may touch a dim only
+while no later axis cuts it. Paths are the cheapest in bytes under that rule, found once and run as
+found, so what a plan predicts is what moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .placements import Places, local_shape, share, unsplit
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective along one axis.
+
+    Attributes:
+        axis: of the mesh. before, after: how the tensor lies; they differ along ``axis`` alone.
+        kind: "all-gather", "all-to-all", "all-reduce", "reduce-scatter" or "slice", which is free.
+        elements: received by the rank that receives most; by the ring algorithm for an all-reduce,
+            of a few elements a fraction.
+    """
+
+    axis: int
+    before: Places
+    after: Places
+    kind: str
+    elements: float
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[Step, ...]:
+    """The path that receives least, and of those the shortest.
+
+    Args:
+        shape: of the whole tensor. parts: the mesh's shape.
+    """
+    along = [dict.fromkeys((s, t, Replicate())) for s, t in zip(source, target, strict=True)]
+    numbers = itertools.count()  # so that the heap never compares placements
+    queue: list[Any] = [(0, 0, next(numbers), source, ())]
+    done: set[Places] = set()
+    while queue:
+        elements, length, _, here, path = heapq.heappop(queue)
+        if here == target:
+            return path
+        if here in done:
+            continue
+        done.add(here)
+        for axis, others in enumerate(along):
+            for place in others:
+                step = _step(shape, here, axis, place, parts)
+                if step is not None and step.after not in done:
+                    total = elements + step.elements
+                    entry = (total, length + 1, next(numbers), step.after, (*path, step))
+                    heapq.heappush(queue, entry)
+    raise AssertionError("gathering everything and slicing it is always a path")
+
+
+def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> Step | None:
+    """The step along ``axis``, None where there is none or a later axis cuts the same dim."""
+    place, n = here[axis], parts[axis]
+    if place == to or isinstance(to, Partial):
+        return None
+    dims = {p.dim for p in (place, to) if isinstance(p, Shard)}
+    if any(isinstance(p, Shard) and p.dim in dims for p in here[axis + 1 :]):
+        return None
+    after = (*here[:axis], to, *here[axis + 1 :])
+    joint = local_shape(shape, (*here[:axis], Replicate(), *here[axis + 1 :]), parts)
+    size = math.prod(joint)
+
+    def padded(dim: int) -> int:
+        """Elements of the largest part, which all are filled up to."""
+        return share(joint[dim], n, 0) * (size // joint[dim]) if size else 0
+
+    match place, to:
+        case Shard(), Shard():
+            kept = [share(joint[place.dim], n, r) * share(joint[to.dim], n, r) for r in range(n)]
+            due = [joint[place.dim] * share(joint[to.dim], n, r) for r in range(n)]
+            rest = size // (joint[place.dim] * joint[to.dim]) if size else 0
+            most = max(a - b for a, b in zip(due, kept, strict=True))
+            return Step(axis, here, after, "all-to-all", most * rest)
+        case Shard(), _:
+            return Step(axis, here, after, "all-gather", padded(place.dim) * (n - 1))
+        case Partial(), Shard():
+            return Step(axis, here, after, "reduce-scatter", padded(to.dim) * (n - 1))
+        case Partial(), _:
+            return Step(axis, here, after, "all-reduce", 2 * size * (n - 1) / n)
+    return Step(axis, here, after, "slice", 0)
+
+
+def gradient_steps(shape: Shape, grad: Places, source: Places, parts: Shape) -> tuple[Step, ...]:
+    """The way back: of a gradient that lies as ``grad``, to how that of ``source`` must lie."""
+    return steps(shape, grad, tuple(map(unsplit, source)), parts)
+
+
+class Move(torch.autograd.Function):
+    """A DTensor as it must lie; its gradient comes back as it lay."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, target: Places) -> Any:  # type: ignore[override]
+        """``value`` brought to ``target``."""
+        ctx.source = tuple(value.placements)
+        return brought(value.detach(), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:  # type: ignore[override]
+        """The gradient, of a partial sum whole."""
+        return brought(grad, tuple(map(unsplit, ctx.source))), None
+
+
+def brought(value: Any, target: Places) -> Any:
+    """A DTensor brought to ``target`` along the cheapest path; not differentiated."""
+    source = tuple(value.placements)
+    for step in steps(tuple(value.shape), source, target, tuple(value.device_mesh.shape)):
+        if step.kind == "all-to-all":
+            value = _exchange(value, step)
+        else:
+            value = value.redistribute(placements=step.after)
+    return _contiguous(value)
+
+
+def _contiguous(value: Any) -> Any:
+    """The whole and this rank's part laid out alike: whether a view needs a copy is decided by the
+    whole's strides, which a move keeps, while it lays out the parts anew."""
+    local: Tensor = value.to_local()
+    if local.is_contiguous() and value.is_contiguous():
+        return value
+    strides = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(
+        local.contiguous(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=strides,
+    )
+
+
+def _exchange(value: Any, step: Step) -> Any:
+    """From cut on one dim to cut on another, by one all-to-all of exactly what must move."""
+    mesh, axis = value.device_mesh, step.axis
+    was, to = step.before[axis], step.after[axis]
+    assert isinstance(was, Shard) and isinstance(to, Shard)
+    at, n = mesh.get_coordinate(), mesh.size(axis)
+    joint = list(step.before)
+    joint[axis] = Replicate()
+    whole = local_shape(value.shape, tuple(joint), mesh.shape, at)
+    held = [share(whole[was.dim], n, r) for r in range(n)]
+    wanted = [share(whole[to.dim], n, r) for r in range(n)]
+    local: Tensor = value.to_local()
+    pieces = [piece.reshape(-1) for piece in local.split(wanted, to.dim)]
+    shapes = [list(local.shape) for _ in range(n)]
+    for shape, size in zip(shapes, held, strict=True):
+        shape[was.dim], shape[to.dim] = size, wanted[at[axis]]
+    sizes = [math.prod(shape) for shape in shapes]
+    received = functional.all_to_all_single(
+        torch.cat(pieces), sizes, [len(piece) for piece in pieces], mesh.get_group(axis)
+    )
+    received = functional.wait_tensor(received)
+    parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    return DTensor.from_local(
+        torch.cat(parts, was.dim),
+        mesh,
+        step.after,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )

@@ -1,0 +1,1 @@
+"""The ``torch.library`` side of a declaration: schema, kernels, autograd, DTensor's rule."""

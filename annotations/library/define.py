@@ -1,0 +1,300 @@
+"""The ``torch.library`` side of a declaration: schema, kernels, fake, autograd.
+
+The backward op's arguments are the gradients of the results (None where nothing flows), then the
+forward's arguments, then its results:
+
+    ring_attn(q, k, v, ...) -> (out, lse)
+    ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
+
+The results are left out where the backward is derived from the function. A forward may have a last
+argument ``wanted: Sequence[bool] | None = None``, which callers leave alone: in it the backward op
+is told which of the differentiable arguments need a gradient, and can spare itself the others.
+
+Compilers plan memory by the schema and the fake, so real results keep to both: no result is
+another tensor's memory, and what has a fake of our own is contiguous.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..binding import BoundAnnotation
+from ..errors import AnnotationError
+from ..registry import AnnotationLike, OpRecord
+from ..rules import PartitionRule
+from .autograd import WANTED, differentiate
+from .cached_calls import remembered
+
+# A Library unregisters its ops when it is collected, so they are kept for good.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def define(
+    function: Callable[..., Any],
+    *,
+    name: str,
+    title: str,
+    annotation: AnnotationLike,
+    rule: PartitionRule,
+    signature: inspect.Signature,
+    differentiable: tuple[str, ...],
+    fake: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None,
+) -> tuple[OpRecord, Callable[..., Any]]:
+    """Register the forward and the backward op.
+
+    Returns:
+        their record, and the op for calls that are alike (:func:`~.gradients.differentiate`).
+    """
+    namespace, op_name = name.split("::")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    arguments, results = _split_schema(schema)
+    n_outputs = results.count("Tensor")
+    grads = [f"Tensor? grad_{n}" for n in range(n_outputs)]
+    # A derived backward runs the function again, so only a custom one is given its results.
+    outputs = [f"Tensor result_{n}" for n in range(n_outputs)] if backward else []
+    # Defaults may only stand at the end of a schema; the backward op is called with everything.
+    plain = [re.sub(r"=.*$", "", argument) for argument in arguments if argument != "*"]
+    lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    lib.define(f"{op_name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    lib.define(
+        f"{op_name}_backward({', '.join(grads + plain + outputs)})"
+        f" -> ({', '.join(['Tensor'] * len(differentiable))})",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    ops = getattr(torch.ops, namespace)
+    record = OpRecord(
+        name=name,
+        title=title,
+        annotation=annotation,
+        rule=rule,
+        signature=signature,
+        differentiable=differentiable,
+        n_outputs=n_outputs,
+        saves_results=backward is not None,
+        fake=fake,
+        forward=getattr(ops, op_name).default,
+        backward=getattr(ops, f"{op_name}_backward").default,
+    )
+    both = _implement(lib, record, function, backward or _derived_backward(function, record))
+    return record, differentiate(lib, record, *both)
+
+
+def _split_schema(schema: str) -> tuple[list[str], str]:
+    match = re.fullmatch(r"\((.*)\) -> (.*)", schema)
+    assert match is not None, schema
+    return [argument for argument in match[1].split(", ") if argument], match[2]
+
+
+def _implement(
+    lib: torch.library.Library,
+    record: OpRecord,
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Register what the forward and the backward op do; returns the first, and the second with None
+    where no gradient is wanted."""
+    op_name = record.name.split("::")[1]
+
+    first = True
+    known: dict[Any, BoundAnnotation] = {}
+
+    def checked(*args: Any) -> Any:
+        nonlocal first
+        arguments = record.arguments(args, {})
+        values = list(arguments.values())
+        tensors = [values[n] for n in record.tensor_at]
+        for n in record.tensor_at:
+            if values[n] is not None:
+                values[n] = values[n].shape, values[n].dtype
+        bound = remembered(known, tuple(values), lambda: record.bind(arguments))
+        with _watched(record, arguments) if first else nullcontext():
+            given = function(**arguments)
+        first = False
+        results = _own(_as_tuple(given), tensors, record.fake is None)
+        _check_results(record, bound, results)
+        return results if record.n_outputs > 1 else results[0]
+
+    def fake_forward(*args: Any, **kwargs: Any) -> Any:
+        results = record.empty_results(record.arguments(args, kwargs))
+        return results if record.n_outputs > 1 else results[0]
+
+    def fake_backward(*args: Any) -> Any:
+        results = tuple(_zeros(value, args) for value in _differentiated(record, args).values())
+        return results if len(results) != 1 else results[0]
+
+    def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+        wanted = _differentiated(record, args).values()
+        grads = [
+            value.new_zeros(value.shape) if grad is None and value is not None else grad
+            for grad, value in zip(_as_tuple(backward(*args)), wanted, strict=True)
+        ]
+        kept = [None if value is None else grad for grad, value in zip(grads, wanted, strict=True)]
+        n, last = record.n_outputs, record.n_outputs + len(record.signature.parameters)
+        tensors = (*args[:n], *[args[n + at] for at in record.tensor_at], *args[last:])
+        return _own(kept, tensors, contiguous=True)
+
+    def real_backward(*args: Any) -> Any:
+        results = tuple(_zeros(None, args) if x is None else x for x in gradients(*args))
+        return results if len(results) != 1 else results[0]
+
+    lib.impl(op_name, checked, "CompositeExplicitAutograd")
+    lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(record.name, fake_forward, lib=lib)
+    torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
+    return checked, gradients
+
+
+@contextmanager
+def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Refuse what would go wrong without a word: a function that changes its arguments, which a
+    graph holds for others, and one that draws random numbers and is run again for its gradient."""
+    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    draws = _Draws()
+    with nullcontext() if record.saves_results else draws:
+        yield
+    changed = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
+    if changed:
+        raise AnnotationError(
+            f"the function changed its argument {', '.join(changed)} in place",
+            details=["expected: a new tensor as the result"],
+            op=record.title,
+        )
+    if draws.noticed:
+        raise AnnotationError(
+            f"the function drew random numbers ({draws.noticed}), and would draw others when it is "
+            "run again for its gradient",
+            details=["expected: the numbers, or a seed, as an argument; or a backward= of its own"],
+            op=record.title,
+        )
+
+
+class _Draws(TorchDispatchMode):
+    """Notices an op that draws random numbers in this thread; others may draw as they like."""
+
+    noticed = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with self:  # what it is made of tells: dropout, say, draws only while training
+                made = func.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
+            self.noticed = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The forward's arguments by name, from the backward op's arguments."""
+    names = record.signature.parameters
+    return dict(zip(names, args[record.n_outputs :], strict=False))
+
+
+def _differentiated(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The differentiable arguments, from the backward op's; None where no gradient is wanted."""
+    inputs = _named_inputs(record, args)
+    found = {name: inputs[name] for name in record.differentiable}
+    if not inputs.get(WANTED):
+        return found
+    needs = zip(found, inputs[WANTED], strict=True)
+    return {name: found[name] if need else None for name, need in needs}
+
+
+def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
+    """No gradient, as an op must return it; of no size where none is wanted."""
+    if isinstance(value, Tensor):
+        return value.new_zeros(value.shape)
+    return next(arg for arg in args if isinstance(arg, Tensor)).new_empty(0)
+
+
+def _check_results(record: OpRecord, bound: BoundAnnotation, results: Sequence[Tensor]) -> None:
+    """A function that returns other shapes than it declared is found at its first call."""
+    expected = bound.output_shapes()
+    if len(results) != len(expected):
+        problem = f"the outputs in the annotation are {len(expected)}, the results {len(results)}"
+        raise AnnotationError(problem, bound.annotation.text, op=record.title)
+    for n, (result, shape) in enumerate(zip(results, expected, strict=True)):
+        scalar = result.ndim == 0 and shape == (1,)
+        if shape is not None and tuple(result.shape) != shape and not scalar:
+            problem = f"result {n} has shape {tuple(result.shape)}, but the annotation says {shape}"
+            raise AnnotationError(f"{problem}: {bound.annotation}", op=record.title)
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _own(results: Sequence[Any], given: Iterable[Tensor | None], contiguous: bool) -> Any:
+    """``results``, copied where they share memory with what was given or with each other."""
+    taken = {_memory(tensor) for tensor in given if tensor is not None}
+    owned = []
+    for result in results:
+        if result is not None:
+            result = result.contiguous() if contiguous else result
+            if _memory(result) in taken:
+                result = result.clone()
+            taken.add(_memory(result))
+        owned.append(result)
+    return tuple(owned)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _derived_backward(
+    function: Callable[..., Any], record: OpRecord
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Run the function again under autograd and differentiate it.
+
+    The backward raises AnnotationError where the function cuts the graph, with ``detach`` say.
+    """
+
+    def backward(*args: Any) -> tuple[Tensor | None, ...]:
+        inputs = _named_inputs(record, args)
+        leaves = {
+            name: value.detach().requires_grad_()
+            for name, value in _differentiated(record, args).items()
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
+        with autograd_on():
+            results = _as_tuple(function(**{**inputs, **leaves}))
+            if not any(result.requires_grad for result in results):
+                problem = f"no result depends on {', '.join(leaves)} for autograd"
+                remedy = "expected: differentiable=() for no gradients, or a backward= of its own"
+                raise AnnotationError(problem, details=[remedy], op=record.title)
+            pairs = [
+                (result, grad)
+                for result, grad in zip(results, args[: record.n_outputs], strict=True)
+                if grad is not None and result.requires_grad
+            ]
+            grads = torch.autograd.grad(
+                [result for result, _ in pairs],
+                list(leaves.values()),
+                [grad for _, grad in pairs],
+                materialize_grads=True,
+            )
+        by_name = dict(zip(leaves, grads, strict=True))
+        return tuple(by_name.get(name) for name in record.differentiable)
+
+    return backward
+
+
+@contextmanager
+def autograd_on() -> Iterator[None]:
+    """Record gradients, also inside an op, where the dispatcher has left autograd behind."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

@@ -1,0 +1,35 @@
+"""One rank acting as if it had peers, to time what it would do among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .messages import Comm, Messages, Reduction
+
+
+class RehearsalComm(Comm):
+    """Rank ``rank`` of ``size``, all others being absent: what they would send never comes, and
+    buffers for it keep whatever is in them. Plans, buffers and kernel calls are the real ones;
+    results are meaningless, and moving bytes takes no time."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(f"rehearsal:{rank}:{size}", rank, size)
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """See :meth:`Comm.start`."""
+        return lambda: None
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`: the values stay this rank's."""
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """See :meth:`Comm.all_gather_object`: every rank is taken to say the same."""
+        return [value] * self.size
+
+
+def by_name(name: str) -> RehearsalComm:
+    """The one called ``name``."""
+    _, rank, size = name.split(":")
+    return RehearsalComm(int(rank), int(size))

@@ -1,0 +1,300 @@
+"""Moving token ranges between the ranks of a group.
+
+:class:`Comm` says what the executor may ask; subclasses only know how to pass flat buffers between
+peers. Groups are passed in: there is no global state, and ranks are always ranks in the group.
+
+    fetch       each rank receives token ranges of its peers' tensors    (k, v; rows of q)
+    send_home   the reverse: results for received tokens go home and are
+                placed, added up or merged there                         (out, lse; dk, dv; dq)
+    all_reduce  every rank gets the sum or the maximum of all ranks'     (statistics of a loss)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan.cost import H200, H200_NCCL
+from ..plan.exchange import Exchange, Where
+from .transfer_side import Dims, Put, Side, copy, place
+
+Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
+Reduction = Literal["sum", "max"]
+
+
+Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+SeenBy = Callable[[int], Exchange]
+
+
+@dataclass
+class Counters:
+    """Bytes this rank has sent to and received from other ranks through one Comm; of an all-reduce,
+    those of a ring."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Pending:
+    """Something that is on its way; ``wait()`` returns it, once."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+
+    def wait(self) -> Any:
+        """Block until it is here (on a GPU: until the stream may use it). What was kept on its
+        account is let go."""
+        finish, self._finish = self._finish, None
+        assert finish is not None, "it was waited for before"
+        return finish()
+
+
+class Comm(ABC):
+    """A group of ranks that pass each other token ranges.
+
+    Attributes:
+        rank, size: this rank in the group, and how many there are.
+        name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
+        common_lengths: numbers of tokens that all ranks are known to have held alike.
+        ahead: how many exchanges it pays to ask for before the first has arrived.
+        costs: what plans over this group are chosen by; the same on every rank.
+        two_streams: whether what waits for peers may run on a stream of its own.
+        compares: whether ranks compare their calls where nobody said (``agreement.py``).
+    """
+
+    ahead = 1
+    costs = H200
+    two_streams = True
+    compares = False
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.counters = Counters()
+        self.common_lengths: set[int] = set()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of memory that peers write to, used by the pass so far; no allocator counts it."""
+        return 0
+
+    @abstractmethod
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """Begin passing buffers between peers, all at once; the returned function waits for them.
+
+        Every rank of the group calls this in the same order with matching buffers.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order. For checks, not for the hot path."""
+
+    @abstractmethod
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """The part of :meth:`all_reduce` that depends on how ranks are connected."""
+
+    def all_reduce(self, tensor: Tensor, how: Reduction) -> Tensor:
+        """Combine every rank's ``tensor``, of one shape and dtype, element by element.
+
+        Returns:
+            ``tensor``, overwritten with the same values on every rank.
+        """
+        ring_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
+        self.counters.sent_bytes += ring_bytes
+        self.counters.received_bytes += ring_bytes
+        self.combine(tensor, how)
+        return tensor
+
+    def begin(self) -> None:  # noqa: B027, most need not know
+        """Before the first exchange of a forward or backward pass; on every rank, or on none."""
+
+    def end(self) -> None:  # noqa: B027
+        """After the last use of what was received in the pass."""
+
+    def leave(self) -> None:  # noqa: B027
+        """The pass made its results, so that ranks are at the same step; not called after an
+        error."""
+
+    def fetch(
+        self,
+        exchange: Exchange,
+        tensors: Sequence[Tensor],
+        dims: Sequence[Dims],
+        seen_by: SeenBy | None = None,
+    ) -> Pending:
+        """Receive tokens of each of ``tensors`` as the exchange says.
+
+        Args:
+            tensors: the rank's own, with all heads; a peer gets its share of them.
+            dims: of each, with the shares.
+            seen_by: from a peer to the exchange as it is there; with it, and between :meth:`begin`
+                and :meth:`end`, a Comm may write straight to where the peer reads.
+        Returns:
+            Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
+            rank's share of the heads.
+        """
+        buffers = [
+            tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
+            for tensor, dim in zip(tensors, dims, strict=True)
+        ]
+        source = Side(tensors, dims, exchange.sent)
+        target = Side(buffers, [dim.of_share for dim in dims], exchange.received)
+        arrive = self._pass(source, target.peers, target.shape)
+        if self.rank in exchange.sent:
+            copy(source.of(self.rank), target.of(self.rank))
+
+        def finish() -> list[Tensor]:
+            for peer, parts in sorted(arrive().items()):
+                place(target.of(peer), parts)
+            return buffers
+
+        return Pending(finish)
+
+    def send_home(
+        self,
+        exchange: Exchange,
+        results: Sequence[Tensor],
+        into: Into,
+        dims: Sequence[Dims],
+        put: Put,
+        dtype: torch.dtype | None = None,
+        seen_by: SeenBy | None = None,
+        over: Pending | None = None,
+    ) -> Pending:
+        """Send results for fetched tokens back to the tokens' owners.
+
+        There ``put(places, parts)`` is called for each peer, with the tokens' places in ``into``
+        and what arrived for them; in rank order, so that sums do not depend on who was first.
+
+        Args:
+            results: of the rank's share of the heads.
+            into: tensors of all of the rank's own tokens and heads, or what makes them once results
+                are here, so that they may be sent before there is a place for them.
+            dtype: what the results travel in, whatever they are in; None sends them as they are,
+                in dtypes that are the same on every rank. What a rank sends itself is left alone.
+            seen_by: see :meth:`fetch`.
+            over: a fetch of this pass whose tokens are not read from here on, so that what comes
+                home may come into their memory; on every rank, or on none.
+        """
+        source = Side(results, [dim.of_share for dim in dims], exchange.received)
+        arriving = Side(results, dims, exchange.sent)
+        arrive = self._pass(source, exchange.sent, arriving.shape, dtype)
+        mine = {self.rank: source.take(self.rank)} if self.rank in exchange.sent else {}
+        return Pending(lambda: deliver(arrive() | mine, into, dims, exchange, put))
+
+    def _pass(
+        self,
+        source: Side,
+        peers: Mapping[int, Where],
+        shape: Callable[[int, int], list[int]],
+        dtype: torch.dtype | None = None,
+    ) -> Callable[[], dict[int, Sequence[Tensor]]]:
+        """The parts of all tensors at once, so that NCCL moves them in one kernel.
+
+        Args:
+            peers: who sends something here. shape: of the n-th tensor's part from a peer.
+        Returns:
+            Waits for the parts of each peer and returns them, without one's own.
+        """
+        wires = [dtype or tensor.dtype for tensor in source.tensors]
+        # Where a part is one block of memory it is sent from where it lies.
+        send = {
+            p: [
+                part.to(wire).reshape(-1).contiguous()
+                for part, wire in zip(source.take(p, wires), wires, strict=True)
+            ]
+            for p in source.peers
+            if p != self.rank
+        }
+        receive = {
+            p: [
+                source.tensors[n].new_empty(prod(shape(n, p)), dtype=wire)
+                for n, wire in enumerate(wires)
+            ]
+            for p in peers
+            if p != self.rank
+        }
+        self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
+        self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
+        wait = self.start(send, receive)
+
+        def arrive() -> dict[int, Sequence[Tensor]]:
+            wait()
+            return {
+                p: [part.view(shape(n, p)) for n, part in enumerate(parts)]
+                for p, parts in receive.items()
+            }
+
+        return arrive
+
+
+def deliver(
+    parts: Mapping[int, Sequence[Tensor]],
+    into: Into,
+    dims: Sequence[Dims],
+    exchange: Exchange,
+    put: Put,
+) -> None:
+    """Put results that came home in their places, in rank order."""
+    places = into() if callable(into) else into
+    target = Side(places, dims, exchange.sent)
+    for peer in sorted(parts):
+        put(target.of(peer), parts[peer])
+
+
+class DistComm(Comm):
+    """Over a torch process group: point-to-point messages, gloo or NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.group_name, group.rank(), group.size())
+        self._group = group
+        backends = str(dist.get_backend_config(group))
+        self.compares = "gloo" in backends and "nccl" not in backends
+        if "nccl" in backends:
+            self.costs = H200_NCCL
+            # NCCL connects a group at its first operation and wants all ranks there; an exchange
+            # may leave some out. All ranks of a group come here at their first op over it.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """See :meth:`Comm.start`."""
+        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
+        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
+        ops = [
+            dist.P2POp(dist.isend, message, group=self._group, group_peer=p)
+            for p in sorted(send, key=after)
+            for message in send[p]
+        ] + [
+            dist.P2POp(dist.irecv, message, group=self._group, group_peer=p)
+            for p in sorted(receive, key=after)
+            for message in receive[p]
+        ]
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        # The buffers live until the messages have left.
+        finish.buffers = (send, receive)  # type: ignore[attr-defined]
+        return finish
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`."""
+        dense = tensor.contiguous()
+        op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(dense, op=op, group=self._group)
+        if dense is not tensor:
+            tensor.copy_(dense)

@@ -1,0 +1,157 @@
+"""Ranks of one host that write into one another's GPU memory over NVLink, by torch's symmetric
+memory. NVLink's multicast is not used."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from annotations.groups import group_of_ranks
+
+from ..plan.cost import H200
+from .messages import DistComm
+from .one_sided import Piece, Push
+
+SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
+CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
+
+
+class SymmetricMemory:
+    """See :class:`~.push.Memory`.
+
+    torch up to 2.13 numbers what ranks tell each other when they make such memory by one count a
+    process, for all its groups (pytorch/pytorch#196082). A rank that was in other groups before
+    would wait for keys that its peers never write, for ever. So ranks compare how often they have
+    made some, and those that are behind make some for themselves alone, as often as it takes.
+
+    Attributes:
+        made: how often this process has made symmetric memory here, of any group; what others do
+            is beyond it.
+    """
+
+    made = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._signals, self._signals_memory = self._rendezvous(SIGNAL_BYTES)
+        # Each channel has a flag of 4 bytes for each rank.
+        self.channels = self._signals.signal_pad_size // (4 * group.size())
+
+    def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
+        """A handle on new memory of all ranks, and the rank's own, which must be kept."""
+        times: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(times, SymmetricMemory.made, group=self._group)
+        for _ in range(max(times) - SymmetricMemory.made):
+            self._make(SIGNAL_BYTES, group_of_ranks((dist.get_rank(),)))
+        return self._make(n_bytes, self._group)
+
+    def _make(self, n_bytes: int, group: dist.ProcessGroup) -> tuple[Any, Tensor]:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        SymmetricMemory.made += 1
+        memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        return symmetric.rendezvous(memory, group.group_name), memory
+
+    def allocate(self, n_bytes: int) -> Piece:
+        """See :class:`~.push.Memory`.
+
+        Raises:
+            RuntimeError: called while a CUDA graph is captured.
+        """
+        if self.capturing():
+            raise RuntimeError(
+                "seqshard: buffers for what ranks exchange must be made before a CUDA graph is "
+                "captured; run the step once as it is first"
+            )
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group, device_ids=[self._device.index])
+        handle, memory = self._rendezvous(n_bytes)
+        ranks = range(self._group.size())
+        buffers = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in ranks]
+        return Piece(buffers, (handle, memory))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """See :class:`~.push.Memory`."""
+        return tensor.device == self._device
+
+    def capturing(self) -> bool:
+        """See :class:`~.push.Memory`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def put_signal(self, peer: int, channel: int) -> None:
+        """See :class:`~.push.Memory`."""
+        self._signals.put_signal(peer, channel)
+
+    def wait_signal(self, peer: int, channel: int) -> None:
+        """See :class:`~.push.Memory`."""
+        self._signals.wait_signal(peer, channel)
+
+
+class SymmetricComm(Push, DistComm):
+    """Over symmetric memory, and NCCL for what comes without a place."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(SymmetricMemory(group, device), group)
+        self.costs = H200
+
+
+def comm_over(group: dist.ProcessGroup) -> DistComm:
+    """The fastest Comm for a group: all of its ranks call this together.
+
+    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail where a group of GPUs
+    has no symmetric memory. Groups of CPUs send messages whatever it says.
+
+    Raises:
+        ValueError: ``SEQSHARD_COMM`` says something else.
+        RuntimeError: it says "symmetric", but the ranks cannot.
+    """
+    choice = os.environ.get(CHOICE, "auto")
+    if choice not in ("auto", "nccl", "symmetric"):
+        raise ValueError(f"{CHOICE} must be auto, nccl or symmetric, got {choice!r}")
+    messages = DistComm(group)
+    if choice == "nccl" or "nccl" not in str(dist.get_backend_config(group)):
+        return messages
+    device = torch.device("cuda", torch.cuda.current_device())
+    comm: DistComm = messages
+    problem = _first(messages, _unreachable(messages, device))
+    if problem is None:  # on every rank, so all of them go on
+        failure = None
+        try:
+            comm = SymmetricComm(group, device)
+        except Exception as error:  # whatever it is, the peers must not wait for this rank
+            failure = f"symmetric memory: {error}"
+        problem = _first(messages, failure)
+    if problem is None:
+        return comm
+    if choice == "symmetric":
+        raise RuntimeError(f"{CHOICE}=symmetric, but {problem}")
+    return messages
+
+
+def _first(comm: DistComm, problem: str | None) -> str | None:
+    """The problem of the first rank that has one."""
+    return next((text for text in comm.all_gather_object(problem) if text), None)
+
+
+def _unreachable(comm: DistComm, device: torch.device) -> str | None:
+    """Why this rank cannot write into the memory of its peers, or None."""
+    here = torch.cuda.get_device_properties(device).uuid
+    visible = {
+        str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())
+    }
+    places = comm.all_gather_object((socket.gethostname(), str(here)))
+    if len({host for host, _ in places}) > 1:
+        return "the ranks are on several hosts"
+    if len(set(places)) < len(places):
+        return "several ranks share a GPU"
+    for _, uuid in places:
+        # A GPU that this process does not see is taken to be in reach: making the memory will tell.
+        there = visible.get(uuid, device.index)
+        if there != device.index and not torch.cuda.can_device_access_peer(device.index, there):
+            return f"GPU {device.index} cannot reach GPU {there}"
+    return None

@@ -1,0 +1,138 @@
+"""Tensors of which tokens leave for peers, or arrive from them.
+
+Tokens that are one range of a tensor are a view of it. Those that are scattered are moved by their
+indices, from where they lie to where they go: several tensors at once, into another dtype if need
+be, in one pass over memory (``fused``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..merge import merge_
+from ..merge.rows import add_rows, copy_rows
+from ..plan.exchange import Where
+
+
+class Dims(NamedTuple):
+    """Which dims of a tensor are its tokens and its heads.
+
+    Attributes:
+        shares: who gets which heads: (start, stop) for each rank of a team, peer p has those of
+            p % len(shares). Empty: everyone has all.
+    """
+
+    tokens: int
+    heads: int
+    shares: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def of_share(self) -> Dims:
+        """Those of a tensor that is one share: there is nothing to choose."""
+        return self._replace(shares=()) if self.shares else self
+
+    def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
+        """Of so many tokens of the share of ``rank``; all else is as ``tensor`` has it."""
+        shape = list(tensor.shape)
+        shape[self.tokens] = tokens
+        if self.shares:
+            start, stop = self.shares[rank % len(self.shares)]
+            shape[self.heads] = stop - start
+        return shape
+
+    def share(self, tensor: Tensor, rank: int) -> Tensor:
+        """The heads of ``rank``, a view."""
+        if not self.shares:
+            return tensor
+        start, stop = self.shares[rank % len(self.shares)]
+        return tensor.narrow(self.heads, start, stop - start)
+
+
+ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
+
+
+class Block(NamedTuple):
+    """The same tokens of several tensors.
+
+    Attributes:
+        tokens: which dim of each tensor its tokens are.
+        rows: int64[n], which tokens; None: all that there are.
+    """
+
+    tensors: Sequence[Tensor]
+    tokens: Sequence[int]
+    rows: Tensor | None = None
+
+
+Put = Callable[[Block, Sequence[Tensor]], None]
+
+
+def place(places: Block, parts: Sequence[Tensor]) -> None:
+    """Write arrived parts over their places."""
+    copy_rows(parts, places.tensors, places.tokens, to_rows=places.rows)
+
+
+def add(places: Block, parts: Sequence[Tensor]) -> None:
+    """Add arrived parts to their places."""
+    add_rows(parts, places.tensors, places.tokens, places.rows)
+
+
+def merge(places: Block, parts: Sequence[Tensor]) -> None:
+    """Merge an arrived (out, lse) into what is there."""
+    (out, lse), (part_out, part_lse) = places.tensors, parts
+    merge_(out, lse, part_out, part_lse, places.rows)
+
+
+def copy(source: Block, target: Block) -> None:
+    """Write the tokens of one block over those of another, in its dtypes."""
+    copy_rows(source.tensors, target.tensors, target.tokens, source.rows, target.rows)
+
+
+@dataclass(slots=True)
+class Side:
+    """Tensors whose tokens leave, or arrive.
+
+    Attributes:
+        dims: of each tensor; a peer has its share of the heads.
+        peers: where the tokens of each peer are.
+    """
+
+    tensors: Sequence[Tensor]
+    dims: Sequence[Dims]
+    peers: Mapping[int, Where]
+
+    def shape(self, n: int, peer: int) -> list[int]:
+        """Of the peer's part of tensor ``n``."""
+        return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
+
+    def of(self, peer: int) -> Block:
+        """The peer's part, in place."""
+        where = self.peers[peer]
+        start, count, scattered = where.start, where.count, where.indices is not None
+        parts, tokens = [], []
+        for t, dim in zip(self.tensors, self.dims, strict=True):
+            part = dim.share(t, peer)
+            if not scattered and count != t.shape[dim.tokens]:
+                part = part.narrow(dim.tokens, start, count)
+            parts.append(part)
+            tokens.append(dim.tokens)
+        return Block(parts, tokens, where.on(parts[0].device) if scattered else None)
+
+    def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
+        """The peer's part: views, or the tensors themselves, where its tokens are one range, else
+        tensors of their own, in ``dtypes`` if given."""
+        block = self.of(peer)
+        if block.rows is None:
+            return block.tensors
+        wanted = dtypes or [t.dtype for t in self.tensors]
+        parts = [
+            t.new_empty(self.shape(n, peer), dtype=dtype)
+            for n, (t, dtype) in enumerate(zip(self.tensors, wanted, strict=True))
+        ]
+        copy(block, Block(parts, block.tokens))
+        return parts

@@ -1,0 +1,233 @@
+"""The kernel "cudnn": cuDNN's fused attention as torch calls it, on GPUs.
+
+torch's op knows two shapes, all pairs and a causal square, and one sequence a batch entry. So a
+causal slice of more keys than rows takes two calls and each document takes its own; the rows of
+several calls are merged. Fine for one long sequence, slow for many short ones.
+
+torch keeps the graphs that it builds for cuDNN by the shapes and strides of q, k and v. A graph is
+wrong for an out or dout with other strides than it was built with, so these two are contiguous
+here. And one that could not be built, as for the backward of a single pair, is kept as a null that
+the next call runs into: a single pair goes as two tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...merge import merge_
+from ...merge.merge import accumulation_dtype, unattended
+from ..pairs import Pairs
+from ..protocol import Capabilities
+from ..scoring import Scoring, Tokens
+from ..window.lowering import lower
+from ..window.lse_apart import lse_apart
+from ..window.spans import Gradient, Spans
+from .torch_sdpa import Tile
+
+NAME = "cudnn"
+CAPABILITIES = (
+    Capabilities(
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16),
+        features=("lse gradient",),
+        widths=((128, 128),),
+        multiple=8,
+        arch=(8, 0),
+    ),
+)
+
+# cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
+CUDNN = 91002
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The calls of some pairs, and where they lie."""
+
+    tiles: tuple[Tile, ...]
+    rows: Spans
+    keys: Spans
+
+
+def missing() -> str | None:
+    """See :class:`~.protocol.Kernel`."""
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
+        return f"torch {torch.__version__} has no cuDNN attention"
+    if not torch.backends.cudnn.is_available():
+        return "torch was built without cuDNN, or finds none"
+    found = torch.backends.cudnn.version()
+    return f"cuDNN {found} is too old; {CUDNN} or newer is needed" if found < CUDNN else None
+
+
+def tiles(pairs: Pairs) -> list[Tile]:
+    """The calls: all pairs of some rows and keys, or a causal square."""
+    cut = []
+    for call in lower(pairs.slices, gaps=False):
+        left, right = call.window
+        assert left < 0, "a window, which this kernel does not have"
+        for q0, q1, k0, k1 in call.segments.tolist():
+            # The bound meets the last key at row ``turn``; from there on rows attend all keys.
+            turn = q0 if right < 0 else max(q0, q1 - right)
+            corner = k1 - (turn - q0)
+            cut += [
+                Tile(q0, turn, k0, corner),
+                Tile(q0, turn, corner, k1, causal=True),
+                Tile(turn, q1, k0, k1),
+            ]
+    return [tile for tile in cut if tile.q0 < tile.q1 and tile.k0 < tile.k1]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    cut = _cut(pairs)
+    if cut.rows.whole:
+        return _attend(cut.tiles[0], q, k, v, scoring)
+    out, lse = unattended(q, v.shape[-1], cut.rows.dtype(q.dtype))
+    for tile, fresh in zip(cut.tiles, cut.rows.fresh, strict=True):
+        rows = slice(tile.q0, tile.q1)
+        part, part_lse = _attend(tile, q, k, v, scoring)
+        if fresh:
+            out[:, rows], lse[..., rows] = part, part_lse
+        else:
+            merge_(out[:, rows], lse[..., rows], part, part_lse)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Pairs,
+    scoring: Scoring,
+    tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`. The gradient of lse is calls of its own."""
+    cut, wide = _cut(pairs), accumulation_dtype(q.dtype)
+    dq = Gradient(q, cut.rows)
+    dk, dv = Gradient(k, cut.keys), Gradient(v, cut.keys)
+    of_lse = None if dlse is None else lse_apart(dlse, out, v)
+    for n, tile in enumerate(cut.tiles):
+        part_q, part_k, part_v = _gradients(tile, dout, q, k, v, out, lse, scoring)
+        if of_lse is not None:
+            dout_, out_, v_ = of_lse
+            more_q, more_k, _ = _gradients(tile, dout_, q, k, v_, out_, lse, scoring)
+            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        dq.add(n, part_q, dq.total[:, rows])
+        dk.add(n, part_k, dk.total[:, keys])
+        dv.add(n, part_v, dv.total[:, keys])
+    return dq.total, dk.total, dv.total
+
+
+def _cut(pairs: Pairs) -> Cut:
+    def make() -> Cut:
+        cut = tuple(tiles(pairs))
+        rows = Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len)
+        return Cut(cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len))
+
+    return pairs.made(_cut, make)
+
+
+def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query=_rows(tile, q),
+        key=_keys(tile, k),
+        value=_keys(tile, v),
+        attn_bias=None,
+        compute_log_sumexp=True,
+        dropout_p=0.0,
+        is_causal=_causal(tile),
+        return_debug_mask=False,
+        scale=scoring.softmax_scale,
+    )
+    rows = tile.q1 - tile.q0
+    return out[:, :, :rows].transpose(1, 2), lse.view(out.shape[:3])[..., :rows]
+
+
+def _gradients(
+    tile: Tile,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scoring: Scoring,
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv of a tile's rows and keys."""
+    query, key, value = _rows(tile, q), _keys(tile, k), _keys(tile, v)
+    lse = lse[..., tile.q0 : tile.q1]
+    lse = (pad(lse, (0, 1)) if _spare(tile) else lse).contiguous()
+    no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out=_rows(tile, dout, dense=True),
+        query=query,
+        key=key,
+        value=value,
+        out=_rows(tile, out, dense=True),
+        logsumexp=lse[(...,) + (None,) * (_lse_dims(q.device) - lse.ndim)],
+        philox_seed=no_dropout,
+        philox_offset=no_dropout,
+        attn_bias=None,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=query.shape[2],
+        max_k=key.shape[2],
+        dropout_p=0.0,
+        is_causal=_causal(tile),
+        scale=scoring.softmax_scale,
+    )
+    lengths = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.k1 - tile.k0
+    return tuple(
+        grad[:, :, :length].transpose(1, 2) for grad, length in zip(grads, lengths, strict=True)
+    )
+
+
+def _spare(tile: Tile) -> int:
+    """How many rows and keys of zeros a tile gets. A second row after a single pair's changes
+    nothing, since with out and dout 0 it has no gradient; nor does a second key under a causal
+    mask, since the first row does not see it."""
+    return int(tile.q1 - tile.q0 == tile.k1 - tile.k0 == 1)
+
+
+def _causal(tile: Tile) -> bool:
+    return tile.causal or _spare(tile) > 0
+
+
+def _rows(tile: Tile, t: Tensor, *, dense: bool = False) -> Tensor:
+    """The tile's rows of [b, i, h, d] as [b, h, rows, d]; ``dense`` where they lie apart too."""
+    t = _with_spare(t[:, tile.q0 : tile.q1], tile)
+    return (t.contiguous() if dense else t).transpose(1, 2)
+
+
+def _keys(tile: Tile, t: Tensor) -> Tensor:
+    """The tile's keys of [b, j, g, d] as [b, g, keys, d]."""
+    return _with_spare(t[:, tile.k0 : tile.k1], tile).transpose(1, 2)
+
+
+def _with_spare(t: Tensor, tile: Tile) -> Tensor:
+    return pad(t, (0, 0, 0, 0, 0, 1)) if _spare(tile) else t
+
+
+@lru_cache(maxsize=8)
+def _lse_dims(device: torch.device) -> int:
+    """How many dims the op's lse has on this torch: [b, h, i] or [b, h, i, 1]."""
+    q = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
+    _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query=q, key=q, value=q, attn_bias=None, compute_log_sumexp=True
+    )
+    return lse.ndim

@@ -1,0 +1,323 @@
+"""The kernel "flash4": flash-attn-4, whose kernels are compiled on first use, for Hopper and newer.
+
+Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
+faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
+
+The library's learnable sink is not used: sinks join what a kernel returns, for every kernel alike
+(``attention_call``), as a row whose keys come in parts must count its sink once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..block_lists import blocks_touched
+from ..pairs import Pairs
+from ..protocol import Capabilities, Request
+from ..scoring import Scoring, Tokens
+from ..window import library_calls as steps
+from ..window import windowed
+from ..window.library_calls import Packing
+from ..window.lowering import Window, tiles
+from ..window.signatures import lacking
+from ..window.widths import cut_to, same_width
+from . import flash4_blocks
+
+NAME = "flash4"
+
+
+@dataclass(frozen=True)
+class Flash4Capabilities(Capabilities):
+    """What newer GPUs lack beside Hopper."""
+
+    def refuses(self, request: Request) -> str | None:
+        """See :class:`~.protocol.Capabilities`."""
+        reason = super().refuses(request)
+        if reason is not None:
+            return reason
+        widths = request.head_dim, request.v_dim
+        if not _go_together(*widths, grouped=request.q_heads != request.kv_heads):
+            widths = max(widths), max(widths)
+        major, _ = torch.cuda.get_device_capability(request.device)
+        if major == 9:
+            return None
+        if major > 11:
+            return f"was not made for compute capability {major}"
+        if widths not in ((192, 128), (256, 256)) and max(widths) > 128:
+            return f"takes head dims up to 128, 192 and 128, or 256 here, not {widths}"
+        asked = [name for name in ("softcap", "lse gradient") if name in request.features]
+        if widths == (256, 256) and asked:
+            return f"has no {', '.join(asked)} for head dim 256 here"
+        return None
+
+
+CAPABILITIES = (
+    Flash4Capabilities(
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16),
+        features=("softcap", "window", "lse gradient", "deterministic", "64-bit indices"),
+        widths=((256, 256),),
+        multiple=8,  # TMA moves 16 bytes at a time
+        arch=(9, 0),
+    ),
+)
+
+# The library's functions have no stable signature: what the calls here name, checked once.
+NEEDS = {
+    "flash_attn.cute.interface._flash_attn_fwd": (
+        *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
+        *("window_size_left", "window_size_right"),
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("mask_mod", "aux_tensors", "block_sparse_tensors", "out", "lse"),
+    ),
+    "flash_attn.cute.interface._flash_attn_bwd": (
+        *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
+        *("window_size_left", "window_size_right"),
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
+        *("dq", "dk", "dv"),
+    ),
+    "flash_attn.cute.block_sparsity.BlockSparseTensorsTorch": (
+        *("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"),
+    ),
+    "flash_attn.cute.utils.scalar_to_ssa": (),
+}
+
+# Measured on an H200 in bf16 with head dim 128; only their ratios decide anything. The block-sparse
+# backward did 350e12 to 560e12, by mask.
+WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (610e12, 480e12)  # per second: forward, backward
+CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
+COPY_BYTES = 3e12  # per second, read or written
+
+
+@cache
+def missing() -> str | None:
+    """See :class:`~.protocol.Kernel`."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash_attn.cute is not installed; pip install --pre flash-attn-4"
+    for path, needs in NEEDS.items():
+        module, name = path.rsplit(".", 1)
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except Exception as error:  # versions that do not go together raise anything
+            return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
+        if function is None:
+            return f"{module} has no {name}; that of 4.0.0b36 does"
+        lacks = lacking(function, needs)
+        if lacks:
+            return f"flash_attn.cute's {name} takes no {', '.join(lacks)}; 4.0.0b36 does"
+    return None
+
+
+def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
+    """Whether the library takes these widths of q and v as they are; others are padded to one. It
+    tests no unequal ones but these, and has no backward for them with fewer heads of k than of q.
+    """
+    return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
+
+
+def _fitting(q: Tensor, *tensors: Tensor, heads: int, v_dim: int) -> tuple[Tensor, ...]:
+    """All padded to one width, if the library would not take them as they are.
+
+    Args:
+        heads: of k and v. v_dim: width of v.
+    """
+    if _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != heads):
+        return q, *tensors
+    return same_width(q, *tensors)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    v_dim = v.shape[-1]
+    q, k, v = _fitting(q, k, v, heads=v.shape[2], v_dim=v_dim)
+    blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
+    if blocks is not None:
+        out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
+    else:
+        out, lse = windowed.forward(attend, q, k, v, pairs, scoring)
+    return (out if out.shape[-1] == v_dim else out[..., :v_dim]), lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Pairs,
+    scoring: Scoring,
+    tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`.
+
+    The way is chosen anew: whichever way the forward went, out and lse are the same thing.
+    """
+    inputs = q, k, v
+    q, k, v, dout, out = _fitting(q, k, v, dout, out, heads=k.shape[2], v_dim=v.shape[-1])
+    # The library orders its sums of dq among window calls only.
+    blocks = None if deterministic else _blocks_if_faster(q, k, v, pairs, backward=True)
+    if blocks is not None:
+        grads = flash4_blocks.backward(dout, q, k, v, out, lse, blocks, scoring, dlse)
+    else:
+        grads = windowed.backward(
+            attend_backward,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            pairs,
+            scoring,
+            dlse=dlse,
+            deterministic=deterministic,
+        )
+    dq, dk, dv = cut_to(grads, inputs)
+    return dq, dk, dv
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    packing: Packing | None,
+    scoring: Scoring,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One window call; see :class:`~.windowed.Attend`."""
+    out, lse = (None, None) if into is None else into
+    out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=scoring.softmax_scale,
+        softcap=scoring.softcap,
+        return_lse=True,
+        out=out,
+        lse=lse,
+        **_bounds(window),
+        **_segments(packing),
+    )
+    return out, lse
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window: Window,
+    packing: Packing | None,
+    scoring: Scoring,
+    *,
+    dlse: Tensor | None,
+    deterministic: bool,
+    into: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
+    dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        dout=dout,
+        lse=lse,
+        softmax_scale=scoring.softmax_scale,
+        softcap=scoring.softcap,
+        dlse=dlse,
+        deterministic=deterministic,
+        dq=into[0],
+        dk=into[1],
+        dv=into[2],
+        **_bounds(window),
+        **_segments(packing),
+    )
+    return dq, dk, dv
+
+
+@cache
+def _bounds(window: Window) -> dict[str, Any]:
+    """The library has kernels of their own for no bounds and for causal ones."""
+    left, right = (None if bound < 0 else bound for bound in window)
+    causal = (left, right) == (None, 0)
+    return {
+        "causal": causal,
+        "window_size_left": left,
+        "window_size_right": None if causal else right,
+    }
+
+
+def _segments(packing: Packing | None) -> dict[str, Any]:
+    if packing is None:
+        return {}
+    return {
+        "cu_seqlens_q": packing.cu_seqlens_q,
+        "cu_seqlens_k": packing.cu_seqlens_k,
+        "max_seqlen_q": packing.max_seqlen_q,
+        "max_seqlen_k": packing.max_seqlen_k,
+    }
+
+
+def _blocks_if_faster(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, backward: bool
+) -> flash4_blocks.Lists | None:
+    """Block lists of the pairs where one block-sparse call is predicted to be faster than window
+    calls; decided once."""
+    if len(steps.lowered(pairs)) < 2:
+        return None
+
+    def make() -> flash4_blocks.Lists | None:
+        calls = steps.lowered(pairs)
+        if torch.cuda.get_device_capability(q.device)[0] != 9:
+            return None
+        block_k = flash4_blocks.block_k(q.shape[-1])
+        touched = blocks_touched(pairs.slices, flash4_blocks.BLOCK_Q, block_k) * block_k / 128
+        flops = 2.0 * 128 * 128 * q.shape[0] * q.shape[2] * (q.shape[-1] + v.shape[-1])
+        flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
+        windows = sum(
+            max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
+            + _merged_bytes(call.rows, call.keys, q, k, v, backward) / COPY_BYTES
+            for call in calls
+        )
+        if windows < max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
+            return None
+        return flash4_blocks.lists(pairs, q.shape[-1], q.device)
+
+    key = (_blocks_if_faster, backward, q.shape, k.shape[2], v.shape, q.device)
+    return pairs.made(key, make)
+
+
+def _merged_bytes(
+    rows: tuple[int, int],
+    keys: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backward: bool,
+) -> int:
+    """Bytes read and written to add a call's results to those of others: of each number one half
+    read and one fp32 read and written."""
+    height, width = rows[1] - rows[0], keys[1] - keys[0]
+    if backward:
+        numbers = height * q[0, 0].numel() + width * (k[0, 0].numel() + v[0, 0].numel())
+    else:
+        numbers = height * q.shape[2] * v.shape[-1]
+    return q.shape[0] * numbers * (2 + 4 + 4)

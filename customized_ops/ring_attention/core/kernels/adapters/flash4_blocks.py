@@ -1,0 +1,176 @@
+"""flash-attn-4's block-sparse path: any pairs in one call, where rows have few intervals of keys.
+
+The library walks lists of key blocks for each block of rows (of row blocks for each block of keys,
+backward), and asks a function of ours for each pair of the blocks that are attended in part. That
+function reads the row's intervals of keys from a table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..block_lists import BlockList, Side, block_lists, row_intervals
+from ..pairs import Pairs
+from ..scoring import Scoring
+
+BLOCK_Q = 128
+# A function is compiled for each of these; a row with fewer intervals has empty ones.
+INTERVALS = (1, 2, 4, 8)
+# Block pairs of the grid at most: bounds each list to 256 MiB.
+MOST_BLOCKS = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What the library is given for some pairs.
+
+    Attributes:
+        of_rows, of_keys: the library's BlockSparseTensorsTorch, forward and backward.
+        bounds: int32[rows up to whole blocks * intervals * 2], start and stop of every interval.
+        intervals: of a row, one of INTERVALS.
+    """
+
+    of_rows: Any
+    of_keys: Any
+    bounds: Tensor
+    intervals: int
+
+
+@cache  # an import statement in each call would cost microseconds
+def interface() -> ModuleType:
+    """The library's functions."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def block_k(head_dim: int) -> int:
+    """Keys of a block: the library's backward on Hopper wants exactly this many, and its forward
+    takes them. The same blocks both ways make one list the other's transpose."""
+    return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 64
+
+
+def lists(pairs: Pairs, head_dim: int, device: torch.device) -> Lists | None:
+    """The lists of ``pairs``, or None if there are too many blocks, or intervals in some row."""
+
+    def make() -> Lists | None:
+        size = BLOCK_Q, block_k(head_dim)
+        grid = -(-pairs.q_len // size[0]) * -(-pairs.k_len // size[1])
+        found = None if grid > MOST_BLOCKS else _bounds(pairs)
+        if found is None:
+            return None
+        bounds, intervals = found
+        sides = block_lists(pairs.slices, pairs.q_len, pairs.k_len, *size)
+        of_rows, of_keys = (_for_library(side, size, device) for side in sides)
+        return Lists(of_rows, of_keys, torch.from_numpy(bounds).to(device), intervals)
+
+    return pairs.made((lists, block_k(head_dim), device), make)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """out and lse, as :meth:`~.protocol.Kernel.forward`."""
+    out, lse, *_ = interface()._flash_attn_fwd(
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=scoring.softmax_scale,
+        softcap=scoring.softcap,
+        mask_mod=attended(made.intervals),
+        aux_tensors=[made.bounds],
+        block_sparse_tensors=made.of_rows,
+        return_lse=True,
+    )
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    made: Lists,
+    scoring: Scoring,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
+    dq, dk, dv = interface()._flash_attn_bwd(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        dout=dout,
+        lse=lse,
+        softmax_scale=scoring.softmax_scale,
+        softcap=scoring.softcap,
+        mask_mod=attended(made.intervals),
+        aux_tensors=[made.bounds],
+        block_sparse_tensors=made.of_keys,
+        dlse=dlse,
+    )
+    return dq, dk, dv
+
+
+@cache
+def attended(intervals: int) -> Callable[..., Any]:
+    """The library's ``mask_mod``: whether a key is in one of its row's intervals. One object for
+    each number of intervals, as the library compiles a kernel for each."""
+    import cutlass
+    import cutlass.cute as cute
+    from flash_attn.cute import utils
+
+    @cute.jit
+    def in_intervals(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        bounds = aux_tensors[0]
+        at = q_idx[0] * (2 * intervals)
+        start = utils.scalar_to_ssa(bounds[at], cutlass.Int32)
+        stop = utils.scalar_to_ssa(bounds[at + 1], cutlass.Int32)
+        found = (kv_idx >= start) & (kv_idx < stop)
+        for n in cutlass.range_constexpr(1, intervals):
+            start = utils.scalar_to_ssa(bounds[at + 2 * n], cutlass.Int32)
+            stop = utils.scalar_to_ssa(bounds[at + 2 * n + 1], cutlass.Int32)
+            found = found | ((kv_idx >= start) & (kv_idx < stop))
+        return found
+
+    return in_intervals
+
+
+def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
+    """The table and the number of intervals of a row in it, one of INTERVALS."""
+    found = row_intervals(pairs.slices, pairs.q_len, INTERVALS[-1])
+    if found is None:
+        return None
+    needed = found.shape[1]
+    intervals = next(n for n in INTERVALS if n >= needed)
+    # The kernel reads for rows beyond the last too, up to the end of their block.
+    table = np.zeros((-(-pairs.q_len // BLOCK_Q) * BLOCK_Q, intervals, 2), dtype=np.int32)
+    table[: pairs.q_len, :needed] = found
+    return table.ravel(), intervals
+
+
+def _for_library(side: Side, size: tuple[int, int], device: torch.device) -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    def tensors(blocks: BlockList) -> tuple[Tensor, Tensor]:
+        """[1, 1, blocks] and [1, 1, blocks, most]: the same for every batch entry and head."""
+        counts, indices = (torch.from_numpy(a).to(device) for a in (blocks.counts, blocks.indices))
+        return counts[None, None], indices[None, None]
+
+    partial, full = tensors(side.partial), tensors(side.full)
+    return BlockSparseTensorsTorch(
+        mask_block_cnt=partial[0],
+        mask_block_idx=partial[1],
+        full_block_cnt=full[0],
+        full_block_idx=full[1],
+        block_size=size,
+    )

@@ -1,0 +1,256 @@
+"""FlexAttention: any mask by blocks, compiled by torch for the scoring at hand (Dong et al.,
+"Flex Attention: A Programming Model for Generating Optimized Attention Kernels", 2024).
+
+It has no backward that is given the final out and lse: it has autograd of its own out and lse. So
+the backward attends the part again and sends gradients through it that make up the difference. With
+
+    p_ij = exp(s_ij - lse_i)            the part's own softmax
+    w_i  = exp(lse_i - final_lse_i)     what the part weighs in the row
+
+the gradients wanted are
+
+    ds_ij = w_i p_ij (dout_i.v_j - dout_i.final_out_i + dlse_i)     dv_j = sum_i w_i p_ij dout_i
+
+and autograd of (out, lse) along (g, c) gives
+
+    ds_ij = p_ij (g_i.v_j - g_i.out_i + c_i)                        dv_j = sum_i p_ij g_i
+
+which agrees for g = w dout and c = w (dout.out - dout.final_out + dlse). A row that attends nothing
+here has w = 0. A sink is in the final lse and out, and so in w.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from annotations.library.define import autograd_on
+
+from ...mask.slices import K0, Slices
+from ...merge.merge import Accumulator, Sum, accumulation_dtype
+from ..block_lists import Side, block_lists, row_intervals
+from ..pairs import Pairs
+from ..protocol import Capabilities
+from ..scoring import Scoring, Tokens
+
+Ints = npt.NDArray[np.int32]
+
+NAME = "flex"
+# No 64-bit indices: with torch 2.11, dk of rows of 2.5e9 elements was wrong on an H200.
+CAPABILITIES = (
+    Capabilities(
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        features=("softcap", "alibi", "window", "lse gradient", "deterministic"),
+        widths=((256, 256),),
+        arch=(8, 0),
+    ),
+)
+
+BLOCK = 128  # rows and keys of a block: FlexAttention's own default
+LEAST_WIDTH = 16  # of q, k and v: what a matrix product of Triton takes
+MOST_INTERVALS = 8  # of keys that a row may have in one call; the kernel tests each
+VARIANTS = 64  # of compiled code: lengths turn symbolic, scorings and dtypes do not
+
+
+def missing() -> str | None:
+    """See :class:`~.protocol.Kernel`."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    merged = Accumulator()
+    for mask in _masks(pairs, q.device):
+        with torch.no_grad():
+            merged.add(*_attend(q, k, v, mask, scoring, tokens))
+    return merged.result(q, v.shape[-1], q.dtype)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Pairs,
+    scoring: Scoring,
+    tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`. Bitwise the same always: each gradient is summed by one
+    program in a fixed order."""
+    sums = [Sum(t) for t in (q, k, v)]
+    for mask in _masks(pairs, q.device):
+        with autograd_on():
+            leaf_q, leaf_k, leaf_v = (t.detach().requires_grad_() for t in (q, k, v))
+            part = _attend(leaf_q, leaf_k, leaf_v, mask, scoring, tokens)
+            along = _gradients_of_part(dout, out, lse, dlse, *(t.detach() for t in part))
+            found = torch.autograd.grad(part, (leaf_q, leaf_k, leaf_v), along)
+        for total, gradient in zip(sums, found, strict=True):
+            total.add(gradient)
+    dq, dk, dv = (total.result() for total in sums)
+    return dq, dk, dv
+
+
+def _gradients_of_part(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, part: Tensor, part_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients (g, c) of a part's out and lse; see the top of the file."""
+    weight = torch.exp(part_lse - lse).masked_fill(part_lse == -torch.inf, 0.0)
+    wide = dout.to(lse.dtype)
+    change = (wide * (part.to(lse.dtype) - out)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        change = change + dlse
+    g = wide * weight.transpose(1, 2).unsqueeze(-1)
+    return g.to(part.dtype), (weight * change).to(part_lse.dtype)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """out [b, i, h, e] and lse [b, h, i] of one call, differentiable."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in (q, k, v))
+    # More variants than this would be an error, never a dense attention without a word. A scale or
+    # softcap that differs between calls is one, too: torch's GPU kernels take no such inputs.
+    with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=True):
+        out, aux = _compiled()(
+            *wide_enough,
+            score_mod=_score_mod(scoring, tokens, q),
+            block_mask=mask,
+            scale=scoring.softmax_scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=AuxRequest(lse=True),
+            # Not the kernel for few rows, which knows other shapes.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )
+    return out.transpose(1, 2)[..., : v.shape[-1]], aux.lse
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _masks(pairs: Pairs, device: torch.device) -> list[Any]:
+    """The BlockMask of each call."""
+
+    def make() -> list[Any]:
+        groups = _grouped(pairs.slices, pairs.q_len) if len(pairs.slices) else []
+        return [_block_mask(group, pairs, device) for group in groups]
+
+    return pairs.made((NAME, device), make)
+
+
+def _grouped(slices: Slices, q_len: int) -> list[Slices]:
+    """``slices`` in as many calls as it takes for no row to have too many intervals in one."""
+    if row_intervals(slices, q_len, MOST_INTERVALS) is not None:
+        return [slices]
+    by_key = slices[slices[:, K0].argsort(kind="stable")]
+    half = len(by_key) // 2
+    return [*_grouped(by_key[:half], q_len), *_grouped(by_key[half:], q_len)]
+
+
+def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def on_device(x: Ints) -> Tensor:
+        return torch.from_numpy(x).to(device)
+
+    def lists_on_device(side: Side) -> list[Tensor]:
+        partial, full = _equally_wide(side)
+        lists = (side.partial.counts, partial, side.full.counts, full)
+        return [on_device(x)[None, None] for x in lists]
+
+    # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
+    # torch makes the lists.
+    rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
+    by_rows, by_keys = block_lists(slices, rows, keys, BLOCK, BLOCK)
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = lists_on_device(by_rows)
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = lists_on_device(by_keys)
+    intervals = row_intervals(slices, pairs.q_len, MOST_INTERVALS)
+    assert intervals is not None
+    count = intervals.shape[1]
+    spare = (1 << (count - 1).bit_length()) - count  # few counts, so few variants of the code
+    intervals = np.pad(intervals, ((0, 0), (0, spare), (0, 0))).transpose(1, 2, 0)
+    # Each a tensor of its own: code compiled for one mask may take its addresses to be aligned.
+    bounds = [(on_device(start.copy()), on_device(stop.copy())) for start, stop in intervals]
+    return BlockMask(
+        seq_lengths=(pairs.q_len, pairs.k_len),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=_mask_mod(bounds),
+    )
+
+
+def _equally_wide(side: Side) -> list[Ints]:
+    """The indices of partial and of full blocks, filled up with zeros to one width: torch 2.11
+    walks both by the strides of the first."""
+    lists = (side.partial.indices, side.full.indices)
+    width = max(indices.shape[1] for indices in lists)
+    return [np.pad(indices, ((0, 0), (0, width - indices.shape[1]))) for indices in lists]
+
+
+def _mask_mod(intervals: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Whether row i attends key j: whether j is in one of the row's intervals, each int32[rows]."""
+
+    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        (start, stop), *more = intervals
+        inside = (start[i] <= j) & (j < stop[i])
+        for start, stop in more:
+            inside = inside | ((start[i] <= j) & (j < stop[i]))
+        return inside
+
+    return attends
+
+
+def _score_mod(scoring: Scoring, tokens: Tokens | None, q: Tensor) -> Callable[..., Tensor] | None:
+    """What is done to a score q.k * scale, or None."""
+    softcap = scoring.softcap
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    if scoring.alibi_slopes is None:
+        return capped if softcap else None
+    assert tokens is not None
+    slopes = scoring.alibi_slopes.to(accumulation_dtype(q.dtype)).expand(len(q), -1)
+    rows, positions = tokens.rows, tokens.key_positions
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        return score - slopes[b, h] * (rows[i] - positions[j]).abs()
+
+    return biased
+
+
+def _at_least(t: Tensor, width: int) -> Tensor:
+    """Zeros up to ``width``: they change neither the scores nor the columns that are kept."""
+    short = width - t.shape[-1]
+    return torch.nn.functional.pad(t, (0, short)) if short > 0 else t

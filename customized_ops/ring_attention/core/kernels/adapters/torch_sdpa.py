@@ -1,0 +1,180 @@
+"""torch's own fused attention on CPU: the flash kernel behind ``scaled_dot_product_attention``.
+
+The kernel knows three shapes (no mask, a causal square, an additive mask), so slices are cut into
+tiles of those shapes; a row that several tiles attend is merged in fp32. ALiBi is an additive mask
+too, one per head, so its tiles are small. The kernel cannot cap scores, and the dropout mask that
+it draws cannot be had or given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
+from ...merge import merge_
+from ...merge.merge import accumulation_dtype
+from ..pairs import Pairs
+from ..protocol import Capabilities
+from ..scoring import Scoring, Tokens
+from ..window.lse_gradient import with_lse_gradient
+from ..window.widths import same_width
+
+CAPABILITIES = Capabilities(
+    device="cpu",
+    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    features=("alibi", "window", "lse gradient", "deterministic", "64-bit indices"),
+)
+
+# Rows of a tile that needs an additive mask: bounds the mask to BAND_ROWS x (band + BAND_ROWS).
+BAND_ROWS = 256
+# Keys of a tile under ALiBi: bounds the mask to BAND_ROWS x BIAS_KEYS per head.
+BIAS_KEYS = 512
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [q0, q1) x keys [k0, k1): all pairs, a causal square, or the band lo <= j - i <= hi."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool = False
+    band: tuple[int, int] | None = None
+
+    def mask(self, like: Tensor) -> Tensor | None:
+        """Additive mask [rows, keys], or None."""
+        if self.band is None:
+            return None
+        i = torch.arange(self.q0, self.q1).unsqueeze(1)
+        diagonal = torch.arange(self.k0, self.k1).unsqueeze(0) - i
+        keep = (diagonal >= self.band[0]) & (diagonal <= self.band[1])
+        return like.new_zeros(keep.shape).masked_fill_(~keep, -torch.inf)
+
+
+def tiles(slices: Slices) -> Iterator[Tile]:
+    """Cut normalised slices into tiles."""
+    for q0, q1, k0, k1, lo, hi in slices.tolist():
+        open_left, open_right = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
+        if open_left and open_right:
+            yield Tile(q0, q1, k0, k1)
+        elif open_left and hi == k1 - q1:
+            corner = k1 - (q1 - q0)
+            if k0 < corner:
+                yield Tile(q0, q1, k0, corner)
+            yield Tile(q0, q1, corner, k1, causal=True)
+        else:
+            for a in range(q0, q1, BAND_ROWS):
+                b = min(a + BAND_ROWS, q1)
+                yield Tile(a, b, max(k0, a + lo), min(k1, b + hi), band=(lo, hi))
+
+
+def bias_tiles(slices: Slices) -> Iterator[Tile]:
+    """Cut normalised slices into tiles of at most BAND_ROWS x BIAS_KEYS."""
+    for one in slices[:, None]:
+        for a in range(one[0, Q0], one[0, Q1], BAND_ROWS):
+            strip = clip(one, a, a + BAND_ROWS, one[0, K0], one[0, K1])
+            for c in range(strip[0, K0], strip[0, K1], BIAS_KEYS):
+                piece = clip(strip, a, a + BAND_ROWS, c, c + BIAS_KEYS)
+                q0, q1, k0, k1, lo, hi = piece[0].tolist()
+                yield Tile(q0, q1, k0, k1, band=(lo, hi))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+) -> tuple[Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    cut = _cut(pairs, scoring)
+    wide = accumulation_dtype(q.dtype)
+    b, rows, h, _ = q.shape
+    # One tile a row needs no merge, so the result can be written as it comes.
+    merging = _rows_repeat(cut)
+    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
+    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
+    for tile in cut:
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_operands(tile, q_, k_, v_),
+            0.0,
+            tile.causal,
+            attn_mask=_additive(tile, q, scoring, tokens),
+            scale=scoring.softmax_scale,
+        )
+        part = part.transpose(1, 2)[..., : v.shape[-1]]
+        mine = slice(tile.q0, tile.q1)
+        if merging:
+            merge_(out[:, mine], lse[..., mine], part.to(wide), part_lse)
+        else:
+            out[:, mine] = part
+            lse[..., mine] = part_lse
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pairs: Pairs,
+    scoring: Scoring,
+    tokens: Tokens | None,
+    *,
+    dlse: Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :class:`~.protocol.Kernel`."""
+    wide = accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+    dout, out, v = with_lse_gradient(dout, out, v, dlse)
+    q_, k_, v_ = same_width(q, k, v)
+    dout_, out_, _ = same_width(dout, out, q)
+    for tile in _cut(pairs, scoring):
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout_[:, rows].transpose(1, 2),
+            *_operands(tile, q_, k_, v_),
+            out_[:, rows].transpose(1, 2),
+            lse[..., rows],
+            0.0,
+            tile.causal,
+            attn_mask=_additive(tile, q, scoring, tokens),
+            scale=scoring.softmax_scale,
+        )
+        for total, part, where in zip((dq, dk, dv), parts, (rows, keys, keys), strict=True):
+            total[:, where] += part.transpose(1, 2)[..., : total.shape[-1]]
+    return dq, dk, dv
+
+
+def _cut(pairs: Pairs, scoring: Scoring) -> list[Tile]:
+    cutter = tiles if scoring.alibi_slopes is None else bias_tiles
+    return pairs.made(cutter, lambda: list(cutter(pairs.slices)))
+
+
+def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor | None:
+    """What the kernel adds to the tile's scores: [rows, keys] in q's dtype, under ALiBi
+    [b or 1, h, rows, keys] in the accumulation dtype, or None."""
+    mask = tile.mask(q)
+    if scoring.alibi_slopes is None:
+        return mask
+    assert tokens is not None and mask is not None
+    here = tokens.part(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
+    return scoring.alibi_bias(here, accumulation_dtype(q.dtype)) + mask
+
+
+def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tile's q, k, v as [b, heads, tokens, d]."""
+    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+    return q[:, rows].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2)
+
+
+def _rows_repeat(cut: list[Tile]) -> bool:
+    """Whether two tiles share a row."""
+    order = sorted((tile.q0, tile.q1) for tile in cut)
+    return any(after < stop for (_, stop), (after, _) in pairwise(order))

@@ -1,0 +1,185 @@
+"""The calls of a library that some pairs take: all that is known of them before the tensors are.
+
+Host time counts: a call of a library is as short as tens of microseconds. So this is worked out
+once for the pairs, and what is left for each call are the views that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..pairs import Pairs
+from .lowering import Call, Range, Window, lower
+from .spans import Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Sequences laid end to end, the n-th rows with the n-th keys. Either may be empty: rows
+    without keys give out 0, and keys without rows take gradient 0.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32[n + 1], on the device of q.
+        max_seqlen_q, max_seqlen_k: no less than the tokens of the longest.
+        square: whether each has as many keys as rows; False where nobody looked.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    square: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a library. Several segments go packed, one of them a batch entry does not.
+
+    Attributes:
+        call: the number of the lowered call; several steps have it where each batch entry takes its
+            own.
+        entries: how many batch entries it has. entry: which, or None for all.
+        rows, keys: (start, length) of its tokens, or None for all.
+        skips_rows: see :class:`~.lowering.Call`.
+    """
+
+    call: int
+    window: Window
+    packing: Packing | None
+    entries: int
+    entry: int | None
+    rows: tuple[int, int] | None
+    keys: tuple[int, int] | None
+    skips_rows: bool
+
+    @property
+    def stats_are_views(self) -> bool:
+        """Whether the library's lse can be a view of one of all tokens: batch entries that are
+        packed together lie between its heads."""
+        return self.packing is None or self.entries == 1
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the call takes tensors as they are: nothing is cut or packed."""
+        return (
+            self.packing is None and self.entry is None and self.rows is None and self.keys is None
+        )
+
+    def cut_rows(self, t: Tensor) -> Tensor:
+        """[b, i, h, d] of all rows -> those of the call, a view."""
+        return self._cut(t, 1, self.rows)
+
+    def cut_keys(self, t: Tensor) -> Tensor:
+        """[b, j, g, d] of all keys -> those of the call, a view."""
+        return self._cut(t, 1, self.keys)
+
+    def cut_stats(self, t: Tensor) -> Tensor:
+        """[b, h, i] of all rows -> those of the call, a view."""
+        return self._cut(t, 2, self.rows)
+
+    def _cut(self, t: Tensor, dim: int, tokens: tuple[int, int] | None) -> Tensor:
+        if self.entry is not None:
+            t = t.narrow(0, self.entry, 1)
+        return t if tokens is None else t.narrow(dim, *tokens)
+
+    def pack(self, t: Tensor) -> Tensor:
+        """What was cut as the library takes it: packed [b l, h, d], a view."""
+        if self.packing is None:
+            return t
+        return t.squeeze(0) if self.entries == 1 else t.flatten(0, 1)
+
+    def pack_stats(self, t: Tensor) -> Tensor:
+        """[b, h, l] -> packed [h, b l], a view if :attr:`stats_are_views`."""
+        return self.pack(t) if self.stats_are_views else t.transpose(0, 1).flatten(1)
+
+    def unpack(self, t: Tensor) -> Tensor:
+        """:meth:`pack` undone."""
+        if self.packing is None:
+            return t
+        return t.unsqueeze(0) if self.entries == 1 else t.unflatten(0, (self.entries, -1))
+
+    def unpack_stats(self, t: Tensor) -> Tensor:
+        """:meth:`pack_stats` undone."""
+        if self.stats_are_views:
+            return self.unpack(t)
+        return t.unflatten(1, (self.entries, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The calls of some pairs in order, and where the lowered ones lie."""
+
+    steps: tuple[Step, ...]
+    rows: Spans
+    keys: Spans
+
+
+def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[Call, ...]:
+    """The calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
+
+    def make() -> tuple[Call, ...]:
+        return lower(pairs.slices, gaps=gaps, wide_right=wide_right)
+
+    return pairs.made((lowered, gaps, wide_right), make)
+
+
+def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool) -> Steps:
+    """The calls of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
+    batch, device = tensors[0].shape[0], tensors[0].device
+    # Batch entries are packed together where they lie end to end in memory.
+    flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
+
+    def make() -> Steps:
+        calls = lowered(pairs, gaps, wide_right)
+        made = [
+            step
+            for n, call in enumerate(calls)
+            for step in _of_call(n, call, pairs, batch, flat, device)
+        ]
+        cut = len(made) > len(calls)
+        return Steps(
+            tuple(made),
+            Spans.of([call.rows for call in calls], pairs.q_len, cut=cut),
+            Spans.of([call.keys for call in calls], pairs.k_len, cut=cut),
+        )
+
+    return pairs.made((steps, gaps, wide_right, batch, flat, device), make)
+
+
+def _of_call(
+    n: int, call: Call, pairs: Pairs, batch: int, flat: bool, device: torch.device
+) -> Iterator[Step]:
+    """One call for all batch entries if it is one segment or all entries lie end to end, else one
+    for each."""
+    rows, keys = _span(call.rows, pairs.q_len), _span(call.keys, pairs.k_len)
+    packed = len(call.segments) > 1
+    together = not packed or (flat and rows is None and keys is None)
+    entries = batch if together else 1
+    packing = _packing(call, entries, device) if packed else None
+    for entry in range(0, batch, entries):
+        only = None if entries == batch else entry
+        yield Step(n, call.window, packing, entries, only, rows, keys, call.skips_rows)
+
+
+def _span(tokens: Range, length: int) -> tuple[int, int] | None:
+    """(start, length), or None for all tokens."""
+    start, stop = tokens
+    return None if tokens == (0, length) else (start, stop - start)
+
+
+def _packing(call: Call, batch: int, device: torch.device) -> Packing:
+    """A call's segments, once for each batch entry."""
+    lengths = call.lengths()
+    ends = np.cumsum(np.tile(lengths, (batch, 1)), axis=0)
+    cu_seqlens = np.concatenate([np.zeros((1, 2), dtype=np.int64), ends]).astype(np.int32).T
+    cu_q, cu_k = (torch.from_numpy(x.copy()).to(device) for x in cu_seqlens)
+    most_rows, most_keys = lengths.max(axis=0).tolist()
+    square = bool((lengths[:, 0] == lengths[:, 1]).all())
+    # To FlashAttention-2 a longest of 1 says that every sequence has a row: some have none.
+    return Packing(cu_q, cu_k, max(2, most_rows), most_keys, square)

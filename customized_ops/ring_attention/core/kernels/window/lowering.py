@@ -1,0 +1,316 @@
+"""From slices to window calls: the fewest calls of a library that knows windows.
+
+    slices ── join ──> fewer slices ── chain ──> calls
+
+A call is one window over segments that lie one after the other in rows and in keys, which is what
+FlashAttention takes as ``cu_seqlens``: no row and no key twice, so a call needs no merge of its own
+and writes every gradient once. The window is aligned to the bottom right corner of each segment:
+its row i of n attends key j of m where  i + m - n - left <= j <= i + m - n + right.
+
+No torch here: like masks and plans, calls are host-side arithmetic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, areas, normalise
+
+Window = tuple[int, int]  # left, right of the bottom-right diagonal; -1 for no bound
+Range = tuple[int, int]  # start, stop
+Ints = npt.NDArray[np.int64]
+
+TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
+# Rows or keys that a call may leave out between two segments. They are written, as zeros, and some
+# backwards hold a tile in fp32 for every piece of them: above this, a call more costs less.
+MOST_GAP = 64 * TILE
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a kernel.
+
+    Attributes:
+        window: that of every segment.
+        segments: int64[n, 4], (q0, q1, k0, k1), in order and disjoint in rows and in keys.
+    """
+
+    window: Window
+    segments: Ints
+
+    @cached_property
+    def rows(self) -> Range:
+        """From the first row to the last."""
+        return int(self.segments[0, 0]), int(self.segments[-1, 1])
+
+    @cached_property
+    def keys(self) -> Range:
+        """From the first key to the last."""
+        return int(self.segments[0, 2]), int(self.segments[-1, 3])
+
+    @cached_property
+    def skips_rows(self) -> bool:
+        """Whether some row of :attr:`rows` is in no segment."""
+        return bool((self.segments[1:, 0] > self.segments[:-1, 1]).any())
+
+    def lengths(self) -> Ints:
+        """Rows and keys of the segments that together hold every row and key of the call.
+
+        Rows between two segments become segments without keys, keys between them segments without
+        rows. None is longer than the longest of the call or a tile: a kernel is launched for the
+        longest, and the rest should cost nothing.
+
+        Returns:
+            int64[m, 2].
+        """
+        q0, q1, k0, k1 = self.segments.T
+        real = np.stack([q1 - q0, k1 - k0], axis=1)
+        skipped = np.stack([q0[1:] - q1[:-1], k0[1:] - k1[:-1]], axis=1)
+        if not skipped.any():
+            return real
+        most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
+        out = [real[:1]]
+        for n in range(len(skipped)):
+            rows, keys = skipped[n].tolist()
+            out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n + 1 : n + 2]]
+        return np.concatenate(out)
+
+
+def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[Call, ...]:
+    """The calls that attend exactly the pairs of ``slices``, each pair once.
+
+    A causal slice whose keys end before its diagonal does (window (-1, right > 0)) is one call of
+    that window, or a causal one above a full one. Kernels are somewhat faster without a free
+    window, but two calls for one cost a launch, a copy of the results and a sum of dk and dv; so
+    slices are cut only where that makes fewer calls, as among many documents that are each cut
+    elsewhere. Cutting at the left bound gains nothing: no kernel knows the shape that is left.
+
+    Args:
+        slices: int64[n, 6], normalised and disjoint.
+        gaps: whether a call may skip rows and keys, MOST_GAP at a time; if not, its segments touch.
+        wide_right: whether a right bound, or none beside a left one, may let the first row reach
+            further than the segment has keys, as it does where there are more rows than keys. If
+            not, such slices are cut: FlashAttention-2 takes no wider bound than the longest segment
+            has keys, and drops those that are.
+    Returns:
+        Those of most rows first.
+    """
+    joined = join(slices)
+    if not wide_right:
+        joined = _narrow(joined)
+    calls = _chain(joined, gaps, wide_right)
+    cut = _cut_below(joined, _last_key(joined))
+    if len(calls) > 1 and len(cut) > len(joined):
+        calls = min(calls, _chain(cut, gaps, wide_right), key=len)
+    return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
+
+
+def tiles(call: Call) -> int:
+    """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
+    what its time is about proportional to."""
+    rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
+    heights = -(-rows // TILE)
+    rows, keys = np.repeat(rows, heights), np.repeat(keys, heights)
+    start = TILE * (np.arange(len(rows)) - np.repeat(np.cumsum(heights) - heights, heights))
+    stop = np.minimum(start + TILE, rows)
+    left, right = call.window
+    first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)
+    last = keys if right < 0 else np.minimum(stop + keys - rows + right, keys)
+    return int((-(-last // TILE) - first // TILE).sum())
+
+
+def join(slices: Slices) -> Slices:
+    """The same pairs in fewer slices: two become one where their union is a slice.
+
+    Only not into a single diagonal: that is what documents of one token look like, and they go with
+    any other documents as they are.
+
+    Args:
+        slices: int64[n, 6], normalised and disjoint.
+    Returns:
+        int64[m, 6], m <= n, normalised and disjoint, in no particular order.
+    """
+    before = len(slices) + 1
+    while len(slices) < before:
+        before = len(slices)
+        for along in ("columns", "rows", "diagonals"):
+            slices = _join_along(along, slices)
+    return slices
+
+
+def _join_along(along: str, slices: Slices) -> Slices:
+    """Join in one direction for as long as that is possible. One at a time, so that the blocks of a
+    staircase all grow alike."""
+    while len(slices) > 1:
+        a, b = _neighbours(along, slices)
+        hulls = _hulls(slices[a], slices[b])
+        pairs = areas(slices)
+        wide = hulls[:, LO] < hulls[:, HI]
+        exact = np.flatnonzero(wide & (areas(hulls) == pairs[a] + pairs[b]))
+        gone = np.zeros(len(slices), dtype=bool)
+        chosen = []
+        for n, first, second in zip(exact, a[exact], b[exact], strict=True):
+            if not (gone[first] or gone[second]):
+                gone[[first, second]] = True
+                chosen.append(n)
+        if not chosen:
+            break
+        slices = np.concatenate([slices[~gone], hulls[chosen]])
+    return slices
+
+
+def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
+    """Indices of slices a and b where b may carry on a: in the next of the columns, rows or
+    diagonals.
+
+    What carries on a starts beside where a's last column, row or diagonal starts, or one further.
+    Slices are disjoint, so a cell names one, and no two slices need be tried in vain. The first
+    cell of a slice's first row and column is its top left corner; bounds are tight.
+    """
+    q0, q1, k0, k1, lo, hi = slices.T
+    if along == "columns":
+        starts, (i, j), further = (q0, k0), (np.maximum(q0, k1 - 1 - hi), k1), (1, 0)
+    elif along == "rows":
+        starts, (i, j), further = (q0, k0), (q1, np.maximum(k0, q1 - 1 + lo)), (0, 1)
+    else:
+        starts, (i, j), further = (k0 - lo, k0), (q0, q0 + hi + 1), (-1, -1)
+    stride = int(k1.max()) + 2  # cells become numbers
+    have = starts[0] * stride + starts[1]
+    order = np.argsort(have)
+    found = []
+    for want in (i * stride + j, (i + further[0]) * stride + j + further[1]):
+        at = np.minimum(np.searchsorted(have, want, sorter=order), len(slices) - 1)
+        hit = np.flatnonzero(have[order[at]] == want)
+        found.append((hit, order[at[hit]]))
+    (a, b), (further_a, further_b) = found
+    return np.concatenate([a, further_a]), np.concatenate([b, further_b])
+
+
+def _hulls(a: Slices, b: Slices) -> Slices:
+    """The least slices that hold both. A slice has tight bounds, so if the union of two is one,
+    it is this; and as the two are disjoint, their areas tell."""
+    least, most = np.minimum(a, b), np.maximum(a, b)
+    return np.stack([(least if n in (Q0, K0, LO) else most)[:, n] for n in range(6)], axis=1)
+
+
+def _last_key(slices: Slices) -> Ints:
+    """The row from which on the last key is attended, of slices whose right bound cuts keys off
+    rows before: above, the bound is 0 from the bottom right corner, below, it is none. Elsewhere
+    the end of the rows. int64[n]."""
+    open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
+    return np.where(open_right, slices[:, Q1], slices[:, K1] - slices[:, HI])
+
+
+def _narrow(slices: Slices) -> Slices:
+    """The same pairs in slices that need no right bound as large as they have keys, nor none beside
+    a left bound where they have more rows than keys."""
+    right = slices[:, HI] - (slices[:, K1] - slices[:, Q1])
+    wide = right >= slices[:, K1] - slices[:, K0]
+    slices = _cut_below(slices, np.where(wide, _last_key(slices), slices[:, Q1]))
+    # Above the row that first misses the first key, the left bound is none.
+    first_missing = slices[:, K0] - slices[:, LO] + 1
+    return _cut_below(slices, np.where(_tall(slices), first_missing, slices[:, Q1]))
+
+
+def _tall(slices: Slices) -> npt.NDArray[np.bool_]:
+    """Which have no right bound, and more rows than keys."""
+    open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
+    return open_right & (slices[:, Q1] - slices[:, Q0] > slices[:, K1] - slices[:, K0])
+
+
+def _cut_below(slices: Slices, rows: Ints) -> Slices:
+    """Slices cut in two at a row of each; those where it is no row of theirs stay as they are."""
+    cut = (slices[:, Q0] < rows) & (rows < slices[:, Q1])
+    above, below = slices[cut].copy(), slices[cut].copy()
+    above[:, Q1] = below[:, Q0] = rows[cut]
+    return normalise(np.concatenate([slices[~cut], above, below]))
+
+
+def _pieces(length: int, most: int, column: int) -> Ints:
+    """``length`` cut into pieces of at most ``most``: int64[n, 2], 0 in the other column."""
+    out = np.zeros((-(-length // most), 2), dtype=np.int64)
+    out[:, column] = most
+    if length % most:
+        out[-1, column] = length % most
+    return out
+
+
+class Bound(NamedTuple):
+    """What a slice asks of one side of its call's window.
+
+    A slice that the window must not cut takes any bound that does not reach it, so documents
+    shorter than a window, and of one row, go with others.
+
+    Attributes:
+        exact: the bound, or -1 for none.
+        least: what a bound that others need may be at least.
+    """
+
+    exact: int
+    least: int
+
+    def with_(self, other: Bound) -> Bound | None:
+        """What both ask, or None if no bound suits both."""
+        exact, least = max(self.exact, other.exact), max(self.least, other.least)
+        if self.exact != other.exact and min(self.exact, other.exact) >= 0:
+            return None
+        return Bound(exact, least) if exact < 0 or exact >= least else None
+
+
+@dataclass
+class Chain:
+    """A call in the making."""
+
+    segments: list[list[int]]
+    left: Bound
+    right: Bound
+
+    def takes(self, segment: list[int], left: Bound, right: Bound, most_gap: int) -> bool:
+        """Append a segment if rows, keys and bounds allow it."""
+        _, q1, _, k1 = self.segments[-1]
+        if not (0 <= segment[0] - q1 <= most_gap and 0 <= segment[2] - k1 <= most_gap):
+            return False
+        both_left, both_right = self.left.with_(left), self.right.with_(right)
+        if both_left is None or both_right is None:
+            return False
+        self.left, self.right = both_left, both_right
+        self.segments.append(segment)
+        return True
+
+
+def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
+    """Deal slices out to calls, from the first row on: each to the call whose keys end closest
+    before its own, or to a new one."""
+    slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
+    alone = np.zeros(len(slices), dtype=bool) if wide_right else _tall(slices)
+    most_gap = MOST_GAP if gaps else 0
+    chains: list[Chain] = []
+    stops: list[int] = []  # where the chains' keys end, ascending, as the chains are
+    for (q0, q1, k0, k1, lo, hi), no_left in zip(slices.tolist(), alone, strict=True):
+        left, right = k1 - q1 - lo, hi - (k1 - q1)
+        most_left, most_right = k1 - k0 - 1, q1 - q0 - 1
+        bounds = (
+            Bound(-1, UNBOUNDED if no_left else most_left) if left >= most_left else Bound(left, 0),
+            Bound(-1, most_right) if right >= most_right else Bound(right, 0),
+        )
+        segment = [q0, q1, k0, k1]
+        near = range(bisect_left(stops, k0 - most_gap), bisect_right(stops, k0))
+        for n in reversed(near):
+            if chains[n].takes(segment, *bounds, most_gap):
+                chain = chains.pop(n)
+                stops.pop(n)
+                break
+        else:
+            chain = Chain([segment], *bounds)
+        at = bisect_right(stops, k1)
+        stops.insert(at, k1)
+        chains.insert(at, chain)
+    return [
+        Call((chain.left.exact, chain.right.exact), np.array(chain.segments)) for chain in chains
+    ]

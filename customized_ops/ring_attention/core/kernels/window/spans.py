@@ -1,0 +1,89 @@
+"""Where the parts that calls make of a tensor lie, and what they add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, compress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...merge.merge import accumulation_dtype
+from .lowering import Range
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the calls' rows, or their keys, lie in the whole.
+
+    Attributes:
+        whole: whether there is one call, and it has everything at once.
+        fresh: of each call, whether it overlaps none before it. It is written where it belongs;
+            others are added or merged.
+        outside: what is in no fresh call.
+        most: calls that share a token, at most.
+    """
+
+    whole: bool
+    fresh: tuple[bool, ...]
+    outside: tuple[Range, ...]
+    most: int
+
+    @classmethod
+    def of(cls, ranges: list[Range], length: int, *, cut: bool = False) -> Spans:
+        """Those of ``ranges`` in [0, length), none of them empty. ``cut``: whether a call's batch
+        entries come one by one."""
+        starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+        fresh = tuple(
+            not ((starts[:n] < stop) & (stops[:n] > start)).any()
+            for n, (start, stop) in enumerate(ranges)
+        )
+        outside, done = [], 0
+        for start, stop in [*sorted(compress(ranges, fresh)), (length, length)]:
+            if start > done:
+                outside.append((done, start))
+            done = stop
+        edges = sorted([(start, 1) for start, _ in ranges] + [(stop, -1) for _, stop in ranges])
+        most = max(accumulate(step for _, step in edges), default=0)
+        return cls(not cut and ranges == [(0, length)], fresh, tuple(outside), most)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which the calls' results, of ``dtype``, are added up.
+
+        Where no token has more than two, that is their own: torch adds two numbers in fp32 and
+        rounds once, so the sum is the one of a wide tensor that is rounded in the end, at half the
+        bytes. A third would round the sum of two before it.
+        """
+        return dtype if self.most <= 2 else accumulation_dtype(dtype)
+
+
+class Gradient:
+    """The gradient of one tensor from those of the calls' parts of it.
+
+    Attributes:
+        total: [b, l, h, d], in the dtype of ``like`` or, where more than two calls have a token, of
+            accumulation. Where one call has everything, what it returned.
+    """
+
+    def __init__(self, like: Tensor, spans: Spans) -> None:
+        self._spans, self._dtype, self.total = spans, like.dtype, like
+        if not spans.whole:
+            self.total = like.new_empty(like.shape, dtype=spans.dtype(like.dtype))
+            for start, stop in spans.outside:
+                self.total.narrow(1, start, stop - start).zero_()
+
+    def takes(self, n: int) -> bool:
+        """Whether call ``n`` may write its part into the total itself."""
+        spans = self._spans
+        return not spans.whole and spans.fresh[n] and self.total.dtype == self._dtype
+
+    def add(self, n: int, part: Tensor, place: Tensor) -> None:
+        """Write or add the part of call ``n`` to its ``place``, a view of the total; takes
+        ownership of the part."""
+        if self._spans.whole:
+            self.total = part
+        elif self._spans.fresh[n]:
+            place.copy_(part)
+        else:
+            place.add_(part)

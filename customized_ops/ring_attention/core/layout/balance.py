@@ -1,0 +1,306 @@
+"""Dealing chunks of a sequence to ranks: even work first, then little communication.
+
+    areas, need = chunk_work(slices, total, chunk)    what each chunk computes, and with whose keys
+    rank_of = deal(areas, need, tokens, group_size)   int64[n]: the rank that holds each chunk
+
+Every rank deals alone and must come to the same deal. So areas are whole numbers, whose sums do
+not depend on the order of adding; ties fall to the lower index; and effort is limited by counting
+steps, never by a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..mask.slices import K0, K1, Q0, Q1, Slices, normalise
+from ..mask.slices import areas as areas_of
+from .balance_exact import EXACT_VARIABLES, PRECISION, solve
+from .balance_splits import even_out
+from .balance_swaps import Search
+
+Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.number]
+
+# The need of the mask with the most weight; need is in whole numbers, as areas are.
+NEED_UNITS = 64
+# Imbalance that is left alone: a percent is below what kernels vary by.
+TOLERANCE = 0.01
+# The search begins with loads let loose by so much and ends within TOLERANCE.
+SLACKS = (0.5, 0.2, 0.1, 0.05, TOLERANCE)
+# Zigzag is tried where a rank has so many chunks: of fewer it has no long runs.
+ZIGZAG_CHUNKS = 8
+# Pairs of slice and chunk worked on at a time.
+BATCH_ROWS = 1 << 20
+
+
+def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """The work of each chunk of query rows, and the chunks of keys that it needs.
+
+    Args:
+        slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
+        chunk: tokens per chunk; the last chunk may be shorter.
+    Returns:
+        int64[n], attended pairs in chunk a's rows; bool[n, n], whether they attend chunk b's keys.
+    """
+    n = -(-total // chunk)
+    area = np.zeros(n, dtype=np.int64)
+    # Row a counts the key ranges that begin minus those that ended before chunk b.
+    edges = np.zeros((n, n + 1), dtype=np.int32)
+    first, last = slices[:, Q0] // chunk, (slices[:, Q1] - 1) // chunk
+    rows_before = np.concatenate([[0], np.cumsum(last - first + 1)])
+    start = 0
+    while start < len(slices):
+        stop = int(np.searchsorted(rows_before, rows_before[start] + BATCH_ROWS, side="right")) - 1
+        stop = max(stop, start + 1)
+        touched = last[start:stop] - first[start:stop] + 1
+        within = np.arange(touched.sum()) - np.repeat(np.cumsum(touched) - touched, touched)
+        at = np.repeat(first[start:stop], touched) + within
+        parts = np.repeat(slices[start:stop], touched, axis=0)
+        parts[:, Q0] = np.maximum(parts[:, Q0], at * chunk)
+        parts[:, Q1] = np.minimum(parts[:, Q1], (at + 1) * chunk)
+        tight = normalise(parts)
+        assert len(tight) == len(parts), "a nonempty row range of a normalised slice has keys"
+        np.add.at(area, at, areas_of(tight))
+        np.add.at(edges, (at, tight[:, K0] // chunk), 1)
+        np.add.at(edges, (at, (tight[:, K1] - 1) // chunk + 1), -1)
+        start = stop
+    return area, np.cumsum(edges[:, :n], axis=1, dtype=np.int32) > 0
+
+
+def imbalance(areas: Numbers, rank_of: Ints, group_size: int) -> float:
+    """The largest rank's area over the mean; 1.0 when there is nothing to do."""
+    loads = np.bincount(rank_of, weights=areas, minlength=group_size)
+    return float(loads.max() * group_size / loads.sum()) if loads.any() else 1.0
+
+
+def crossing(need: Numbers, tokens: Ints, rank_of: Ints, group_size: int) -> int:
+    """Key tokens that cross ranks: a chunk counts once for each other rank that needs it.
+
+    ``need[a, b]`` is 0 where chunk a's rows do without chunk b's keys; otherwise it weighs the
+    crossing (1 for one mask), and of a rank's chunks the one with the largest weight counts.
+    """
+    crossed = 0
+    for rank in range(group_size):
+        own = rank_of == rank
+        if own.any():
+            crossed += int((need[own].max(axis=0) * tokens)[~own].sum())
+    return crossed
+
+
+def least_maximum(areas: Numbers, group_size: int) -> float:
+    """A proven lower bound of the largest rank's area, when every rank holds n // P or more chunks.
+
+    n chunks, P ranks, m = n // P; areas are not negative. The bound is the largest of
+
+    - the mean: some rank has at least sum / P.
+    - for every k with k * P < n: of the k * P + 1 largest chunks some rank holds k + 1 or more, as
+      P ranks with k or fewer hold at most k * P. Those k + 1 weigh no less than the k + 1 smallest
+      of the k * P + 1 largest. That rank holds at least m chunks, so max(0, m - k - 1) or more
+      besides, which weigh no less than as many of the smallest chunks of all. (k = 0: the largest
+      chunk and the m - 1 smallest.)
+
+    Where areas are whole numbers, a rank's area is a multiple of their greatest common divisor, so
+    the mean is rounded up to one.
+    """
+    values = np.asarray(areas)
+    n = len(values)
+    if not values.any():
+        return 0.0
+    bound = float(values.sum()) / group_size
+    if values.dtype.kind in "iu":
+        unit = int(np.gcd.reduce(values))
+        bound = float(-(-int(values.sum()) // (group_size * unit)) * unit)
+    falling = np.sort(values)[::-1]
+    smallest = np.concatenate([[0], np.cumsum(falling[::-1])])
+    for k in range((n - 1) // group_size + 1):
+        together = falling[k * (group_size - 1) : k * group_size + 1].sum()
+        bound = max(bound, float(together + smallest[max(0, n // group_size - k - 1)]))
+    return bound
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How even a deal is, and how even one can be.
+
+    Attributes:
+        largest: area of the rank that has most.
+        mean: over the ranks.
+        least: no deal with equal counts of chunks has a smaller ``largest``; proven.
+        within_one_percent: whether ``largest`` is at most 1.01 * ``mean``.
+        proven_best: whether ``largest`` is ``least``. If not, the deal may be the best all the
+            same, without proof.
+    """
+
+    largest: float
+    mean: float
+    least: float
+    within_one_percent: bool
+    proven_best: bool
+
+    @property
+    def imbalance(self) -> float:
+        """The largest rank's area over the mean; 1.0 where there is nothing to do."""
+        return self.largest / self.mean if self.mean else 1.0
+
+    @property
+    def good(self) -> bool:
+        """Whether it is no use to look for a more even deal."""
+        return self.within_one_percent or self.proven_best
+
+
+def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
+    """What is known of a deal of chunks with such areas.
+
+    Args:
+        areas: number[n], 0 or more. rank_of: int64[n], as :func:`deal` returns it.
+    """
+    work = _whole(areas)
+    unit = float(np.sum(areas)) / int(work.sum()) if work.any() else 1.0
+    largest, mean = int(_loads(work, rank_of, group_size).max()), int(work.sum()) / group_size
+    least = least_maximum(work, group_size)
+    even = largest <= (1 + TOLERANCE) * mean
+    if not even and largest > least and len(work) * group_size <= EXACT_VARIABLES:
+        _, least = solve(work, group_size, least)
+    return Certificate(
+        largest=largest * unit,
+        mean=mean * unit,
+        least=least * unit,
+        within_one_percent=even,
+        proven_best=largest <= least * (1 + 2 * PRECISION),
+    )
+
+
+def is_even(weighted: Sequence[tuple[Slices, float]], sizes: Sequence[int]) -> bool:
+    """Whether no rank has over 1% more work than the mean, of ranks that hold so many tokens each.
+
+    Args:
+        weighted: the slices of each mask, and its weight.
+    """
+    work = np.zeros(len(sizes))
+    stops = np.cumsum(sizes)
+    for slices, weight in weighted:
+        for rank, (start, stop) in enumerate(zip(stops - sizes, stops, strict=True)):
+            own = slices[(slices[:, Q0] < stop) & (slices[:, Q1] > start)].copy()
+            own[:, Q0], own[:, Q1] = own[:, Q0].clip(start), own[:, Q1].clip(max=stop)
+            work[rank] += weight * areas_of(normalise(own)).sum()
+    return bool(work.max() <= (1 + TOLERANCE) * work.mean())
+
+
+def deal_masks(
+    weighted: Sequence[tuple[Slices, float]], total: int, chunk: int, group_size: int
+) -> tuple[Ints, Certificate]:
+    """:func:`deal` for the weighted sum of masks' work.
+
+    Args:
+        weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
+        chunk: tokens per chunk; the last chunk may be shorter.
+    Returns:
+        int64[n], ranks of chunks of the sequence; and how even that is.
+    """
+    heaviest = max(weight for _, weight in weighted)
+    n = -(-total // chunk)
+    areas, need = np.zeros(n), np.zeros((n, n), dtype=np.int32)
+    for slices, weight in weighted:
+        own_areas, own_need = chunk_work(slices, total, chunk)
+        areas += weight / heaviest * own_areas
+        need += max(1, round(NEED_UNITS * weight / heaviest)) * own_need
+    tokens = np.minimum(chunk, total - chunk * np.arange(n))
+    rank_of = deal(areas, need, tokens, group_size)
+    return rank_of, certify(areas, rank_of, group_size)
+
+
+def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
+    """The rank of each chunk.
+
+    - Every rank holds the same number of chunks, up to one.
+    - The largest rank's area is within TOLERANCE of the mean if swapping chunks gets there. If not,
+      ranks' chunks are split anew two by two, and small deals (EXACT_VARIABLES) are solved to the
+      optimum, as far as EXACT_EFFORT goes. :func:`certify` says how good a deal is.
+    - Among such deals one is sought that moves few keys.
+
+    Two deals are begun, in sequence order (keeps neighbours together, so it suits windows and
+    documents) and largest chunk first (even from the start); the better one is returned, or zigzag
+    where that is better than both: of long runs of chunks, as a causal mask is dealt best.
+
+    Args:
+        areas: number[n], 0 or more: the work in each chunk's rows.
+        need: bool or integer[n, n], see :func:`crossing`.
+        tokens: int64[n], tokens per chunk.
+    Returns:
+        int64[n] in 0..group_size-1.
+    """
+    n = len(areas)
+    if n <= group_size:
+        return np.arange(n, dtype=np.int64)
+    work = _whole(areas)
+    mean = int(work.sum()) / group_size
+    enough = max((1 + TOLERANCE) * mean, least_maximum(work, group_size))
+
+    def score(search: Search) -> tuple[float, int]:
+        crossed = crossing(need, tokens, search.rank_of[:n], group_size)
+        return max(enough, float(search.loads.max())), crossed
+
+    searches = []
+    for begun in (np.arange(n) * group_size // n, _largest_first(work, group_size)):
+        search = Search(work, need, begun, group_size)
+        for slack in SLACKS:
+            search.level(max(enough, (1 + slack) * mean))
+            search.gather(max(enough, (1 + slack) * mean))
+        searches.append(search)
+    if n % (2 * group_size) == 0 and n >= ZIGZAG_CHUNKS * group_size:
+        part = np.arange(n) * 2 * group_size // n
+        zigzag = np.minimum(part, 2 * group_size - 1 - part)
+        searches.append(Search(work, need, zigzag, group_size))
+    best = min(searches, key=score)
+    if best.loads.max() > enough:
+        even = Search(work, need, _evened(work, best.rank_of[:n], group_size, enough), group_size)
+        even.gather(max(enough, float(even.loads.max())))
+        best = min(best, even, key=score)
+    # Ranks are alike: number them by their first chunk.
+    first = np.unique(best.rank_of[:n], return_index=True)[1]
+    return np.argsort(np.argsort(first))[best.rank_of[:n]]
+
+
+def _evened(work: Ints, rank_of: Ints, group_size: int, enough: float) -> Ints:
+    """``rank_of`` or a more even deal; the best there is if the solver gets that far."""
+    even = even_out(work, rank_of, group_size, enough)
+    largest = _loads(work, even, group_size).max()
+    if largest > enough and len(work) * group_size <= EXACT_VARIABLES:
+        exact, _ = solve(work, group_size, least_maximum(work, group_size))
+        if exact is not None and _loads(work, exact, group_size).max() < largest:
+            return exact
+    return even
+
+
+def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:
+    loads = np.zeros(group_size, dtype=np.int64)
+    np.add.at(loads, rank_of, work)
+    return loads
+
+
+def _whole(areas: Numbers) -> Ints:
+    """Areas as whole numbers; fractions are scaled so far up that rounding does not matter."""
+    values = np.asarray(areas)
+    if (values == np.rint(values)).all():
+        return values.astype(np.int64)
+    return np.rint(values * (2.0**40 / values.max())).astype(np.int64)
+
+
+def _largest_first(work: Ints, group_size: int) -> Ints:
+    """Each chunk, the largest first, to the rank with the least work that has room."""
+    n = len(work)
+    room = [(n + group_size - 1 - rank) // group_size for rank in range(group_size)]
+    ranks = [(0, rank) for rank in range(group_size)]
+    rank_of = np.zeros(n, dtype=np.int64)
+    for chunk in np.argsort(-work, kind="stable").tolist():
+        load, rank = heapq.heappop(ranks)
+        rank_of[chunk] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(ranks, (load + int(work[chunk]), rank))
+    return rank_of

@@ -1,0 +1,390 @@
+"""Which rank holds which tokens of a sequence, and in which order.
+
+A layout is the same on every rank and is made from arguments alone, so that every rank knows where
+every token is without asking anybody.
+
+    contiguous(8, 2)   rank 0: 0 1 2 3    rank 1: 4 5 6 7
+    zigzag(8, 2)       rank 0: 0 1 6 7    rank 1: 2 3 4 5
+    striped(8, 2)      rank 0: 0 2 4 6    rank 1: 1 3 5 7
+
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..mask import AttnMask
+from . import balance
+from . import layout_tables as tables
+from .balance_documents import deal_documents
+from .layout_arguments import (
+    LayoutError,
+    cumulative,
+    integers,
+    lengths,
+    shorten,
+    uneven,
+    weighted_masks,
+    whole,
+)
+from .layout_spec import read, write, write_ranges
+
+if TYPE_CHECKING:
+    import torch
+
+Ints = npt.NDArray[np.int64]
+
+# A shard of up to so many ranges is cut and joined; of more, gathered token by token.
+FEW_RANGES = 32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """Token ranges per rank, in the rank's local order. Made by the static methods below.
+
+    Attributes:
+        table: int64[n, 3]: rank, start, stop of each range of global tokens, by rank and in its
+            local order; local token n of a rank is the n-th token of its ranges. No range is empty
+            or continues the one before it. Over all ranks they cover 0..total-1, each token once.
+        group_size: number of ranks; some may hold nothing.
+        given_spec: short form of :attr:`spec`, where there is one.
+
+    Two layouts are equal when every rank holds the same tokens in the same order.
+
+    Raises:
+        LayoutError: the ranges leave a token out or hold one twice; names the first such token.
+    """
+
+    table: Ints
+    group_size: int
+    given_spec: str | None = None
+
+    def __post_init__(self) -> None:
+        table = tables.joined(self.table)
+        table.setflags(write=False)
+        object.__setattr__(self, "table", table)
+        tables.check_tiling(self.pieces)
+        for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
+            getattr(self, name)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.group_size, self.table.tobytes()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (
+            self.group_size == other.group_size and np.array_equal(self.table, other.table)
+        )
+
+    def __fx_create_arg__(self, tracer: object) -> str:
+        """In a graph that becomes Python code: text."""
+        from annotations.codegen.constants import to_text
+
+        return to_text(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        """The spec, its end left out where it is long: for messages."""
+        return shorten(self.spec)
+
+    def __repr__(self) -> str:
+        return f"Layout({self})"
+
+    @staticmethod
+    def contiguous(total: int, group_size: int) -> Layout:
+        """``total`` tokens in order, split as DTensor's ``Shard`` splits: ceil(total / group_size)
+        tokens a rank, so the last ranks may hold fewer, or none.
+
+        Raises:
+            LayoutError: ``total`` is negative or ``group_size`` is not positive.
+        """
+        total, group_size = lengths("contiguous", total, group_size)
+        table = tables.in_order(tables.even_bounds(total, group_size))
+        return Layout(table, group_size, write("contiguous", total, group_size))
+
+    @staticmethod
+    def zigzag(
+        total: int, group_size: int, cu_seqlens: Sequence[int] | Ints | None = None
+    ) -> Layout:
+        """2 * group_size chunks; rank r holds chunk r and its mirror image 2 * group_size - 1 - r.
+
+        Under a causal mask each rank then has the same work, up to what rounding the chunks
+        takes when 2 * group_size does not divide ``total``.
+
+        With ``cu_seqlens``, cumulative lengths of packed documents, each document is cut so by
+        itself: chunk i of a document of n tokens starts at its token floor(i * n / (2 *
+        group_size)). A rank holds document after document, of each the front chunk first.
+
+            zigzag(12, 2, [0, 4, 12])   rank 0: 0 3 4 5 10 11    rank 1: 1 2 6 7 8 9
+
+        Raises:
+            LayoutError: as :meth:`contiguous`; or ``cu_seqlens`` do not go from 0 to ``total``
+                without falling.
+        """
+        total, group_size = lengths("zigzag", total, group_size)
+        fields: list[int | list[int]] = [total, group_size]
+        if cu_seqlens is None:
+            bounds = tables.even_bounds(total, 2 * group_size)[None]
+        else:
+            starts = cumulative(cu_seqlens, total)
+            fields.append(starts.tolist())
+            cuts = np.arange(2 * group_size + 1) * np.diff(starts)[:, None] // (2 * group_size)
+            bounds = starts[:-1, None] + cuts
+        table = tables.front_and_end(bounds)
+        return Layout(table, group_size, write("zigzag", *fields))
+
+    @staticmethod
+    def striped(total: int, group_size: int, block: int = 1) -> Layout:
+        """Token i on rank (i // block) % group_size: blocks are dealt like cards.
+
+        Under a causal mask ranks then have nearly the same work, in long packed documents too
+        (Striped Attention, Brandon et al., 2023, arXiv:2311.09431).
+
+        Raises:
+            LayoutError: as :meth:`contiguous`; or ``block`` is not positive.
+        """
+        total, group_size = lengths("striped", total, group_size)
+        block = whole("Layout.striped: block", block, 1)
+        table = tables.of_chunks(total, block, np.arange(-(-total // block)) % group_size)
+        return Layout(table, group_size, write("striped", total, group_size, block))
+
+    @staticmethod
+    def balanced(
+        mask: AttnMask | Sequence[tuple[AttnMask, float]],
+        group_size: int,
+        chunk: int | None = None,
+    ) -> Layout:
+        """Tokens dealt to ranks so that each rank's attend the same number of pairs.
+
+        Ranks hold equal numbers of tokens all the same, as :meth:`contiguous` would give them or
+        the same number of chunks, up to one: attention's work follows the pairs, but the rest of
+        the model (its linear layers, its memory) follows the tokens. Within that rule the largest
+        rank's work is within 1% of the mean, or the least that can be, where such a deal is found;
+        where not, or where that is not proven, a warning gives the figures.
+
+        Packed documents are dealt whole, but for a few large ones (:mod:`.balance_documents`), so
+        that next to no key crosses ranks and each rank makes one or two kernel calls; if all stay
+        whole, work may also differ by what a call more would take. Other masks, or documents too
+        few for that, are left contiguous if that is as even, or dealt in chunks
+        (:func:`.balance.deal`), so that few keys cross ranks. A
+        rank holds its tokens in the order of the sequence, but those of split documents first.
+
+        Args:
+            mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
+                ``[(full, 8), (window, 24)]``: then the weighted sum of the work is balanced.
+            chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
+                None deals documents where they can be, else chunks of about
+                total / (16 * group_size), a multiple of 128 from there on.
+        Raises:
+            LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
+                that is not positive; ``group_size`` or ``chunk`` is not positive.
+        """
+        group_size = whole("Layout.balanced: group_size", group_size, 1)
+        weighted = weighted_masks(mask)
+        total = weighted[0][0].q_len
+        slices = [(each.slices, weight) for each, weight in weighted]
+        whole_documents = None
+        if chunk is None:
+            whole_documents = deal_documents(slices, total, group_size)
+            if whole_documents is not None and whole_documents.good:
+                return Layout(whole_documents.table, group_size)
+            contiguous = Layout.contiguous(total, group_size)
+            if balance.is_even(slices, contiguous.sizes):
+                return contiguous
+            chunk = max(1, total // (16 * group_size))
+            chunk -= chunk % 128 if chunk >= 128 else 0
+        chunk = whole("Layout.balanced: chunk", chunk, 1)
+        rank_of, certificate = balance.deal_masks(slices, total, chunk, group_size)
+        if whole_documents is not None and whole_documents.imbalance <= certificate.imbalance:
+            return Layout(whole_documents.table, group_size)
+        if not certificate.good:
+            warnings.warn(uneven(certificate, chunk), stacklevel=_level_of_caller())
+        return Layout.from_chunks(total, group_size, chunk, rank_of)
+
+    @staticmethod
+    def from_chunks(
+        total: int, group_size: int, chunk: int, rank_of: Sequence[int] | Ints
+    ) -> Layout:
+        """Chunks of ``chunk`` tokens (the last may be shorter), number n on rank ``rank_of[n]``.
+
+        A rank holds its chunks in the order of the sequence.
+
+        Raises:
+            LayoutError: as :meth:`contiguous`; or ``chunk`` is not positive, or ``rank_of`` does
+                not name a rank for each chunk.
+        """
+        total, group_size = lengths("from_chunks", total, group_size)
+        chunk = whole("Layout.from_chunks: chunk", chunk, 1)
+        dealt, chunks = integers(rank_of), -(-total // chunk)
+        if dealt is None or dealt.shape != (chunks,) or ((dealt < 0) | (dealt >= group_size)).any():
+            raise LayoutError(
+                f"Layout.from_chunks: rank_of must be {chunks} ranks below {group_size}, "
+                f"got {shorten(str(rank_of))}"
+            )
+        spec = write("chunks", total, group_size, chunk, dealt.tolist())
+        return Layout(tables.of_chunks(total, chunk, dealt), group_size, spec)
+
+    @staticmethod
+    def from_sizes(sizes: Sequence[int]) -> Layout:
+        """Tokens in order, ``sizes[r]`` of them on rank r; a size may be 0.
+
+        Raises:
+            LayoutError: no sizes, or a negative one.
+        """
+        each = integers(sizes)
+        if each is None or each.ndim != 1 or len(each) == 0 or (each < 0).any():
+            raise LayoutError(
+                f"Layout.from_sizes: sizes must be 0 or more, one a rank, got {shorten(str(sizes))}"
+            )
+        table = tables.in_order(np.concatenate([[0], np.cumsum(each)]))
+        return Layout(table, len(each), write("sizes", each.tolist()))
+
+    @staticmethod
+    def from_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> Layout:
+        """Any layout: for each rank its global token ranges ``(start, stop)`` in local order.
+
+        Raises:
+            LayoutError: no ranks, or ranges that do not cover 0..total-1, each token once.
+        """
+        if len(ranges) == 0:
+            raise LayoutError("Layout.from_ranges: ranges must be one sequence a rank, got none")
+        parts = []
+        for rank, own in enumerate(ranges):
+            pairs = integers(own, width=2) if len(own) else np.zeros((0, 2), dtype=np.int64)
+            if pairs is None or pairs.shape != (len(own), 2):
+                raise LayoutError(
+                    f"Layout.from_ranges: ranges[{rank}] must be (start, stop) pairs of ints, "
+                    f"got {shorten(str(own))}"
+                )
+            parts.append(np.insert(pairs, 0, rank, axis=1))
+        return Layout(np.concatenate(parts), len(ranges))
+
+    @staticmethod
+    @lru_cache(maxsize=64)  # a layout may take megabytes
+    def parse(spec: str) -> Layout:
+        """The layout whose :attr:`spec` this is; the same object each time.
+
+        Raises:
+            LayoutError: ``spec`` is not one.
+        """
+        maker, arguments = read(spec)
+        return getattr(Layout, maker)(*arguments)
+
+    @cached_property
+    def spec(self) -> str:
+        """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_spec`)."""
+        return self.given_spec or write_ranges(self.ranges)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank its global token ranges (start, stop) in local order, for people."""
+        return tuple(
+            tuple((start, stop) for start, stop in self._own(rank).tolist())
+            for rank in range(self.group_size)
+        )
+
+    @cached_property
+    def total(self) -> int:
+        """Number of tokens over all ranks."""
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of tokens on each rank."""
+        rank, start, stop = self.table.T
+        sizes = np.bincount(rank, weights=stop - start, minlength=self.group_size)
+        return tuple(sizes.astype(np.int64).tolist())
+
+    @cached_property
+    def pieces(self) -> Ints:
+        """int64[n, 4]: rank, start, stop, offset of ``start`` among the rank's own tokens.
+
+        Sorted by start: the pieces tile the sequence.
+        """
+        pieces = tables.by_start(self.table)
+        pieces.setflags(write=False)
+        return pieces
+
+    def _own(self, rank: int) -> Ints:
+        """int64[n, 2]: the rank's ranges."""
+        if not 0 <= rank < self.group_size:
+            raise LayoutError(f"rank must be in 0..{self.group_size - 1}, got {rank}")
+        first, last = np.searchsorted(self.table[:, 0], [rank, rank + 1])
+        return self.table[first:last, 1:]
+
+    def positions(self, rank: int) -> Ints:
+        """Global indices of rank's tokens in local order, int64: its position ids for RoPE."""
+        start, stop = self._own(rank).T
+        length = stop - start
+        before = np.cumsum(length) - length
+        return np.repeat(start - before, length) + np.arange(length.sum())
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """``rank``'s tokens of the whole tensor ``x``, whose dim ``dim`` is the sequence.
+
+        A view where the rank holds one range, else a copy; of more than FEW_RANGES, by an index
+        that is copied to the device of ``x``. Differentiable.
+
+        Raises:
+            LayoutError: ``x`` is not as long as the layout, or ``rank`` is not one of its ranks.
+        """
+        import torch
+
+        if x.shape[dim] != self.total:
+            raise LayoutError(
+                f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
+            )
+        own = self._own(rank)
+        if len(own) > FEW_RANGES:
+            return x.index_select(dim, torch.from_numpy(self.positions(rank)).to(x.device))
+        parts = [x.narrow(dim, start, stop - start) for start, stop in own.tolist()]
+        if not parts:
+            return x.narrow(dim, 0, 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """The whole tensor, from every rank's shard in rank order. Differentiable.
+
+        Raises:
+            LayoutError: the shards are not as long as the layout says.
+        """
+        import torch
+
+        given = tuple(shard.shape[dim] for shard in shards)
+        if given != self.sizes:
+            raise LayoutError(f"shards have {given} tokens, layout {self} gives {self.sizes}")
+        if len(self.pieces) > FEW_RANGES:
+            held = np.concatenate([self.positions(rank) for rank in range(self.group_size)])
+            index = torch.from_numpy(np.argsort(held)).to(shards[0].device)
+            return torch.cat(list(shards), dim).index_select(dim, index)
+        parts = [
+            shards[rank].narrow(dim, offset, stop - start)
+            for rank, start, stop, offset in self.pieces.tolist()
+        ]
+        return torch.cat(parts, dim) if parts else shards[0]
+
+
+def _level_of_caller() -> int:
+    """Of who called this package, for a warning: whatever lies between, such as what keeps its
+    functions from being compiled."""
+    package, compiler = str(Path(__file__).parents[2]), str(Path("torch", "_dynamo"))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(package) and compiler not in name:
+            break
+        level, frame = level + 1, frame.f_back
+    return level

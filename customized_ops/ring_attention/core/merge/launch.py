@@ -1,0 +1,133 @@
+"""Launches the kernels over rows with little work on the host.
+
+Triton looks at every argument of every call to find the variant that fits. Here the variants are
+few and known: the first call of one goes through Triton, later ones straight to what it compiled.
+Nothing waits for the device, and a CUDA graph may capture all but the first call of a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import triton_kernels as kernels
+
+VECTOR_ELEMENTS = kernels.VECTOR.value
+TILE_ELEMENTS = 4096  # of one tensor in one program: 4 loads of 16 bytes a thread in 2-byte dtypes
+LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory hands out, of lse
+MOST_MOVED = 3  # tensors in one launch
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+
+
+class _Variant(NamedTuple):
+    """A compiled kernel and its tile."""
+
+    compiled: Any  # None where kernels are interpreted
+    tile_rows: int
+    head_tiles: int
+    constants: tuple[Any, ...]
+
+
+_variants: dict[tuple[Any, ...], _Variant] = {}
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors of rows, [b, l, h, d]: a dense, aligned d of a dtype
+    that adds up in fp32, no matter the other strides."""
+    for t in tensors:
+        b, l, h, dense = t.stride()
+        # Of numbers that are all multiples of a power of two, the bitwise or is one too.
+        if (b | l | h | t.shape[3]) % VECTOR_ELEMENTS or t.data_ptr() % 16 or dense != 1:
+            return False
+        if t.dtype not in _DTYPES:
+            return False
+    return True
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+    """See :func:`..merge.merge_`; ``out`` and ``part`` fit, lse is fp32."""
+    numbers = (*_vectors(out), *_vectors(part), *lse.stride(), *part_lse.stride())
+    _launch(kernels.merge, part.shape, (out, part, lse, part_lse, rows), numbers)
+
+
+def move(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    from_rows: Tensor | None,
+    to_rows: Tensor | None,
+    *,
+    add: bool,
+) -> None:
+    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`.
+
+    Args:
+        sources, targets: at most MOST_MOVED each; all fit and have the same b, h and d.
+        from_rows, to_rows: at least one is given.
+    """
+    both = [t for pair in zip(sources, targets, strict=True) for t in pair]
+    absent = 2 * MOST_MOVED - len(both)
+    numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
+    rows = to_rows if from_rows is None else from_rows
+    assert rows is not None
+    b, _, heads, dim = targets[0].shape
+    tensors = (*both, *[None] * absent, from_rows, to_rows)
+    _launch(kernels.move, (b, len(rows), heads, dim), tensors, numbers, (add,))
+
+
+def _vectors(t: Tensor) -> tuple[int, int, int]:
+    """Strides of b, l and h in vectors."""
+    b, l, h, _ = t.stride()
+    return b // VECTOR_ELEMENTS, l // VECTOR_ELEMENTS, h // VECTOR_ELEMENTS
+
+
+def _launch(
+    kernel: Any,
+    shape: Sequence[int],
+    tensors: Sequence[Tensor | None],
+    strides: Sequence[int],
+    constants: tuple[Any, ...] = (),
+) -> None:
+    """Launch a kernel, on the current stream of the first tensor's device.
+
+    Args:
+        shape: b, rows, heads and d of what it works on.
+        tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
+    """
+    b, length, heads, dim = shape
+    if 0 in shape:
+        return
+    assert tensors[0] is not None
+    device = tensors[0].device  # what is written may be memory of a peer
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, shape, tensors, strides, constants)
+        return
+    dtypes = [None if t is None else t.dtype for t in tensors]
+    key = (id(kernel), device, heads, dim, *constants, *dtypes)
+    known = _variants.get(key)
+    _, tile_rows, head_tiles, constants = variant = known or _tiled(heads, dim, constants)
+    grid = (-(-length // tile_rows) * head_tiles, b, 1)
+    if variant.compiled is None:
+        compiled = kernel[grid](*tensors, length, heads, *strides, *constants)
+        _variants[key] = variant._replace(compiled=compiled)
+    else:
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        variant.compiled[grid](*addresses, length, heads, *strides, *constants)
+
+
+def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Variant:
+    """A variant that is yet to be compiled."""
+    block = _power_of_two(dim)
+    tile_pairs = max(TILE_ELEMENTS // block, 1)
+    tile_heads = min(_power_of_two(heads), max(tile_pairs // LSE_ROWS, 1))
+    tile_rows = tile_pairs // tile_heads
+    constants = (*constants, dim, block, tile_rows, tile_heads)
+    return _Variant(None, tile_rows, -(-heads // tile_heads), constants)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one that is at least ``n``."""
+    return 1 << (n - 1).bit_length()

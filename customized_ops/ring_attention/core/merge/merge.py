@@ -1,0 +1,233 @@
+"""Merging partial attention results.
+
+Attention over keys A and B is exact from its parts (Milakov & Gimelshein, arXiv:1805.02867, 2018):
+
+    lse = log(exp(lse_A) + exp(lse_B))
+    out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
+
+Everything is computed in fp32, or fp64 beside fp64 inputs. A result that goes on to be merged or
+added to is kept in that dtype too, since rounding would grow with the number of parts; that of two
+parts is not, where it is known that there are no more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .row_coverage import Given
+from .rows import on_gpu
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor | None = None
+) -> None:
+    """Merge a partial result into ``(out, lse)``, in place: one kernel on a GPU with Triton.
+
+    A row that neither side attends keeps out 0 and lse -inf.
+
+    Args:
+        out: [b, l, h, d], any strides and dtype; it is rounded to once. lse: [b, h, l], natural
+            log, accumulation dtype.
+        part_out: [b, n, h, d], any strides and dtype. part_lse: [b, h, n].
+        rows: int64[n], on the tensors' device, no row twice: row i of the part belongs to row
+            rows[i]. None: n is l, and row i to row i.
+    """
+    kernels = on_gpu(out, part_out)
+    if kernels is not None and lse.dtype == part_lse.dtype == torch.float32:
+        kernels.merge(out, lse, part_out, part_lse, rows)
+    elif rows is None:
+        _merge_torch(out, lse, part_out, part_lse)
+    else:
+        some_out, some_lse = out.index_select(1, rows), lse.index_select(2, rows)
+        _merge_torch(some_out, some_lse, part_out, part_lse)
+        out.index_copy_(1, rows, some_out)
+        lse.index_copy_(2, rows, some_lse)
+
+
+def _merge_torch(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """What merging means, on any device and in any dtype."""
+    top = torch.maximum(lse, part_lse)
+    top = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    weight, part_weight = torch.exp(lse - top), torch.exp(part_lse - top)
+    total = weight + part_weight
+    norm = total.clamp_min(torch.finfo(total.dtype).tiny)
+    out.copy_(out * _per_row(weight / norm) + part_out * _per_row(part_weight / norm))
+    lse.copy_(top + torch.log(total))
+
+
+def _per_row(x: Tensor) -> Tensor:
+    """[b, h, l] -> [b, l, h, 1]."""
+    return x.transpose(1, 2).unsqueeze(-1)
+
+
+class Accumulator:
+    """The running result of one block of rows over stages.
+
+    A first part of all rows is kept as it is; only a second one costs a merge.
+
+    Args:
+        length: of the block; needed where a part may come first that has some rows only.
+        parts: the most parts that any row gets. With at most two, parts are merged in their own
+            dtype, which rounds once; with more, or None for unknown, in the accumulation dtype.
+    """
+
+    def __init__(self, length: int | None = None, parts: int | None = None) -> None:
+        self._length = length
+        self._wide = parts is None or parts > 2
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._given = Given()
+
+    def add(self, out: Tensor, lse: Tensor, rows: slice | None = None) -> None:
+        """Merge the result of attending further keys; takes ownership of both tensors.
+
+        Args:
+            out: [b, n, h, d]. lse: [b, h, n].
+            rows: which of the block they are, n with start and stop; None: all.
+        """
+        first, count = (0 if rows is None else rows.start), out.shape[1]
+        wide = accumulation_dtype(out.dtype)
+        if self._out is None or self._lse is None:
+            length = count if rows is None else self._length
+            assert length is not None, "some rows come first, of a block of unknown length"
+            if count == length:
+                self._given.add(0, length)
+                self._out, self._lse = out, lse
+                return
+            self._out = _empty(out, 1, length, wide if self._wide else out.dtype)
+            self._lse = _empty(lse, 2, length, lse.dtype)
+        for start, stop, again in self._given.add(first, first + count):
+            # A place of another dtype would round what a second part may follow.
+            if self._wide if again else self._out.dtype != out.dtype:
+                self._out = self._out.to(wide)
+            here = span_of(self._out, 1, start, stop), span_of(self._lse, 2, start, stop)
+            first_part, last_part = start - first, stop - first
+            part = span_of(out, 1, first_part, last_part), span_of(lse, 2, first_part, last_part)
+            if again:
+                merge_(*here, *part)
+            else:
+                here[0].copy_(part[0])
+                here[1].copy_(part[1])
+
+    def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
+        if self._out is None or self._lse is None:
+            return unattended(rows, v_dim, dtype)
+        for start, stop, _ in self._given.rest(self._out.shape[1]):
+            self._out[:, start:stop].zero_()
+            self._lse[..., start:stop].fill_(-torch.inf)
+        return as_dtype(self._out, dtype), self._lse
+
+
+def span_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Some rows of a tensor, a view; itself if all."""
+    return t if stop - start == t.shape[dim] else t.narrow(dim, start, stop - start)
+
+
+def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which takes the host a microsecond even where there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def _empty(like: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Memory for ``like`` with another length along ``dim``."""
+    shape = list(like.shape)
+    shape[dim] = length
+    return like.new_empty(shape, dtype=dtype)
+
+
+def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
+    b, length, h, _ = rows.shape
+    lse = rows.new_full((b, h, length), -torch.inf, dtype=accumulation_dtype(rows.dtype))
+    return rows.new_zeros((b, length, h, v_dim), dtype=dtype), lse
+
+
+class Sum:
+    """The running gradient of one tensor, [b, l, h, d], over stages and ranks.
+
+    A first part of all rows is kept as it is; from the second on the sum is in the accumulation
+    dtype.
+
+    Args:
+        like: the tensor.
+        parts: the most parts that any row gets. With at most two, the second is added in the first
+            one's dtype, which rounds once; None is unknown.
+    """
+
+    def __init__(self, like: Tensor, parts: int | None = None) -> None:
+        self._like = like
+        self._wide = parts is None or parts > 2
+        self._total: Tensor | None = None
+        self._given = Given()
+
+    def add(self, part: Tensor, rows: slice | None = None) -> None:
+        """Add a part, in any dtype; takes ownership of it.
+
+        Args:
+            part: [b, n, h, d].
+            rows: which rows they are, n with start and stop; None: all.
+        """
+        first, count = (0 if rows is None else rows.start), part.shape[1]
+        pieces = self._given.add(first, first + count)
+        if self._total is None:
+            if count == self._like.shape[1]:
+                self._total = part
+                return
+            dtype = accumulation_dtype(self._like.dtype) if self._wide else part.dtype
+            self._total = torch.empty_like(self._like, dtype=dtype)
+        for start, stop, again in pieces:
+            # A place of another dtype would round what a second part may follow.
+            if not self._may_round(self._total) if again else self._total.dtype != part.dtype:
+                self._total = self._total.to(accumulation_dtype(self._like.dtype))
+            here = span_of(self._total, 1, start, stop)
+            piece = span_of(part, 1, start - first, stop - first)
+            if again:
+                here.add_(piece)
+            else:
+                here.copy_(piece)
+
+    def _may_round(self, total: Tensor) -> bool:
+        """Whether a part may be added to ``total`` in the dtype that it has."""
+        return not self._wide and total.dtype == self._like.dtype
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return self._total is None
+
+    def wide(self) -> Tensor:
+        """The sum so far in the accumulation dtype, to be added to in place."""
+        dtype = accumulation_dtype(self._like.dtype)
+        if self._total is None:
+            self._given.add(0, self._like.shape[1])
+            self._total = torch.zeros_like(self._like, dtype=dtype)
+        self._total = as_dtype(self.so_far(), dtype)
+        return self._total
+
+    def place(self) -> Tensor:
+        """The sum so far, to be added to in place: wide, unless no row gets more than two parts.
+
+        Then at most one part may be added to a row, since it is rounded there.
+        """
+        if self._total is not None and self._may_round(self._total):
+            return self.so_far()
+        return self.wide()
+
+    def so_far(self) -> Tensor:
+        """The sum so far in the dtype that it has: a single part in its own."""
+        if self._total is None:
+            return torch.zeros_like(self._like)
+        for start, stop, _ in self._given.rest(self._like.shape[1]):
+            self._total[:, start:stop].zero_()
+        return self._total
+
+    def result(self) -> Tensor:
+        """The sum in its own tensor's dtype."""
+        return as_dtype(self.so_far(), self._like.dtype)

@@ -1,0 +1,180 @@
+"""What a plan should take, to choose between plans.
+
+A rank's time is its pairs at the kernel's rate and its bytes at the link's. Only the order of plans
+matters here, so the constants need to be right within a factor of two or so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..mask.intervals import Table
+from ..mask.slices import areas
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .rank_plan import Exchange
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Predicted times of the forward or of the backward pass.
+
+    Attributes:
+        compute, link: float64[P]: each rank's time in kernels and on its links.
+        launch: float64[P]: time that each rank's host takes to start kernels, beside these.
+        overlap: whether keys arrive while others are attended.
+    """
+
+    compute: Seconds
+    link: Seconds
+    launch: Seconds
+    overlap: bool
+
+    @property
+    def attend_seconds(self) -> float:
+        """Of the slowest rank, in kernels or in starting them."""
+        return float(np.maximum(self.compute, self.launch).max())
+
+    @property
+    def seconds(self) -> float:
+        """Of the pass: the slowest rank in computing and the busiest link."""
+        attend, link = self.attend_seconds, float(self.link.max())
+        return max(attend, link) if self.overlap else attend + link
+
+
+class Span(NamedTuple):
+    """Something that a rank does for a time: its ``kind`` is "keys", "rows" or "results" on links,
+    "own" or "guests" (whose rows they are) in kernels."""
+
+    kind: str
+    stage: int
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of one device and its links.
+
+    The defaults were measured on two H200s over NVLink in bf16 with 32 query and 8 key heads of 128
+    (flash-attn-4, causal, 32k tokens; pushes by the copy engine over symmetric memory, which take
+    49, 177 and 690 us for 16, 64 and 256 MiB, and 12 us until the first byte can be used).
+
+    Attributes:
+        forward_flops, backward_flops: floating-point operations a second of the kernel; backward
+            does 2.5 times as many.
+        link_bytes: bytes a second that a rank sends, and as many that it receives meanwhile.
+        step_seconds: time before the first byte of an exchange arrives.
+        call_seconds: time of the host for one kernel call and what is sent and merged on its
+            account, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
+    """
+
+    forward_flops: float = 650e12
+    backward_flops: float = 590e12
+    link_bytes: float = 390e9
+    step_seconds: float = 12e-6
+    call_seconds: float = 200e-6
+
+    def attend_seconds(
+        self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int
+    ) -> tuple[Seconds, Seconds]:
+        """Time to attend ``pairs`` of ``heads`` heads, forward and backward, batch 1."""
+        flops = np.asarray(pairs) * np.asarray(heads) * (2.0 * (head_dim + v_dim))
+        return flops / self.forward_flops, 2.5 * flops / self.backward_flops
+
+    def _start_seconds(self, plan: Plan) -> Seconds:
+        """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
+        once, and the results of rows go home."""
+        rows = plan.q_tokens().any(axis=1)
+        steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
+        return steps * self.step_seconds
+
+    def passes(
+        self,
+        plan: Plan,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        itemsize: int,
+        reduce_itemsize: int | None = None,
+    ) -> tuple[Pass, Pass]:
+        """The forward and the backward pass, batch 1; sizes are those of ``backward_bytes``."""
+        sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+        heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
+        forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
+        start = self._start_seconds(plan)
+        there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+        back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
+        launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
+        overlap = not plan.gathered or plan.head_groups > 1
+        return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
+
+    def forward_spans(
+        self,
+        plan: Plan,
+        rank: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int,
+        itemsize: int,
+    ) -> list[Span]:
+        """What ``rank`` does when in the forward pass, batch 1, if it never waits for a peer that
+        is late: exchanges one after the other, and kernels as soon as their tokens are there."""
+        mine = plan.rank(rank)
+        h, g = plan.heads_of_ranks(q_heads, kv_heads).T
+        spans: list[Span] = []
+        link_free, now = 0.0, 0.0
+
+        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Table) -> float:
+            """When it is complete; ``bytes_`` of a token as each rank computes it."""
+            nonlocal link_free
+            if what is None:
+                return now
+            out, into = (each[each[:, 0] != rank] for each in (what.send, what.recv))
+            sent = int((out[:, 2] * bytes_[out[:, 0]]).sum())
+            received = int(into[:, 2].sum() * bytes_[rank])
+            if not sent and not received:
+                return now
+            start = max(now, link_free)
+            seconds = max(sent, received) / self.link_bytes + self.step_seconds
+            link_free = start + seconds
+            spans.append(Span(kind, stage, start, link_free))
+            return link_free
+
+        rows_there = exchange("rows", 0, mine.q, h * head_dim * itemsize)
+        # Heads in each group are as many, or nearly.
+        parts = [
+            (n, stage, 1 if stage.kv is None else min(plan.head_groups, int(g.max())))
+            for n, stage in enumerate(mine.stages)
+        ]
+        parts = [part for part in parts for _ in range(part[2])]
+        key_bytes = g * (head_dim + v_dim) * itemsize
+        coming = exchange("keys", 0, mine.stages[0].kv, key_bytes / parts[0][2])
+        for (n, stage, groups), after in zip(parts, [*parts[1:], None], strict=True):
+            there = coming
+            if after is not None:
+                coming = exchange("keys", after[0], after[1].kv, key_bytes / after[2])
+            for kind, slices in (("own", stage.own), ("guests", stage.guest)):
+                if len(slices):
+                    start = max(now, there, rows_there if kind == "guests" else 0.0)
+                    pairs = areas(slices).sum() / groups
+                    seconds, _ = self.attend_seconds(pairs, h[rank], head_dim, v_dim)
+                    now = start + float(seconds)
+                    spans.append(Span(kind, n, start, now))
+            if n + 1 == plan.guest_stages and (after is None or after[0] > n):
+                exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
+        return spans
+
+
+H200 = CostModel()
+# The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
+H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6)

@@ -1,0 +1,129 @@
+"""What one rank sends and receives in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..mask.intervals import Table, joined, spread
+
+if TYPE_CHECKING:
+    import torch
+
+# Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
+# at the sender. Every rank of a team receives its share of the heads of these tokens.
+RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
+Moves = Table  # int64[n, 5]
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Which tokens of a tensor: ``count`` of them from ``start`` on, or those at ``indices``."""
+
+    start: int
+    count: int
+    indices: Table | None = None
+    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """``indices`` on a device; copied there once."""
+        import torch
+
+        if device not in self._on:
+            assert self.indices is not None
+            self._on[device] = torch.from_numpy(self.indices).to(device)
+        return self._on[device]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Token ranges that one rank sends and receives in one step.
+
+    Attributes:
+        send: int64[n, 3]: peer, first local token, count; by peer, then by receive position.
+        recv: int64[m, 3]: peer, first token in the receive buffer, count; by buffer position. For
+            each peer both sides list the same ranges in one order.
+        places: int64[t, 3]: which tokens the buffer holds (global start, stop, offset), by start.
+        tokens: length of the receive buffer. A rank may be its own peer (a local copy).
+        team_size: ranks that share out the heads: of each token a peer is sent, and this rank
+            receives, its share.
+    """
+
+    send: Table
+    recv: Table
+    places: Table
+    tokens: int
+    team_size: int = 1
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to send and nothing to receive."""
+        return len(self.send) == 0 and len(self.recv) == 0
+
+    @cached_property
+    def sent(self) -> dict[int, Where]:
+        """Where each peer's tokens are among the rank's own."""
+        return _by_peer(self.send)
+
+    @cached_property
+    def received(self) -> dict[int, Where]:
+        """Where each peer's tokens go in the receive buffer."""
+        return _by_peer(self.recv)
+
+    @cached_property
+    def indices(self) -> Table:
+        """int64[tokens]: the global token at each buffer position."""
+        return token_indices(self.places, self.tokens)
+
+
+def _by_peer(ranges: Table) -> dict[int, Where]:
+    """Rows (peer, start, count) by peer, each peer's in their order."""
+    where = {}
+    for peer in np.unique(ranges[:, 0]).tolist():
+        start, count = ranges[ranges[:, 0] == peer, 1:].T
+        if (start[1:] == start[:-1] + count[:-1]).all():
+            where[peer] = Where(int(start[0]), int(count.sum()))
+        else:
+            _, indices = spread(start, start + count)
+            where[peer] = Where(0, len(indices), indices)
+    return where
+
+
+def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchange:
+    """``rank``'s side of ``moves``, received in global order.
+
+    Args:
+        local: whether what the rank holds itself is received too, as a copy.
+    """
+    into = moves[moves[:, RECV] == rank // team_size]
+    into = into[local | (into[:, SEND] != rank)]
+    into = into[np.argsort(into[:, TOKEN0], kind="stable")]
+    size = into[:, TOKEN1] - into[:, TOKEN0]
+    offset = np.cumsum(size) - size
+    out = moves[moves[:, SEND] == rank]
+    peers = (out[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+    out = np.repeat(out, team_size, axis=0)
+    going = local | (peers != rank)
+    peers, out = peers[going], out[going]
+    order = np.lexsort((out[:, TOKEN0], peers))
+    peers, out = peers[order], out[order]
+    return Exchange(
+        send=np.stack([peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0]], axis=1),
+        recv=np.stack([into[:, SEND], offset, size], axis=1),
+        places=joined(np.stack([into[:, TOKEN0], into[:, TOKEN1], offset], axis=1)),
+        tokens=int(size.sum()),
+        team_size=team_size,
+    )
+
+
+def token_indices(places: Table | Sequence[Sequence[int]], tokens: int) -> Table:
+    """int64[tokens]: the global token at each position of a buffer with these places."""
+    table = np.asarray(places, dtype=np.int64).reshape(-1, 3)
+    indices = np.zeros(tokens, dtype=np.int64)
+    x, token = spread(table[:, 0], table[:, 1])
+    indices[table[x, 2] + token - table[x, 0]] = token
+    return indices

@@ -1,0 +1,116 @@
+"""What moves between ranks, from which tokens teams need and who holds them.
+
+Needs are a few ranges a team; moves are as many as teams times pieces of a layout, which a striped
+layout, or zigzag documents, have by the thousand. So moves are made for one rank at a time, and
+what is known of all ranks are counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..layout import Layout
+from ..mask.intervals import Table, spread, touched
+from .exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
+
+
+def located(needed: Table, pieces: Table) -> Moves:
+    """Cut token ranges that teams need by who holds them.
+
+    Args:
+        needed: int64[n, 3]: team, start, stop; disjoint within a team.
+        pieces: rows of ``Layout.pieces``, all or some.
+    Returns:
+        int64[m, 5]: the team that needs, the rank that holds, global tokens, offset at the holder.
+    """
+    n, p = spread(*touched(needed[:, 1], needed[:, 2], pieces[:, 1:3]))
+    token0 = np.maximum(needed[n, 1], pieces[p, 1])
+    token1 = np.minimum(needed[n, 2], pieces[p, 2])
+    offset = pieces[p, 3] + token0 - pieces[p, 1]
+    return np.stack([needed[n, 0], pieces[p, 0], token0, token1, offset], axis=1)
+
+
+def of_rank(needed: Table, layout: Layout, rank: int, team_size: int) -> Moves:
+    """The moves that ``rank`` has a part in: what its team needs, and what others need of it."""
+    own = needed[:, 0] == rank // team_size
+    pieces = layout.pieces
+    into = located(needed[own], pieces)
+    out = located(needed[~own], pieces[pieces[:, 0] == rank])
+    return np.concatenate([into, out])
+
+
+def counts(needed: Table, layout: Layout, team_size: int) -> Table:
+    """int64[P, 2]: tokens that each rank sends and receives, for one share of the heads each.
+
+    A rank receives what its team needs less what it holds of that, and sends each of its tokens to
+    all ranks of the teams that need it, but itself.
+    """
+    ranks = layout.group_size
+    teams = ranks // team_size
+    pieces = layout.pieces
+    length = needed[:, 2] - needed[:, 1]
+    needs = np.bincount(needed[:, 0], length, minlength=teams)
+    # Tokens of a piece that its own team needs: teams lie side by side on one number line.
+    stride = max(layout.total, 1)
+    line = _before(needed[:, 1:] + needed[:, :1] * stride)
+    at = pieces[:, 0] // team_size * stride
+    held = np.bincount(
+        pieces[:, 0], line(at + pieces[:, 2]) - line(at + pieces[:, 1]), minlength=ranks
+    )
+    # Tokens of a piece times the teams that need them.
+    wanted = _before(needed[:, 1:])
+    asked = np.bincount(pieces[:, 0], wanted(pieces[:, 2]) - wanted(pieces[:, 1]), minlength=ranks)
+    sent = asked * team_size - held
+    received = np.repeat(needs, team_size) - held
+    return np.stack([sent, received], axis=1).astype(np.int64)
+
+
+def sizes(needed: Table, tokens: Table, size: Table, team_size: int) -> Table:
+    """int64[P, 2]: :func:`counts` in other units, where shares of the heads differ.
+
+    Args:
+        tokens: what :func:`counts` gave.
+        size: int64[P]: of a token as each rank receives it; the same for the n-th of every team.
+    """
+    length = needed[:, 2] - needed[:, 1]
+    needs = np.bincount(needed[:, 0], length, minlength=len(tokens) // team_size).astype(np.int64)
+    held = np.repeat(needs, team_size) - tokens[:, 1]
+    asked = (tokens[:, 0] + held) // team_size
+    sent = asked * size[:team_size].sum() - held * size
+    return np.stack([sent, tokens[:, 1] * size], axis=1)
+
+
+def _before(ranges: Table) -> Callable[[Table], Table]:
+    """A function from tokens to how much of ``ranges`` lies before each, ranges added up."""
+    starts, stops = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])
+    sums = [np.concatenate([[0], np.cumsum(ends)]) for ends in (starts, stops)]
+
+    def before(token: Table) -> Table:
+        n, m = np.searchsorted(starts, token), np.searchsorted(stops, token)
+        # Each range that starts before the token adds token - start, each that stops takes back.
+        return n * token - sums[0][n] - (m * token - sums[1][m])
+
+    return before
+
+
+def traffic(needed: Table, layout: Layout, team_size: int) -> Table:
+    """int64[P, P]: tokens that rank [s, r] sends to rank r, for one share of the heads."""
+    size = layout.group_size
+    moves = located(needed, layout.pieces)
+    receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+    sender = np.repeat(moves[:, SEND], team_size)
+    count = np.repeat(moves[:, TOKEN1] - moves[:, TOKEN0], team_size)
+    away = sender != receiver
+    links = (sender * size + receiver)[away]
+    return np.bincount(links, count[away], minlength=size**2).astype(np.int64).reshape(size, size)
+
+
+def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Table:
+    """Stage 1..stages of each move by ring distance from the receiving to the sending team; 0 for
+    what a rank that shares heads with nobody holds itself."""
+    teams = ranks // team_size
+    distance = (moves[:, SEND] // team_size - moves[:, RECV]) % teams
+    stage = 1 + np.maximum(distance - 1, 0) * stages // max(teams - 1, 1)
+    return np.where((distance == 0) & (team_size == 1), 0, stage)

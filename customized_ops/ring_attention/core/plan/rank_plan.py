@@ -1,0 +1,195 @@
+"""One rank's part of a plan: what it sends and receives, and the mask over its buffers.
+
+work + moves of all ranks --rank_plan--> RankPlan(q, stages)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..mask.intervals import Table, depth, joined, union
+from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, shift
+from .buffers import over_buffers
+from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Exchange, Moves, exchange
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Keys to attend at one step.
+
+    Attributes:
+        kv: what to receive, or None where the rank's own key and value tensors are read in place.
+        own: int64[n, 6] slices over (rows of the rank's own q, keys of this stage).
+        guest: the same over (rows of the received q, keys of this stage).
+    """
+
+    kv: Exchange | None
+    own: Slices
+    guest: Slices
+
+    @property
+    def area(self) -> int:
+        """Pairs attended in this stage."""
+        return int(areas(self.own).sum() + areas(self.guest).sum())
+
+    @cached_property
+    def own_hull(self) -> Range:
+        """From the first of the rank's own rows that attend something here to the last; (0, 0)
+        where none does. A kernel need not see the rows around it, nor a merge touch them."""
+        return _row_hull(self.own)
+
+    @cached_property
+    def guest_hull(self) -> Range:
+        """The same of the received rows."""
+        return _row_hull(self.guest)
+
+    @cached_property
+    def own_in_hull(self) -> Slices:
+        """:attr:`own` with rows counted from the start of :attr:`own_hull`."""
+        return shift(self.own, -self.own_hull[0], 0)
+
+    @cached_property
+    def guest_in_hull(self) -> Slices:
+        """:attr:`guest` with rows counted from the start of :attr:`guest_hull`."""
+        return shift(self.guest, -self.guest_hull[0], 0)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part: exchange rows, attend stage by stage, send the guests' results home.
+
+    Attributes:
+        shared_rows: whether some row anywhere is computed by more than one team, so that results
+            coming home are merged rather than placed.
+        head_groups: groups of heads in which received keys arrive and are attended.
+    """
+
+    rank: int
+    q: Exchange
+    stages: tuple[Stage, ...]
+    shared_rows: bool
+    head_groups: int = 1
+
+    @property
+    def area(self) -> int:
+        """Pairs this rank computes, each for its share of the heads."""
+        return sum(stage.area for stage in self.stages)
+
+    def calls(self, kv_heads: int) -> int:
+        """Kernel calls in the forward pass, of so many key heads."""
+        calls = [(len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages]
+        times = [1 if s.kv is None else min(self.head_groups, kv_heads) for s in self.stages]
+        return sum(n * m for n, m in zip(calls, times, strict=True))
+
+    @cached_property
+    def remote(self) -> list[tuple[int, Exchange]]:
+        """The stages whose keys are received: their numbers, and what is received."""
+        return [(n, stage.kv) for n, stage in enumerate(self.stages) if stage.kv is not None]
+
+    @cached_property
+    def local(self) -> Stage | None:
+        """The stage of the rank's own keys, read in place, if own rows attend some of them."""
+        first = self.stages[0]
+        return first if first.kv is None and len(first.own) else None
+
+    @cached_property
+    def late_rows(self) -> Range:
+        """From the first own row that attends keys of another stage to the last; (0, 0): none."""
+        late = [stage.own_hull for stage in self.stages if stage is not self.local]
+        late = [hull for hull in late if hull != (0, 0)]
+        return min((a for a, _ in late), default=0), max((b for _, b in late), default=0)
+
+    @cached_property
+    def row_parts(self) -> int:
+        """The most parts that the result of one own row, and its dq, comes in: from stages here and
+        from other teams. At most 1: there is nothing to merge."""
+        team = self.q.send[:, 0] // self.q.team_size
+        away = team != self.rank // self.q.team_size  # what its own makes of each head is like here
+        here = [stage.own[:, [Q0, Q1]] for stage in self.stages]
+        return _most_parts(here + _sent(self.q.send[away], team[away]))
+
+    @cached_property
+    def guest_parts(self) -> int:
+        """The most stages that make a part of one received row."""
+        return _most_parts([stage.guest[:, [Q0, Q1]] for stage in self.stages])
+
+    @cached_property
+    def key_parts(self) -> int:
+        """The most parts that dk and dv of one own key come in: from calls over the keys read in
+        place and from where they are sent. With heads split, each rank of a team is counted as if
+        it had a part of every head: several may, of a key head that they share."""
+        parts = []
+        for stage in self.stages:
+            if stage.kv is None:
+                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.guest)]
+            else:
+                parts += _sent(stage.kv.send, stage.kv.send[:, 0])
+        return _most_parts(parts)
+
+
+def _sent(send: Table, to: Table) -> list[Table]:
+    """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
+    ranges = np.stack([send[:, 1], send[:, 1] + send[:, 2]], axis=1)
+    return [ranges[to == each] for each in np.unique(to).tolist()]
+
+
+def _row_hull(slices: Slices) -> Range:
+    if len(slices) == 0:
+        return 0, 0
+    return int(slices[:, Q0].min()), int(slices[:, Q1].max())
+
+
+def _most_parts(parts: Iterable[Table]) -> int:
+    """The most of ``parts``, each some int64[n, 2] of ranges, that hold one token."""
+    ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
+    _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
+    return depth(start, stop)
+
+
+def rank_plan(
+    rank: int,
+    slices: Slices,
+    q_moves: Moves,
+    kv_moves: Moves,
+    stage_of: Table,
+    held: Table,
+    n_stages: int,
+    *,
+    team_size: int,
+    gathered: bool,
+    shared_rows: bool,
+    head_groups: int = 1,
+) -> RankPlan:
+    """What ``rank`` does.
+
+    Args:
+        slices: the work of the rank's team.
+        q_moves, kv_moves: rows and keys that move to the rank's team or from the rank, and what it
+            holds itself of those.
+        stage_of: of each move of keys.
+        held: places of the rank's own keys.
+        n_stages: of the whole plan; a rank with nothing to do in a stage still has it.
+        gathered: the local keys are copied beside the received ones, and there is one stage.
+    """
+    team = rank // team_size
+    here = (q_moves[:, SEND] == rank) & (q_moves[:, RECV] == team)
+    own = q_moves[here][:, [TOKEN0, TOKEN1, SEND_OFFSET]]
+    own_places = joined(own[np.argsort(own[:, 0], kind="stable")])
+    q = exchange(q_moves, rank, team_size, local=False)
+    stages = []
+    for n in range(n_stages):
+        if n == 0 and not gathered:
+            kv, key_places = None, held
+        else:
+            kv = exchange(kv_moves[stage_of == n], rank, team_size, local=gathered)
+            key_places = kv.places
+        own_slices = over_buffers(slices, own_places, key_places)
+        guest_slices = over_buffers(slices, q.places, key_places)
+        stages.append(Stage(kv, own_slices, guest_slices))
+    return RankPlan(rank, q, tuple(stages), shared_rows, head_groups)

@@ -1,0 +1,268 @@
+"""A picture of a plan: who holds what, who computes what, what moves, and when.
+
+matplotlib is imported here and nowhere else, when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..layout import Layout
+from ..mask.intervals import Table
+from ..plan import Plan
+from ..plan.cost import H200, CostModel
+from .paint import PALE, PIXELS, Image, paint, parts_by_step
+from .plan_report import format_bytes, format_seconds, layout_name, measures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, which colour-blind readers tell apart; its black as a grey, since black
+# is for text. Beyond eight ranks no palette is, and colours run from dark to light by rank.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#666666")
+GOLDEN = 0.6180339887
+# Up to so many ranks are named and striped; of more, little would be seen.
+FEW = len(PALETTE)
+
+
+def draw(
+    plan: Plan,
+    path: str | PathLike[str],
+    q_heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 1,
+    v_dim: int | None = None,
+    itemsize: int = 2,
+    costs: CostModel = H200,
+) -> None:
+    """Write a picture of ``plan`` to ``path``; the suffix says in which format (.png, .svg, .pdf).
+
+    Left, the mask over queries (down) and keys (across) in the colours of the ranks that compute
+    each part, striped where keys are received; strips along both sides show who holds each token.
+    Right, the bytes that go from rank to rank, and each rank's forward pass in time, as ``costs``
+    predict it. With heads split, a colour is that of the first rank of a team.
+
+    Args:
+        q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.report.measures`.
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no such format, or the heads do not suit the plan.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'seqshard[plot]'") from error
+    v_dim = head_dim if v_dim is None else v_dim
+    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+    figure = Figure(figsize=(15, 9), dpi=100)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(
+        2, 2, width_ratios=(1.3, 1), wspace=0.17, hspace=0.38,
+        left=0.075, right=0.98, top=0.83, bottom=0.14,
+    )  # fmt: skip
+    colors = rank_colors(plan.group_size)
+    _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
+    _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, *sizes))
+    _draw_times(figure.add_subplot(grid[1, 1]), plan, colors, sizes, costs)
+    figure.suptitle(_title(plan, sizes, costs), fontsize=14, x=0.03, y=0.975, ha="left")
+    figure.savefig(path)
+
+
+def _title(plan: Plan, sizes: tuple[int, int, int, int, int], costs: CostModel) -> str:
+    mask, figures = plan.mask, measures(plan, *sizes, costs)
+    names = [layout_name(layout).partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
+    layout = f"layout {names[0]}"
+    if plan.q_layout != plan.k_layout:
+        layout = f"layouts {names[0]} (q) and {names[1]} (k)"
+    teams = f" in teams of {plan.team_size}" if plan.team_size > 1 else ""
+    density = mask.area / max(mask.q_len * mask.k_len, 1)
+    return (
+        f"{_tokens(mask.q_len)} queries × {_tokens(mask.k_len)} keys ({density:.1%} attended) on "
+        f"{plan.group_size} ranks{teams}, {layout}\n"
+        f"largest rank computes {figures.imbalance:.2f} × the mean;  "
+        f"{format_bytes(figures.received_bytes.sum())} move in the forward pass, at most "
+        f"{format_bytes(figures.received_bytes.max())} to a rank"
+    )
+
+
+def rank_colors(ranks: int) -> Image:
+    """[ranks, 3], between 0 and 1."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_rgb
+
+    if ranks <= len(PALETTE):
+        return np.array([to_rgb(color) for color in PALETTE[:ranks]])
+    return np.asarray(colormaps["viridis"](np.linspace(0, 1, ranks)))[:, :3]
+
+
+def link_bytes(
+    plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
+) -> tuple[Table, Table]:
+    """(keys, rows): int64[P, P] bytes from rank [s] to rank [r] in the forward pass, batch 1: keys
+    with values, and rows with the results that come back. Together they are ``forward_bytes``."""
+    h, g = plan.heads_of_ranks(q_heads, kv_heads).T  # a rank receives, and sends home, its share
+    keys, rows = plan.traffic()
+    results = (rows * h * (v_dim * itemsize + max(itemsize, 4))).T
+    return keys * g * (head_dim + v_dim) * itemsize, rows * h * head_dim * itemsize + results
+
+
+def _draw_mask(axes: Axes, plan: Plan, colors: Image) -> None:
+    from matplotlib.patches import Patch
+
+    mask = plan.mask
+    extent = (0, max(mask.k_len, 1), max(mask.q_len, 1), 0)
+    parts = parts_by_step(plan)
+    image = paint(plan, parts, colors, striped=plan.group_size <= FEW)
+    axes.imshow(image, extent=extent, aspect="auto", interpolation="auto")
+    for layout, strip, along in (
+        (plan.k_layout, axes.inset_axes((0, 1.012, 1, 0.035), sharex=axes), "x"),
+        (plan.q_layout, axes.inset_axes((-0.047, 0, 0.035, 1), sharey=axes), "y"),
+    ):
+        _draw_strip(strip, layout, colors, along)
+        if len(layout.pieces) <= 4 * FEW:
+            for start in layout.pieces[1:, 1].tolist():
+                line = axes.axvline if along == "x" else axes.axhline
+                line(start, color="black", linewidth=0.6, alpha=0.35)
+    axes.set_title("strips: who holds the token;  area: who computes the pair", fontsize=12, pad=32)
+    axes.tick_params(left=False, labelleft=False)
+    axes.set_ylabel(f"query tokens, 0 to {_tokens(mask.q_len)}", fontsize=11, labelpad=38)
+    ticks = [n * mask.k_len // 4 for n in range(5)]
+    axes.set_xticks(ticks, [_tokens(n) for n in ticks], fontsize=11)
+    axes.set_xlabel("key tokens", fontsize=11, labelpad=2)
+    _legend(axes, plan, colors, Patch, steps=int(parts[2].max(initial=0)))
+
+
+def _legend(axes: Axes, plan: Plan, colors: Image, patch: Any, steps: int) -> None:
+    """Ranks by colour, and what stripes mean."""
+    step, ranks = plan.team_size, plan.group_size
+    handles = []
+    if ranks <= FEW:
+        for r in range(0, ranks, step):
+            name = f"rank {r}" if step == 1 else f"ranks {r}–{r + step - 1}"
+            handles.append(patch(facecolor=tuple(colors[r]), label=name))
+    if steps:
+        later = "; whiter: later" if steps > 1 else ""
+        striped = {"edgecolor": "white", "hatch": "////"} if ranks <= FEW else {"alpha": 1 - PALE}
+        handles.append(patch(facecolor="#777777", label="keys it holds"))
+        name = f"keys it receives{later}"
+        handles.append(patch(facecolor="#777777", label=name, **striped))
+    if not handles:
+        return
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.07), fontsize=11,
+        ncols=min(len(handles), 6 if len(handles) <= 6 else 5), frameon=False, handlelength=1.4,
+        columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
+    """Who holds each token, as a bar of ranks' colours with their numbers."""
+    pieces, total = layout.pieces, max(layout.total, 1)
+    if len(pieces):
+        # Not all at one place in their pixel: stripes finer than a pixel would look like one rank.
+        within = (0.5 + np.arange(PIXELS) * GOLDEN) % 1 if len(pieces) > PIXELS / 4 else 0.5
+        token = ((np.arange(PIXELS) + within) * total / PIXELS).astype(np.int64)
+        image = colors[pieces[np.searchsorted(pieces[:, 1], token, side="right") - 1, 0]]
+        image, extent = (
+            (image[None], (0, total, 0, 1)) if along == "x" else (image[:, None], (0, 1, total, 0))
+        )
+        axes.imshow(image, extent=extent, aspect="auto")
+    wide = pieces[pieces[:, 2] - pieces[:, 1] >= total / 40]
+    for rank, start, stop, _ in wide.tolist():
+        line = axes.axvline if along == "x" else axes.axhline
+        line(stop, color="white", linewidth=0.8)
+        middle = ((start + stop) / 2, 0.5)
+        x, y = middle if along == "x" else middle[::-1]
+        dark = colors[rank] @ (0.3, 0.59, 0.11) < 0.6
+        axes.text(
+            x, y, str(rank), ha="center", va="center", fontsize=12,
+            color="white" if dark else "black",
+        )  # fmt: skip
+    if along == "x":
+        axes.set_ylim(0, 1)
+    else:
+        axes.set_xlim(0, 1)
+    axes.axis("off")
+
+
+def _draw_links(axes: Axes, keys: Table, rows: Table) -> None:
+    total = keys + rows
+    unit = format_bytes(int(total.max(initial=0))).split()[1]
+    scale = 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
+    ranks = len(total)
+    shown = np.where(np.eye(ranks, dtype=bool), np.nan, total / scale)
+    most = max(float(np.nan_to_num(shown).max()), 1e-9)
+    axes.set_facecolor("#dddddd")
+    image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=most, aspect="auto")
+    if ranks <= FEW:
+        for (s, r), n in np.ndenumerate(shown):
+            if n > 0:
+                text = [f"{keys[s, r] / scale:.1f}"] if keys[s, r] else []
+                text += [f"+{rows[s, r] / scale:.1f}"] if rows[s, r] else []
+                color = "white" if n > 0.6 * most else "black"
+                axes.text(
+                    r, s, "\n".join(text), ha="center", va="center", color=color,
+                    fontsize=11 if ranks <= FEW // 2 else 9, linespacing=0.95,
+                )  # fmt: skip
+        axes.set_xticks(range(ranks))
+        axes.set_yticks(range(ranks))
+    else:
+        axes.figure.colorbar(image, ax=axes, pad=0.02)
+    what = "keys and values, + rows and their results" if rows.any() else "keys and values"
+    axes.set_title(f"{unit} sent: {what}", fontsize=12)
+    axes.set_xlabel("to rank", fontsize=11)
+    axes.set_ylabel("from rank", fontsize=11)
+
+
+def _draw_times(
+    axes: Axes,
+    plan: Plan,
+    colors: Image,
+    sizes: tuple[int, int, int, int, int],
+    costs: CostModel,
+) -> None:
+    from matplotlib.patches import Patch
+
+    links = {"keys": "#333333", "rows": "#888888", "results": "#c4c4c4"}
+    few = plan.group_size <= FEW
+    spans = [costs.forward_spans(plan, r, *sizes) for r in range(plan.group_size)]
+    end = max((span.stop_seconds for mine in spans for span in mine), default=0.0)
+    number, unit = format_seconds(end).split()
+    scale = float(number) / end if end else 1.0
+    for r, (kind, _, start, stop) in ((r, span) for r, mine in enumerate(spans) for span in mine):
+        on_link = kind in links
+        axes.barh(
+            r + (-0.27 if on_link else 0.12), (stop - start) * scale, left=start * scale,
+            height=0.22 if on_link else 0.52, color=links[kind] if on_link else colors[r],
+            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and kind == "guests"),
+        )  # fmt: skip
+    seen = {span.kind for mine in spans for span in mine}
+    handles = [
+        Patch(facecolor=color, label=f"link: {k}") for k, color in links.items() if k in seen
+    ]
+    handles.append(Patch(facecolor=colors[0], label="kernels"))
+    if "guests" in seen and few:
+        label = "kernels, others' rows"
+        handles.append(Patch(facecolor=colors[0], edgecolor="white", hatch="////", label=label))
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=11,
+        ncols=3, frameon=False, handlelength=1.4, columnspacing=1.2,
+    )  # fmt: skip
+    axes.set_title("forward pass as predicted", fontsize=12)
+    axes.set_xlabel(unit, fontsize=11, labelpad=2)
+    axes.set_ylim(plan.group_size - 0.5, -0.5)
+    axes.set_ylabel("rank", fontsize=11)
+    if few:
+        axes.set_yticks(range(plan.group_size))
+
+
+def _tokens(count: int) -> str:
+    """65536 -> '64K'."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)

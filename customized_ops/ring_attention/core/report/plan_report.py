@@ -1,0 +1,309 @@
+"""A plan in figures, and as a text that sets them beside what no plan can do better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..layout import Layout
+from ..mask.intervals import Table
+from ..mask.slices import areas
+from ..plan import Plan
+from ..plan.bounds import Bounds, lower_bounds
+from ..plan.cost import H200, CostModel, Pass
+
+# Up to so many ranks have a line each; of more, those at both ends and the busiest do.
+ALL_RANKS = 16
+ENDS = 4
+BUSIEST = 2
+
+
+@dataclass(frozen=True)
+class Measures:
+    """A plan's figures. Those of a rank are for its share of the heads.
+
+    Attributes:
+        tokens: int64[P]: rows that each rank holds.
+        pairs: int64[P]: that each rank computes.
+        away_pairs: int64[P]: those of them whose row another rank holds.
+        calls, slices: int64[P]: kernel calls in the forward pass, and slices in them.
+        kv_received, rows_received: int64[P]: tokens in the forward pass.
+        sent_bytes, received_bytes: int64[P]: forward, batch 1.
+        bounds: of ``pairs`` and ``received_bytes``.
+        forward, backward: predicted times.
+        imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
+    """
+
+    tokens: Table
+    pairs: Table
+    away_pairs: Table
+    calls: Table
+    slices: Table
+    kv_received: Table
+    rows_received: Table
+    sent_bytes: Table
+    received_bytes: Table
+    bounds: Bounds
+    forward: Pass
+    backward: Pass
+    imbalance: float
+
+    @property
+    def pairs_gap(self) -> float:
+        """Pairs of the largest rank over the least possible."""
+        return _ratio(self.pairs.max(), self.bounds.pairs)
+
+    @property
+    def bytes_gap(self) -> float:
+        """Bytes that all ranks receive over the least possible; infinite where that is 0."""
+        return _ratio(self.received_bytes.sum(), self.bounds.total)
+
+    @property
+    def busiest_gap(self) -> float:
+        """The same of the rank that receives most."""
+        return _ratio(self.received_bytes.max(), self.bounds.busiest)
+
+
+def _ratio(value: float, least: float) -> float:
+    if least:
+        return float(value / least)
+    return float("inf") if value else 1.0
+
+
+def measures(
+    plan: Plan,
+    q_heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 1,
+    v_dim: int | None = None,
+    itemsize: int = 2,
+    costs: CostModel = H200,
+    reduce_itemsize: int | None = None,
+) -> Measures:
+    """The figures of ``plan`` for tensors of these sizes, batch 1.
+
+    Args:
+        itemsize: bytes per element of q, k and v.
+        costs: rates that times are predicted by.
+        reduce_itemsize: bytes per element of gradients that travel; None is 4, or 8 beside fp64.
+    Raises:
+        ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.
+    """
+    v_dim = head_dim if v_dim is None else v_dim
+    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+    moved = plan.forward_bytes(*sizes)
+    ranks = [plan.rank(r) for r in range(plan.group_size)]
+    at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
+    slices = [sum(len(s.own) + len(s.guest) for s in mine.stages) for mine in ranks]
+    forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
+    return Measures(
+        tokens=np.array(plan.q_layout.sizes),
+        pairs=plan.area,
+        away_pairs=plan.area - np.array(at_home),
+        calls=np.array([mine.calls(kv_heads) for mine in ranks]),
+        slices=np.array(slices),
+        kv_received=plan.kv_tokens()[:, 1],
+        rows_received=plan.q_tokens()[:, 1],
+        sent_bytes=moved[:, 0],
+        received_bytes=moved[:, 1],
+        bounds=lower_bounds(plan, *sizes),
+        forward=forward,
+        backward=backward,
+        imbalance=plan.imbalance(q_heads, kv_heads),
+    )
+
+
+def report(
+    plan: Plan,
+    q_heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 1,
+    v_dim: int | None = None,
+    itemsize: int = 2,
+    costs: CostModel = H200,
+    reduce_itemsize: int | None = None,
+) -> str:
+    """The plan as a text: who does how much, and how far that is from the least possible.
+
+    Bytes are of the forward pass at batch 1: keys and values, and rows with their output and lse
+    where a row is computed by another rank than its holder. Arguments and errors are those of
+    :func:`measures`.
+    """
+    figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
+    dims = f"{head_dim}" if v_dim in (None, head_dim) else f"{head_dim} (v: {v_dim})"
+    sizes = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
+    teams = _teams(plan, q_heads, kv_heads)
+    lines = [
+        *_header(plan, figures, sizes, teams),
+        "",
+        *_table(figures),
+        "",
+        *_footer(figures, costs),
+    ]
+    return "\n".join(lines)
+
+
+def _teams(plan: Plan, q_heads: int, kv_heads: int) -> list[str]:
+    """A line on how heads are split, if they are."""
+    if plan.team_size == 1:
+        return []
+    line = f"teams     of {plan.team_size} ranks, which share out the heads of the same pairs"
+    shares = np.unique(plan.heads_of_ranks(q_heads, kv_heads), axis=0)[::-1].tolist()
+    return [f"{line}: {' or '.join(f'{h}:{g}' for h, g in shares)} each"]
+
+
+def _header(plan: Plan, figures: Measures, sizes: str, teams: list[str]) -> list[str]:
+    mask = plan.mask
+    density = mask.area / max(mask.q_len * mask.k_len, 1)
+    same = plan.q_layout == plan.k_layout
+    q, k = layout_name(plan.q_layout), layout_name(plan.k_layout)
+    away = figures.away_pairs.sum() / max(figures.pairs.sum(), 1)
+    steps = plan.n_stages - 1
+    if plan.gathered:
+        stages = "gathered: all keys that a rank needs arrive, then are attended at once"
+    elif steps:
+        stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
+    else:
+        stages = "one: no rank needs keys of another"
+    groups = ["groups    " + _groups(plan)] if plan.head_groups > 1 else []
+    return [
+        f"mask      {mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
+        f"ranks     {plan.group_size}, {sizes}",
+        *teams,
+        "layout    " + (q if same else f"q {q}, k {k}"),
+        f"stages    {stages}",
+        *groups,
+        f"computed  {1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
+    ]
+
+
+def _groups(plan: Plan) -> str:
+    return f"{plan.head_groups} of key heads: keys of one arrive while those before are attended"
+
+
+COLUMNS = (
+    ("tokens", 8),
+    ("pairs", 13),
+    ("of mean", 7),
+    ("calls", 5),
+    ("slices", 6),
+    ("kv in", 8),
+    ("rows in", 8),
+    ("sends", 10),
+    ("receives", 10),
+    ("at least", 10),
+)
+
+
+def _table(figures: Measures) -> list[str]:
+    """A line per rank, or per rank of note with a summary of all."""
+    mean = figures.pairs.mean()
+    values = (
+        figures.tokens,
+        figures.pairs,
+        figures.pairs / mean if mean else np.ones(len(figures.pairs)),
+        figures.calls,
+        figures.slices,
+        figures.kv_received,
+        figures.rows_received,
+        figures.sent_bytes,
+        figures.received_bytes,
+        figures.bounds.received,
+    )
+    ranks = len(figures.tokens)
+    lines = [_line("rank", [name for name, _ in COLUMNS])]
+    shown = _of_note(figures)
+    for before, r in zip([-1, *shown], [*shown, ranks], strict=False):
+        if r > before + 1:
+            lines.append(" ...")
+        if r < ranks:
+            lines.append(_line(str(r), _cells([column[r] for column in values])))
+    if len(shown) < ranks:
+        for name in ("min", "mean", "max"):
+            lines.append(_line(name, _cells([getattr(column, name)() for column in values])))
+    return lines
+
+
+def _of_note(figures: Measures) -> list[int]:
+    ranks = len(figures.tokens)
+    if ranks <= ALL_RANKS:
+        return list(range(ranks))
+    shown = {*range(ENDS), *range(ranks - ENDS, ranks)}
+    for column in (figures.pairs, figures.sent_bytes, figures.received_bytes):
+        shown.update(np.argsort(-column, kind="stable")[:BUSIEST].tolist())
+    return sorted(shown)
+
+
+def _cells(values: Sequence[float]) -> list[str]:
+    tokens, pairs, ratio, calls, slices, keys, rows, *counts = values
+    whole = [f"{value:.0f}" for value in (tokens, pairs, calls, slices, keys, rows)]
+    return [*whole[:2], f"{ratio:.3f}", *whole[2:], *(format_bytes(count) for count in counts)]
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    widths = (width for _, width in COLUMNS)
+    columns = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    return " ".join([f"{name:>4}", *columns])
+
+
+def _footer(figures: Measures, costs: CostModel) -> list[str]:
+    bounds, received = figures.bounds, figures.received_bytes
+    lines = [
+        f"forward   {_times(figures.forward)}",
+        f"backward  {_times(figures.backward)}",
+        f"          at {costs.forward_flops / 1e12:.0f} and {costs.backward_flops / 1e12:.0f} "
+        f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way, "
+        f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call",
+        f"received  {format_bytes(received.sum())} by all ranks; "
+        + _at_least(format_bytes(bounds.total), figures.bytes_gap)
+        + " for these pairs a rank",
+        f"          {format_bytes(received.max())} by the busiest; "
+        + _at_least(format_bytes(bounds.busiest), figures.busiest_gap),
+        f"pairs     {figures.pairs.max()} on the largest rank; "
+        + _at_least(str(bounds.pairs), figures.pairs_gap),
+        f"imbalance (largest / mean): {figures.imbalance:.3f}",
+    ]
+    return lines
+
+
+def _at_least(least: str, ratio: float) -> str:
+    """A bound, and how far above it a figure is."""
+    if ratio == 1:
+        return f"at least {least} (reached)"
+    if ratio < 10:
+        return f"at least {least} ({ratio - 1:+.1%})"
+    return f"at least {least}"
+
+
+def _times(pass_: Pass) -> str:
+    attend, link = pass_.attend_seconds, float(pass_.link.max())
+    what = "in kernels" if attend == pass_.compute.max() else "starting kernels"
+    how = "while" if pass_.overlap else "after"
+    return (
+        f"{format_seconds(pass_.seconds):>8}: {format_seconds(attend)} {what} {how} "
+        f"{format_seconds(link)} on links"
+    )
+
+
+def layout_name(layout: Layout) -> str:
+    """Its spec, cut short where it lists many sizes."""
+    return layout.spec if len(layout.spec) <= 40 else f"{layout.spec[:37]}..."
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0015 -> '1.50 ms'."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

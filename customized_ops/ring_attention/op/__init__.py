@@ -1,0 +1,1 @@
+"""How an attention call becomes a plan and a kernel, with and without a graph."""

@@ -1,0 +1,68 @@
+"""Where the tokens of an op call lie."""
+
+from __future__ import annotations
+
+from ..core.comm import Comm
+from ..core.layout import Layout
+from . import agreement
+from .arguments import ArgumentError
+
+
+def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
+    """Where the tokens lie: ``spec`` if given, else ``total`` tokens (or, where only the local
+    length is known, as many on every rank) contiguously.
+
+    Args:
+        name: what the argument is called, ``layout`` or ``k_layout``.
+    Raises:
+        ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
+            another length than it has.
+    """
+    told = ""
+    if not spec:
+        if total is None:
+            compare_lengths(op, comm, local)
+        else:
+            told = f", as the mask or cu_seqlens speak of {total} tokens in all"
+        spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
+    layout = Layout.parse(spec)  # the same object for the same text, so plans are found at once
+    if layout.group_size != comm.size:
+        raise ArgumentError(
+            f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
+        )
+    if total is not None and layout.total != total:
+        raise ArgumentError(
+            f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
+        )
+    if layout.sizes[comm.rank] != local:
+        raise ArgumentError(
+            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){told}; if the "
+            f"sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
+        )
+    return layout
+
+
+def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:
+    """Without a layout a rank takes the others to hold as many tokens as itself; if they do not,
+    messages are of other lengths than expected, and results wrong. So the first time that a
+    length is met, the ranks tell each other theirs. In a correct program all ranks meet the same
+    lengths in the same order, so none is left waiting. (In others one may be: a length that a rank
+    has met and its peer has not. Ranks that compare every call do not depend on it.)
+
+    Args:
+        remedy: how to say what each rank holds; None: by a layout.
+    Raises:
+        ArgumentError: the ranks hold different numbers of tokens.
+    """
+    if comm.size == 1 or local in comm.common_lengths or agreement.enabled(comm):
+        return  # where the ranks compare every call, they compare this too
+    lengths = comm.all_gather_object(local)
+    if len(set(lengths)) > 1:
+        if remedy is None:
+            remedy = (
+                f"say so with layout=Layout.from_sizes({lengths}), or with the layout that they "
+                "are cut by"
+            )
+        raise ArgumentError(f"{op}: the ranks of the group hold {lengths} tokens; {remedy}")
+    comm.common_lengths.add(local)

@@ -1,0 +1,110 @@
+"""Attention over tokens that an engine has put in another order, once, before the first layer.
+
+A whole call is told of the order as a layout of one rank. Where the call is cut, each rank holds a
+contiguous part of the tokens in that order, so the layout over the ranks follows.
+
+    causal, 8 tokens, 2 ranks     0 1 6 7 2 3 4 5     ranges:0-2,6-8,2-6
+    rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5: as much work as each other, and no row moves
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from annotations.binding import BoundAnnotation
+from annotations.rules import Order, Orders, SplitSite
+
+from ..core.layout import Layout
+from ..core.layout import layout_tables as tables
+from ..core.layout.layout import Ints
+from ..core.mask import AttnMask
+from .attention_family import Family, Given
+
+
+def layout_at(site: SplitSite, given: Given) -> Layout:
+    """Where tokens of a call that is cut lie: contiguous parts of the order that it was told."""
+    if not given["layout"]:
+        return Layout.contiguous(site.size, site.parts)
+    return _cut(given["layout"], site.size, site.parts)
+
+
+@lru_cache(maxsize=64)
+def _cut(spec: str, total: int, parts: int) -> Layout:
+    """Parts as DTensor's ``Shard`` cuts, of the tokens in the order of a layout of one rank."""
+    order = Layout.parse(spec)
+    if order.group_size != 1 or order.total != total:
+        return Layout.contiguous(total, parts)
+    _, start, stop = order.table.T
+    end = np.cumsum(stop - start)
+    bounds = tables.even_bounds(total, parts)
+    places = np.unique(np.concatenate([[0], end, bounds]))
+    of_range = np.searchsorted(end, places[:-1], side="right")
+    first = stop[of_range] - (end[of_range] - places[:-1])
+    rank = np.searchsorted(bounds, places[:-1], side="right") - 1
+    layout = Layout(np.stack([rank, first, first + np.diff(places)], axis=1), parts)
+    zigzag = Layout.zigzag(total, parts)
+    return zigzag if layout == zigzag else layout
+
+
+def zigzag_order(total: int, parts: int) -> Ints:
+    """int64[total]: the tokens of rank after rank, each with a run from the front and one, as long
+    or a token shorter, from the end; in all as many as DTensor's ``Shard`` gives it."""
+    sizes = np.diff(tables.even_bounds(total, parts))
+    ends = sizes // 2
+    front = np.concatenate([[0], np.cumsum(sizes - ends)])
+    back = total - np.concatenate([[0], np.cumsum(ends)])
+    runs = [
+        np.r_[front[r] : front[r + 1], back[r + 1] : back[r]].astype(np.int64) for r in range(parts)
+    ]
+    return np.concatenate(runs)
+
+
+@lru_cache(maxsize=64)
+def _wanted(mask: AttnMask, parts: int) -> Order | None:
+    if mask == AttnMask.causal(mask.q_len):
+        return Order("zigzag", zigzag_order(mask.q_len, parts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it comes to is in the engine's plan
+        layout = Layout.balanced(mask, parts)
+    if layout == Layout.contiguous(mask.q_len, parts):
+        return None
+    return Order("balanced", np.concatenate([layout.positions(r) for r in range(parts)]))
+
+
+def orders_of(family: Family) -> Mapping[str, Orders]:
+    """What the partition rule of an attention op says about orders of its tokens."""
+
+    def wanted(bound: BoundAnnotation, site: SplitSite, given: Given) -> Order | None:
+        mask = family.known(given, site.size, site.size)
+        return None if mask is None or not mask.area else _wanted(mask, site.parts)
+
+    def told(given: Given, order: Order) -> dict[str, Any] | None:
+        if given["group"] or given["layout"] or given["k_layout"] or given["row_parts"]:
+            return None
+        return {"layout": _one_rank(order.tokens.tobytes()).spec}
+
+    def cut(site: SplitSite, given: Given) -> dict[str, Any]:
+        return {"layout": layout_at(site, given).spec}
+
+    def rows_told(given: Given, order: Order) -> dict[str, Any] | None:
+        """Where all rows attend all keys, nothing depends on which row is where."""
+        q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
+        mask = family.known(given, q_len, k_len)
+        by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]
+        alike = mask is not None and mask.area == q_len * k_len
+        return {} if alike and not by_place else None
+
+    return {"l": Orders(wanted, told, cut), "lq": Orders(lambda *_: None, rows_told)}
+
+
+@lru_cache(maxsize=64)
+def _one_rank(tokens: bytes) -> Layout:
+    order = np.frombuffer(tokens, dtype=np.int64)
+    first = np.flatnonzero(np.diff(order, prepend=order[:1] - 2) != 1)
+    last = np.append(first[1:], len(order)) - 1
+    return Layout(np.stack([0 * first, order[first], order[last] + 1], axis=1), 1)

@@ -1,0 +1,190 @@
+"""The public functions as engines that generate code see them: see :mod:`annotations.codegen.public_call`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations.codegen.public_call import PublicCall, declare_call, without_data
+from annotations.registry import AnnotatedOp, OpRecord
+from annotations.rules import SplitSite
+
+from ..core.comm.fake_comm import RehearsalComm
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..layout_ops import (
+    wrap_roll_func,
+    wrap_shard_func,
+    wrap_shuffle_func,
+    wrap_unshard_func,
+    wrap_unshuffle_func,
+)
+from ..masked_attn import MASKED_ATTN, wrap_masked_attn_func
+from ..maybe_shuffle import shuffle_documents, wrap_maybe_shuffle, wrap_maybe_unshuffle
+from ..ring_attn import RING_ATTN, wrap_ring_attn_func
+from ..ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
+from ..sliding_window_attn import (
+    SLIDING_WINDOW_ATTN,
+    SLIDING_WINDOW_ATTN_VARLEN,
+    wrap_sliding_window_attn_func,
+)
+from ..streaming_attn import STREAMING_ATTN, STREAMING_ATTN_VARLEN, wrap_streaming_attn_func
+from ..zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
+from .arguments import reduce_dtype_of, refuse_unsupported
+from .query_shards import part_numbers
+from .token_move import UNKNOWN, WHOLE, move_tokens
+
+Given = Mapping[str, Any]
+
+
+def _attention(
+    function: Callable[..., Any], dense: AnnotatedOp | None, packed: AnnotatedOp | None = None
+) -> PublicCall:
+    """Of an attention function: with ``cu_seqlens`` it is another op than without."""
+
+    def op(given: Given) -> tuple[OpRecord, Given]:
+        _refuse_without_ring(function, given)
+        refuse_unsupported(
+            function.__name__, return_attn_probs=given.get("return_attn_probs", False)
+        )
+        cu = {side: given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in "qk"}
+        chosen = packed if dense is None or cu["q"] is not None else dense
+        assert chosen is not None
+        names = chosen.record.signature.parameters
+        arguments = {name: value for name, value in given.items() if name in names}
+        for side, lengths in cu.items():  # lists and arrays become tensors
+            if lengths is not None and not isinstance(lengths, Tensor):
+                lengths = without_data((len(lengths),), torch.int64)
+            if chosen is packed:
+                arguments[f"cu_seqlens_{side}"] = lengths
+        if isinstance(given.get("mask"), AttnMask):
+            arguments["mask_slices"] = without_data((len(given["mask"].slices), 6), torch.int64)
+        if isinstance(given["dropout_seed"], int):
+            arguments["dropout_seed"] = without_data((1,), torch.int64)
+        title = function.__name__
+        arguments |= part_numbers(title, "q_rows", given["q_rows"], "row")
+        arguments |= part_numbers(title, "q_heads", given["q_heads"], "head")
+        arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
+        arguments["team_size"] = given.get("team_size") or 0
+        arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
+        return chosen.record, arguments
+
+    def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
+        """As the last part, which in causal attention has most to do."""
+        parts = {site.identifier: site.parts for site in sites}
+        changed = dict(_rehearse_group(given, sites))
+        if "lq" in parts:
+            changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
+        keys = given["k"].shape[0] * parts.get("l", 1)
+        rows = given["q"].shape[0] * parts.get("l", parts.get("lq", 1))
+        return {**changed, **_one_document(given, rows, keys)}
+
+    return PublicCall(
+        function,
+        op,
+        outputs=lambda given: 2 if given["return_lse"] else 1,
+        arguments=_attention_arguments,
+        rehearse=rehearse,
+        names={"cu_seqlens": "cu_seqlens_q"},
+    )
+
+
+def _one_document(given: Given, rows: int, keys: int) -> dict[str, Any]:
+    """Documents have lengths only at run time, so all tokens are taken to be of one."""
+    tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
+    changed: dict[str, Any] = {
+        name: cu.new_tensor([0] * (len(cu) - 1) + [tokens[name]])
+        for name in tokens
+        if isinstance(cu := given.get(name), Tensor)
+    }
+    if changed:  # the longest is then longer than a call said, which need not say it
+        changed |= {name: None for name in ("max_seqlen_q", "max_seqlen_k") if name in given}
+    return changed
+
+
+def _attention_arguments(site: SplitSite) -> Given:
+    """How a call says which part it is given; on one rank any layout is the contiguous one."""
+    if site.group:
+        return {"process_group": list(site.ranks), "layout": None, "k_layout": None}
+    return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
+
+
+def _move(
+    function: Callable[..., Any],
+    source: str | None,
+    target: str | None,
+    when_cut: Callable[..., Any] | None = None,
+) -> PublicCall:
+    """Of a function that moves tokens; None stands for its ``layout`` argument."""
+
+    def op(given: Given) -> tuple[OpRecord, Given]:
+        layout = given["layout"]
+        spec = layout.spec if isinstance(layout, Layout) else layout
+        return move_tokens.record, {
+            "x": given["x"],
+            "source": spec if source is None else source,
+            "target": spec if target is None else target,
+            "shift": given.get("shifts", 0),
+            "dim": given["dim"],
+            "group": "",
+            "total": UNKNOWN,
+        }
+
+    return PublicCall(function, op, _one, _group_only, when_cut, _rehearse_group)
+
+
+def _documents(function: Callable[..., Any]) -> PublicCall:
+    def op(given: Given) -> tuple[OpRecord, Given]:
+        _refuse_without_ring(function, given)
+        return shuffle_documents.record, given
+
+    def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
+        parts = next((site.parts for site in sites if site.group), 1)
+        tokens = given["hidden_states"].shape[0] * parts
+        return {**_rehearse_group(given, sites), **_one_document(given, tokens, tokens)}
+
+    return PublicCall(function, op, _one, _group_only, rehearse=rehearse)
+
+
+def _one(given: Given) -> int:
+    return 1
+
+
+def _group_only(site: SplitSite) -> Given:
+    return {"process_group": list(site.ranks)}
+
+
+def _rehearse_group(given: Given, sites: Sequence[SplitSite]) -> Given:
+    inside = next((site for site in sites if site.group), None)
+    return (
+        {} if inside is None else {"process_group": RehearsalComm(inside.parts - 1, inside.parts)}
+    )
+
+
+def _refuse_without_ring(function: Callable[..., Any], given: Given) -> None:
+    if given.get("enable_ring") is False:
+        raise NotImplementedError(
+            f"{function.__name__}: enable_ring=False is not supported in a captured graph, where "
+            "an engine gives the op its group"
+        )
+
+
+for _call in (
+    _attention(wrap_ring_attn_func, RING_ATTN),
+    _attention(wrap_zigzag_attn_func, ZIGZAG_ATTN),
+    _attention(wrap_ring_attn_varlen_func, None, RING_ATTN_VARLEN),
+    _attention(wrap_sliding_window_attn_func, SLIDING_WINDOW_ATTN, SLIDING_WINDOW_ATTN_VARLEN),
+    _attention(wrap_streaming_attn_func, STREAMING_ATTN, STREAMING_ATTN_VARLEN),
+    _attention(wrap_masked_attn_func, MASKED_ATTN),
+    _move(wrap_shuffle_func, "contiguous", None),
+    _move(wrap_unshuffle_func, None, "contiguous"),
+    _move(wrap_shard_func, WHOLE, None, when_cut=wrap_shuffle_func),
+    _move(wrap_unshard_func, None, WHOLE, when_cut=wrap_unshuffle_func),
+    _move(wrap_roll_func, None, None),
+    _documents(wrap_maybe_shuffle),
+    _documents(wrap_maybe_unshuffle),
+):
+    declare_call(_call)

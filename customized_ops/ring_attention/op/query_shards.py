@@ -1,0 +1,191 @@
+"""Calls in which q is one part of its rows or of its heads, while k and v are whole.
+
+An engine that cuts only q need not move k and v inside the op: it brings them whole, and tells the
+op which part of q it holds. Gradients of k and v are then of whole size on every rank, and their
+sum over the ranks is the gradient.
+
+    rows, part 1 of 2, causal      heads, part 1 of 2 of 6, 3 heads of k
+    q  . . 2 3                     q  . . . 3 4 5
+    k  0 1 2 3                     k  0 0 1 1 2 2    heads 1 2 2 of k, one for each of q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from annotations.rules import SplitSite
+
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..core.merge.merge import accumulation_dtype
+from .arguments import ArgumentError, is_integer
+from .attention_family import Given, Problem
+
+HEADS = -2
+
+
+def part_numbers(op: str, name: str, part: tuple[int, int] | None, kind: str) -> dict[str, int]:
+    """``q_rows`` or ``q_heads`` as op arguments; parts are 0 where there is none.
+
+    Args:
+        name: what the argument is called. kind: ``row`` or ``head``.
+    Raises:
+        ArgumentError: not (i, n) with 0 <= i < n.
+    """
+    if part is None:
+        return {f"{kind}_part": 0, f"{kind}_parts": 0}
+    pair = tuple(part) if isinstance(part, Sequence) else ()
+    if len(pair) != 2 or not all(map(is_integer, pair)) or not pair[0] < pair[1]:
+        raise ArgumentError(
+            f"{op}: {name} must be (i, n) for part i of n, 0 <= i < n, or None, got {part!r}"
+        )
+    return {f"{kind}_part": int(pair[0]), f"{kind}_parts": int(pair[1])}
+
+
+def refuse_with_parts(op: str, given: Given, ranks: int) -> None:
+    """What does not go with a part of q.
+
+    Raises:
+        ArgumentError: a group, a layout or dropout.
+    """
+    names = [name for name, n in (("q_rows", "row_parts"), ("q_heads", "head_parts")) if given[n]]
+    if names and given["dropout_p"]:
+        raise ArgumentError(
+            f"{op}: dropout_p={given['dropout_p']} does not go with {names[0]}: it draws by the "
+            "tokens and heads of the whole; set it to 0"
+        )
+    if not given["row_parts"]:
+        return
+    if ranks > 1:
+        raise ArgumentError(
+            f"{op}: with q_rows k and v are whole and nothing moves; leave process_group None, got "
+            f"a group of {ranks} ranks"
+        )
+    for name in ("layout", "k_layout"):
+        if given[name]:
+            raise ArgumentError(
+                f"{op}: with q_rows k and v are whole and q is cut contiguously; leave {name} None,"
+                f" got {given[name]}"
+            )
+
+
+def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) -> tuple[int, int]:
+    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts.
+
+    Raises:
+        ArgumentError: q holds another number of ``what``.
+    """
+    each = -(-total // parts)
+    start, stop = (min(n * each, total) for n in (part, part + 1))
+    if stop - start != held:
+        raise ArgumentError(
+            f"{op}: part {part} of {parts} of {total} {what} is {start}:{stop}, but q has {held} "
+            f"{what}"
+        )
+    return start, stop
+
+
+def rows_of(op: str, problem: Problem, given: Given) -> Problem:
+    """The problem of the rows that q holds.
+
+    Raises:
+        ArgumentError: q is not as long as that part.
+    """
+    mask = problem.mask
+    part = given["row_part"], given["row_parts"]
+    start, stop = _bounds(op, "tokens", mask.q_len, *part, given["q"].shape[-3])
+    positions = problem.key_positions
+    if given["alibi_slopes"] is not None:  # they stand on the scale of the whole q
+        if positions is None:
+            positions = np.arange(mask.k_len) - (mask.k_len - mask.q_len)
+        positions = positions - start
+    layout = Layout.contiguous(stop - start, 1)
+    return Problem(_mask_of_rows(mask, start, stop), layout, problem.k_layout, positions)
+
+
+@lru_cache(maxsize=256)
+def _mask_of_rows(mask: AttnMask, start: int, stop: int) -> AttnMask:
+    return mask.restrict((start, stop)).shift(-start, 0, q_len=stop - start)
+
+
+@dataclass(frozen=True)
+class KeyHeads:
+    """The heads of k and v that belong to some heads of q.
+
+    Attributes:
+        first, count: heads of q, of the whole.
+        group: heads of q to each head of k.
+    """
+
+    first: int
+    count: int
+    group: int
+
+    @staticmethod
+    def of_call(op: str, given: Given) -> KeyHeads | None:
+        """Of a call with a part of the heads; None without.
+
+        Raises:
+            ArgumentError: the heads of q and k do not fit.
+        """
+        parts, total = given["head_parts"], given["head_total"]
+        if not parts:
+            return None
+        held, heads = int(given["q"].shape[HEADS]), int(given["k"].shape[HEADS])
+        if (total % heads) if heads else total:
+            raise ArgumentError(
+                f"{op}: k has {heads} heads and q {total}, of which it holds part "
+                f"{given['head_part']} of {parts}; the heads of q must be a multiple of those of k"
+            )
+        start, stop = _bounds(op, "heads", total, given["head_part"], parts, held)
+        return KeyHeads(start, stop - start, total // heads if heads else 1)
+
+    def of(self, t: Tensor) -> Tensor:
+        """Those of k or v: a view where whole groups, or heads of one group, are at hand; else one
+        for each head of q."""
+        if self._in_one_run:
+            return t.narrow(HEADS, *self._run)
+        each = torch.arange(self.first, self.first + self.count, device=t.device) // self.group
+        return t.index_select(HEADS, each)
+
+    def spread(self, grad: Tensor, like: Tensor) -> Tensor:
+        """The gradient of ``like`` from that of :meth:`of` it; zero where none flows."""
+        first, heads = self._run
+        if not self._in_one_run:  # add up those of each group, the first and last filled with zeros
+            before = self.first % self.group
+            after = heads * self.group - before - self.count
+            wide = grad.to(accumulation_dtype(grad.dtype))
+            filled = torch.nn.functional.pad(wide, (0, 0, before, after))
+            grad = filled.unflatten(HEADS, (heads, self.group)).sum(HEADS)
+        result = torch.zeros_like(like)
+        result.narrow(HEADS, first, heads).copy_(grad)
+        return result
+
+    @property
+    def _in_one_run(self) -> bool:
+        whole = self.first % self.group == 0 and self.count % self.group == 0
+        return whole or self.first // self.group == (self.first + self.count - 1) // self.group
+
+    @property
+    def _run(self) -> tuple[int, int]:
+        """First head of k and the number of heads from there on, to the last that is needed."""
+        if not self.count:
+            return 0, 0
+        first = self.first // self.group
+        return first, (self.first + self.count - 1) // self.group - first + 1
+
+
+def told_rows(site: SplitSite) -> Mapping[str, int]:
+    """What an op is told of the rows that a rank holds."""
+    return {"row_part": site.index, "row_parts": site.parts}
+
+
+def told_heads(site: SplitSite) -> Mapping[str, int]:
+    """What an op is told of the heads that a rank holds."""
+    return {"head_part": site.index, "head_parts": site.parts, "head_total": site.size}
