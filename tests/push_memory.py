@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World
-from customized_ops.ring_attention.core.comm.one_sided import Piece, Push
+from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm, Piece
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64
@@ -64,7 +64,7 @@ class ThreadMemory:
             self._world.changed.notify_all()
 
 
-class InProcessPush(Push, InProcessComm):
+class InProcessPush(OneSidedComm, InProcessComm):
     """One thread's side of a world of them."""
 
     def __init__(self, world: World, rank: int) -> None:

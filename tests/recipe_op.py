@@ -15,7 +15,7 @@ from customized_ops.ring_attention import AttnMask, Layout
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike, comm_by_name
 from customized_ops.ring_attention.op.arguments import Options
-from customized_ops.ring_attention.op.attention_family import Family, Given, Problem
+from customized_ops.ring_attention.op.attention_family import Arguments, Family, Problem
 from customized_ops.ring_attention.op.attention_layout import layout_of
 from customized_ops.ring_attention.op.attention_op import call_op, declare
 from customized_ops.ring_attention.op.attention_repeat import Pattern
@@ -23,12 +23,12 @@ from customized_ops.ring_attention.op.attention_repeat import Pattern
 # 1. Attention of each block of tokens to itself and to those before it.
 
 
-def block_mask(given: Given, q_len: int, k_len: int) -> AttnMask:
+def block_mask(given: Arguments, q_len: int, k_len: int) -> AttnMask:
     """Which pairs attend, from the op's numbers."""
     return AttnMask.block_causal(q_len, given["block"])
 
 
-def problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
+def problem(title: str, given: Arguments, rows: int, comm: Comm) -> Problem:
     """Which pairs attend in a call, and where its tokens lie."""
     layout = layout_of(title, comm, "layout", given["layout"], rows, None)
     return Problem(block_mask(given, layout.total, layout.total), layout, layout)

@@ -23,7 +23,7 @@ from ..grammar import Shape
 from ..registry import AnnotatedOp, OpRecord, annotated_ops
 from ..rules import SplitSite, check_parts
 
-Given = Mapping[str, Any]  # arguments by name
+Arguments = Mapping[str, Any]  # arguments by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,11 @@ class PublicCall:
     """
 
     function: Callable[..., Any]
-    op: Callable[[Given], tuple[OpRecord, Given]]
-    outputs: Callable[[Given], int]
-    arguments: Callable[[SplitSite], Given]
+    op: Callable[[Arguments], tuple[OpRecord, Arguments]]
+    outputs: Callable[[Arguments], int]
+    arguments: Callable[[SplitSite], Arguments]
     when_cut: Callable[..., Any] | None = None
-    rehearse: Callable[[Given, Sequence[SplitSite]], Given] | None = None
+    rehearse: Callable[[Arguments, Sequence[SplitSite]], Arguments] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -61,7 +61,7 @@ class PublicCall:
         """Where the function is found: ``package.module.function``."""
         return qualified(self.function)
 
-    def shapes(self, arguments: Given, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
+    def shapes(self, arguments: Arguments, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
         """The bound annotation, and how each tensor argument of the call is annotated.
 
         Args:
@@ -134,7 +134,7 @@ def call_of(op: AnnotatedOp) -> PublicCall:
     """An op called directly stands for itself. To be timed it runs on its part, with no group."""
     record = op.record
 
-    def alone(given: Given, sites: Sequence[SplitSite]) -> Given:
+    def alone(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         return {
             name: ""
             for site in sites

@@ -15,7 +15,7 @@ from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
 from ..ring_attention.core.comm.comm_groups import GroupLike, comm_by_name, group_name
-from ..ring_attention.core.comm.fake_comm import RehearsalComm
+from ..ring_attention.core.comm.fake_comm import FakeComm
 from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, is_integer, softcap_of
 from .op import TITLE, count_tokens, first_row, token_losses
 
@@ -188,7 +188,7 @@ def _told_of_vocab(site: SplitSite) -> dict[str, Any]:
 
 def _rehearsed(given: Mapping[str, Any], sites: Sequence[SplitSite]) -> dict[str, Any]:
     inside = next((site for site in sites if site.group), None)
-    return {} if inside is None else {"vocab_group": RehearsalComm(0, inside.parts)}
+    return {} if inside is None else {"vocab_group": FakeComm(0, inside.parts)}
 
 
 def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:

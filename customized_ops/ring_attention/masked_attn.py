@@ -15,7 +15,7 @@ from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .op.arguments import ArgumentError, Options
-from .op.attention_family import Family, Given, Problem, has_data
+from .op.attention_family import Arguments, Family, Problem, has_data
 from .op.attention_layout import layout_of
 from .op.attention_op import call_op, declare
 from .op.attention_repeat import Pattern
@@ -23,7 +23,7 @@ from .op.attention_repeat import Pattern
 TITLE = "wrap_masked_attn_func"
 
 
-def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
+def _problem(title: str, given: Arguments, rows: int, comm: Comm) -> Problem:
     mask = _mask(given)
     spec = given["layout"]
     k_spec = given["k_layout"] or (spec if mask.q_len == mask.k_len else "")
@@ -32,12 +32,12 @@ def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     return Problem(mask, q_layout, k_layout)
 
 
-def _known(given: Given, q_len: int, k_len: int) -> AttnMask | None:
+def _known(given: Arguments, q_len: int, k_len: int) -> AttnMask | None:
     read = has_data(given["mask_slices"]) and q_len == given["q_len"]
     return _mask(given) if read else None
 
 
-def _mask(given: Given) -> AttnMask:
+def _mask(given: Arguments) -> AttnMask:
     slices = given["mask_slices"].detach().cpu().numpy()
     return _from_bytes(slices.tobytes(), given["q_len"], given["k_len"])
 

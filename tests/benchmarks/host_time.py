@@ -10,7 +10,7 @@ timed on the host alone: nothing inside waits for a GPU. By default that is the 
 function to the executor, which returns tensors without values; with ``--executor`` the executor
 runs too and the kernel returns them; ``--kernel`` runs a real one, and beside it its library's own
 causal call in the plainest autograd function. Of two ranks the other is absent
-(:class:`RehearsalComm`), so no message costs anything; under torchrun there are as many ranks as
+(:class:`FakeComm`), so no message costs anything; under torchrun there are as many ranks as
 it starts, and what they exchange is part of the time. A rank that attends its own keys while
 others arrive makes two calls a pass. Figures are the least of several rounds: other work on the
 machine only adds.
@@ -53,7 +53,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm import fake_comm as rehearsal
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
-from customized_ops.ring_attention.core.comm.fake_comm import RehearsalComm
+from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
 from customized_ops.ring_attention.op import attention_call
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -215,7 +215,7 @@ def main() -> None:
         say(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}")
     with stack:
         for ranks in given.ranks:
-            comm = group or (RehearsalComm(0, ranks) if ranks > 1 else None)
+            comm = group or (FakeComm(0, ranks) if ranks > 1 else None)
             for name, (attend, packed) in ops(ranks, given.tokens).items():
                 if given.op is None or name in given.op:
                     forward, backward = measure(attend, packed, comm, given)

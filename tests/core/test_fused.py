@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.comm.transfer_side import (
     ROWS,
     STATS,
-    Side,
+    TransferSide,
     add,
     copy,
     merge,
@@ -382,14 +382,14 @@ def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
     dims = ROWS._replace(shares=((0, 2), (2, 6)))
     here, there = (Where(0, 13, some_rows(40, 13, n).numpy()) for n in range(2))
     k, v = (drawn((1, 40, 6, 64), torch.float32, n) for n in range(2))
-    source = Side(on_device(k, v), [dims] * 2, {1: here})
+    source = TransferSide(on_device(k, v), [dims] * 2, {1: here})
     wires = [torch.float16] * 2
     parts = source.take(1, wires)
     assert launched.count == 1
     for part, t in zip(parts, (k, v), strict=True):
         assert part.is_contiguous() and torch.equal(part.cpu(), t[:, here.indices, 2:].half())
     zeros = [torch.zeros(1, 40, 6, 64, device=DEVICE) for _ in range(2)]
-    target = Side(zeros, [dims] * 2, {1: there})
+    target = TransferSide(zeros, [dims] * 2, {1: there})
     copy(source.of(1), target.of(1))
     add(target.of(1), parts)
     assert launched.count == 3
@@ -400,7 +400,7 @@ def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
     place(target.of(1), parts)
     assert torch.equal(zeros[0][:, there.indices, 2:], parts[0].float())
     lse, part_lse = (torch.zeros(1, n, m, device=DEVICE) for n, m in ((6, 40), (4, 13)))
-    results = Side([zeros[0], lse], [dims, STATS._replace(shares=dims.shares)], {1: there})
+    results = TransferSide([zeros[0], lse], [dims, STATS._replace(shares=dims.shares)], {1: there})
     merge(results.of(1), [parts[1], part_lse])
     assert launched.count == 5
     want = (parts[0].float() + parts[1].float()) / 2

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.merge.row_coverage import Given
+from customized_ops.ring_attention.core.merge.row_coverage import RowCoverage
 
 LENGTH = 12
 RANGE = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
@@ -12,7 +12,7 @@ RANGE = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
 @settings(deadline=None, derandomize=True)
 @given(st.lists(RANGE, max_size=6))
 def test_pieces_are_the_range_row_by_row(ranges):
-    rows, seen = Given(), set()
+    rows, seen = RowCoverage(), set()
     for start, stop in ranges:
         pieces = rows.add(start, stop)
         assert [n for first, last, _ in pieces for n in range(first, last)] == [*range(start, stop)]

@@ -27,8 +27,8 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.run import executor
 from customized_ops.ring_attention.core.run import side_stream as lanes
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
-from customized_ops.ring_attention.core.run.head_shard import Share
-from customized_ops.ring_attention.core.run.side_stream import Lanes
+from customized_ops.ring_attention.core.run.head_shard import HeadShard
+from customized_ops.ring_attention.core.run.side_stream import SideStream
 
 HEADS, DIM, V_DIM = (4, 2), 8, 4
 GPU = torch.device("cuda", 0)
@@ -282,7 +282,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
     handle = lambda index: order.now.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
-    monkeypatch.setattr(executor, "Lanes", lambda device, two: Lanes(GPU, two=two))
+    monkeypatch.setattr(executor, "SideStream", lambda device, two: SideStream(GPU, two=two))
     lanes._beside.cache_clear()
     yield order
     lanes._beside.cache_clear()
@@ -399,7 +399,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
         q, k = torch.empty(1, rows, h, 8), torch.empty(1, rows, g, 8)
         plan, comm = PLANS["zigzag"], Unheard(2, order)
         comm.two_streams = two
-        share = Share(plan, 0, q, k, Scoring(0.3), None)
+        share = HeadShard(plan, 0, q, k, Scoring(0.3), None)
         run = executor._Pass(plan, comm, Noted(order), share)
         return run.own_last(q, k, k)
 
@@ -425,13 +425,13 @@ def test_a_rank_that_needs_nobody_uses_one_stream(order: Order) -> None:
 def test_a_missing_step_is_noticed(
     name: str, step: str, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Lanes, step, lambda self: None)
+    monkeypatch.setattr(SideStream, step, lambda self: None)
     with pytest.raises(Race):
         passes(PLANS[name], order)
 
 
 def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lanes, "second", lambda self: lanes.NOTHING)
+    monkeypatch.setattr(SideStream, "second", lambda self: lanes.NOTHING)
     passes(PLANS["zigzag"], order, times=1)
     with pytest.raises(AssertionError):
         assert_laid_out(PLANS["zigzag"], order)
@@ -483,7 +483,7 @@ def test_on_a_cpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("current_stream", "Stream", "stream", "set_stream", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: pytest.fail("a stream"))
     for device, two in ((torch.device("cpu"), True), (torch.device("cpu"), False), (GPU, False)):
-        lane = Lanes(device, two=two)
+        lane = SideStream(device, two=two)
         lane.fork()
         with lane.second() as inside:
             assert inside is None

@@ -26,8 +26,8 @@ from customized_ops.ring_attention.core.comm.one_sided import (
     SPARED_BYTES,
     SPARED_TOKENS,
     Arena,
+    OneSidedComm,
     Piece,
-    Push,
 )
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
@@ -295,7 +295,7 @@ def test_results_that_come_over_keys_take_no_memory(
 
 
 def test_from_how_many_tokens_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Push.spared_tokens == SPARED_TOKENS == 16_384
+    assert OneSidedComm.spared_tokens == SPARED_TOKENS == 16_384
     plan = PLANS["zigzag"]
     pushed, _ = arenas(plan, InProcessPush, monkeypatch)
     most = max(plan.rank(n).stages[-1].kv.tokens for n in range(plan.group_size))  # type: ignore[union-attr]
@@ -311,7 +311,7 @@ def test_from_how_many_tokens_on_they_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_from_how_many_bytes_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Push.spared_bytes == SPARED_BYTES == 64 * 2**20
+    assert OneSidedComm.spared_bytes == SPARED_BYTES == 64 * 2**20
     pushed, _ = arenas(PLANS["zigzag"], InProcessPush, monkeypatch)
     theirs = pushed[1] - pushed[0]
 

@@ -20,7 +20,7 @@ from rank_groups import Groups, Rows, in_their_own_time, place_in
 from torch import Tensor
 
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
-from customized_ops.ring_attention.core.comm.one_sided import Push
+from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
 from customized_ops.ring_attention.core.cost import H200
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -36,7 +36,7 @@ def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
     # What plans are chosen by, so that both kinds of group run the same ones.
     comm.costs = H200
     if SPARING in purpose:
-        assert isinstance(comm, Push)
+        assert isinstance(comm, OneSidedComm)
         comm.spared_bytes = 0
     return place.group
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from annotations.engines.nnscaler.engine import OpNode, example_inputs, timed
-from customized_ops.ring_attention.core.comm.fake_comm import RehearsalComm
+from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel
 from customized_ops.ring_attention.core.mask.slices import areas
 from on_nnscaler import attention_models as models
@@ -53,7 +53,7 @@ def whole_and_part(tmp_path: Path, attend: Any, cut: str, parts: int) -> tuple[O
     return found[0], found[1]
 
 
-def run(node: OpNode, group: RehearsalComm | None = None) -> tuple[Any, ...]:
+def run(node: OpNode, group: FakeComm | None = None) -> tuple[Any, ...]:
     """As it is timed, forward and backward; as another rank's if given."""
     with on_cpu():
         inputs = list(example_inputs(node))
@@ -65,7 +65,7 @@ def run(node: OpNode, group: RehearsalComm | None = None) -> tuple[Any, ...]:
     return results
 
 
-def attended(pairs: list[int], node: OpNode, group: RehearsalComm | None = None) -> int:
+def attended(pairs: list[int], node: OpNode, group: FakeComm | None = None) -> int:
     pairs.clear()
     run(node, group)
     return sum(pairs)
@@ -81,7 +81,7 @@ ON_SEQUENCE = (
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_part_of_the_sequence(tmp_path: Path, pairs: list[int], attend: Any, parts: int) -> None:
     whole, part = whole_and_part(tmp_path, attend, "l", parts)
-    every = [attended(pairs, part, RehearsalComm(n, parts)) for n in range(parts)]
+    every = [attended(pairs, part, FakeComm(n, parts)) for n in range(parts)]
     assert sum(every) == attended(pairs, whole) > 0
     assert attended(pairs, part) == max(every)
 

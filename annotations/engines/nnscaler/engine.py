@@ -1,8 +1,8 @@
 """The nnscaler engine: declared functions become nnscaler ops, cut and emitted by our rules.
 
-Importing this module registers every declared function (:mod:`annotations.codegen.public_call`) with nnscaler;
-functions declared later are registered as they are declared, ops of ``register_op`` at the next
-:func:`register`, which :func:`parallelize` calls. Written for nnscaler 0.9.
+Importing this module registers every declared function (:mod:`annotations.codegen.public_call`)
+with nnscaler; functions declared later are registered as they are declared, ops of ``register_op``
+at the next :func:`register`, which :func:`parallelize` calls. Written for nnscaler 0.9.
 
 trace     wrap_ring_attn_func(q, k, v)          fake: shapes only, nothing is computed
 graph     OpNode: annotated from our annotation, whatever arguments the call was made with
@@ -303,7 +303,9 @@ def emit(
     ]
     made = f"{_target(function)}({', '.join(written)})"
     parts = placement.divisors(node.anno, node.outputs(), sites, _rule(node))
-    return f"annotations.codegen.gradient_shares.divided({made}, {parts})" if max(parts) > 1 else made
+    return (
+        f"annotations.codegen.gradient_shares.divided({made}, {parts})" if max(parts) > 1 else made
+    )
 
 
 def _target(function: Any) -> str:

@@ -37,7 +37,7 @@ from ..core.run.executor import attention_backward, attention_forward
 from . import agreement, te_cp
 from .arguments import REDUCE_DTYPES, ArgumentError, check_tensors
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Call:
     deterministic: bool
     reduce_dtype: torch.dtype | None
 
-    def scoring_of(self, given: Given) -> Scoring:
+    def scoring_of(self, given: Arguments) -> Scoring:
         """How scores become probabilities in one call."""
         return self.scoring or scoring_of(given)
 
@@ -72,7 +72,7 @@ MOST_RESOLVED = 32
 
 def resolve(
     op: str,
-    given: Given,
+    given: Arguments,
     values: Hashable,
     make: Callable[[Comm], tuple[Plan, Any]],
     *,
@@ -104,7 +104,12 @@ def resolve(
 
 
 def _resolve(
-    op: str, given: Given, comm: Comm, make: Callable[[Comm], tuple[Plan, Any]], *, compare: bool
+    op: str,
+    given: Arguments,
+    comm: Comm,
+    make: Callable[[Comm], tuple[Plan, Any]],
+    *,
+    compare: bool,
 ) -> Call:
     q, k, v = (given[name] for name in ("q", "k", "v"))
     problem: Exception | None = None
@@ -131,7 +136,7 @@ def _resolve(
     )
 
 
-def scoring_of(given: Given) -> Scoring:
+def scoring_of(given: Arguments) -> Scoring:
     """How scores become probabilities, from an op's arguments."""
     slopes = given["alibi_slopes"]
     if slopes is not None:
@@ -141,7 +146,7 @@ def scoring_of(given: Given) -> Scoring:
     )
 
 
-def request_of(given: Given, scoring: Scoring, plan: Plan) -> Request:
+def request_of(given: Arguments, scoring: Scoring, plan: Plan) -> Request:
     """What a kernel is asked for, from an op's arguments: of the whole mask, so that every rank
     asks for the same."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
@@ -182,7 +187,7 @@ def _most_elements(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def kernel_of(
-    op: str, given: Given, scoring: Scoring, plan: Plan, comm: Comm
+    op: str, given: Arguments, scoring: Scoring, plan: Plan, comm: Comm
 ) -> Kernel | te_cp.ContextParallel:
     """What runs the call: a kernel under the executor, or TransformerEngine's own."""
     request, name = request_of(given, scoring, plan), given["kernel"]
@@ -210,7 +215,7 @@ def _on_device(positions: bytes, device: torch.device) -> Tensor:
     return torch.from_numpy(np.frombuffer(positions, dtype=np.int64).copy()).to(device)
 
 
-def _facts(given: Given, plan: Plan | None) -> dict[str, str]:
+def _facts(given: Arguments, plan: Plan | None) -> dict[str, str]:
     """What must be the same on every rank of a group, as text."""
     facts = {name: _without_tokens(given[name]) for name in ("q", "k", "v")}
     facts |= {"dtype": str(given["q"].dtype), "device": given["q"].device.type}
@@ -247,7 +252,7 @@ def _layouts(plan: Plan | None) -> dict[str, str]:
     return {} if plan is None else {"layout": f"{plan.q_layout} {plan.k_layout}"}
 
 
-def _hints(given: Given) -> dict[str, str]:
+def _hints(given: Arguments) -> dict[str, str]:
     """What a rank may not have thought of, where it and others differ."""
     hints = {
         "dropout_seed": "a seed that is not passed is drawn from torch's generator: seed that "

@@ -13,7 +13,7 @@ from ..core.comm import Comm
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 
-Given = Mapping[str, Any]  # an op's arguments by name
+Arguments = Mapping[str, Any]  # an op's arguments by name
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -79,12 +79,12 @@ class Family:
     tensors: Mapping[str, str]
     numbers: Mapping[str, type]
     same_length: bool
-    problem: Callable[[str, Given, int, Comm], Problem]
-    all_rows: Callable[[Given], int]
-    known: Callable[[Given, int, int], AttnMask | None]
-    otherwise: Callable[[Given, int, int], AttnMask]
+    problem: Callable[[str, Arguments, int, Comm], Problem]
+    all_rows: Callable[[Arguments], int]
+    known: Callable[[Arguments, int, int], AttnMask | None]
+    otherwise: Callable[[Arguments, int, int], AttnMask]
 
-    def worst(self, given: Given, q_len: int, k_len: int) -> AttnMask:
+    def worst(self, given: Arguments, q_len: int, k_len: int) -> AttnMask:
         """The mask that costs are taken from."""
         known = self.known(given, q_len, k_len)
         return self.otherwise(given, q_len, k_len) if known is None else known

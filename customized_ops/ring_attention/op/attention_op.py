@@ -44,7 +44,7 @@ from .arguments import (
     refuse_unsupported,
 )
 from .attention_call import Call, backward, forward, lse_like, resolve
-from .attention_family import OPTIONAL_TENSORS, OPTIONS, Family, Given, Problem
+from .attention_family import OPTIONAL_TENSORS, OPTIONS, Arguments, Family, Problem
 from .attention_order import layout_at
 from .attention_repeat import Pattern, find, key_of, note, repeat_of
 from .attention_rule import annotation, rule_of, sizes
@@ -77,7 +77,7 @@ def declare(
             costs=costs,
         )
 
-    def resolved(given: Given, compare: bool) -> tuple[Call, Comm]:
+    def resolved(given: Arguments, compare: bool) -> tuple[Call, Comm]:
         def make(comm: Comm) -> tuple[Plan, Any]:
             refuse_with_parts(title, given, comm.size)
             part_of_rows = given["row_parts"] > 0
@@ -135,7 +135,7 @@ def declare(
         *lead, length, h, _d = q.shape
         return q.new_empty((*lead, length, h, v.shape[-1])), lse_like(q, (*lead, h, length))
 
-    def plan_of(bound: BoundAnnotation, site: SplitSite, given: Given) -> Plan:
+    def plan_of(bound: BoundAnnotation, site: SplitSite, given: Arguments) -> Plan:
         layout = layout_at(site, given)
         _, h, g, *_ = sizes(bound)
         return plan(Problem(family.worst(given, site.size, site.size), layout, layout), (h, g))

@@ -23,10 +23,10 @@ from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
 from ..core.layout.layout import Ints
 from ..core.mask import AttnMask
-from .attention_family import Family, Given
+from .attention_family import Arguments, Family
 
 
-def layout_at(site: SplitSite, given: Given) -> Layout:
+def layout_at(site: SplitSite, given: Arguments) -> Layout:
     """Where tokens of a call that is cut lie: contiguous parts of the order that it was told."""
     if not given["layout"]:
         return Layout.contiguous(site.size, site.parts)
@@ -79,19 +79,19 @@ def _wanted(mask: AttnMask, parts: int) -> Order | None:
 def orders_of(family: Family) -> Mapping[str, Orders]:
     """What the partition rule of an attention op says about orders of its tokens."""
 
-    def wanted(bound: BoundAnnotation, site: SplitSite, given: Given) -> Order | None:
+    def wanted(bound: BoundAnnotation, site: SplitSite, given: Arguments) -> Order | None:
         mask = family.known(given, site.size, site.size)
         return None if mask is None or not mask.area else _wanted(mask, site.parts)
 
-    def told(given: Given, order: Order) -> dict[str, Any] | None:
+    def told(given: Arguments, order: Order) -> dict[str, Any] | None:
         if given["group"] or given["layout"] or given["k_layout"] or given["row_parts"]:
             return None
         return {"layout": _one_rank(order.tokens.tobytes()).spec}
 
-    def cut(site: SplitSite, given: Given) -> dict[str, Any]:
+    def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
         return {"layout": layout_at(site, given).spec}
 
-    def rows_told(given: Given, order: Order) -> dict[str, Any] | None:
+    def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""
         q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
         mask = family.known(given, q_len, k_len)

@@ -17,12 +17,12 @@ from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite,
 from ..core.layout import Layout
 from ..core.plan import Plan
 from .arguments import REDUCE_DTYPES, check_heads
-from .attention_family import OPTIONAL_TENSORS, Family, Given
+from .attention_family import OPTIONAL_TENSORS, Arguments, Family
 from .attention_order import orders_of
 from .query_shards import KeyHeads, told_heads, told_rows
 
 
-def annotation(title: str, family: Family, given: Given) -> tuple[str, ...]:
+def annotation(title: str, family: Family, given: Arguments) -> tuple[str, ...]:
     """The annotation of a call, from the shapes it is called with, the preferred first.
 
     Dropout draws by global token, head and batch entry, which a rank with some of them would not
@@ -35,7 +35,7 @@ def annotation(title: str, family: Family, given: Given) -> tuple[str, ...]:
     return tuple(_text(family, given, lq, lk, h, g) for h, g in heads)
 
 
-def _text(family: Family, given: Given, lq: str, lk: str, h: str, g: str) -> str:
+def _text(family: Family, given: Arguments, lq: str, lk: str, h: str, g: str) -> str:
     batch = "b^" if given["dropout_p"] else "b"
     lead = "" if family.packed else f"{batch} "
     inputs = [f"{lead}{lq} {h} hd^", f"{lead}{lk} {g} hd^", f"{lead}{lk} {g} vd^"]
@@ -49,7 +49,7 @@ def _text(family: Family, given: Given, lq: str, lk: str, h: str, g: str) -> str
     return f"{', '.join(inputs)} -> {lead}{lq} {h} vd^, {lead}{h} {lq}"
 
 
-def _tokens(family: Family, given: Given) -> tuple[str, str]:
+def _tokens(family: Family, given: Arguments) -> tuple[str, str]:
     """How the tokens of q and of k are annotated: ``l`` twice, or ``lq`` and ``al^``."""
     cross = not family.same_length and given["q"].shape[-3] != given["k"].shape[-3]
     if not given["row_parts"] and not cross:
@@ -59,7 +59,7 @@ def _tokens(family: Family, given: Given) -> tuple[str, str]:
     return ("lq^" if taken or given["row_parts"] > 1 else "lq"), "al^"
 
 
-def _heads(title: str, given: Given) -> list[tuple[str, str]]:
+def _heads(title: str, given: Arguments) -> list[tuple[str, str]]:
     """How heads of q and of k are annotated: ``(g 4)`` and ``g`` with grouped queries, where also
     those of q alone may be cut."""
     frozen = "^" if given["dropout_p"] else ""
@@ -80,13 +80,13 @@ def sizes(bound: BoundAnnotation) -> tuple[int, int, int, int, int]:
 
 
 def _cost_of_heads(
-    bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int
+    bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
 ) -> InnerCost:
     return InnerCost(imbalance=-(-site.size // site.parts) * site.parts / site.size)
 
 
 def rule_of(
-    plan_of: Callable[[BoundAnnotation, SplitSite, Given], Plan], family: Family
+    plan_of: Callable[[BoundAnnotation, SplitSite, Arguments], Plan], family: Family
 ) -> PartitionRule:
     """The partition rule of an attention op.
 
@@ -97,7 +97,7 @@ def rule_of(
     def site_arguments(site: SplitSite) -> dict[str, str]:
         return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
 
-    def cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) -> InnerCost:
+    def cost(bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int) -> InnerCost:
         plan = plan_of(bound, site, given)
         batch, h, g, d, e = sizes(bound)
         wire = REDUCE_DTYPES[given["reduce_dtype"]]
@@ -113,13 +113,13 @@ def rule_of(
             overlaps=not plan.gathered or plan.head_groups > 1,
         )
 
-    def flops(bound: BoundAnnotation, given: Given) -> float:
+    def flops(bound: BoundAnnotation, given: Arguments) -> float:
         batch, h, _, d, e = sizes(bound)
         lengths = (shape[-3] for shape in bound.input_shapes[:2] if shape is not None)
         return 2.0 * batch * h * (d + e) * family.worst(given, *lengths).area
 
     def cost_of_rows(
-        bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int
+        bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
     ) -> InnerCost:
         lengths = (shape[-3] for shape in bound.input_shapes[:2] if shape is not None)
         mask, each = family.worst(given, *lengths), -(-site.size // site.parts)

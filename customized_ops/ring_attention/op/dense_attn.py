@@ -18,13 +18,13 @@ from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike
 from ..core.mask import AttnMask
 from .arguments import ArgumentError, Options, flag_of, ring_group, tokens_of, window_bounds
-from .attention_family import Family, Given, Problem
+from .attention_family import Arguments, Family, Problem
 from .attention_layout import layout_of
 from .attention_op import call_op
 from .attention_repeat import Pattern
 
 
-def sequence_mask(given: Given, q_len: int, k_len: int) -> AttnMask:
+def sequence_mask(given: Arguments, q_len: int, k_len: int) -> AttnMask:
     """Of one sequence, from an op's arguments."""
     window = given["window_left"], given["window_right"]
     return _sequence_mask(q_len, k_len, given["causal"], window, given["sink_tokens"])
@@ -38,7 +38,7 @@ def _sequence_mask(
     return AttnMask.varlen(*cu, causal=causal, window=window, global_tokens=sink_tokens)
 
 
-def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
+def _problem(title: str, given: Arguments, rows: int, comm: Comm) -> Problem:
     layout = layout_of(title, comm, "layout", given["layout"], rows, None)
     return Problem(sequence_mask(given, layout.total, layout.total), layout, layout)
 

@@ -25,14 +25,14 @@ from ..varlen_utils import (
     value_of,
 )
 from .arguments import ArgumentError, Options, flag_of, ring_group, tokens_of, window_bounds
-from .attention_family import Family, Given, Problem, has_data
+from .attention_family import Arguments, Family, Problem, has_data
 from .attention_layout import layout_of
 from .attention_op import call_op
 from .attention_repeat import Pattern
 from .dense_attn import sequence_mask
 
 
-def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
+def _problem(title: str, given: Arguments, rows: int, comm: Comm) -> Problem:
     """The totals come from ``cu_seqlens``, so no rank asks another."""
     cu = {}
     for side in "qk":
@@ -67,7 +67,7 @@ def _problem(title: str, given: Given, rows: int, comm: Comm) -> Problem:
     return Problem(mask, q_layout, k_layout, positions)
 
 
-def _known(given: Given, q_len: int, k_len: int) -> AttnMask | None:
+def _known(given: Arguments, q_len: int, k_len: int) -> AttnMask | None:
     cu = given["cu_seqlens_q"], given["cu_seqlens_k"]
     if not all(map(has_data, cu)):
         return None

@@ -1,4 +1,4 @@
-"""The public functions as engines that generate code see them: see :mod:`annotations.codegen.public_call`."""
+"""The public functions as engines that generate code see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from annotations.codegen.public_call import PublicCall, declare_call, without_da
 from annotations.registry import AnnotatedOp, OpRecord
 from annotations.rules import SplitSite
 
-from ..core.comm.fake_comm import RehearsalComm
+from ..core.comm.fake_comm import FakeComm
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..layout_ops import (
@@ -37,7 +37,7 @@ from .arguments import reduce_dtype_of, refuse_unsupported
 from .query_shards import part_numbers
 from .token_move import UNKNOWN, WHOLE, move_tokens
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 
 def _attention(
@@ -45,7 +45,7 @@ def _attention(
 ) -> PublicCall:
     """Of an attention function: with ``cu_seqlens`` it is another op than without."""
 
-    def op(given: Given) -> tuple[OpRecord, Given]:
+    def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         _refuse_without_ring(function, given)
         refuse_unsupported(
             function.__name__, return_attn_probs=given.get("return_attn_probs", False)
@@ -72,7 +72,7 @@ def _attention(
         arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 
-    def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
+    def rehearse(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         """As the last part, which in causal attention has most to do."""
         parts = {site.identifier: site.parts for site in sites}
         changed = dict(_rehearse_group(given, sites))
@@ -92,7 +92,7 @@ def _attention(
     )
 
 
-def _one_document(given: Given, rows: int, keys: int) -> dict[str, Any]:
+def _one_document(given: Arguments, rows: int, keys: int) -> dict[str, Any]:
     """Documents have lengths only at run time, so all tokens are taken to be of one."""
     tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
     changed: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _one_document(given: Given, rows: int, keys: int) -> dict[str, Any]:
     return changed
 
 
-def _attention_arguments(site: SplitSite) -> Given:
+def _attention_arguments(site: SplitSite) -> Arguments:
     """How a call says which part it is given; on one rank any layout is the contiguous one."""
     if site.group:
         return {"process_group": list(site.ranks), "layout": None, "k_layout": None}
@@ -120,7 +120,7 @@ def _move(
 ) -> PublicCall:
     """Of a function that moves tokens; None stands for its ``layout`` argument."""
 
-    def op(given: Given) -> tuple[OpRecord, Given]:
+    def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         layout = given["layout"]
         spec = layout.spec if isinstance(layout, Layout) else layout
         return move_tokens.record, {
@@ -137,11 +137,11 @@ def _move(
 
 
 def _documents(function: Callable[..., Any]) -> PublicCall:
-    def op(given: Given) -> tuple[OpRecord, Given]:
+    def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         _refuse_without_ring(function, given)
         return shuffle_documents.record, given
 
-    def rehearse(given: Given, sites: Sequence[SplitSite]) -> Given:
+    def rehearse(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         parts = next((site.parts for site in sites if site.group), 1)
         tokens = given["hidden_states"].shape[0] * parts
         return {**_rehearse_group(given, sites), **_one_document(given, tokens, tokens)}
@@ -149,22 +149,20 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
     return PublicCall(function, op, _one, _group_only, rehearse=rehearse)
 
 
-def _one(given: Given) -> int:
+def _one(given: Arguments) -> int:
     return 1
 
 
-def _group_only(site: SplitSite) -> Given:
+def _group_only(site: SplitSite) -> Arguments:
     return {"process_group": list(site.ranks)}
 
 
-def _rehearse_group(given: Given, sites: Sequence[SplitSite]) -> Given:
+def _rehearse_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
     inside = next((site for site in sites if site.group), None)
-    return (
-        {} if inside is None else {"process_group": RehearsalComm(inside.parts - 1, inside.parts)}
-    )
+    return {} if inside is None else {"process_group": FakeComm(inside.parts - 1, inside.parts)}
 
 
-def _refuse_without_ring(function: Callable[..., Any], given: Given) -> None:
+def _refuse_without_ring(function: Callable[..., Any], given: Arguments) -> None:
     if given.get("enable_ring") is False:
         raise NotImplementedError(
             f"{function.__name__}: enable_ring=False is not supported in a captured graph, where "

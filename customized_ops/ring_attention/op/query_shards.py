@@ -25,7 +25,7 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.merge.merge import accumulation_dtype
 from .arguments import ArgumentError, is_integer
-from .attention_family import Given, Problem
+from .attention_family import Arguments, Problem
 
 HEADS = -2
 
@@ -48,7 +48,7 @@ def part_numbers(op: str, name: str, part: tuple[int, int] | None, kind: str) ->
     return {f"{kind}_part": int(pair[0]), f"{kind}_parts": int(pair[1])}
 
 
-def refuse_with_parts(op: str, given: Given, ranks: int) -> None:
+def refuse_with_parts(op: str, given: Arguments, ranks: int) -> None:
     """What does not go with a part of q.
 
     Raises:
@@ -91,7 +91,7 @@ def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) ->
     return start, stop
 
 
-def rows_of(op: str, problem: Problem, given: Given) -> Problem:
+def rows_of(op: str, problem: Problem, given: Arguments) -> Problem:
     """The problem of the rows that q holds.
 
     Raises:
@@ -128,7 +128,7 @@ class KeyHeads:
     group: int
 
     @staticmethod
-    def of_call(op: str, given: Given) -> KeyHeads | None:
+    def of_call(op: str, given: Arguments) -> KeyHeads | None:
         """Of a call with a part of the heads; None without.
 
         Raises:

@@ -27,7 +27,7 @@ from .token_axes import Along, Place
 
 
 @dataclass(frozen=True, eq=False)
-class Hoisting:
+class SequencePermutation:
     """Which ops run on the sequence in another order.
 
     Attributes:
@@ -41,7 +41,7 @@ class Hoisting:
     told: Mapping[str, Mapping[str, Any]]
 
 
-def reordered(captured: Captured, hoisting: Hoisting) -> Captured:
+def reordered(captured: Captured, hoisting: SequencePermutation) -> Captured:
     """``captured`` as ``hoisting`` says: the same function of tensors in natural order."""
     graph = copy.deepcopy(captured.graph)
     rewriting = _Rewriting(graph, hoisting)
@@ -70,7 +70,7 @@ class _Rewriting:
         constants: by placeholder's name, the permutations that were put in.
     """
 
-    def __init__(self, graph: Graph, hoisting: Hoisting) -> None:
+    def __init__(self, graph: Graph, hoisting: SequencePermutation) -> None:
         self.nodes = {node.name: node for node in graph.nodes}
         self.constants: dict[str, Tensor] = {}
         self._graph, self._hoisting = graph, hoisting

@@ -5,8 +5,8 @@ its ranks are uneven, or exchange rows in every layer. Most other ops do not car
 where. So a sequence may be permuted at the graph's inputs, such that contiguous parts are even
 work; attention is told, and ops that do care (a convolution, a roll) get natural order back.
 
-    captured, cuts --hoist--> Hoisting, notes       which ops run in which order: order_cut
-    captured, Hoisting --reordered--> captured      how ops go along a sequence: axes
+    captured, cuts --hoist--> SequencePermutation, notes       which ops run in which order: order_cut
+    captured, SequencePermutation --reordered--> captured      how ops go along a sequence: axes
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..plan.policies import PolicyError
 from ..report.engine_plan import EnginePlan
 from ..strategies.op_strategies import COST_ONLY
 from .permutation_choice import Move, OrderCut, follow, readers_of
-from .permuted_graph import Hoisting, reordered
+from .permuted_graph import SequencePermutation, reordered
 from .token_axes import Along, Place, axis_of_split
 
 
@@ -96,7 +96,7 @@ def hoist(
     parts: int,
     rates: Rates,
     settings: Mapping[str, Any],
-) -> tuple[list[Hoisting], list[str]]:
+) -> tuple[list[SequencePermutation], list[str]]:
     """What to permute, and what to say about it in the plan.
 
     Args:
@@ -108,7 +108,7 @@ def hoist(
         Rewrites to make one after the other, see :func:`~.reorder.reordered`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
     """
-    found: list[Hoisting] = []
+    found: list[SequencePermutation] = []
     notes: list[str] = []
     always = settings.get("hoist")
     if always is False:
@@ -139,7 +139,7 @@ def hoisted(
     mesh_shape: Sequence[int],
     rates: Rates,
     settings: Mapping[str, Any],
-) -> tuple[list[Hoisting], list[str]]:
+) -> tuple[list[SequencePermutation], list[str]]:
     """:func:`hoist` on a mesh: for sequences that are cut along one axis of it.
 
     Args:
@@ -164,7 +164,7 @@ def hoisted(
 
 def hoisted_as(
     plan: EnginePlan, captured: Captured, rates: Rates, settings: Mapping[str, Any]
-) -> tuple[list[Hoisting], list[str]]:
+) -> tuple[list[SequencePermutation], list[str]]:
     """What was permuted when ``plan`` was made: what gives a graph that has all of its ops.
 
     Raises:
@@ -205,10 +205,10 @@ def _cut(
     return OrderCut(readers, ways, gains, parts, rates, always)
 
 
-def _hoisting(cut: OrderCut, ops: Sequence[Reorderable], order: Order) -> Hoisting:
+def _hoisting(cut: OrderCut, ops: Sequence[Reorderable], order: Order) -> SequencePermutation:
     ways = {node.name: way for node, way in cut.ways.items() if cut.sides[node]}
     told = {op.node.name: op.told(order) or {} for op in ops if op.node.name in ways}
-    return Hoisting(order, ways, told)
+    return SequencePermutation(order, ways, told)
 
 
 def _done(cut: OrderCut) -> str:

@@ -17,7 +17,7 @@ from annotations.rules import InnerCost
 from ..capture.capture import tensor_inputs
 from ..capture.nodes import arguments_of, values_of
 from ..strategies.op_strategies import Strategy
-from ..strategies.reshard import Shape, Step
+from ..strategies.reshard import ReshardStep, Shape
 
 BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
 BACKWARD = 2.0  # of other ops' forward
@@ -96,12 +96,12 @@ def received_seconds(count: float, link: Link) -> float:
     return link.seconds + count / link.bytes_per_second if count else 0.0
 
 
-def steps_bytes(steps: Sequence[Step], value: Tensor) -> int:
+def steps_bytes(steps: Sequence[ReshardStep], value: Tensor) -> int:
     """Received by the busiest rank along a path."""
     return sum(int(step.elements * value.element_size()) for step in steps)
 
 
-def steps_seconds(steps: Sequence[Step], value: Tensor, rates: Rates) -> float:
+def steps_seconds(steps: Sequence[ReshardStep], value: Tensor, rates: Rates) -> float:
     """Time of a path."""
     return sum(
         received_seconds(step.elements * value.element_size(), rates.link(step.axis))
@@ -110,7 +110,7 @@ def steps_seconds(steps: Sequence[Step], value: Tensor, rates: Rates) -> float:
     )
 
 
-def _copied_bytes(step: Step, value: Tensor) -> float:
+def _copied_bytes(step: ReshardStep, value: Tensor) -> float:
     """Read and written to put in its place what arrives along a dim that is not the first; parts of
     the first lie in one piece."""
     if step.kind not in ("all-gather", "reduce-scatter"):

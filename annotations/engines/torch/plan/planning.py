@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...config import ComputeConfig
 from ..capture.capture import Captured
 from ..module.rank_agreement import same_graph
-from ..permute.permuted_graph import Hoisting, reordered
+from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
 from ..report.engine_plan import EnginePlan
 from ..report.plan_summary import cut, graph_hash, make_report
@@ -45,7 +45,7 @@ class Planned:
         parameters: how those lie that are kept in parts, by their names in the module.
     """
 
-    hoistings: Sequence[Hoisting]
+    hoistings: Sequence[SequencePermutation]
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Places]
     report: EnginePlan
@@ -99,7 +99,7 @@ def plan_graph(
         kept: how parameters lie already that are kept in parts.
     """
 
-    def planned(hoistings: Sequence[Hoisting], splits: Mapping[str, Any]) -> Planned:
+    def planned(hoistings: Sequence[SequencePermutation], splits: Mapping[str, Any]) -> Planned:
         graph = functools.reduce(reordered, hoistings, captured)
         choices = find_choices(graph, mesh, parameters, config.num_scale_units)
         limits = _limits(policy, choices, config)

@@ -15,7 +15,7 @@ from ..capture.nodes import is_getitem, resolve, values_of
 from ..plan.policies import OpSite, sites
 from .op_strategies import Strategy, strategies_of
 from .placements import Places
-from .reshard import Shape, Step, gradient_steps, steps
+from .reshard import ReshardStep, Shape, gradient_steps, steps
 
 # How a tensor is read, and how its gradient then lies.
 Reading = tuple[Places, Places]
@@ -103,7 +103,7 @@ def _is_differentiated(node: Node, inputs: Sequence[Node], known: Mapping[Node, 
 
 def move_steps(
     choices: Choices, producer: Node, tensor: Tensor, source: Places, reading: Reading
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+) -> tuple[tuple[ReshardStep, ...], tuple[ReshardStep, ...]]:
     """The steps of a tensor to one of its readings, and those of its gradient back."""
     (target, grad), shape = reading, tuple(tensor.shape)
     there = steps(shape, source, target, choices.parts)

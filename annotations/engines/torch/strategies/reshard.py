@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective along one axis.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[Step, ...]:
+def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[ReshardStep, ...]:
     """The path that receives least, and of those the shortest.
 
     Args:
@@ -70,7 +70,7 @@ def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[S
     raise AssertionError("gathering everything and slicing it is always a path")
 
 
-def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> Step | None:
+def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> ReshardStep | None:
     """The step along ``axis``, None where there is none or a later axis cuts the same dim."""
     place, n = here[axis], parts[axis]
     if place == to or isinstance(to, Partial):
@@ -92,17 +92,19 @@ def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> Step 
             due = [joint[place.dim] * share(joint[to.dim], n, r) for r in range(n)]
             rest = size // (joint[place.dim] * joint[to.dim]) if size else 0
             most = max(a - b for a, b in zip(due, kept, strict=True))
-            return Step(axis, here, after, "all-to-all", most * rest)
+            return ReshardStep(axis, here, after, "all-to-all", most * rest)
         case Shard(), _:
-            return Step(axis, here, after, "all-gather", padded(place.dim) * (n - 1))
+            return ReshardStep(axis, here, after, "all-gather", padded(place.dim) * (n - 1))
         case Partial(), Shard():
-            return Step(axis, here, after, "reduce-scatter", padded(to.dim) * (n - 1))
+            return ReshardStep(axis, here, after, "reduce-scatter", padded(to.dim) * (n - 1))
         case Partial(), _:
-            return Step(axis, here, after, "all-reduce", 2 * size * (n - 1) / n)
-    return Step(axis, here, after, "slice", 0)
+            return ReshardStep(axis, here, after, "all-reduce", 2 * size * (n - 1) / n)
+    return ReshardStep(axis, here, after, "slice", 0)
 
 
-def gradient_steps(shape: Shape, grad: Places, source: Places, parts: Shape) -> tuple[Step, ...]:
+def gradient_steps(
+    shape: Shape, grad: Places, source: Places, parts: Shape
+) -> tuple[ReshardStep, ...]:
     """The way back: of a gradient that lies as ``grad``, to how that of ``source`` must lie."""
     return steps(shape, grad, tuple(map(unsplit, source)), parts)
 
@@ -150,7 +152,7 @@ def _contiguous(value: Any) -> Any:
     )
 
 
-def _exchange(value: Any, step: Step) -> Any:
+def _exchange(value: Any, step: ReshardStep) -> Any:
     """From cut on one dim to cut on another, by one all-to-all of exactly what must move."""
     mesh, axis = value.device_mesh, step.axis
     was, to = step.before[axis], step.after[axis]

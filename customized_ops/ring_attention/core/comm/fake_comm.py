@@ -9,7 +9,7 @@ from torch import Tensor
 from .messages import Comm, Messages, Reduction
 
 
-class RehearsalComm(Comm):
+class FakeComm(Comm):
     """Rank ``rank`` of ``size``, all others being absent: what they would send never comes, and
     buffers for it keep whatever is in them. Plans, buffers and kernel calls are the real ones;
     results are meaningless, and moving bytes takes no time."""
@@ -29,7 +29,7 @@ class RehearsalComm(Comm):
         return [value] * self.size
 
 
-def by_name(name: str) -> RehearsalComm:
+def by_name(name: str) -> FakeComm:
     """The one called ``name``."""
     _, rank, size = name.split(":")
-    return RehearsalComm(int(rank), int(size))
+    return FakeComm(int(rank), int(size))

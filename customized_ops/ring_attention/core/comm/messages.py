@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..plan.cost import H200, H200_NCCL
 from ..plan.exchange import Exchange, Where
-from .transfer_side import Dims, Put, Side, copy, place
+from .transfer_side import Dims, Put, TransferSide, copy, place
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
@@ -143,8 +143,8 @@ class Comm(ABC):
             tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        source = Side(tensors, dims, exchange.sent)
-        target = Side(buffers, [dim.of_share for dim in dims], exchange.received)
+        source = TransferSide(tensors, dims, exchange.sent)
+        target = TransferSide(buffers, [dim.of_share for dim in dims], exchange.received)
         arrive = self._pass(source, target.peers, target.shape)
         if self.rank in exchange.sent:
             copy(source.of(self.rank), target.of(self.rank))
@@ -182,15 +182,15 @@ class Comm(ABC):
             over: a fetch of this pass whose tokens are not read from here on, so that what comes
                 home may come into their memory; on every rank, or on none.
         """
-        source = Side(results, [dim.of_share for dim in dims], exchange.received)
-        arriving = Side(results, dims, exchange.sent)
+        source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
+        arriving = TransferSide(results, dims, exchange.sent)
         arrive = self._pass(source, exchange.sent, arriving.shape, dtype)
         mine = {self.rank: source.take(self.rank)} if self.rank in exchange.sent else {}
         return Pending(lambda: deliver(arrive() | mine, into, dims, exchange, put))
 
     def _pass(
         self,
-        source: Side,
+        source: TransferSide,
         peers: Mapping[int, Where],
         shape: Callable[[int, int], list[int]],
         dtype: torch.dtype | None = None,
@@ -243,7 +243,7 @@ def deliver(
 ) -> None:
     """Put results that came home in their places, in rank order."""
     places = into() if callable(into) else into
-    target = Side(places, dims, exchange.sent)
+    target = TransferSide(places, dims, exchange.sent)
     for peer in sorted(parts):
         put(target.of(peer), parts[peer])
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..plan.exchange import Exchange
 from .messages import Comm, Into, Pending, SeenBy, deliver
-from .transfer_side import Block, Dims, Put, Side, copy
+from .transfer_side import Block, Dims, Put, TransferSide, copy
 
 ALIGNED_BYTES = 256
 DONE = 0  # channel; those of exchanges follow
@@ -177,7 +177,7 @@ class Fetched(Pending):
         self.ready = ready
 
 
-class Push(Comm):
+class OneSidedComm(Comm):
     """A Comm whose ranks write into one another's memory.
 
     What comes without ``seen_by`` goes by messages, and so do tensors of another device (a group
@@ -261,10 +261,10 @@ class Push(Comm):
             (),
             lambda: self._fetching(exchange, tensors, dims, seen_by),
         )
-        source = Side(tensors, dims, exchange.sent)
+        source = TransferSide(tensors, dims, exchange.sent)
         self._write(ready, source)
         if self.rank in exchange.sent:  # what the rank holds itself is part of the buffer
-            target = Side(ready.buffers, [dim.of_share for dim in dims], exchange.received)
+            target = TransferSide(ready.buffers, [dim.of_share for dim in dims], exchange.received)
             copy(source.of(self.rank), target.of(self.rank))
 
         def finish() -> list[Tensor]:
@@ -288,7 +288,7 @@ class Push(Comm):
         if seen_by is None or not self._has_place(results[0]):
             return super().send_home(exchange, results, into, dims, put, dtype)
         spent = over.ready if isinstance(over, Fetched) else None
-        source = Side(results, [dim.of_share for dim in dims], exchange.received)
+        source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
         ready = self._ready(
             "send home",
             exchange,
@@ -334,7 +334,7 @@ class Push(Comm):
         self._arena.at, self._channel = ready.after, ready.channels[-1]
         return ready
 
-    def _write(self, ready: Prepared, source: Side) -> None:
+    def _write(self, ready: Prepared, source: TransferSide) -> None:
         """Copy what peers need to them, and tell them."""
         for peer, to in ready.copies:
             part = source.of(peer)
@@ -367,7 +367,7 @@ class Push(Comm):
         for peer in self._others(exchange.sent):
             where = sides[peer].received[self.rank]
             there = _views(places[peer], shapes[peer], dtypes)
-            received_there = Side(there, [dim.of_share for dim in dims], {self.rank: where})
+            received_there = TransferSide(there, [dim.of_share for dim in dims], {self.rank: where})
             copies.append((peer, received_there.of(self.rank)))
             sent += sum(where.count * to.nbytes // max(sides[peer].tokens, 1) for to in there)
         buffers = _views(places[self.rank], shapes[self.rank], dtypes)
@@ -393,7 +393,7 @@ class Push(Comm):
         def incoming(rank: int) -> dict[int, list[list[int]]]:
             """Shapes of the parts that come to a rank, by sender."""
             sent = seen[rank].sent
-            shape = Side(results, dims, sent).shape
+            shape = TransferSide(results, dims, sent).shape
             return {p: [shape(n, p) for n in range(len(dtypes))] for p in sent if p != rank}
 
         coming = [incoming(rank) for rank in range(self.size)]

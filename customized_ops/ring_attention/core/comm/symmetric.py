@@ -15,7 +15,7 @@ from annotations.groups import group_of_ranks
 
 from ..plan.cost import H200
 from .messages import DistComm
-from .one_sided import Piece, Push
+from .one_sided import OneSidedComm, Piece
 
 SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
@@ -92,7 +92,7 @@ class SymmetricMemory:
         self._signals.wait_signal(peer, channel)
 
 
-class SymmetricComm(Push, DistComm):
+class SymmetricComm(OneSidedComm, DistComm):
     """Over symmetric memory, and NCCL for what comes without a place."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

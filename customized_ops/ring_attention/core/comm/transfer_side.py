@@ -94,7 +94,7 @@ def copy(source: Block, target: Block) -> None:
 
 
 @dataclass(slots=True)
-class Side:
+class TransferSide:
     """Tensors whose tokens leave, or arrive.
 
     Attributes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .row_coverage import Given
+from .row_coverage import RowCoverage
 from .rows import on_gpu
 
 
@@ -82,7 +82,7 @@ class Accumulator:
         self._wide = parts is None or parts > 2
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._given = Given()
+        self._given = RowCoverage()
 
     def add(self, out: Tensor, lse: Tensor, rows: slice | None = None) -> None:
         """Merge the result of attending further keys; takes ownership of both tensors.
@@ -165,7 +165,7 @@ class Sum:
         self._like = like
         self._wide = parts is None or parts > 2
         self._total: Tensor | None = None
-        self._given = Given()
+        self._given = RowCoverage()
 
     def add(self, part: Tensor, rows: slice | None = None) -> None:
         """Add a part, in any dtype; takes ownership of it.

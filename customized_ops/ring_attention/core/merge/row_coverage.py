@@ -5,7 +5,7 @@ from __future__ import annotations
 Piece = tuple[int, int, bool]  # first row, one past the last, whether the rows had a part before
 
 
-class Given:
+class RowCoverage:
     """A set of rows that grows by ranges; a step has a handful of them, so plain lists will do."""
 
     def __init__(self) -> None:

@@ -53,8 +53,8 @@ from ..plan import Plan
 from ..plan.exchange import Exchange
 from ..plan.rank_plan import Range, RankPlan, Stage
 from . import side_stream as lanes
-from .head_shard import Parts, Share
-from .side_stream import Lanes
+from .head_shard import HeadShard, Parts
+from .side_stream import SideStream
 
 LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
 
@@ -85,7 +85,7 @@ def attention_forward(
     if pairs is not None:
         out, lse = kernel.forward(q, k, v, pairs, scoring, None)
         return out.to(q.dtype), lse
-    share = Share(plan, comm.rank, q, k, scoring, key_positions)
+    share = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share)
     mine, own_q, v_dim = run.mine, share.of(q, share.rows), v.shape[-1]
     own = Accumulator(own_q.shape[1], mine.row_parts)
@@ -167,7 +167,7 @@ def attention_backward(
         given = dout, q, k, v, out, lse, pairs, scoring, None
         grads = kernel.backward(*given, dlse=dlse, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-    share = Share(plan, comm.rank, q, k, scoring, key_positions)
+    share = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
     mine = run.mine
     wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
@@ -266,7 +266,7 @@ def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
     return found
 
 
-Arrived = tuple[Share, Tensor, Tensor]  # which heads, their keys and their values
+Arrived = tuple[HeadShard, Tensor, Tensor]  # which heads, their keys and their values
 
 
 class _Pass:
@@ -278,7 +278,7 @@ class _Pass:
     """
 
     def __init__(
-        self, plan: Plan, comm: Comm, kernel: Kernel, share: Share, deterministic: bool = False
+        self, plan: Plan, comm: Comm, kernel: Kernel, share: HeadShard, deterministic: bool = False
     ) -> None:
         self._plan, self._comm, self._kernel, self._share = plan, comm, kernel, share
         self._deterministic = deterministic
@@ -286,7 +286,7 @@ class _Pass:
         self.local, self.late = self.mine.local, self.mine.late_rows
         self._moves = plan.rows_move or plan.keys_move
         self._last: Pending | None = None  # fetch of keys, once they are here
-        self._lanes = Lanes(share.device, two=self._moves and comm.two_streams)
+        self._lanes = SideStream(share.device, two=self._moves and comm.two_streams)
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the stream for what waits for peers."""
@@ -393,7 +393,7 @@ class _Pass:
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        heads: Share,
+        heads: HeadShard,
         *,
         guests: bool = False,
     ) -> tuple[Tensor, Tensor]:
@@ -411,7 +411,7 @@ class _Pass:
         of_rows: Sequence[Tensor],
         keys: Tensor,
         values: Tensor,
-        heads: Share,
+        heads: HeadShard,
         *,
         guests: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from ..plan.head_shares import head_shares
 from ..plan.rank_plan import Range
 
 
-class Share:
+class HeadShard:
     """What one rank computes of a call: the n-th of a team has the n-th share of the heads.
 
     Attributes:
@@ -53,7 +53,7 @@ class Share:
             return scoring
         return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
 
-    def groups(self, q: Tensor, k: Tensor) -> list[Share]:
+    def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
         """The groups of heads whose keys arrive one after the other, each as if it were a share
         that every rank has; this share itself where there is one group.
 

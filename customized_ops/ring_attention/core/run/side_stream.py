@@ -20,7 +20,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 ONE_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-class Lanes:
+class SideStream:
     """The caller's stream and a second one beside it; on a CPU, or where one is enough, nothing.
 
     A tensor may be used on either between :meth:`fork` and :meth:`join` if it lives until then:
@@ -69,12 +69,12 @@ class _Beside:
         self._given, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        """See :meth:`Lanes.fork`."""
+        """See :meth:`SideStream.fork`."""
         self._given.record(self._main)
         self.second.wait_event(self._given)
 
     def join(self) -> None:
-        """See :meth:`Lanes.join`."""
+        """See :meth:`SideStream.join`."""
         self._done.record(self.second)
         self._main.wait_event(self._done)
 

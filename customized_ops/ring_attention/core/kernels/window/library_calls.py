@@ -38,7 +38,7 @@ class Packing:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class LibraryCall:
     """One call of a library. Several segments go packed, one of them a batch entry does not.
 
     Attributes:
@@ -112,10 +112,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Steps:
+class LibraryCalls:
     """The calls of some pairs in order, and where the lowered ones lie."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[LibraryCall, ...]
     rows: Spans
     keys: Spans
 
@@ -129,13 +129,13 @@ def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[C
     return pairs.made((lowered, gaps, wide_right), make)
 
 
-def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool) -> Steps:
+def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool) -> LibraryCalls:
     """The calls of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
     batch, device = tensors[0].shape[0], tensors[0].device
     # Batch entries are packed together where they lie end to end in memory.
     flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
 
-    def make() -> Steps:
+    def make() -> LibraryCalls:
         calls = lowered(pairs, gaps, wide_right)
         made = [
             step
@@ -143,7 +143,7 @@ def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: boo
             for step in _of_call(n, call, pairs, batch, flat, device)
         ]
         cut = len(made) > len(calls)
-        return Steps(
+        return LibraryCalls(
             tuple(made),
             Spans.of([call.rows for call in calls], pairs.q_len, cut=cut),
             Spans.of([call.keys for call in calls], pairs.k_len, cut=cut),
@@ -154,7 +154,7 @@ def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: boo
 
 def _of_call(
     n: int, call: Call, pairs: Pairs, batch: int, flat: bool, device: torch.device
-) -> Iterator[Step]:
+) -> Iterator[LibraryCall]:
     """One call for all batch entries if it is one segment or all entries lie end to end, else one
     for each."""
     rows, keys = _span(call.rows, pairs.q_len), _span(call.keys, pairs.k_len)
@@ -164,7 +164,7 @@ def _of_call(
     packing = _packing(call, entries, device) if packed else None
     for entry in range(0, batch, entries):
         only = None if entries == batch else entry
-        yield Step(n, call.window, packing, entries, only, rows, keys, call.skips_rows)
+        yield LibraryCall(n, call.window, packing, entries, only, rows, keys, call.skips_rows)
 
 
 def _span(tokens: Range, length: int) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from ...merge import merge_
 from ...merge.merge import accumulation_dtype
 from ..pairs import Pairs
 from ..scoring import Scoring, Tokens
-from .library_calls import Packing, Step, steps
+from .library_calls import LibraryCall, Packing, steps
 from .lowering import Window
 from .spans import Gradient
 
@@ -113,7 +113,7 @@ def forward(
 
 def _attend(
     attend: Attend,
-    step: Step,
+    step: LibraryCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
