@@ -26,14 +26,14 @@ os.environ.setdefault("SEQSHARD_CHECK", "0")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
-import torch
-from op_cases import run_rank
-from op_table import TABLE, UNEVEN
-from torch import Tensor
-from tqdm import tqdm
+import torch  # noqa: E402
+from op_cases import run_rank  # noqa: E402
+from op_table import TABLE, UNEVEN  # noqa: E402
+from torch import Tensor  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
-from customized_ops.ring_attention import AttnMask, Layout, make_plan, run_ranks
-from customized_ops.ring_attention.core.cost import H200
+from customized_ops.ring_attention import AttnMask, Layout, make_plan, run_ranks  # noqa: E402
+from customized_ops.ring_attention.core.cost import H200  # noqa: E402
 
 SIZES = (32, 8, 128, 128, 2)
 
