@@ -18,7 +18,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.kernels import KernelError
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.op import attention_call, attention_op
+from customized_ops.ring_attention.op import bound, call
 
 LATE_SECONDS = 0.3
 
@@ -131,7 +131,7 @@ def _planned_with(cases: Cases, over: Sequence[Groups], **choice: int) -> list[A
 def _plans_of(choice: dict[str, int]) -> Iterator[list[Plan]]:
     """Plans of such a choice; yields those that are run over several ranks."""
     ran: list[Plan] = []
-    forward = attention_call.attention_forward
+    forward = bound.attention_forward
 
     def plan(*args: Any, **options: Any) -> Any:
         ranks = args[1].group_size
@@ -142,8 +142,8 @@ def _plans_of(choice: dict[str, int]) -> Iterator[list[Plan]]:
         return forward(plan, *args, **options)
 
     with (
-        patch.object(attention_op, "make_plan", plan),
-        patch.object(attention_call, "attention_forward", recorded),
+        patch.object(call, "make_plan", plan),
+        patch.object(bound, "attention_forward", recorded),
     ):
         yield ran
 

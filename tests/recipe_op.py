@@ -4,49 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from op_cases import Case
 from torch import Tensor
+from typing_extensions import Unpack
 
 from annotations import Communicates, InnerCost, PartitionRule, register_op
-from customized_ops.ring_attention import AttnMask, Layout
-from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention import AttnMask
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike, comm_by_name
-from customized_ops.ring_attention.op.arguments import Options
-from customized_ops.ring_attention.op.attention_family import Arguments, Family, Problem
-from customized_ops.ring_attention.op.attention_layout import layout_of
-from customized_ops.ring_attention.op.attention_op import call_op, declare
-from customized_ops.ring_attention.op.attention_repeat import Pattern
+from customized_ops.ring_attention.op.documentation import attention_function
+from customized_ops.ring_attention.op.eager import attend
+from customized_ops.ring_attention.op.graph import declare
+from customized_ops.ring_attention.op.mask_source import Arguments, MaskSource, Problem, Shards
+from customized_ops.ring_attention.op.options import SharedOptions
+from customized_ops.ring_attention.op.shard_layout import layout_of
 
 # 1. Attention of each block of tokens to itself and to those before it.
 
 
-def block_mask(given: Arguments, q_len: int, k_len: int) -> AttnMask:
-    """Which pairs attend, from the op's numbers."""
-    return AttnMask.block_causal(q_len, given["block"])
+@dataclass(frozen=True, slots=True)
+class Blocks(MaskSource):
+    """Which pairs attend, from one number."""
+
+    block: int
+
+    same_length: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, type]] = {"block": int}
+
+    def key(self) -> Any:
+        """The number, and its type."""
+        return type(self.block), self.block
+
+    def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As the op has it."""
+        return {}, {"block": self.block}
+
+    @classmethod
+    def decode(cls, given: Arguments) -> Blocks:
+        """From the op."""
+        return cls(given["block"])
+
+    def mask(self, q_len: int, k_len: int) -> AttnMask:
+        """Over so many tokens."""
+        return AttnMask.block_causal(q_len, self.block)
+
+    def problem(self, op: str, shards: Shards) -> Problem:
+        """With the layout of its tokens."""
+        layout = layout_of(op, shards.comm, "layout", shards.layout, shards.rows, None)
+        return Problem(self.mask(layout.total, layout.total), layout, layout)
 
 
-def problem(title: str, given: Arguments, rows: int, comm: Comm) -> Problem:
-    """Which pairs attend in a call, and where its tokens lie."""
-    layout = layout_of(title, comm, "layout", given["layout"], rows, None)
-    return Problem(block_mask(given, layout.total, layout.total), layout, layout)
+BLOCK_ATTN = declare(Blocks, "recipes::block_attn", "wrap_block_attn_func")
 
 
-BLOCKS = Family(
-    packed=False,
-    tensors={},
-    numbers={"block": int},
-    same_length=True,
-    problem=problem,
-    all_rows=lambda given: given["k"].shape[1],
-    known=block_mask,
-    otherwise=block_mask,
-)
-BLOCK_ATTN = declare(BLOCKS, "recipes::block_attn", "wrap_block_attn_func")
-
-
+@attention_function
 def wrap_block_attn_func(
     q: Tensor,
     k: Tensor,
@@ -54,32 +67,30 @@ def wrap_block_attn_func(
     block: int,
     process_group: GroupLike = None,
     *,
-    layout: Layout | None = None,
     return_lse: bool = False,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    q_rows: tuple[int, int] | None = None,
-    q_heads: tuple[int, int] | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    **options: Unpack[SharedOptions],
 ) -> Any:
-    """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``"""
-    options = Options(
-        softcap=softcap,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
+    """``b l (g n) hd^, b l g hd^, b l g vd^ -> b l (g n) vd^``
+
+    Args:
+        block: tokens of one.
+    Returns:
+        As q.
+    """
+    return attend(
+        BLOCK_ATTN,
+        q,
+        k,
+        v,
+        Blocks(block),
+        process_group,
+        options,
         return_lse=return_lse,
-        layout=layout,
-        reduce_dtype=reduce_dtype,
-        q_rows=q_rows,
-        q_heads=q_heads,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
     )
-    pattern = Pattern((block,), lambda: {"block": block})
-    return call_op(BLOCK_ATTN, q, k, v, pattern, options, process_group)
 
 
 @dataclass(frozen=True)

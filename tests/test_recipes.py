@@ -27,6 +27,7 @@ from customized_ops.ring_attention import (
     AttnMask,
     Layout,
     make_plan,
+    public_calls,
     run_ranks,
     wrap_masked_attn_func,
 )
@@ -36,7 +37,6 @@ from customized_ops.ring_attention.core.layout import layout_spec
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
 from customized_ops.ring_attention.core.plan import work
-from customized_ops.ring_attention.op import public_calls
 from tests.core import test_patterns
 from tests.kernels import test_conformance
 from tests.ops import test_every_mask, test_mask_grid

@@ -5,6 +5,7 @@ Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 
 from annotations.groups import GroupError
 
+from . import public_calls as public_calls  # declares the functions below to engines
 from .core.comm.inprocess import run_ranks
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
@@ -19,7 +20,6 @@ from .layout_ops import (
 )
 from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
-from .op import public_calls as public_calls  # declares the functions below to engines
 from .op.agreement import DisagreementError
 from .op.arguments import ArgumentError
 from .op.uncompiled import make_plan

@@ -18,8 +18,8 @@ from .core.layout import Layout
 from .core.plan.exchange import Exchange
 from .core.plan.relayout import relayout
 from .op.arguments import ArgumentError, checked
+from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 from .op.token_move import MOVES_TOKENS, UNKNOWN
-from .varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 
 TOKENS = Dims(0, 0)
 

@@ -1,169 +1,16 @@
-"""Packed sequences: reading ``cu_seqlens`` on the host, and shuffling documents.
-
-Plans are made on the host, so ``cu_seqlens`` must be there. Lists, arrays and CPU tensors are
-copied at each call, which costs next to nothing; a tensor on a device is copied once a batch, for
-all layers and the backward, and copied again if it is changed in place.
-"""
+"""Shuffling packed documents, under the names of nnscaler's ``varlen_utils``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .core.mask import AttnMask
 from .layout_ops import wrap_shuffle_func, wrap_unshuffle_func
 from .op.arguments import ArgumentError, checked
-
-CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
-
-_host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
-    """``cu_seqlens`` as an int32 or int64 tensor: on the host a copy, on a device the tensor given.
-
-    Raises:
-        ArgumentError: not one-dimensional, or not integers.
-    """
-    # Copied on the host: the backward reads it again, and the caller's may have changed by then.
-    # Where an array shares a tensor's memory, autograd would not notice.
-    if not isinstance(cu_seqlens, Tensor):
-        tensor = _copied(op, name, cu_seqlens)
-    else:
-        tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
-    if tensor.ndim != 1 or tensor.shape[0] == 0:
-        raise ArgumentError(
-            f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
-            f"{tuple(tensor.shape)}"
-        )
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
-    return tensor
-
-
-def _copied(op: str, name: str, values: Sequence[int] | npt.NDArray[np.integer]) -> Tensor:
-    try:
-        return torch.tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # as torch has it: None, words, ragged lists
-        raise ArgumentError(
-            f"{op}: {name} must be integers, as a tensor, array or list, got {values!r}"
-        ) from None
-
-
-def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
-    """The values of an ``as_tensor`` result, as int64 on the host."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.detach().numpy().astype(np.int64)
-    if cu_seqlens.is_inference():  # has no version to notice changes by
-        return cu_seqlens.cpu().numpy().astype(np.int64)
-    state = cu_seqlens._version, cu_seqlens.data_ptr()
-    known = _host_copies.get(cu_seqlens)
-    if known is None or known[0] != state:
-        known = (state, cu_seqlens.detach().cpu().numpy().astype(np.int64))
-        _host_copies[cu_seqlens] = known
-    return known[1]
-
-
-def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
-    """What tells ``cu_seqlens`` from others of other values, shape, dtype or device, with a hash.
-
-    A device is waited for as in :func:`on_host`. None for what :func:`as_tensor` does not take, and
-    for what would take as long to tell as to do all again.
-    """
-    kind = type(cu_seqlens)
-    if kind is list or kind is tuple:
-        return (kind, *cu_seqlens) if set(map(type, cu_seqlens)) == {int} else None
-    if kind is np.ndarray and cu_seqlens.dtype.kind == "i":
-        return cu_seqlens.shape, cu_seqlens.dtype.str, cu_seqlens.tobytes()
-    if kind is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        return None
-    device = cu_seqlens.device
-    if device.type == "cpu":  # bytes as they are: cheaper, and the dtype is told too
-        values = cu_seqlens.numpy()
-    elif device.type == "cuda" and not cu_seqlens.is_inference():
-        values = on_host(cu_seqlens)
-    else:
-        return None
-    return cu_seqlens.shape, cu_seqlens.dtype, device, values.tobytes()
-
-
-def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
-    """Cumulative lengths start at 0 and never fall.
-
-    Raises:
-        ArgumentError: they do not; says where.
-    """
-    if values[0] != 0:
-        raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
-    falls = np.flatnonzero(np.diff(values) < 0)
-    if len(falls):
-        at = int(falls[0]) + 1
-        raise ArgumentError(
-            f"{op}: {name} must not fall, but {name}[{at}] = {values[at]} is below "
-            f"{name}[{at - 1}] = {values[at - 1]}: {_shown(values)}"
-        )
-
-
-def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) -> None:
-    """Cumulative lengths must end at the number of tokens.
-
-    Raises:
-        ArgumentError: they do not.
-    """
-    if values[-1] != tokens:
-        raise ArgumentError(
-            f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
-        )
-
-
-def check_max_seqlen(op: str, name: str, given: int, values: npt.NDArray[np.int64]) -> None:
-    """``max_seqlen`` is not needed here; one that is given (not negative) must be true.
-
-    Raises:
-        ArgumentError: a document is longer.
-    """
-    longest = int(np.diff(values).max(initial=0))
-    if 0 <= given < longest:
-        raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
-
-
-def document_mask(
-    cu_q: npt.NDArray[np.int64],
-    cu_k: npt.NDArray[np.int64],
-    causal: bool,
-    window: tuple[int, int],
-    sink_tokens: int = 0,
-) -> AttnMask:
-    """The packed mask, cached by value: layers and the backward of a batch share one."""
-    return _document_mask(cu_q.tobytes(), cu_k.tobytes(), causal, window, sink_tokens)
-
-
-@lru_cache(maxsize=256)
-def _document_mask(
-    cu_q: bytes, cu_k: bytes, causal: bool, window: tuple[int, int], sink_tokens: int
-) -> AttnMask:
-    as_array = (np.frombuffer(data, dtype=np.int64) for data in (cu_q, cu_k))
-    return AttnMask.varlen(*as_array, causal=causal, window=window, global_tokens=sink_tokens)
-
-
-def document_positions(
-    cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64] | None:
-    """Where each key stands on the queries' scale, the ends of a document's queries and keys
-    aligned; None where the two are as long."""
-    if np.array_equal(cu_q, cu_k):
-        return None
-    corner = np.repeat(cu_k[1:] - cu_q[1:], np.diff(cu_k))
-    return np.arange(cu_k[-1]) - corner
+from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, on_host
 
 
 def shuffle_varlen(
@@ -213,9 +60,3 @@ def _zigzag(
         return Layout.zigzag(int(values[-1]), size, values)
 
     return checked(title, group, check), group
-
-
-def _shown(values: npt.NDArray[np.int64]) -> str:
-    """At most the first and the last few values."""
-    listed = values.tolist()
-    return str(listed) if len(listed) <= 8 else f"[{str(listed[:4])[1:-1]}, ..., {listed[-1]}]"

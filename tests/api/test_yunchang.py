@@ -31,7 +31,7 @@ from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.comm.messages import Pending
 from customized_ops.ring_attention.core.cost import H200
-from customized_ops.ring_attention.op import attention_call
+from customized_ops.ring_attention.op import bound
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (2, 3), (3, 2), (2, 4), (4, 2)]
@@ -145,13 +145,13 @@ def test_rings_of_neighbours(impl: str) -> None:
 def test_the_ulysses_degree_is_the_size_of_teams(
     module: str, low: bool, sizes: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, ran = attention_call.attention_forward, []
+    forward, ran = bound.attention_forward, []
 
     def recorded(plan: Any, *args: Any) -> Any:
         ran.append(plan.team_size)
         return forward(plan, *args)
 
-    monkeypatch.setattr(attention_call, "attention_forward", recorded)
+    monkeypatch.setattr(bound, "attention_forward", recorded)
     check(case_of("full", ud=2, rd=2, module=module, low=low))
     assert len(ran) == 4 and set(ran) <= sizes
 
@@ -191,7 +191,7 @@ def test_keys_travel_while_others_are_attended(monkeypatch: pytest.MonkeyPatch) 
         return noted
 
     for name in ("attention_forward", "attention_backward"):
-        monkeypatch.setattr(attention_call, name, noting(getattr(attention_call, name)))
+        monkeypatch.setattr(bound, name, noting(getattr(bound, name)))
     monkeypatch.setattr(InProcessComm, "fetch", asked)
     slow_links = replace(H200, call_seconds=0.0, step_seconds=0.0, link_bytes=1e9)
     monkeypatch.setattr(InProcessComm, "costs", slow_links)

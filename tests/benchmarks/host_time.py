@@ -54,7 +54,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.core.comm import fake_comm as rehearsal
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
 from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
-from customized_ops.ring_attention.op import attention_call
+from customized_ops.ring_attention.op import bound
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -109,7 +109,7 @@ def without(what: str) -> ExitStack:
         stands_in = {"attention_forward": forward, "attention_backward": backward}
     stack = ExitStack()
     for name, function in stands_in.items():
-        stack.enter_context(mock.patch.object(attention_call, name, function))
+        stack.enter_context(mock.patch.object(bound, name, function))
     return stack
 
 

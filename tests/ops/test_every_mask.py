@@ -18,7 +18,7 @@ from op_cases import Case, expected, gather, run_rank
 
 from customized_ops.ring_attention import AttnMask, Layout, Plan, make_plan, run_ranks
 from customized_ops.ring_attention.core.cost import H200, CostModel
-from customized_ops.ring_attention.op import attention_op
+from customized_ops.ring_attention.op import call
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -254,7 +254,7 @@ COSTS = {
 def planned_for(costs: CostModel) -> Iterator[Callable[..., Plan]]:
     """The ops plan by ``costs``; gives the function that they plan with."""
     plan = partial(make_plan, costs=costs)
-    with patch.object(attention_op, "make_plan", plan):
+    with patch.object(call, "make_plan", plan):
         yield plan
 
 
@@ -355,5 +355,5 @@ def test_heads_split_in_any_way(ranks: int, team_size: int, heads: tuple[int, in
         return make_plan(*args, **{**options, "team_size": team_size})
 
     mask = AttnMask.streaming(40, 6, 2)
-    with patch.object(attention_op, "make_plan", plan):
+    with patch.object(call, "make_plan", plan):
         check(masked(mask, heads=heads, dropout=0.2, alibi=True, sink=True, batch=2), ranks)

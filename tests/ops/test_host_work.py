@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,14 +29,14 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.op import attention_call, attention_op
+from customized_ops.ring_attention.op import bind, call, eager, kernel_request
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
 WORK = [
-    (attention_op, "_numbers_of"),
-    (attention_op, "make_plan"),
-    (attention_call, "check_name"),
-    (attention_call, "choose"),
+    (eager, "_checked"),
+    (call, "make_plan"),
+    (bind, "check_name"),
+    (kernel_request, "choose"),
     (OpRecord, "bind"),
 ]
 
@@ -63,15 +63,9 @@ def counted() -> Iterator[dict[str, int]]:
 
         return counting
 
-    with (
-        mock.patch.multiple(
-            attention_op, **{n: count(n, getattr(m, n)) for m, n in WORK if m is attention_op}
-        ),
-        mock.patch.multiple(
-            attention_call, **{n: count(n, getattr(m, n)) for m, n in WORK if m is attention_call}
-        ),
-        mock.patch.object(OpRecord, "bind", count("bind", OpRecord.bind)),
-    ):
+    with ExitStack() as patches:
+        for where, name in WORK:
+            patches.enter_context(mock.patch.object(where, name, count(name, getattr(where, name))))
         yield times
 
 
@@ -88,15 +82,15 @@ def train(attend: Attend, tokens: int, packed: bool = False, **options: Any) -> 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_call_alike_is_not_checked_and_planned_again(name: str) -> None:
-    call = partial(train, OPS[name], 16, name == "packed")
+    train_once = partial(train, OPS[name], 16, name == "packed")
     with counted() as first:
-        call(softmax_scale=0.321)
+        train_once(softmax_scale=0.321)
     assert all(first.values()), "a piece of work that is never done is not worth counting"
     with counted() as again:
-        call(softmax_scale=0.321)
+        train_once(softmax_scale=0.321)
     assert not any(again.values()), again
     with counted() as other:
-        call(softmax_scale=0.322)
+        train_once(softmax_scale=0.322)
     assert all(other.values()), other
 
 
@@ -118,15 +112,23 @@ def test_a_call_alike_goes_past_the_op(name: str, ranks: int, unchecked: None) -
             seen = len(ran) - before
         return seen
 
-    arguments, ran = OpRecord.arguments, list[None]()
+    bind, arguments, ran, dispatched = eager.bind, OpRecord.arguments, [], []
 
-    def counting(self: OpRecord, *given: Any) -> Any:
+    def counting(*given: Any, **options: Any) -> Any:
         ran.append(None)
+        return bind(*given, **options)
+
+    def of_the_op(self: OpRecord, *given: Any) -> Any:
+        dispatched.append(None)
         return arguments(self, *given)
 
-    with mock.patch.object(OpRecord, "arguments", counting):
+    with (
+        mock.patch.object(eager, "bind", counting),
+        mock.patch.object(OpRecord, "arguments", of_the_op),
+    ):
         assert run_ranks(ranks, rank) == [0] * ranks
-    assert len(ran) == ranks, "each rank's first call is one of the op"
+    assert len(ran) == ranks, "each rank's first call is bound"
+    assert not dispatched, "no call is one of the op in a graph"
 
 
 def test_nor_is_one_on_two_ranks() -> None:

@@ -30,7 +30,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.kernels import Request
 from customized_ops.ring_attention.core.kernels.adapters import reference
-from customized_ops.ring_attention.op import attention_call
+from customized_ops.ring_attention.op import kernel_request
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 HOLES = AttnMask.from_slices([(1, 5, 2, 6, -9, 9), (5, 8, 0, 4, -4, 0)], 9, 9)
@@ -325,7 +325,7 @@ def test_what_32_bit_indices_do_not_reach_is_asked_for(
     given: list[int] = []
 
     def most(*args: Any) -> int:
-        asked.append((found := most_elements(*args), found >= attention_call.LARGE))
+        asked.append((found := most_elements(*args), found >= kernel_request.LARGE))
         return found
 
     def choose(name: str, kernel: str, request: Request) -> Any:
@@ -336,10 +336,10 @@ def test_what_32_bit_indices_do_not_reach_is_asked_for(
         given.extend(t.numel() for t in args[:3])
         return reference.forward(*args)
 
-    most_elements = attention_call._most_elements
-    monkeypatch.setattr(attention_call, "_most_elements", most)
-    monkeypatch.setattr(attention_call, "choose", choose)
-    monkeypatch.setattr(attention_call, "LARGE", 3000)
+    most_elements = kernel_request.most_elements
+    monkeypatch.setattr(kernel_request, "most_elements", most)
+    monkeypatch.setattr(kernel_request, "choose", choose)
+    monkeypatch.setattr(kernel_request, "LARGE", 3000)
     for case in (
         Case(op, 45, heads=(4, 2), dims=(8, 12), batch=2),
         Case(op, 46, heads=(4, 2), dims=(8, 6), layout="contiguous"),
@@ -371,7 +371,7 @@ def test_the_bound_on_elements_is_tight(
     options = {"heads": heads, "team_size": team_size, "stages": 0, "assignment": "owner"}
     plan = make_plan(AttnMask.causal(tokens), layout, **options)
     q, k = (torch.empty(1, tokens // ranks, h, 128, device="meta") for h in heads)
-    assert attention_call._most_elements(plan, q, k, k) == 128 * most
+    assert kernel_request.most_elements(plan, q, k, heads[1]) == 128 * most
 
 
 @pytest.mark.parametrize("options", [{"alibi": True}, {"sink": True}, {"alibi": True, "batch": 2}])

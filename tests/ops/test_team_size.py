@@ -12,7 +12,7 @@ from dense import assert_same
 from op_cases import Case, expected, gather, run_rank
 
 from customized_ops.ring_attention import AttnMask, run_ranks, wrap_ring_attn_func
-from customized_ops.ring_attention.op import attention_call
+from customized_ops.ring_attention.op import bound
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 CASES = {
@@ -35,8 +35,8 @@ def test_the_plan_has_teams_of_that_size(name: str, size: int) -> None:
         ran.append(plan.team_size)
         return forward(plan, *args)
 
-    forward, own = attention_call.attention_forward, InTeams(**vars(case))
-    with patch.object(attention_call, "attention_forward", recorded):
+    forward, own = bound.attention_forward, InTeams(**vars(case))
+    with patch.object(bound, "attention_forward", recorded):
         got = gather(own, run_ranks(4, lambda comm: run_rank(own, comm.rank, 4, comm)))
     assert ran == [size] * 4
     for what, a, b in zip(NAMES, got, expected(case), strict=False):

@@ -37,9 +37,9 @@ from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.layout import Layout
 from ..op.arguments import ArgumentError, checked, tokens_of
+from ..op.cu_seqlens import CuSeqlens
 from ..sliding_window_attn import wrap_sliding_window_attn_func
 from ..streaming_attn import wrap_streaming_attn_func
-from ..varlen_utils import CuSeqlens
 
 
 def ring_sliding_window_attn(

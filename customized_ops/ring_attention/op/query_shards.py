@@ -11,7 +11,7 @@ sum over the ranks is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,54 +24,38 @@ from annotations.rules import SplitSite
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.merge.merge import accumulation_dtype
-from .arguments import ArgumentError, is_integer
-from .attention_family import Arguments, Problem
+from .arguments import ArgumentError
+from .mask_source import Problem
+from .options import OpOptions
 
 HEADS = -2
 
 
-def part_numbers(op: str, name: str, part: tuple[int, int] | None, kind: str) -> dict[str, int]:
-    """``q_rows`` or ``q_heads`` as op arguments; parts are 0 where there is none.
-
-    Args:
-        name: what the argument is called. kind: ``row`` or ``head``.
-    Raises:
-        ArgumentError: not (i, n) with 0 <= i < n.
-    """
-    if part is None:
-        return {f"{kind}_part": 0, f"{kind}_parts": 0}
-    pair = tuple(part) if isinstance(part, Sequence) else ()
-    if len(pair) != 2 or not all(map(is_integer, pair)) or not pair[0] < pair[1]:
-        raise ArgumentError(
-            f"{op}: {name} must be (i, n) for part i of n, 0 <= i < n, or None, got {part!r}"
-        )
-    return {f"{kind}_part": int(pair[0]), f"{kind}_parts": int(pair[1])}
-
-
-def refuse_with_parts(op: str, given: Arguments, ranks: int) -> None:
+def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
     """What does not go with a part of q.
 
     Raises:
         ArgumentError: a group, a layout or dropout.
     """
-    names = [name for name, n in (("q_rows", "row_parts"), ("q_heads", "head_parts")) if given[n]]
-    if names and given["dropout_p"]:
+    both = ("q_rows", options.row_parts), ("q_heads", options.head_parts)
+    names = [name for name, parts in both if parts]
+    if names and options.dropout_p:
         raise ArgumentError(
-            f"{op}: dropout_p={given['dropout_p']} does not go with {names[0]}: it draws by the "
+            f"{op}: dropout_p={options.dropout_p} does not go with {names[0]}: it draws by the "
             "tokens and heads of the whole; set it to 0"
         )
-    if not given["row_parts"]:
+    if not options.row_parts:
         return
     if ranks > 1:
         raise ArgumentError(
             f"{op}: with q_rows k and v are whole and nothing moves; leave process_group None, got "
             f"a group of {ranks} ranks"
         )
-    for name in ("layout", "k_layout"):
-        if given[name]:
+    for name, layout in (("layout", options.layout), ("k_layout", options.k_layout)):
+        if layout:
             raise ArgumentError(
                 f"{op}: with q_rows k and v are whole and q is cut contiguously; leave {name} None,"
-                f" got {given[name]}"
+                f" got {layout}"
             )
 
 
@@ -91,17 +75,19 @@ def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) ->
     return start, stop
 
 
-def rows_of(op: str, problem: Problem, given: Arguments) -> Problem:
-    """The problem of the rows that q holds.
+def rows_of(op: str, problem: Problem, options: OpOptions, rows: int, aligned: bool) -> Problem:
+    """The problem of the ``rows`` rows that q holds.
 
+    Args:
+        aligned: whether scores depend on the distance of a row and a key.
     Raises:
         ArgumentError: q is not as long as that part.
     """
     mask = problem.mask
-    part = given["row_part"], given["row_parts"]
-    start, stop = _bounds(op, "tokens", mask.q_len, *part, given["q"].shape[-3])
+    part = options.row_part, options.row_parts
+    start, stop = _bounds(op, "tokens", mask.q_len, *part, rows)
     positions = problem.key_positions
-    if given["alibi_slopes"] is not None:  # they stand on the scale of the whole q
+    if aligned:  # positions are on the scale of the whole q
         if positions is None:
             positions = np.arange(mask.k_len) - (mask.k_len - mask.q_len)
         positions = positions - start
@@ -128,23 +114,29 @@ class KeyHeads:
     group: int
 
     @staticmethod
-    def of_call(op: str, given: Arguments) -> KeyHeads | None:
+    def of_call(op: str, options: OpOptions, q_heads: int, kv_heads: int) -> KeyHeads | None:
         """Of a call with a part of the heads; None without.
 
+        Args:
+            q_heads, kv_heads: heads of q and of k on this rank.
         Raises:
-            ArgumentError: the heads of q and k do not fit.
+            ArgumentError: they do not fit.
         """
-        parts, total = given["head_parts"], given["head_total"]
+        parts, total = options.head_parts, options.head_total
         if not parts:
             return None
-        held, heads = int(given["q"].shape[HEADS]), int(given["k"].shape[HEADS])
-        if (total % heads) if heads else total:
+        if (total % kv_heads) if kv_heads else total:
             raise ArgumentError(
-                f"{op}: k has {heads} heads and q {total}, of which it holds part "
-                f"{given['head_part']} of {parts}; the heads of q must be a multiple of those of k"
+                f"{op}: k has {kv_heads} heads and q {total}, of which it holds part "
+                f"{options.head_part} of {parts}; the heads of q must be a multiple of those of k"
             )
-        start, stop = _bounds(op, "heads", total, given["head_part"], parts, held)
-        return KeyHeads(start, stop - start, total // heads if heads else 1)
+        start, stop = _bounds(op, "heads", total, options.head_part, parts, q_heads)
+        return KeyHeads(start, stop - start, total // kv_heads if kv_heads else 1)
+
+    @property
+    def held(self) -> int:
+        """How many heads :meth:`of` gives."""
+        return self._run[1] if self._in_one_run else self.count
 
     def of(self, t: Tensor) -> Tensor:
         """Those of k or v: a view where whole groups, or heads of one group, are at hand; else one

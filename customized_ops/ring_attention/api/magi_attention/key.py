@@ -13,7 +13,7 @@ from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, is_integer
-from ...varlen_utils import CuSeqlens
+from ...op.cu_seqlens import CuSeqlens
 from ..mesh_group import group_of
 from .config import DistAttnConfig, dealt
 from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges

@@ -63,10 +63,10 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from ...op.attention_layout import layout_of
+from ...op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
+from ...op.shard_layout import layout_of
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from ...varlen_utils import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
 from ...zigzag_attn import wrap_zigzag_attn_func
 from .calls import Result, called, comm_of, of_packed
 from .hf import substitute_hf_flash_attn, update_ring_flash_attn_params

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...op.arguments import ArgumentError, Options, checked
-from ...varlen_utils import on_host
+from ...op.arguments import ArgumentError, checked
+from ...op.cu_seqlens import on_host
+from ...op.options import Options
 from . import traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
 from .mask import Mask, is_traced, make_mask, maskless

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...op.arguments import ArgumentError, checked
-from ...varlen_utils import on_host as cu_on_host
+from ...op.cu_seqlens import on_host as cu_on_host
 from .cut import Cut, current_cut
 from .pairs import Ints, Pairs, Rows, find_pairs, numbered
 from .pattern import TITLE, Pattern, read_pattern

@@ -21,7 +21,7 @@ from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
-from ...op.arguments import Options
+from ...op.options import Options
 from ...ring_attn import wrap_ring_attn_func
 from .pattern import Pattern
 

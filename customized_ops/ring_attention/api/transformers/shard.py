@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
-from ...varlen_utils import on_host
+from ...op.cu_seqlens import on_host
 from .cut import Cut, mark_part, sequence_parallel
 
 IGNORED = -100  # the label of tokens that do not count

@@ -14,7 +14,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...op.arguments import ArgumentError, Options
+from ...op.arguments import ArgumentError
+from ...op.options import Options
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from .pairs import Ints, Pairs, Rows, find_pairs
 from .pattern import TITLE

@@ -15,10 +15,10 @@ from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError, checked
-from ...op.attention_layout import compare_lengths
+from ...op.cu_seqlens import CuSeqlens, as_tensor, on_host
+from ...op.shard_layout import compare_lengths
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from ...varlen_utils import CuSeqlens, as_tensor, on_host
 from .degrees import SequenceParallel
 
 

@@ -23,7 +23,7 @@ from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
 from ..core.layout.layout import Ints
 from ..core.mask import AttnMask
-from .attention_family import Arguments, Family
+from .mask_source import Arguments, MaskSource
 
 
 def layout_at(site: SplitSite, given: Arguments) -> Layout:
@@ -76,11 +76,11 @@ def _wanted(mask: AttnMask, parts: int) -> Order | None:
     return Order("balanced", np.concatenate([layout.positions(r) for r in range(parts)]))
 
 
-def orders_of(family: Family) -> Mapping[str, Orders]:
+def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
     """What the partition rule of an attention op says about orders of its tokens."""
 
     def wanted(bound: BoundAnnotation, site: SplitSite, given: Arguments) -> Order | None:
-        mask = family.known(given, site.size, site.size)
+        mask = source.decode(given).mask(site.size, site.size)
         return None if mask is None or not mask.area else _wanted(mask, site.parts)
 
     def told(given: Arguments, order: Order) -> dict[str, Any] | None:
@@ -94,7 +94,7 @@ def orders_of(family: Family) -> Mapping[str, Orders]:
     def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""
         q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
-        mask = family.known(given, q_len, k_len)
+        mask = source.decode(given).mask(q_len, k_len)
         by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]
         alike = mask is not None and mask.area == q_len * k_len
         return {} if alike and not by_place else None

@@ -9,39 +9,40 @@ import torch
 from torch import Tensor
 
 from annotations.codegen.public_call import PublicCall, declare_call, without_data
-from annotations.registry import AnnotatedOp, OpRecord
+from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
-from ..core.comm.fake_comm import FakeComm
-from ..core.layout import Layout
-from ..core.mask import AttnMask
-from ..layout_ops import (
+from .core.comm.fake_comm import FakeComm
+from .core.layout import Layout
+from .core.mask import AttnMask
+from .layout_ops import (
     wrap_roll_func,
     wrap_shard_func,
     wrap_shuffle_func,
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
-from ..masked_attn import MASKED_ATTN, wrap_masked_attn_func
-from ..maybe_shuffle import shuffle_documents, wrap_maybe_shuffle, wrap_maybe_unshuffle
-from ..ring_attn import RING_ATTN, wrap_ring_attn_func
-from ..ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
-from ..sliding_window_attn import (
+from .masked_attn import MASKED_ATTN, wrap_masked_attn_func
+from .maybe_shuffle import shuffle_documents, wrap_maybe_shuffle, wrap_maybe_unshuffle
+from .op.arguments import refuse_unsupported
+from .op.call import AttentionOp
+from .op.options import part_of, reduce_dtype_of
+from .op.token_move import UNKNOWN, WHOLE, move_tokens
+from .ring_attn import RING_ATTN, wrap_ring_attn_func
+from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
+from .sliding_window_attn import (
     SLIDING_WINDOW_ATTN,
     SLIDING_WINDOW_ATTN_VARLEN,
     wrap_sliding_window_attn_func,
 )
-from ..streaming_attn import STREAMING_ATTN, STREAMING_ATTN_VARLEN, wrap_streaming_attn_func
-from ..zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
-from .arguments import reduce_dtype_of, refuse_unsupported
-from .query_shards import part_numbers
-from .token_move import UNKNOWN, WHOLE, move_tokens
+from .streaming_attn import STREAMING_ATTN, STREAMING_ATTN_VARLEN, wrap_streaming_attn_func
+from .zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
 
 Arguments = Mapping[str, Any]
 
 
 def _attention(
-    function: Callable[..., Any], dense: AnnotatedOp | None, packed: AnnotatedOp | None = None
+    function: Callable[..., Any], dense: AttentionOp | None, packed: AttentionOp | None = None
 ) -> PublicCall:
     """Of an attention function: with ``cu_seqlens`` it is another op than without."""
 
@@ -65,8 +66,9 @@ def _attention(
         if isinstance(given["dropout_seed"], int):
             arguments["dropout_seed"] = without_data((1,), torch.int64)
         title = function.__name__
-        arguments |= part_numbers(title, "q_rows", given["q_rows"], "row")
-        arguments |= part_numbers(title, "q_heads", given["q_heads"], "head")
+        for kind in ("row", "head"):
+            part, parts = part_of(title, f"q_{kind}s", given[f"q_{kind}s"])
+            arguments |= {f"{kind}_part": part, f"{kind}_parts": parts}
         arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
         arguments["team_size"] = given.get("team_size") or 0
         arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]

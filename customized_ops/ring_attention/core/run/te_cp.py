@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ..core.comm import Comm
-from ..core.comm.messages import DistComm
-from ..core.kernels import KernelError, Request
-from ..core.kernels.adapters import te as library
-from ..core.kernels.choice import able
-from ..core.layout import Layout
-from ..core.mask.mask_value import MaskValue
-from ..core.mask.slices import HI, K0, K1, LO, Q0, Q1
-from ..core.merge.merge import accumulation_dtype
-from ..core.plan import Plan
+from ..comm import Comm
+from ..comm.messages import DistComm
+from ..kernels import KernelError, Request
+from ..kernels.adapters import te as library
+from ..kernels.choice import able
+from ..layout import Layout
+from ..mask.mask_value import MaskValue
+from ..mask.slices import HI, K0, K1, LO, Q0, Q1
+from ..merge.merge import accumulation_dtype
+from ..plan import Plan
 
 COMMS = {"te_cp": "p2p", "te_cp:all_gather": "all_gather", "te_cp:a2a": "a2a"}
 

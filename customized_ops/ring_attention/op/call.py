@@ -1,0 +1,182 @@
+"""One attention call as a value: all of it but the data in its tensors and the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from annotations import OpRecord, record_of
+
+from ..core.comm import Comm
+from ..core.cost import H200, CostModel
+from ..core.plan import Plan, make_plan
+from .arguments import ArgumentError, check_tensors
+from .mask_source import Arguments, MaskSource, Problem, Shards
+from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions
+from .query_shards import KeyHeads, refuse_with_parts, rows_of
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """An attention op as it is declared.
+
+    Attributes:
+        name: ``namespace::op``.
+        title: the public function's name, for errors.
+        source: how its calls say which pairs attend.
+        assignment: who computes what; see :func:`~.core.plan.make_plan`.
+        split_heads: whether ranks may share out heads inside, where that is faster.
+    """
+
+    name: str
+    title: str
+    source: type[MaskSource]
+    assignment: str = "auto"
+    split_heads: bool = True
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Name and type of every argument of the op in a graph, in order."""
+        named: dict[str, Any] = dict.fromkeys(("q", "k", "v", *self.source.tensors), Tensor)
+        named |= dict.fromkeys(OPTIONAL_TENSORS, Tensor | None)
+        return {**named, **self.source.numbers, **OP_OPTIONS}
+
+    @cached_property
+    def forward(self) -> Any:
+        """The op in ``torch.ops``."""
+        namespace, name = self.name.split("::")
+        return getattr(getattr(torch.ops, namespace), name).default
+
+    @cached_property
+    def record(self) -> OpRecord:
+        """What engines read of it."""
+        record = record_of(self.forward)
+        assert record is not None, f"{self.name} is not declared"
+        return record
+
+    @cached_property
+    def backward(self) -> Any:
+        """Its backward op in ``torch.ops``."""
+        namespace, name = self.name.split("::")
+        return getattr(getattr(torch.ops, namespace), f"{name}_backward").default
+
+    def plan(
+        self,
+        problem: Problem,
+        heads: tuple[int, int],
+        costs: CostModel = H200,
+        team_size: int = 0,
+    ) -> Plan:
+        """The plan of a call with so many heads of q and of k."""
+        return make_plan(
+            problem.mask,
+            problem.q_layout,
+            problem.k_layout,
+            assignment=self.assignment,
+            heads=heads if heads[1] else (1, 1),
+            team_size=team_size or (None if self.split_heads else 1),
+            costs=costs,
+        )
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its data."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> TensorSpec:
+        return cls(t.shape, t.dtype, t.device)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention op on one rank: all that is known of it but data and group.
+
+    Attributes:
+        q, k, v: of this rank's tensors, as the op is given them.
+        source: which pairs attend, decoded.
+        given: which of the optional tensors there are.
+    """
+
+    op: AttentionOp
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    source: MaskSource
+    options: OpOptions
+    given: tuple[bool, ...]
+
+    @classmethod
+    def decode(cls, op: AttentionOp, given: Arguments) -> AttentionCall:
+        """From an op's arguments by name, whose tensors have data.
+
+        Raises:
+            ArgumentError: q, k and v are of several dtypes or devices.
+        """
+        check_tensors(op.title, *[given[name] for name in "qkv"])
+        specs = [TensorSpec.of(given[name]) for name in "qkv"]
+        present = tuple(given[name] is not None for name in OPTIONAL_TENSORS)
+        return cls(op, *specs, op.source.decode(given), OpOptions.decode(given), present)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op.name, self.q, self.k, self.v, self.source, self.options, self.given))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def encode(self) -> tuple[list[Tensor], list[Any]]:
+        """The op's integer tensors, and its numbers but for its group, in order."""
+        tensors, numbers = self.source.encode(self.op.title)
+        return list(tensors.values()), [*numbers.values(), *self.options]
+
+    @cached_property
+    def key_heads(self) -> KeyHeads | None:
+        """The heads of k and v that belong to q's, where q has one part of its heads."""
+        heads = self.q.shape[-2], self.k.shape[-2]
+        return KeyHeads.of_call(self.op.title, self.options, *heads)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Heads of q and of k that attend one another."""
+        own = self.key_heads
+        return self.q.shape[-2], self.k.shape[-2] if own is None else own.held
+
+    def plan(self, comm: Comm) -> tuple[Plan, Any]:
+        """The plan on a group, and the positions of keys or None.
+
+        Raises:
+            ValueError: the arguments contradict one another.
+        """
+        title, options = self.op.title, self.options
+        refuse_with_parts(title, options, comm.size)
+        part_of_rows = options.row_parts > 0
+        keys = self.k.shape[-3]
+        rows = self.source.whole_rows(keys) if part_of_rows else self.q.shape[-3]
+        slopes = self.given[0]
+        problem = self.source.problem(
+            title, Shards(comm, rows, keys, options.layout, options.k_layout, slopes)
+        )
+        if part_of_rows:
+            problem = rows_of(title, problem, options, self.q.shape[-3], slopes)
+        _check_team_size(title, options.team_size, comm.size, self.heads[0])
+        plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
+        return plan, problem.key_positions
+
+
+def _check_team_size(op: str, team_size: int, ranks: int, q_heads: int) -> None:
+    """A team must be a part of the group, with a query head for each of its ranks."""
+    if not team_size or (ranks % team_size == 0 and team_size <= max(q_heads, 1)):
+        return
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= max(q_heads, 1)]
+    raise ArgumentError(
+        f"{op}: team_size={team_size} must divide the group's {ranks} ranks and be at most the "
+        f"{q_heads} heads of q; {', '.join(map(str, fits))} would fit, or None"
+    )

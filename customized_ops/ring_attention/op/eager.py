@@ -1,0 +1,239 @@
+"""The eager door: a user's call, checked once and from then on found by what it passes.
+
+    the first call of its kind    is checked, encoded and bound (:mod:`.bind`)
+    the next ones                 are one look-up, the executor, and autograd
+
+Calls that somebody watches or traces (torch.compile, modes, profilers, subclasses such as DTensor)
+go through the op in the graph instead (:mod:`.graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations.library.bypass import goes_straight, plain_gradients
+from annotations.library.cached_calls import alike, remembered
+
+from ..core.comm import Comm
+from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ..core.comm.inprocess import InProcessComm
+from ..core.run import te_cp
+from . import agreement
+from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported
+from .bind import MOST_BOUND, bind, bound_calls
+from .bound import Bound
+from .call import AttentionOp
+from .mask_source import MaskSource
+from .options import OP_OPTIONS, OPTIONAL_TENSORS, Options, SharedOptions
+from .query_shards import refuse_with_parts
+
+_SHARED = frozenset(SharedOptions.__annotations__)
+
+
+def attend(
+    op: AttentionOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    source: MaskSource,
+    process_group: GroupLike,
+    shared: SharedOptions,
+    return_attn_probs: bool = False,
+    **own: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Make a user's call of an attention function: out, and lse if asked for.
+
+    Args:
+        source: which pairs attend, as the user said.
+        shared: what the function takes as ``**options``.
+        own: the other :class:`~.options.Options`, by name.
+    """
+    for name in shared:
+        if name not in _SHARED:
+            raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
+    options = Options(**own, **shared)
+    watched = torch.compiler.is_compiling() or not goes_straight(q, k, v, *_tensors_of(options))
+    if watched:
+        given = _checked(op, q, k, v, source, options, process_group, return_attn_probs)
+        out, lse = op.forward(*given.values(), group_name(process_group))
+    else:
+        out, lse = _attend_eagerly(op, q, k, v, source, options, process_group, return_attn_probs)
+    return (out, lse) if options.return_lse else out
+
+
+def _tensors_of(options: Options) -> list[Tensor]:
+    return [t for t in options[-3:] if isinstance(t, Tensor)]
+
+
+def _attend_eagerly(
+    op: AttentionOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    source: MaskSource,
+    options: Options,
+    group: GroupLike,
+    probs: bool,
+) -> tuple[Tensor, Tensor]:
+    name = group_name(group)
+    comm = comm_by_name(name)
+    compared = group is not None and agreement.enabled(group)
+    key = None if compared else _key(op, q, k, v, source, options, probs)
+    bound = None if key is None else _known(comm, key)
+    if bound is not None:
+        optional = _optional_tensors(op.title, q, options)
+    else:
+        given = _checked(op, q, k, v, source, options, group, probs)
+        optional = [given[each] for each in OPTIONAL_TENSORS]
+        bound = bind(op, {**given, "group": name}, comm, compare=True)
+        # TransformerEngine's own context parallelism keeps its group, which must not be kept here.
+        if key is not None and not isinstance(bound.kernel, te_cp.ContextParallel):
+            remembered(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *optional):
+        return _recorded(op.name)(op, bound, comm, name, q, k, v, *optional)
+    with torch._C._AutoDispatchBelowAutograd():
+        return bound.forward(comm, q, k, v, optional)
+
+
+def _key(
+    op: AttentionOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    source: MaskSource,
+    options: Options,
+    probs: bool,
+) -> Any:
+    """All that was passed, typed, tensors without data; None where something has no key."""
+    said, optional = source.key(), [None, None, None]
+    for n, t in enumerate(options[-3:]):
+        if isinstance(t, Tensor):
+            optional[n] = t.shape, t.dtype, t.device, t.requires_grad
+        elif t is not None and (n < 2 or type(t) is not int):
+            return None
+    if said is None:
+        return None
+    return (
+        op.name,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        said,
+        alike((*options.numbers, probs)),
+        *optional,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _known(comm: Comm, key: Any) -> Bound | None:
+    try:
+        return bound_calls(comm).get(key)
+    except TypeError:  # something in it has no hash, which the checks will tell
+        return None
+
+
+def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | None]:
+    slopes, sink, seed = options[-3:]
+    if slopes is None and sink is None and seed is None and not options.dropout_p:
+        return [None, None, None]
+    return list(options.tensors(title, q).values())
+
+
+def _checked(
+    op: AttentionOp,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    source: MaskSource,
+    options: Options,
+    group: GroupLike,
+    probs: bool,
+) -> dict[str, Any]:
+    """The op's arguments by name, but for its group; what one rank refuses its peers hear of."""
+    title = op.title
+
+    def check() -> dict[str, Any]:
+        refuse_unsupported(title, return_attn_probs=probs)
+        check_tensors(title, q, k, v)
+        tensors, numbers = source.encode(title)
+        given = {"q": q, "k": k, "v": v, **tensors}
+        nothing = dict.fromkeys(OPTIONAL_TENSORS)
+        parts = {**dict.fromkeys(OP_OPTIONS), **options.parts(title, q)}
+        traced = torch.compiler.is_compiling()
+        if not traced:  # shapes first: the rest is checked against them
+            op.record.bind({**given, **nothing, **numbers, **parts})
+        sound = options.checked(title, q)
+        refuse_with_parts(title, sound, ranks=1)
+        optional = options.tensors(title, q)
+        if not traced and any(t is not None for t in optional.values()):
+            op.record.bind({**given, **optional, **numbers, **parts})
+        _refuse_unseeded(title, options, group)
+        return {**given, **optional, **numbers, **sound._asdict()}
+
+    return checked(title, group, check)
+
+
+def _refuse_unseeded(op: str, options: Options, process_group: GroupLike) -> None:
+    threads = isinstance(process_group, InProcessComm) and process_group.size > 1
+    if options.dropout_p and options.dropout_seed is None and threads:
+        raise ArgumentError(
+            f"{op}: ranks that are threads share one generator, so each would draw another seed; "
+            "give dropout_seed"
+        )
+
+
+@cache
+def _recorded(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``apply`` of the autograd function of an op; graphs and profiles call it by the op's name."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    function: Any = type(name.split("::")[1], (torch.autograd.Function,), methods)
+    # What ``function.apply`` does where no transform of functorch is at work, 10 us sooner.
+    return super(torch.autograd.Function, function).apply
+
+
+def _forward(
+    ctx: Any,
+    op: AttentionOp,
+    bound: Bound,
+    comm: Comm,
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *optional: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = bound.forward(comm, q, k, v, optional)
+    ctx.set_materialize_grads(False)
+    ctx.call = op, bound, comm, name
+    ctx.save_for_backward(q, k, v, *optional, out, lse)
+    return out, lse
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    (op, bound, comm, name), nothing = ctx.call, (None, None, None, None)
+    if all(grad is None for grad in grads):
+        return (*nothing, *[None] * 6)
+    q, k, v, *optional, out, lse = ctx.saved_tensors
+    if plain_gradients(grads):
+        with torch._C._AutoDispatchBelowAutograd():
+            found = bound.backward(comm, grads, q, k, v, optional, out, lse)
+        dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)
+    else:  # watched, or to be differentiated again, which the op refuses
+        tensors, numbers = bound.call.encode()
+        given = (*grads, q, k, v, *tensors, *optional, *numbers, name, out, lse)
+        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+            dq, dk, dv, dsink = op.backward(*given)
+    return (*nothing, dq, dk, dv, None, None if optional[1] is None else dsink, None)

@@ -1,0 +1,142 @@
+"""How an attention op may be split: its annotation and its partition rule.
+
+l     the sequence; the op moves what it needs              told: group, layout
+lq    the sequence of q; k and v are whole on every rank    told: which rows of q
+qh    the heads of q; k and v are whole on every rank       told: which heads of q
+h, g  heads, those of k with those of q that they serve     told: nothing
+b     the batch                                             told: nothing
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from annotations.binding import BoundAnnotation
+from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
+
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from .arguments import check_heads
+from .call import AttentionOp
+from .mask_source import Arguments, MaskSource, Problem
+from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
+from .query_shards import KeyHeads, told_heads, told_rows
+from .token_order import layout_at, orders_of
+
+
+def annotation(op: AttentionOp, given: Arguments) -> tuple[str, ...]:
+    """The annotation of a call, from the shapes it is called with, the preferred first.
+
+    Dropout draws by global token, head and batch entry, which a rank with some of them would not
+    know: with it only ``l`` can be split.
+    """
+    expected = 3 if op.source.packed else 4
+    fits = given["q"].ndim == given["k"].ndim == expected
+    lq, lk = _tokens(op.source, given) if fits else ("l", "l")
+    heads = _heads(op.title, given) if fits else [("h", "h")]
+    return tuple(_text(op.source, given, lq, lk, h, g) for h, g in heads)
+
+
+def _text(source: type[MaskSource], given: Arguments, lq: str, lk: str, h: str, g: str) -> str:
+    batch = "b^" if given["dropout_p"] else "b"
+    lead = "" if source.packed else f"{batch} "
+    inputs = [f"{lead}{lq} {h} hd^", f"{lead}{lk} {g} hd^", f"{lead}{lk} {g} vd^"]
+    inputs += source.tensors.values()
+    slopes, sink, seed = (given[name] for name in OPTIONAL_TENSORS)
+    entries = "1" if source.packed else batch
+    inputs.append("?" if slopes is None else h if slopes.ndim == 1 else f"{entries} {h}")
+    inputs += ["?" if sink is None else h, "?" if seed is None else "1"]
+    while inputs[-1] == "?":  # says nothing at the end, where errors show it
+        inputs.pop()
+    return f"{', '.join(inputs)} -> {lead}{lq} {h} vd^, {lead}{h} {lq}"
+
+
+def _tokens(source: type[MaskSource], given: Arguments) -> tuple[str, str]:
+    """How the tokens of q and of k are annotated: ``l`` twice, or ``lq`` and ``al^``."""
+    cross = not source.same_length and given["q"].shape[-3] != given["k"].shape[-3]
+    if not given["row_parts"] and not cross:
+        return "l", "l"
+    # What an op is told replaces what it was told: a part is not cut again.
+    taken = given["dropout_p"] or given["layout"] or given["k_layout"] or given["group"]
+    return ("lq^" if taken or given["row_parts"] > 1 else "lq"), "al^"
+
+
+def _heads(title: str, given: Arguments) -> list[tuple[str, str]]:
+    """How heads of q and of k are annotated: ``(g 4)`` and ``g`` with grouped queries, where also
+    those of q alone may be cut."""
+    frozen = "^" if given["dropout_p"] else ""
+    heads = given["q"].shape[-2], given["k"].shape[-2]
+    if KeyHeads.of_call(title, OpOptions.decode(given), *heads):
+        return [("qh^" if frozen or given["head_parts"] > 1 else "qh", "g^")]
+    check_heads(title, given["q"], given["k"])
+    h, g = (int(given[name].shape[-2]) for name in "qk")
+    if h == g:
+        return [(f"h{frozen}",) * 2]
+    grouped = f"(g{frozen} {h // g})", f"g{frozen}"
+    return [grouped] if frozen else [grouped, ("qh", "g^")]
+
+
+def sizes(bound: BoundAnnotation) -> tuple[int, int, int, int, int]:
+    """batch, heads of q, heads of k, head dim of q, head dim of v."""
+    q, k, v = (s for s in bound.input_shapes[:3] if s is not None)
+    return (q[0] if len(q) == 4 else 1), q[-2], k[-2], q[-1], v[-1]
+
+
+def _cost_of_heads(
+    bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
+) -> InnerCost:
+    return InnerCost(imbalance=-(-site.size // site.parts) * site.parts / site.size)
+
+
+def rule_of(op: AttentionOp) -> PartitionRule:
+    """The partition rule of an attention op."""
+    told = {
+        "lq": Told(told_rows, partial(_cost_of_rows, op)),
+        "qh": Told(told_heads, _cost_of_heads),
+    }
+    inside = {"l": Communicates(_site_arguments, partial(_cost, op))}
+    return PartitionRule(inside, partial(_flops, op), told, orders_of(op.source))
+
+
+def _site_arguments(site: SplitSite) -> dict[str, str]:
+    return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
+
+
+def _cost(
+    op: AttentionOp, bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
+) -> InnerCost:
+    """Of the plan that a call split on ``l`` runs."""
+    batch, h, g, d, e = sizes(bound)
+    layout, mask = layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
+    plan = op.plan(Problem(mask, layout, layout), (h, g))
+    wire = REDUCE_DTYPES[given["reduce_dtype"]]
+    shape = h, g, d, e, itemsize
+    backward_bytes = plan.backward_bytes(
+        *shape, wire.itemsize if wire else None, lse_gradient=given["return_lse"]
+    )
+    return InnerCost(
+        what="k, v" + (" and q rows" if plan.q_tokens().any() else ""),
+        forward_bytes=batch * int(plan.forward_bytes(*shape)[:, 1].max()),
+        backward_bytes=batch * int(backward_bytes[:, 1].max()),
+        imbalance=plan.imbalance(h, g),
+        overlaps=not plan.gathered or plan.head_groups > 1,
+    )
+
+
+def _worst(op: AttentionOp, bound: BoundAnnotation, given: Arguments) -> AttnMask:
+    lengths = (shape[-3] for shape in bound.input_shapes[:2] if shape is not None)
+    return op.source.decode(given).worst(*lengths)
+
+
+def _flops(op: AttentionOp, bound: BoundAnnotation, given: Arguments) -> float:
+    batch, h, _, d, e = sizes(bound)
+    return 2.0 * batch * h * (d + e) * _worst(op, bound, given).area
+
+
+def _cost_of_rows(
+    op: AttentionOp, bound: BoundAnnotation, site: SplitSite, given: Arguments, itemsize: int
+) -> InnerCost:
+    mask, each = _worst(op, bound, given), -(-site.size // site.parts)
+    starts = range(0, site.size, each)
+    largest = max(mask.restrict((n, min(n + each, site.size))).area for n in starts)
+    return InnerCost(imbalance=largest * site.parts / mask.area if mask.area else 1.0)
