@@ -25,8 +25,8 @@ from .core.plan import make_plan
 from .core.plan.work import ASSIGNMENTS
 from .core.report import report
 from .core.report.draw import draw
+from .core.run import te_cp
 from .doctor import doctor
-from .op import te_cp
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 MOST = 1 << 28  # tokens whose sums fit a small machine

@@ -17,7 +17,7 @@ from customized_ops.ring_attention import AttnMask, Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import KernelError, Request
 from customized_ops.ring_attention.core.kernels.adapters import te
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.op.te_cp import COMMS, Documents, _refuses
+from customized_ops.ring_attention.core.run.te_cp import COMMS, Documents, _refuses
 
 CPU_CASES = {
     "zigzag": Case("zigzag", 32, layout="zigzag", batch=2),

@@ -117,7 +117,7 @@ class Bound:
         if packed:
             q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)
         if _nothing(q):
-            found = [torch.empty_like(t) for t in (q, k, v)]
+            found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             dsink = None if sink is None else torch.zeros_like(sink)
             return (*(_unbatched(*found) if packed else found), dsink)
         if dout is None:

@@ -121,9 +121,9 @@ class AttentionCall:
             ArgumentError: q, k and v are of several dtypes or devices.
         """
         check_tensors(op.title, *[given[name] for name in "qkv"])
-        specs = [TensorSpec.of(given[name]) for name in "qkv"]
+        q, k, v = (TensorSpec.of(given[name]) for name in "qkv")
         present = tuple(given[name] is not None for name in OPTIONAL_TENSORS)
-        return cls(op, *specs, op.source.decode(given), OpOptions.decode(given), present)
+        return cls(op, q, k, v, op.source.decode(given), OpOptions.decode(given), present)
 
     @cached_property
     def _hash(self) -> int:

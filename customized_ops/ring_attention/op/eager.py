@@ -111,7 +111,8 @@ def _key(
     probs: bool,
 ) -> Any:
     """All that was passed, typed, tensors without data; None where something has no key."""
-    said, optional = source.key(), [None, None, None]
+    said = source.key()
+    optional: list[Any] = [None, None, None]
     for n, t in enumerate(options[-3:]):
         if isinstance(t, Tensor):
             optional[n] = t.shape, t.dtype, t.device, t.requires_grad

@@ -231,14 +231,23 @@ class Documents(MaskSource):
 
     @classmethod
     def decode(cls, given: Arguments) -> Documents:
-        cu: list[tuple[int, ...] | None] = [None, None]
-        if all(has_data(given[name]) for name in cls.tensors):
-            cu = [tuple(on_host(given[name]).tolist()) for name in cls.tensors]
-        longest = tuple(
-            n if n >= 0 else None for n in map(given.get, ("max_seqlen_q", "max_seqlen_k"))
+        known = all(has_data(given[name]) for name in cls.tensors)
+        q_ends, k_ends = (
+            tuple(on_host(given[name]).tolist()) if known else None for name in cls.tensors
         )
         window = given["window_left"], given["window_right"]
-        return cls(*cu, given["causal"], window, given["sink_tokens"], True, longest)
+        q_longest, k_longest = given["max_seqlen_q"], given["max_seqlen_k"]
+        return cls(
+            q_ends,
+            k_ends,
+            given["causal"],
+            window,
+            given["sink_tokens"],
+            max_seqlens=(
+                None if q_longest < 0 else q_longest,
+                None if k_longest < 0 else k_longest,
+            ),
+        )
 
     @property
     def _ends(self) -> dict[str, np.ndarray]:
