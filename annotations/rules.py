@@ -111,6 +111,43 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Reorders:
+    """An op that puts positions in another order where it is cut, and is the identity where not.
+
+    A single-device program has natural order throughout. So where an engine cuts the op, all that
+    depends on the order, up to the op that restores it, must follow: see :attr:`Orders.follow`.
+
+    Attributes:
+        identifier: of the positions.
+        name: of the order, for errors.
+        by: name of the tensor argument that the order depends on.
+        back: name of the argument that is True where natural order is restored.
+    """
+
+    identifier: str
+    name: str
+    by: str
+    back: str
+
+
+@dataclass(frozen=True)
+class Follow:
+    """How an op runs on positions that :class:`Reorders` put in another order.
+
+    Attributes:
+        arguments: those that tell it, by name.
+        by: its tensor arguments that must equal the one that the order depends on.
+    """
+
+    arguments: Mapping[str, Any]
+    by: tuple[str, ...]
+
+
+def _cannot_follow(name: str, given: Mapping[str, Any]) -> str:
+    return "the op does not take that order"
+
+
+@dataclass(frozen=True)
 class Orders:
     """An identifier whose positions may come in another order, if the op is told of it.
 
@@ -124,11 +161,14 @@ class Orders:
             that its positions lie so; None where it cannot be told.
         cut: from the site and the arguments of an op that was told so, or was not, to what it is
             told where it is cut, over what the rule says without.
+        follow: from the name of an order of :class:`Reorders` and the op's arguments by name,
+            tensors by anything that stands for them, to how the op takes it, or why it cannot.
     """
 
     wanted: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Order | None]
     told: Callable[[Mapping[str, Any], Order], Mapping[str, Any] | None]
     cut: Callable[[SplitSite, Mapping[str, Any]], Mapping[str, Any]] = lambda site, given: {}
+    follow: Callable[[str, Mapping[str, Any]], Follow | str] = _cannot_follow
 
 
 @dataclass(frozen=True)
@@ -142,12 +182,14 @@ class PartitionRule:
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments, or None where moving its bytes is what takes the time.
         orders: those of ``communicates`` and ``told`` whose positions may come in another order.
+        reorders: what order the op puts positions in where it is cut; None if in none.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
     flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
     told: Mapping[str, Told] = field(default_factory=dict)
     orders: Mapping[str, Orders] = field(default_factory=dict)
+    reorders: Reorders | None = None
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
         """Of each result, whether a rank's backward is given a share of its gradient, 1 / parts.

@@ -41,6 +41,9 @@ class PublicCall:
         rehearse: from a part's arguments (with data, of any values) and how it was cut to the
             arguments to change, so that a call on one rank does what it would do among the others.
         names: the op's names of tensor arguments that it calls otherwise.
+        follow: from a split that communicates inside, and the code of each argument, to the code of
+            those that tell the call its tokens are in the order of
+            :class:`~annotations.rules.Reorders`; None where it cannot be told.
     """
 
     function: Callable[..., Any]
@@ -50,6 +53,7 @@ class PublicCall:
     when_cut: Callable[..., Any] | None = None
     rehearse: Callable[[Arguments, Sequence[SplitSite]], Arguments] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    follow: Callable[[SplitSite, Mapping[str, str]], Mapping[str, str]] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:

@@ -6,10 +6,13 @@ itself, so that causal attention over packed documents is the same work on every
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from annotations import register_op
+from annotations.rules import Reorders
 
 from .core.comm import Comm
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
@@ -19,9 +22,11 @@ from .core.plan.exchange import Exchange
 from .core.plan.relayout import relayout
 from .op.arguments import ArgumentError, checked
 from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
+from .op.shard_layout import BY_DOCUMENT
 from .op.token_move import MOVES_TOKENS, UNKNOWN
 
 TOKENS = Dims(0, 0)
+SHUFFLES = replace(MOVES_TOKENS, reorders=Reorders("l", BY_DOCUMENT, "cu_seqlens", "back"))
 
 
 def _exchange(
@@ -71,7 +76,7 @@ def _backward(
     "l *, e^ -> l *",
     name="seqshard::shuffle_documents",
     title="wrap_maybe_shuffle",
-    rule=MOVES_TOKENS,
+    rule=SHUFFLES,
     differentiable=("hidden_states",),
     fake=lambda hidden_states, **_: hidden_states.new_empty(hidden_states.shape),
     backward=_backward,
@@ -90,6 +95,12 @@ def shuffle_documents(
     return moved
 
 
+def layout_by_document(cu_seqlens: CuSeqlens, group_size: int) -> Layout:
+    """The layout that :func:`wrap_maybe_shuffle` gives tokens over ``group_size`` ranks."""
+    cu = on_host(as_tensor("wrap_maybe_shuffle", "cu_seqlens", cu_seqlens))
+    return Layout.zigzag(int(cu[-1]), group_size, cu)
+
+
 def wrap_maybe_shuffle(
     hidden_states: Tensor,
     cu_seqlens: CuSeqlens,
@@ -99,6 +110,11 @@ def wrap_maybe_shuffle(
     """``l *, e^ -> l *``
 
     Tokens from contiguous shards to the layout ``Layout.zigzag(total, group_size, cu_seqlens)``.
+
+    With a ``process_group`` of your own, give attention on these tokens that layout:
+    ``layout=Layout.zigzag(total, group_size, cu_seqlens)``. Without one it takes the shards to be
+    contiguous, and its result is wrong. Under an auto-parallelizer give it none: the engine follows
+    the tokens from op to op, through :func:`wrap_maybe_unshuffle`, and refuses what mixes them.
 
     Args:
         hidden_states: [l, ...], this rank's tokens.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from annotations.codegen.public_call import PublicCall, declare_call, without_data
+from annotations.codegen.public_call import PublicCall, declare_call, qualified, without_data
 from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
@@ -23,7 +23,12 @@ from .layout_ops import (
     wrap_unshuffle_func,
 )
 from .masked_attn import MASKED_ATTN, wrap_masked_attn_func
-from .maybe_shuffle import shuffle_documents, wrap_maybe_shuffle, wrap_maybe_unshuffle
+from .maybe_shuffle import (
+    layout_by_document,
+    shuffle_documents,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+)
 from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
 from .op.options import part_of, reduce_dtype_of
@@ -91,6 +96,7 @@ def _attention(
         arguments=_attention_arguments,
         rehearse=rehearse,
         names={"cu_seqlens": "cu_seqlens_q"},
+        follow=_layout_code,
     )
 
 
@@ -112,6 +118,12 @@ def _attention_arguments(site: SplitSite) -> Arguments:
     if site.group:
         return {"process_group": list(site.ranks), "layout": None, "k_layout": None}
     return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
+
+
+def _layout_code(site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
+    """``layout=``, made of the call's own cu_seqlens."""
+    cu_seqlens = code.get("cu_seqlens_q") or code["cu_seqlens"]
+    return {"layout": f"{qualified(layout_by_document)}({cu_seqlens}, {site.parts})"}
 
 
 def _move(
@@ -141,7 +153,7 @@ def _move(
 def _documents(function: Callable[..., Any]) -> PublicCall:
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         _refuse_without_ring(function, given)
-        return shuffle_documents.record, given
+        return shuffle_documents.record, {**given, "back": function is wrap_maybe_unshuffle}
 
     def rehearse(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         parts = next((site.parts for site in sites if site.group), 1)

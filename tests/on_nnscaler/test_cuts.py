@@ -120,3 +120,42 @@ def test_parts_out_of_order(
         f"devices {lying}; an op that communicates inside needs each part on as many devices, in "
         "increasing order"
     )
+
+
+SWAPPED = [
+    (
+        models.ring,
+        [("b", 2), ("l", 2)],
+        [0, 3, 1, 2],
+        "'b' lie on devices [[[0], [1]], [[3], [2]]]",
+    ),
+    (
+        models.ring,
+        [("b", 2), ("l", 2)],
+        [1, 2, 0, 3],
+        "'b' lie on devices [[[1], [0]], [[2], [3]]]",
+    ),
+    (
+        models.ring,
+        [("l", 2), ("b", 2)],
+        [0, 1, 3, 2],
+        "'b' lie on devices [[[0], [1]], [[3], [2]]]",
+    ),
+    (models.varlen, [("g", 2), ("l", 2)], [0, 3, 1, 2], "'g' lie on devices"),
+    (models.ring, [("g", 2), ("b", 2)], [0, 3, 1, 2], "'g' lie on devices"),
+    (models.ring_by_rows, [("lq", 2), ("g", 2)], [0, 3, 1, 2], "'lq' lie on devices"),
+    (models.ring_by_rows, [("lq", 4)], [0, 2, 1, 3], "'lq' lie on devices"),
+    (models.ring, [("qh", 4)], [0, 2, 1, 3], "'qh' lie on devices"),
+]
+
+
+@pytest.mark.parametrize(("attend", "cuts", "devices", "lying"), SWAPPED)
+def test_parts_that_adapters_would_swap(
+    tmp_path: Any, attend: Any, cuts: list[tuple[str, int]], devices: list[int], lying: str
+) -> None:
+    """Our groups would be right, but nnscaler's gathers go by rank."""
+    job = cut(attend, *cuts, plan=4, devices=devices)
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(job, tmp_path, ranks=4)
+    said = str(raised.value)
+    assert lying in said and "nnscaler's adapters would swap" in said, said

@@ -39,6 +39,7 @@ from annotations.codegen.constants import from_text, is_text, to_text
 from annotations.codegen.public_call import PublicCall, qualified, without_data
 from annotations.engines.nnscaler import graph_report, placement
 from annotations.engines.nnscaler.following import follow, ways_of
+from annotations.engines.nnscaler.following_order import TokenOrders
 from annotations.errors import PartitionError
 from annotations.registry import AnnotatedOp
 from annotations.rules import PartitionRule, SplitSite
@@ -120,10 +121,12 @@ class OpNode(IRDimops):
     Attributes:
         names: of the arguments among ``inputs()``; the others are ``kwargs``.
         base: the name that the call is declared by; a part's signature also says how it was cut.
+        shuffled: whether its tokens are in an order that a shuffle of the model's own put them in.
     """
 
     names: tuple[str, ...]
     base: str
+    shuffled: bool = False
 
     def new(
         self,
@@ -280,7 +283,8 @@ def emit(
         args, kwargs: code of the arguments.
         runtime_devid: global rank of the device that runs it; plan_ndevs: ranks of a scale unit.
     Raises:
-        PartitionError: the parts of an op that communicates inside do not lie in rank order.
+        PartitionError: the parts of an op that communicates inside do not lie in rank order, or
+            nnscaler's adapters would swap them.
     """
     call = _call_of(node.base)
     offset = runtime_devid // plan_ndevs * plan_ndevs
@@ -295,6 +299,10 @@ def emit(
             function = call.when_cut or function
         told = call.arguments(replace(site, ranks=ranks))
         code |= {name: repr(value) for name, value in told.items() if name in code}
+        if node.shuffled and site.group:
+            assert call.follow is not None
+            code |= call.follow(site, {name: _code(text) for name, text in code.items()})
+    placement.check_order(node, _rule(node), _placed)
     parameters = call.signature.parameters
     written = [
         f"{name}={_code(groups.get(text, text))}"
@@ -384,6 +392,43 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
         arguments |= call.rehearse(arguments, sites)
     rest = {name: value for name, value in arguments.items() if name not in node.names}
     return *(arguments[name] for name in node.names), _Rest(call.function, node.names, rest)
+
+
+def _token_orders(graph: Any) -> TokenOrders:
+    """Which calls have their tokens in the order of a shuffle that the model calls itself."""
+
+    def rule_of(node: Any) -> PartitionRule | None:
+        return _rule(node) if isinstance(node, OpNode) else None
+
+    def original(node: OpNode, name: str) -> Any:
+        call, given = _call_of(node.base), node.arguments()
+        if name == "back":
+            return call.op(_meta({n: _restored(v) for n, v in given.items()}))[1][name]
+        own = [n for n in given if call.names.get(n, n) == name]
+        value = given[own[-1]] if own else None
+        return value.parent if isinstance(value, IRTensor) else _restored(_value(value))
+
+    return TokenOrders(nnscaler.policies.get_pas_ops(graph), graph.outputs(), rule_of, original)
+
+
+def _tell(orders: TokenOrders, graph: Any) -> None:
+    """Mark the parts that are to be told the order of their tokens.
+
+    Raises:
+        PartitionError: see :meth:`TokenOrders.check`.
+    """
+    if not orders.shuffles:
+        return
+    groups: dict[Any, frozenset[tuple[int, ...]]] = {}
+    parts = graph.select(ntype=OpNode)
+    for part in parts:
+        inside = [site for site in _sites(part, part.inputs()) if site.group]
+        ranks = {placement.devices(part, site, _placed) for site in inside}
+        whole = part.outputs()[0].parent
+        groups[whole] = groups.get(whole, frozenset()) | ranks
+    if orders.check(groups):
+        for part in parts:
+            part.shuffled = part.outputs()[0].parent in orders.told
 
 
 def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
@@ -532,7 +577,9 @@ def parallelize(
     def planned(graph: Any, cfg: Any) -> Any:
         for node in graph.select(ntype=OpNode):
             node.annotate()
+        orders = _token_orders(graph)
         cut = nnscaler.policies.fn(graph, cfg, pas_policy)
+        _tell(orders, cut)
         plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
         _logger.info("%s", plans[-1])
         return cut

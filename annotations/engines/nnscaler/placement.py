@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from annotations.errors import PartitionError
 from annotations.rules import PartitionRule, SplitSite
 
@@ -84,6 +86,46 @@ def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...
         f"{node.base}: the {site.parts} parts of {site.identifier!r} lie on devices {copies}; an "
         "op that communicates inside needs each part on as many devices, in increasing order"
     )
+
+
+def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
+    """Refuse parts on devices between which nnscaler's adapters would swap tensors.
+
+    Its collectives take their ranks in increasing order, whatever order the parts are in. A part's
+    tensors are then those of another part. That does no harm where every row of parts is permuted
+    the same way and the op need not know which part it has: results are permuted back.
+
+    Args:
+        placed: all parts that have a device, of this op and others.
+    Raises:
+        PartitionError: rows of parts along one cut are permuted in different ways, or at all where
+            the op is told its part.
+    """
+    on: dict[tuple[tuple[str, int], ...], set[int]] = {}
+    for other in placed:
+        if _twin(node, other):
+            starts = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
+            on.setdefault(tuple(starts.items()), set()).update(other.device)
+    identifiers = [name for name, _ in next(iter(on))]
+    cut = [name for n, name in enumerate(identifiers) if len({place[n] for place in on}) > 1]
+    for name in cut:
+        if name in rule.communicates:
+            continue  # checked by :func:`devices`
+        rows: dict[Any, list[tuple[int, list[int]]]] = {}
+        for place, devices_of_part in on.items():
+            others = tuple((n, start) for n, start in place if n != name)
+            rows.setdefault(others, []).append((dict(place)[name], sorted(devices_of_part)))
+        lying = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
+        orders = {tuple(np.argsort(parts)) for row in lying for parts in zip(*row, strict=True)}
+        if name in rule.told:
+            orders.add(tuple(range(len(lying[0]))))
+        if len(orders) > 1:
+            raise PartitionError(
+                f"the parts of {name!r} lie on devices {lying}, and nnscaler's adapters would swap "
+                "their tensors",
+                details=["expected: devices in increasing order along every cut of the op"],
+                op=node.base,
+            )
 
 
 def _twin(node: Any, other: Any) -> bool:

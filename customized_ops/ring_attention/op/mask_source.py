@@ -38,7 +38,7 @@ from .cu_seqlens import (
     on_host,
     value_of,
 )
-from .shard_layout import layout_of
+from .shard_layout import BY_DOCUMENT, layout_of
 
 Arguments = Mapping[str, Any]  # an op's arguments by name
 
@@ -287,6 +287,9 @@ class Documents(MaskSource):
             check_total(op, "cu_seqlens_k", cu["k"], shards.keys)
         q_total, k_total = int(cu["q"][-1]), int(cu["k"][-1])
         spec, k_spec = shards.layout, shards.k_layout
+        if spec == BY_DOCUMENT:
+            spec = Layout.zigzag(q_total, comm.size, cu["q"]).spec
+            k_spec = Layout.zigzag(k_total, comm.size, cu["k"]).spec
         if spec and not k_spec:
             if q_total != k_total:
                 raise ArgumentError(

@@ -7,6 +7,9 @@ from ..core.layout import Layout
 from . import agreement
 from .arguments import ArgumentError
 
+# As a layout: Layout.zigzag by the call's cu_seqlens, which a graph knows only when it runs.
+BY_DOCUMENT = "zigzag by document"
+
 
 def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
     """Where the tokens lie: ``spec`` if given, else ``total`` tokens (or, where only the local

@@ -17,19 +17,24 @@ from typing import Any
 import numpy as np
 
 from annotations.binding import BoundAnnotation
-from annotations.rules import Order, Orders, SplitSite
+from annotations.rules import Follow, Order, Orders, SplitSite
 
 from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
 from ..core.layout.layout import Ints
 from ..core.mask import AttnMask
-from .mask_source import Arguments, MaskSource
+from .cu_seqlens import on_host
+from .mask_source import Arguments, MaskSource, has_data
+from .shard_layout import BY_DOCUMENT
 
 
 def layout_at(site: SplitSite, given: Arguments) -> Layout:
     """Where tokens of a call that is cut lie: contiguous parts of the order that it was told."""
     if not given["layout"]:
         return Layout.contiguous(site.size, site.parts)
+    if given["layout"] == BY_DOCUMENT:
+        cu = given["cu_seqlens_q"]
+        return Layout.zigzag(site.size, site.parts, on_host(cu) if has_data(cu) else None)
     return _cut(given["layout"], site.size, site.parts)
 
 
@@ -89,7 +94,16 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         return {"layout": _one_rank(order.tokens.tobytes()).spec}
 
     def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
-        return {"layout": layout_at(site, given).spec}
+        by_document = given["layout"] == BY_DOCUMENT
+        return {"layout": BY_DOCUMENT if by_document else layout_at(site, given).spec}
+
+    def follow(name: str, given: Arguments) -> Follow | str:
+        if name != BY_DOCUMENT or not {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys():
+            return "only attention over packed documents (cu_seqlens) takes that order"
+        own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
+        if own:
+            return f"the call is given a {own[0]} of its own"
+        return Follow({"layout": BY_DOCUMENT}, ("cu_seqlens_q", "cu_seqlens_k"))
 
     def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""
@@ -99,7 +113,7 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         alike = mask is not None and mask.area == q_len * k_len
         return {} if alike and not by_place else None
 
-    return {"l": Orders(wanted, told, cut), "lq": Orders(lambda *_: None, rows_told)}
+    return {"l": Orders(wanted, told, cut, follow), "lq": Orders(lambda *_: None, rows_told)}
 
 
 @lru_cache(maxsize=64)

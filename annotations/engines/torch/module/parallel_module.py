@@ -20,7 +20,6 @@ from ...config import ComputeConfig
 from ..capture.capture import Captured, CaptureError, capture
 from ..capture.dropout import draw_seed
 from ..capture.label_shift import whole_logits
-from ..permute.permuted_graph import reordered
 from ..plan.planning import AnyPolicy, shaped, shared_plan, shared_policy
 from ..plan.rates import known_rates
 from ..report.engine_plan import EnginePlan, whole_copies
@@ -217,7 +216,7 @@ class ParallelModule(TrainingModule):
         )
         self.plan, self._kept = planned.report, planned.parameters
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
-        captured = functools.reduce(reordered, planned.hoistings, captured)
+        captured = planned.graph_of(captured)
         by_name = {node.name: node for node in captured.graph.nodes}
         strategies = {by_name[n]: s for n, s in planned.strategies.items()}
         return Program(

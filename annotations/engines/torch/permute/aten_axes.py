@@ -258,7 +258,7 @@ def _indexed(node: Node) -> Iterable[Axis]:
         yield Axis((dim, None), (dim + (len(index) - 1) * (dim > at[0]),))
 
 
-def _filled(node: Node) -> Iterable[Axis]:
+def filled(node: Node) -> Iterable[Axis]:
     return (Axis((), (dim,)) for dim in range(len(shapes_out(node)[0])))
 
 
@@ -297,5 +297,5 @@ FAMILIES: dict[str, Callable[[Node], Iterable[Axis]]] = {
     **_each("embedding", _embedding),
     **_each("index_select", _picked),
     **_each("index", _indexed),
-    **_each("full zeros ones scalar_tensor", _filled),
+    **_each("full zeros ones scalar_tensor", filled),
 }  # fmt: skip

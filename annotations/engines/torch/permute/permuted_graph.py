@@ -49,12 +49,13 @@ def reordered(captured: Captured, hoisting: SequencePermutation) -> Captured:
         if node.op in ("call_function", "output") and not is_getitem(node):
             rewriting.feed(node)
     for name, told in hoisting.told.items():
-        _tell(rewriting.nodes[name], told)
+        tell(rewriting.nodes[name], told)
     graph.lint()
     return replace(captured, graph=graph, constants={**captured.constants, **rewriting.constants})
 
 
-def _tell(node: Node, told: Mapping[str, Any]) -> None:
+def tell(node: Node, told: Mapping[str, Any]) -> None:
+    """Give a call of an annotated op other arguments, by name."""
     record = record_of(node.target)
     assert record is not None
     arguments = record.arguments(node.args, node.kwargs)

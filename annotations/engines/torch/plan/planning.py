@@ -15,6 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...config import ComputeConfig
 from ..capture.capture import Captured
 from ..module.rank_agreement import same_graph
+from ..permute.model_shuffles import (
+    axis_of_shuffles,
+    ordered,
+    shuffles,
+    without_shuffles,
+)
 from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
 from ..report.engine_plan import EnginePlan
@@ -40,6 +46,8 @@ class Planned:
     """A plan, in terms that go from rank to rank.
 
     Attributes:
+        shuffled: whether the model's own shuffles are in the graph, see
+            :mod:`..permute.model_shuffles`.
         hoistings: what puts the graph's sequences in another order, one after the other.
         strategies: of each op, by its name in the graph, thereafter.
         parameters: how those lie that are kept in parts, by their names in the module.
@@ -49,6 +57,13 @@ class Planned:
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Places]
     report: EnginePlan
+    shuffled: bool = False
+
+    def graph_of(self, captured: Captured) -> Captured:
+        """The graph that the plan is of."""
+        if shuffles(captured):
+            captured = ordered(captured) if self.shuffled else without_shuffles(captured)
+        return functools.reduce(reordered, self.hoistings, captured)
 
 
 def shaped(mesh: DeviceMesh, config: ComputeConfig) -> DeviceMesh:
@@ -97,7 +112,57 @@ def plan_graph(
         parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
         device: what the ranks compute on.
         kept: how parameters lie already that are kept in parts.
+    Raises:
+        PartitionError: see :func:`~..permute.model_shuffles.ordered`.
     """
+    plan = functools.partial(
+        _plan,
+        mesh=mesh,
+        config=config,
+        parameters=parameters,
+        rates=rates,
+        device=device,
+        kept=kept,
+        identity=graph_hash(captured),
+    )
+    own = shuffles(captured)
+    if not own:
+        return plan(captured, policy)
+    if isinstance(policy, EnginePlan) and policy.graph == graph_hash(captured):
+        if any(node.name in policy.ops for node in own):
+            return replace(plan(ordered(captured), policy), shuffled=True)
+        return plan(without_shuffles(captured), policy)
+    splits = plan(captured, policy).report.splits
+    axis = axis_of_shuffles(captured, splits)
+    if axis is None:
+        # Of what the policy decides, all but the shuffles.
+        left = {n: s for n, s in splits.items() if n not in {node.name for node in own}}
+        return plan(without_shuffles(captured), policy if isinstance(policy, str) else left)
+    for node in own:
+        each = ["l" if n == axis else None for n in range(mesh.ndim)]
+        splits = {**splits, node.name: each[0] if mesh.ndim == 1 else tuple(each)}
+    return replace(plan(ordered(captured), policy, splits=splits), shuffled=True)
+
+
+def _plan(
+    captured: Captured,
+    policy: AnyPolicy,
+    mesh: DeviceMesh,
+    config: ComputeConfig,
+    parameters: Mapping[str, torch.dtype],
+    rates: Rates,
+    device: torch.device | str,
+    kept: Mapping[str, Places] | None,
+    identity: str,
+    splits: Mapping[str, Any] | None = None,
+) -> Planned:
+    """:func:`plan_graph` of a graph of which the order of tokens is known.
+
+    Args:
+        identity: the hash of the graph that was captured.
+        splits: of annotated ops, where they are decided.
+    """
+    given = splits or {}
 
     def planned(hoistings: Sequence[SequencePermutation], splits: Mapping[str, Any]) -> Planned:
         graph = functools.reduce(reordered, hoistings, captured)
@@ -107,10 +172,10 @@ def plan_graph(
             _keep(limits, choices, kept)
         _split_so(limits, choices, splits)
         found = _cheapest(choices, limits, policy, config, rates, device, mesh)
-        report = replace(found.report, graph=graph_hash(captured), hoisted=bool(hoistings))
+        report = replace(found.report, graph=identity, hoisted=bool(hoistings))
         return replace(found, hoistings=hoistings, report=report)
 
-    if isinstance(policy, EnginePlan) and policy.graph != graph_hash(captured):
+    if isinstance(policy, EnginePlan) and policy.graph != identity:
         if kept is None:
             raise PolicyError("the plan is for another module, or for inputs of other shapes")
         # Another mode of the module, with other ops: those that are annotated are split as before.
@@ -119,7 +184,7 @@ def plan_graph(
     if isinstance(policy, EnginePlan):
         hoistings, notes = hoisted_as(policy, captured, rates, config.pas_config)
         return _noted(planned(hoistings, {}), notes)
-    found = planned((), {})
+    found = planned((), given)
     splits = found.report.splits
     hoistings, notes = hoisted(captured, splits, tuple(mesh.shape), rates, config.pas_config)
     if hoistings:

@@ -1,0 +1,75 @@
+"""Tokens that a model shuffles itself: attention follows them, and what cannot is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import token_order_jobs as jobs
+from dense import assert_same
+from ranks import Pool
+
+
+def check(pool: Pool, form: str, *how: Any) -> list[str]:
+    """The plans of all ranks, whose losses and gradients are those of one process."""
+    seed = how[1] if len(how) > 1 else 1
+    model = jobs.Shuffling(form)
+    loss = model(**jobs.inputs(seed))
+    loss.backward()
+    plans = []
+    for rank, (got, grads, plan) in enumerate(pool.run(jobs.step, form, *how)):
+        assert abs(got - loss.item()) < 1e-10 * max(1.0, abs(loss.item()))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
+        plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean"])
+def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
+    """Also for documents of other lengths than it was planned for."""
+    if form == "listed" and seed != 1:
+        pytest.skip("its documents are constants")
+    for plan in check(two_ranks, form, "cp", seed):
+        assert "wrap_maybe_shuffle" in plan
+
+
+def test_on_four_ranks_and_lowered(four_ranks: Pool) -> None:
+    check(four_ranks, "plain", "cp", 1, {}, True)
+
+
+def test_with_other_axes(four_ranks: Pool) -> None:
+    """The sequence along one axis of a mesh, heads along the other."""
+    check(four_ranks, "plain", "hybrid", 1, {"mesh_shape": (2, 2)})
+
+
+@pytest.mark.parametrize("policy", ["ulysses", "auto"])
+def test_where_attention_is_not_cut_on_the_sequence(two_ranks: Pool, policy: str) -> None:
+    for plan in check(two_ranks, "plain", policy):
+        assert "wrap_maybe_shuffle" not in plan or "l / 2" in plan
+
+
+def test_a_plan_given_back(two_ranks: Pool) -> None:
+    for first, second in two_ranks.run(jobs.given_back):
+        assert abs(first - second) < 1e-12
+
+
+REFUSED = {
+    "other documents": "is another tensor, other",
+    "masked": "only attention over packed documents (cu_seqlens) takes that order",
+    "dense": "only attention over packed documents (cu_seqlens) takes that order",
+    "twice": "zigzag by document (cu_seqlens) already",
+    "convolution": "it mixes tokens",
+    "natural operand": "operands have tokens in different orders",
+    "returned": "the module returns",
+    "unshuffled by others": "restores natural order of tokens that are zigzag by document (other)",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_refused_by_name(two_ranks: Pool, form: str) -> None:
+    for said in two_ranks.run(jobs.refused, form):
+        assert REFUSED[form] in said, said
+        assert "zigzag by document (cu_seqlens)" in said and "expected: " in said

@@ -1,0 +1,87 @@
+"""Models that shuffle their own packed tokens before their first layer, and restore them after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from nnscaler.policies import OpPartition, OpPlan, get_pas_ops
+from torch import Tensor, nn
+
+from customized_ops.ring_attention import (
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+)
+
+from .jobs import Training
+from .policies import place_of
+
+VOCAB, DIM, HEADS, HEAD_DIM, LENGTH = 32, 16, 2, 8, 64
+
+
+class Shuffling(nn.Module):
+    """``form`` says in what it differs from what is right."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.q, self.k, self.v = (nn.Linear(DIM, HEADS * HEAD_DIM) for _ in range(3))
+        self.o = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, other: Tensor) -> Tensor:
+        if self.form == "dense":
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+            return wrap_ring_attn_func(q, k, v, causal=True).squeeze(0)
+        if self.form == "other documents":
+            cu = other
+        return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+    def forward(self, sample: dict[str, Tensor]) -> Tensor:
+        cu, other = sample["cu_seqlens"], sample["other"]
+        natural = self.embedding(sample["tokens"])
+        x = wrap_maybe_shuffle(natural, cu)
+        if self.form == "cumulative":
+            x = torch.cumsum(x, 0)
+        if self.form == "natural operand":
+            x = x + natural
+        for _ in range(2):
+            y = self.norm(x)
+            q, k, v = (p(y).view(LENGTH, HEADS, HEAD_DIM) for p in (self.q, self.k, self.v))
+            out = self.attend(q, k, v, cu, other).reshape(LENGTH, HEADS * HEAD_DIM)
+            x = x + F.gelu(self.o(out)) * 0.5
+        x = wrap_maybe_unshuffle(x, cu)
+        return F.cross_entropy(self.head(x), sample["targets"])
+
+
+def _model(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Shuffling(form).double()
+
+
+def batch(seed: int) -> dict[str, dict[str, Tensor]]:
+    """Three documents, of other lengths in every batch."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCAB, (2, LENGTH), generator=g)
+    first = 8 + 8 * (seed % 3)
+    cu = torch.tensor([0, first, first + 16, LENGTH], dtype=torch.int32)
+    other = torch.tensor([0, first + 8, LENGTH], dtype=torch.int32)
+    return {"sample": {"tokens": tokens, "targets": targets, "cu_seqlens": cu, "other": other}}
+
+
+def training(form: str = "plain", policy: Any = "cp_follow", plan: int = 2) -> Training:
+    return Training(partial(_model, form), batch, policy, plan)
+
+
+def cut_only(graph: Any, config: Any, name: str) -> Iterator[Any]:
+    """A policy: ours of that name alone are cut on the sequence."""
+    for node in get_pas_ops(graph):
+        if name in node.name:
+            yield OpPlan(node, partition=OpPartition(*place_of(node, "l")))

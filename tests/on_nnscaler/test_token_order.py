@@ -1,0 +1,62 @@
+"""Tokens that a model shuffles itself: attention follows them, and what cannot is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from ranks import Pool
+
+from annotations.errors import PartitionError
+from on_nnscaler import jobs, shuffle_models
+from on_nnscaler.attention_models import calls_of
+from on_nnscaler.shuffle_models import cut_only, training
+
+pytestmark = pytest.mark.nnscaler
+
+
+def test_equals_one_process(two_ranks: Pool) -> None:
+    """Through norms, linears, views and residual adds; documents differ from step to step."""
+    job = training()
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for rank in ranks:
+        assert all("layout_by_document(" in call for call in calls_of(rank.code))
+
+
+def test_four_ranks(four_ranks: Pool) -> None:
+    job = training(plan=4)
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+
+
+def test_shuffles_that_are_not_cut(two_ranks: Pool) -> None:
+    """They are the identity, so attention that is cut is told nothing."""
+    job = training(policy=partial(cut_only, name="_attn"))
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for rank in ranks:
+        calls = calls_of(rank.code)
+        assert all("process_group=[0, 1]" in c and "layout" not in c for c in calls), calls
+
+
+REFUSED = {
+    "dense": "only attention over packed documents (cu_seqlens) takes that order",
+    "other documents": "cu_seqlens_q is another tensor",
+    "cumulative": "it mixes tokens",
+    "natural operand": "its operands have tokens in different orders",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_refused_by_name(tmp_path: Any, form: str) -> None:
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(training(form), tmp_path, ranks=2)
+    said = str(raised.value)
+    assert REFUSED[form] in said and "zigzag by document" in said and "expected: " in said, said
+
+
+def test_attention_that_is_not_cut_like_its_shuffle(tmp_path: Any) -> None:
+    with pytest.raises(PartitionError, match="tokens are shuffled over the ranks"):
+        job = shuffle_models.training(policy=partial(cut_only, name="shuffle"))
+        jobs.generate(job, tmp_path, ranks=2)

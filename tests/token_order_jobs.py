@@ -1,0 +1,126 @@
+"""A model that shuffles its own packed tokens, and a job that runs it over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from annotations import ComputeConfig, parallelize
+from annotations.errors import PartitionError
+from customized_ops.ring_attention import (
+    wrap_masked_attn_func,
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+    wrap_sliding_window_attn_func,
+)
+from customized_ops.ring_attention.core.mask import AttnMask
+
+LENGTH, DIM, HEADS, HEAD_DIM = 24, 8, 2, 4
+LISTED = [0, 8, 24]
+
+
+class Shuffling(nn.Module):
+    """Two layers between a shuffle and its inverse; ``form`` says in what it differs."""
+
+    def __init__(self, form: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form = form
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+        self.project = nn.ModuleList(nn.Linear(DIM, 3 * HEADS * HEAD_DIM) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(HEADS * HEAD_DIM, DIM) for _ in range(2))
+        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
+        self.mask = AttnMask.causal(LENGTH)
+        self.double()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu: Any, other: Tensor) -> Tensor:
+        match self.form:
+            case "other documents":
+                return wrap_ring_attn_varlen_func(q, k, v, other, other, causal=True)
+            case "masked":
+                return wrap_masked_attn_func(q[None], k[None], v[None], self.mask)[0]
+            case "dense":
+                return wrap_ring_attn_func(q[None], k[None], v[None], causal=True)[0]
+            case "window":
+                return wrap_sliding_window_attn_func(q, k, v, cu, cu, window_size=(5, 0))
+            case "lse":
+                out, lse = wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True, return_lse=True)
+                return out * lse.transpose(0, 1).unsqueeze(-1).exp().to(out.dtype)
+        return wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True)
+
+    def layer(self, n: int, x: Tensor, cu: Any, other: Tensor) -> Tensor:
+        y = self.project[n](self.norms[n](x)).view(len(x), 3, HEADS, HEAD_DIM)
+        q, k, v = (t.squeeze(1) for t in y.split(1, 1))
+        out = self.out[n](self.attend(q, k, v, cu, other).flatten(1))
+        return x + nn.functional.silu(out) * 0.5
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, other: Tensor) -> Tensor:
+        cu: Any = LISTED if self.form == "listed" else cu_seqlens
+        natural, x = x, wrap_maybe_shuffle(x, cu)
+        if self.form == "twice":
+            x = wrap_maybe_shuffle(x, cu)
+        if self.form == "convolution":
+            x = self.conv(x.T[None])[0].T
+        if self.form == "natural operand":
+            x = x + natural
+        for n in range(2):
+            x = self.layer(n, x, cu, other)
+        if self.form == "mean":  # the same in any order
+            return x.square().mean()
+        if self.form == "returned":
+            return x
+        x = wrap_maybe_unshuffle(x, other if self.form == "unshuffled by others" else cu)
+        weight = torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)
+        return (x * weight).sum()
+
+
+def inputs(seed: int = 1) -> dict[str, Tensor]:
+    """Documents of lengths that differ with the seed."""
+    g = torch.Generator().manual_seed(seed)
+    cu, other = ([0, 8, 24], [0, 16, 24]) if seed == 1 else ([0, 16, 24], [0, 8, 24])
+    return {
+        "x": torch.randn(LENGTH, DIM, dtype=torch.float64, generator=g),
+        "cu_seqlens": torch.tensor(cu, dtype=torch.int32),
+        "other": torch.tensor(other, dtype=torch.int32),
+    }
+
+
+def step(
+    form: str, policy: Any, seed: int = 1, settings: Any = None, lowered: bool = False
+) -> tuple[float, dict[str, Tensor], str]:
+    """Loss, gradients and the plan's text over all ranks; planned for the documents of seed 1."""
+    config = ComputeConfig(dist.get_world_size(), dist.get_world_size(), pas_config=settings or {})
+    parallel = parallelize(Shuffling(form), inputs(), policy, config, lowered=lowered)
+    loss = parallel(**inputs(seed))
+    loss.backward()
+    parallel.sync_grad()
+    grads = {
+        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for n, p in parallel.named_parameters()
+        if p.grad is not None
+    }
+    return loss.item(), grads, str(parallel.plan)
+
+
+def given_back() -> tuple[float, float]:
+    """The loss by a plan, and by the same plan given back."""
+    config = ComputeConfig(dist.get_world_size(), dist.get_world_size())
+    first = parallelize(Shuffling(), inputs(), "cp", config, lowered=False)
+    second = parallelize(Shuffling(), inputs(), first.plan, config, lowered=False)
+    return first(**inputs()).item(), second(**inputs()).item()
+
+
+def refused(form: str) -> str:
+    """What is said of a model that mixes tokens of different orders."""
+    config = ComputeConfig(dist.get_world_size(), dist.get_world_size())
+    try:
+        parallelize(Shuffling(form), inputs(), "cp", config)
+    except PartitionError as error:
+        return str(error)
+    return "nothing"
