@@ -24,9 +24,10 @@ from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.run import executor
+from customized_ops.ring_attention.core.run import rank_pass as executor
 from customized_ops.ring_attention.core.run import side_stream as lanes
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.run.forward_pass import ForwardPass
 from customized_ops.ring_attention.core.run.head_shard import HeadShard
 from customized_ops.ring_attention.core.run.side_stream import SideStream
 
@@ -283,9 +284,9 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     handle = lambda index: order.now.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     monkeypatch.setattr(executor, "SideStream", lambda device, two: SideStream(GPU, two=two))
-    lanes._beside.cache_clear()
+    lanes._pair_of.cache_clear()
     yield order
-    lanes._beside.cache_clear()
+    lanes._pair_of.cache_clear()
     assert device == [request.param], "another device is current"
 
 
@@ -381,7 +382,7 @@ def test_own_keys_last(name: str, order: Order, monkeypatch: pytest.MonkeyPatch)
     """Another order for the host, but neither a race nor another result."""
     results = []
     for last in (True, False):
-        monkeypatch.setattr(executor._Pass, "own_last", lambda *given, last=last: last)
+        monkeypatch.setattr(executor.RankPass, "own_last", lambda *given, last=last: last)
         torch.manual_seed(0)
         order.log.clear()
         results.append(passes(PLANS[name], order))
@@ -400,7 +401,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
         plan, comm = PLANS["zigzag"], Unheard(2, order)
         comm.two_streams = two
         share = HeadShard(plan, 0, q, k, Scoring(0.3), None)
-        run = executor._Pass(plan, comm, Noted(order), share)
+        run = executor.RankPass(plan, comm, Noted(order), share)
         return run.own_last(q, k, k)
 
     most = executor.LARGE_BYTES // (2 * 2 * 8 * 4)  # rows of 2 key heads, fp32
@@ -444,22 +445,22 @@ def test_an_end_on_the_other_stream_is_noticed(
         with torch.cuda.stream(order.main):  # type: ignore[arg-type]
             self._comm.end()
 
-    monkeypatch.setattr(executor._Pass, "end", end)
+    monkeypatch.setattr(executor.RankPass, "end", end)
     with pytest.raises(Race, match="the end, while what peers sent may be in use"):
         passes(PLANS["zigzag"], order)
 
 
 def test_an_early_end_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the keys have arrived, before they are attended."""
-    attend = executor._Pass.forward
+    attend = ForwardPass.attend
 
     def ended(self: Any, stage: int, *given: Any, **rest: Any) -> Any:
         if stage:
             self.end()
-            monkeypatch.setattr(executor._Pass, "end", lambda self: None)
+            monkeypatch.setattr(executor.RankPass, "end", lambda self: None)
         return attend(self, stage, *given, **rest)
 
-    monkeypatch.setattr(executor._Pass, "forward", ended)
+    monkeypatch.setattr(ForwardPass, "attend", ended)
     with pytest.raises(Race, match="uses what peers sent, after the end"):
         passes(PLANS["zigzag"], order)
 

@@ -34,7 +34,7 @@ from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.run import executor
+from customized_ops.ring_attention.core.run import forward_pass, rank_pass
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 16, 8, 2
@@ -429,8 +429,8 @@ def test_a_pass_that_failed_is_not_followed_by_another(
     if where == "in the kernel":
         kernel = SimpleNamespace(forward=failing(reference.forward))
     else:
-        result = failing(executor.Accumulator.result)
-        monkeypatch.setattr(executor.Accumulator, "result", result)
+        result = failing(forward_pass.Accumulator.result)
+        monkeypatch.setattr(forward_pass.Accumulator, "result", result)
 
     def body(comm: Comm) -> None:
         own = [plan.q_layout.shard(t, comm.rank) for t in draw(plan.mask, torch.float32, 0)[:3]]
@@ -553,7 +553,7 @@ class Weighing:
 @pytest.mark.parametrize("last", [False, True])
 def test_what_lies_beside_the_call_made_last(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv of the rank's own keys, but not of others: those are on their way home."""
-    monkeypatch.setattr(executor._Pass, "own_last", lambda *given: last)
+    monkeypatch.setattr(rank_pass.RankPass, "own_last", lambda *given: last)
     connect(monkeypatch, InProcessPush)
     kernel = Weighing()
     passes(PLANS["zigzag"], torch.float64, kernel=kernel)

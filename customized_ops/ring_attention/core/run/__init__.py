@@ -1,1 +1,1 @@
-"""Running one rank's plan: the executor, its streams and its share of the heads."""
+"""Runs a rank's part of a plan: the executor, what its passes share, streams, a rank's heads."""

@@ -1,4 +1,4 @@
-"""A rank's share of the heads, groups of them, and which tokens it works on."""
+"""A rank's share of the heads, groups of it, and the kernel calls of each stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..plan.rank_plan import Range
 
 
 class HeadShard:
-    """What one rank computes of a call: the n-th of a team has the n-th share of the heads.
+    """The heads that one rank computes: the n-th of a team has the n-th share.
 
     Attributes:
         whole: whether the share is all heads.
@@ -54,8 +54,8 @@ class HeadShard:
         return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
 
     def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
-        """The groups of heads whose keys arrive one after the other, each as if it were a share
-        that every rank has; this share itself where there is one group.
+        """The groups of heads whose keys arrive one after the other, each as a share that every rank
+        has; this share itself where there is one group.
 
         Args:
             q: [b, l, h, d], k: [b, m, g, d]: with all heads.
@@ -82,12 +82,18 @@ class HeadShard:
         """The share of ``tensor``, a view."""
         return dims.share(tensor, self._rank)
 
-    def of_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The share of keys and values, views."""
-        return self.of(k, self.keys), self.of(v, self.keys)
+    def query_dims(self, count: int) -> list[Dims]:
+        """The dims of q alone (``count`` 1), or of dout, q, out, lse and perhaps dlse."""
+        return [self.rows] * min(count, 3) + [self.stats] * (count - 3)
+
+    def of_queries(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The share of each of these tensors; see :meth:`query_dims`."""
+        if not self.rows.shares:
+            return tensors
+        return [self.of(t, d) for t, d in zip(tensors, self.query_dims(len(tensors)), strict=True)]
 
     def among_all(self, out: Tensor, lse: Tensor, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-        """A share's results in tensors of all heads, the rest as if it attended nothing."""
+        """The share's results in tensors of all heads; other heads as if they attended nothing."""
         all_out, all_lse = unattended(q, v_dim, out.dtype)
         self.of(all_out, self.rows).copy_(out)
         self.of(all_lse, self.stats).copy_(lse)
@@ -102,72 +108,54 @@ class HeadShard:
             here = total.wide() if rows is None else total.wide()[:, rows]
             self.of(here, dims).add_(part)
 
-    def call(
-        self, stage: int, *, guests: bool, q: Tensor, keys: Tensor
-    ) -> tuple[Range, Pairs, Tokens | None]:
-        """Which rows a stage's kernel call is given, which pairs it attends, and which tokens they
-        are, if the kernel must know.
+    def call(self, stage: int, remote: bool, keys: Tensor) -> tuple[Range, Pairs, Tokens | None]:
+        """The rows that a stage's kernel call takes, the pairs that it attends, and their tokens if
+        the kernel needs them.
 
         Args:
-            guests: whether the rows are those received from others, not the rank's own.
-            q: all of those rows. keys: those of the stage.
+            remote: whether the rows are remote queries, not the rank's own.
+            keys: those of the stage.
         """
-        key = ("call", self._rank, stage, guests)
+        key = ("call", self._rank, stage, remote)
         known = self._plan.on_device.get(key)
         if known is None:
             here = self._plan.rank(self._rank).stages[stage]
-            rows = start, stop = here.guest_hull if guests else here.own_hull
-            slices = here.guest_in_hull if guests else here.own_in_hull
+            rows = start, stop = here.guest_hull if remote else here.own_hull
+            slices = here.guest_in_hull if remote else here.own_in_hull
             known = rows, Pairs(slices, stop - start, keys.shape[1])
             self._plan.on_device[key] = known
         rows, pairs = known
         if not self.scoring.needs_tokens:
             return rows, pairs, None
-        return rows, pairs, self._tokens(stage, guests).part(slice(*rows), slice(None))
+        return rows, pairs, self._tokens(stage, remote).part(slice(*rows), slice(None))
 
-    def _tokens(self, stage: int, guests: bool) -> Tokens:
-        rows, keys = self._indices(stage, guests)
-        mask = self._plan.mask
-        positions = (
-            keys - (mask.k_len - mask.q_len)
-            if self._key_positions is None
-            else self._key_positions[keys]
-        )
-        return Tokens(rows, keys, positions, self._first_head)
+    def _tokens(self, stage: int, remote: bool) -> Tokens:
+        rows, keys = self._indices(stage, remote)
+        positions = self._key_positions
+        if positions is None:
+            shift = self._plan.mask.k_len - self._plan.mask.q_len
+            return Tokens(rows, keys, keys - shift, self._first_head)
+        return Tokens(rows, keys, positions[keys], self._first_head)
 
-    def _indices(self, stage: int, guests: bool) -> tuple[Tensor, Tensor]:
+    def _indices(self, stage: int, remote: bool) -> tuple[Tensor, Tensor]:
         """Global indices of the rows and the keys at hand, on the device once for all layers."""
-        plan, key = self._plan, (self._rank, stage, guests, self.device)
+        plan, key = self._plan, (self._rank, stage, remote, self.device)
         if key not in plan.on_device:
             mine = plan.rank(self._rank)
             kv = mine.stages[stage].kv
-            rows = mine.q.indices if guests else plan.q_layout.positions(self._rank)
+            rows = mine.q.indices if remote else plan.q_layout.positions(self._rank)
             keys = plan.k_layout.positions(self._rank) if kv is None else kv.indices
-            pair = (torch.from_numpy(x).to(self.device) for x in (rows, keys))
-            plan.on_device[key] = tuple(pair)
+            plan.on_device[key] = tuple(torch.from_numpy(x).to(self.device) for x in (rows, keys))
         return plan.on_device[key]
 
 
-class Parts:
-    """Results of groups of heads, in order, to be set side by side."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, ...]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def add(self, *results: Tensor) -> None:
-        """Those of the next group."""
-        self._parts.append(results)
-
-    def joined(self, *heads: int) -> Sequence[Tensor]:
-        """Each result with the heads of all groups; ``heads`` are the dims that they are. Of one
-        group they are as they came."""
-        if len(self._parts) == 1:
-            return self._parts[0]
-        results = zip(*self._parts, strict=True)
-        return [torch.cat(of, dim) for of, dim in zip(results, heads, strict=True)]
+def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
+    """Results of groups of heads, in order, as results of all heads; ``dims``: where each has its
+    heads. Those of one group are returned as they are."""
+    if len(groups) == 1:
+        return groups[0]
+    results = zip(*groups, strict=True)
+    return [torch.cat(of, dim) for of, dim in zip(results, dims, strict=True)]
 
 
 @lru_cache(maxsize=64)

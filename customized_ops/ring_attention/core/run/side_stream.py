@@ -1,8 +1,8 @@
-"""Two queues of GPU work: what needs nobody runs on one, what waits for peers on the other.
+"""A second stream beside the caller's: what waits for peers runs on it, all else on the caller's.
 
-A GPU that finds no more blocks to start in one queue starts those of the other, so waiting for
+A GPU that finds no more blocks to start on one stream starts those of the other, so waiting for
 peers, and the end of a kernel that fills the GPU no longer, cost nothing while there is other work.
-The queue that waits for peers goes first: what it computes must still travel home.
+The second stream goes first: what it computes must still travel home.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class SideStream:
         self.two = two and device.type == "cuda"
         if self.two:
             index = device.index
-            self._beside = _beside(device, torch._C._cuda_getCurrentRawStream(index))
+            self._pair = _pair_of(device, torch._C._cuda_getCurrentRawStream(index))
             # What changes streams in less time changes the current device, too.
             self._here = torch.cuda.current_device() == index
 
     def fork(self) -> None:
         """Let the second stream start."""
         if self.two:
-            self._beside.fork()
+            self._pair.fork()
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the second stream."""
         if not self.two:
             return NOTHING
-        return self._beside if self._here else torch.cuda.stream(self._beside.second)
+        return self._pair if self._here else torch.cuda.stream(self._pair.second)
 
     def join(self) -> None:
         """Let the first stream wait for the second."""
         if self.two:
-            self._beside.join()
+            self._pair.join()
 
 
-class _Beside:
-    """A stream and the one beside it, kept from call to call with what they wait for each other by:
-    torch's own ways make an event for each wait, and look at all devices to change streams.
+class StreamPair:
+    """A stream and the second one beside it, kept from call to call with the events by which they
+    wait for each other: torch's own ways make an event for each wait, and look at all devices to
+    change streams.
 
-    As a context, never in itself, it is where the second stream is the current one, on the device
-    of both.
+    As a context, never nested, it makes the second stream the current one, on the device of both.
     """
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
@@ -86,11 +86,11 @@ class _Beside:
 
 
 @lru_cache(maxsize=64)
-def _beside(device: torch.device, caller: int) -> _Beside:
-    """Each of a caller's streams has its own, as their work is in no order. (torch deals streams
-    out of a pool of 32, so a program with more of high priority may share one.)
+def _pair_of(device: torch.device, caller: int) -> StreamPair:
+    """Each of a caller's streams has its own, as their work is in no order. (torch takes streams
+    from a pool of 32, so a program with more of high priority may share one.)
 
     Args:
         caller: the handle of the stream that is current.
     """
-    return _Beside(torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1))
+    return StreamPair(torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1))

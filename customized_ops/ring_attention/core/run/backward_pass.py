@@ -1,0 +1,145 @@
+"""One backward of one rank; the steps are those of ``executor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import Comm
+from ..comm.messages import Pending
+from ..comm.transfer_side import Dims, add
+from ..kernels import Kernel
+from ..merge.merge import Sum, span_of
+from ..plan import Plan
+from ..plan.rank_plan import Stage
+from .head_shard import HeadShard, concat_heads
+from .rank_pass import Arriving, Keys, Queries, RankPass, counted_from
+
+
+class BackwardPass(RankPass):
+    """See :func:`.executor.attention_backward`.
+
+    Args:
+        rows: dout, q, out, lse and, if it has a gradient, dlse.
+        wire: dtype of gradients between ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Comm,
+        kernel: Kernel,
+        share: HeadShard,
+        rows: Sequence[Tensor],
+        k: Tensor,
+        v: Tensor,
+        wire: torch.dtype,
+        *,
+        deterministic: bool,
+    ) -> None:
+        super().__init__(plan, comm, kernel, share)
+        self._rows, self._q, self._k, self._v = rows, rows[1], k, v
+        self._wire, self._deterministic = wire, deterministic
+        self._own = Queries(share.of_queries(rows))
+        row_parts, key_parts = self.mine.row_parts, self.mine.key_parts
+        self._dq, self._dk, self._dv = Sum(self._q, row_parts), Sum(k, key_parts), Sum(v, key_parts)
+        # What the second stream adds up for the rank's own rows and keys.
+        self._late_dq = Sum(span_of(self._q, 1, *self.late_rows), row_parts)
+        self._late_dk, self._late_dv = Sum(k, key_parts), Sum(v, key_parts)
+        self._going_home: list[Pending] = []
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq, dk and dv of the rank's tokens."""
+        own_last = self.own_last(self._q, self._k, self._v)
+        with self.second():
+            self.begin()
+            asked = self.ask_queries(self._rows)  # 1.
+            stages = self.ask_keys(self._q, self._k, self._v)
+        if not own_last:
+            self._attend_local()  # 2.
+        with self.second():
+            self._attend_stages(asked, stages)  # 3. and 4.
+        if own_last:
+            self._attend_local()
+        self.join()
+        self._add_late()  # 5.
+        for home in self._going_home:
+            home.wait()
+        self.end()
+        grads = self._dq.result(), self._dk.result(), self._dv.result()
+        self.leave()
+        return grads
+
+    def _attend_local(self) -> None:
+        if self.local is not None:
+            dq, dk, dv = self.attend(0, self._own, self.own_keys(self._k, self._v))
+            share, rows = self.share, counted_from(0, self.local.own_hull)
+            share.add(self._dq, dq, share.rows, rows)
+            share.add(self._dk, dk, share.keys)
+            share.add(self._dv, dv, share.keys)
+
+    def _attend_stages(self, asked: Pending, stages: Arriving) -> None:
+        remote = Queries(asked.wait(), remote=True)
+        remote_dq = Sum(remote.tensors[1], self.mine.guest_parts)
+        for n, stage, arriving in stages:
+            attending = self.attending(stage, self._own, remote)
+            for keys in arriving:
+                dk, dv = Sum(keys.k), Sum(keys.v)
+                for queries, results in attending:
+                    part, part_k, part_v = self.attend(n, queries, keys)
+                    results.append((part,))
+                    dk.add(part_k)
+                    dv.add(part_v)
+                self._give_keys(n, stage, keys.heads, dk, dv)
+            for queries, results in attending:
+                (dq,) = concat_heads(results, 2)
+                if queries.remote:
+                    remote_dq.add(dq, counted_from(0, stage.guest_hull))
+                else:
+                    rows = counted_from(self.late_rows[0], stage.own_hull)
+                    self.share.add(self._late_dq, dq, self.share.rows, rows)
+            if self.remote_queries_done(n):
+                self._add_at_home([remote_dq], [self._dq], self.share.rows)
+
+    def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+        """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
+        dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
+        (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
+        return self._kernel.backward(
+            span_of(dout, 1, start, stop),
+            span_of(q, 1, start, stop),
+            keys.k,
+            keys.v,
+            span_of(out, 1, start, stop),
+            span_of(lse, 2, start, stop),
+            pairs,
+            keys.heads.scoring,
+            tokens,
+            dlse=span_of(dlse[0], 2, start, stop) if dlse else None,
+            deterministic=self._deterministic,
+        )
+
+    def _give_keys(self, n: int, stage: Stage, heads: HeadShard, dk: Sum, dv: Sum) -> None:
+        """Send gradients of received keys home; add up those of the rank's own keys."""
+        if stage.kv is not None:
+            self._add_at_home([dk, dv], [self._dk, self._dv], heads.keys, n)
+        elif len(stage.guest):
+            self.share.add(self._late_dk, dk.so_far(), self.share.keys)
+            self.share.add(self._late_dv, dv.so_far(), self.share.keys)
+
+    def _add_at_home(
+        self, parts: list[Sum], totals: list[Sum], dims: Dims, stage: int | None = None
+    ) -> None:
+        """Send sums to the tokens' owners, who add them to their ``totals``."""
+        results, every = [part.so_far() for part in parts], [dims] * len(parts)
+        into = lambda: [total.place() for total in totals]  # noqa: E731
+        self._going_home.append(self.send_home(results, into, every, add, self._wire, stage=stage))
+
+    def _add_late(self) -> None:
+        if not self._late_dq.empty:
+            self._dq.add(self._late_dq.so_far(), slice(*self.late_rows))
+        for total, late in ((self._dk, self._late_dk), (self._dv, self._late_dv)):
+            if not late.empty:
+                total.add(late.so_far())

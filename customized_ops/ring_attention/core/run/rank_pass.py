@@ -1,0 +1,191 @@
+"""What a forward and a backward of one rank share: streams, exchanges and stages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Comm
+from ..comm.messages import Pending, SeenBy
+from ..comm.transfer_side import Dims, Put
+from ..kernels import Kernel
+from ..plan import Plan
+from ..plan.exchange import Exchange
+from ..plan.rank_plan import Range, RankPlan, Stage
+from . import side_stream
+from .head_shard import HeadShard
+from .side_stream import SideStream
+
+LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
+
+
+class Queries(NamedTuple):
+    """Rows that attend keys, with the heads of the rank's share.
+
+    Attributes:
+        tensors: q; in a backward dout, q, out, lse and, if it has a gradient, dlse.
+        remote: whether they are rows of other ranks, not the rank's own.
+    """
+
+    tensors: Sequence[Tensor]
+    remote: bool = False
+
+
+class Keys(NamedTuple):
+    """Keys and values of some heads: the rank's share, or a group of it."""
+
+    heads: HeadShard
+    k: Tensor
+    v: Tensor
+
+
+Results = list[tuple[Tensor, ...]]  # of each group of heads
+Arriving = Iterator[tuple[int, Stage, Iterator[Keys]]]
+
+
+class RankPass:
+    """A forward or a backward of one rank.
+
+    Attributes:
+        mine: the rank's part of the plan.
+        local, late_rows: see :class:`~.rank_plan.RankPlan`.
+    """
+
+    def __init__(self, plan: Plan, comm: Comm, kernel: Kernel, share: HeadShard) -> None:
+        self._plan, self._comm, self._kernel, self.share = plan, comm, kernel, share
+        self.mine = plan.rank(comm.rank)
+        self.local, self.late_rows = self.mine.local, self.mine.late_rows
+        self._moves = plan.rows_move or plan.keys_move
+        self._last: Pending | None = None  # fetch of keys, once they are here
+        self._streams = SideStream(share.device, two=self._moves and comm.two_streams)
+
+    def second(self) -> AbstractContextManager[object]:
+        """In this context work goes to the stream for what waits for peers."""
+        return self._streams.second()
+
+    def own_last(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether a backward's host comes to the rank's own keys after all others. On two streams
+        that hardly changes when the GPU does, but it does change what is in memory beside the
+        call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
+        their way home. (With fewer key heads the call of own keys itself takes the most.)"""
+        large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
+        return self._streams.two and large and not side_stream.ONE_QUEUE
+
+    def begin(self) -> None:
+        """Before the first exchange with a peer."""
+        self._streams.fork()
+        if self._moves:
+            self._comm.begin()
+
+    def join(self) -> None:
+        """From here on all work is on one stream again."""
+        self._streams.join()
+
+    def end(self) -> None:
+        """After the last use of what peers have sent: they may start the next pass."""
+        if self._moves:
+            self._comm.end()
+
+    def leave(self) -> None:
+        """Nothing can fail any more; an error before this leaves peers at another step."""
+        if self._moves:
+            self._comm.leave()
+
+    def ask_queries(self, tensors: Sequence[Tensor]) -> Pending:
+        """Remote queries, of tensors as :class:`Queries` has them but with all heads. Where no rows
+        move, the tensors themselves: no stage attends remote queries then."""
+        if not self._plan.rows_move:
+            return Pending(lambda: tensors)
+        dims = self.share.query_dims(len(tensors))
+        return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
+
+    def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
+        """Each stage with its number and its keys, one group of heads after the other, which have
+        arrived when they are looked at. As many of the following groups as the Comm likes are on
+        their way meanwhile."""
+        groups, remote = self.share.groups(q, k), self.mine.remote
+        waiting = deque([(n, kv, heads) for n, kv in remote for heads in groups])
+        coming: deque[Pending] = deque()
+
+        def ask() -> None:
+            n, kv, heads = waiting.popleft()
+            coming.append(self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n)))
+
+        def arriving(stage: Stage) -> Iterator[Keys]:
+            if stage.kv is None:
+                yield self.own_keys(k, v)
+                return
+            for heads in groups:
+                here = coming.popleft()
+                if waiting:
+                    ask()
+                keys, values = here.wait()
+                self._last = None if coming else here
+                yield Keys(heads, keys, values)
+
+        for _ in range(min(self._comm.ahead, len(waiting))):
+            ask()
+        return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
+
+    def own_keys(self, k: Tensor, v: Tensor) -> Keys:
+        """The rank's own keys, read in place."""
+        return Keys(
+            self.share, self.share.of(k, self.share.keys), self.share.of(v, self.share.keys)
+        )
+
+    def attending(
+        self, stage: Stage, own: Queries, remote: Queries
+    ) -> list[tuple[Queries, Results]]:
+        """The rows that attend keys of the stage on the second stream, each with an empty list for
+        the results."""
+        some: list[tuple[Queries, Results]] = []
+        if len(stage.own) and stage is not self.local:
+            some.append((own, []))
+        if len(stage.guest):
+            some.append((remote, []))
+        return some
+
+    def of_heads(self, queries: Queries, heads: HeadShard) -> Sequence[Tensor]:
+        """The tensors of ``queries`` with these heads only."""
+        return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
+
+    def remote_queries_done(self, stage: int) -> bool:
+        """Whether after this stage no rank attends remote queries any more, so that their results
+        go home while further keys are attended. True on all ranks at once, as they exchange in one
+        order."""
+        return self._plan.rows_move and stage + 1 == self._plan.guest_stages
+
+    def send_home(
+        self,
+        results: Sequence[Tensor],
+        into: Callable[[], Sequence[Tensor]],
+        dims: Sequence[Dims],
+        put: Put,
+        dtype: torch.dtype | None = None,
+        *,
+        stage: int | None = None,
+    ) -> Pending:
+        """Send the results for a stage's keys to their owners; None: those for remote queries. They
+        may come over the last keys, as no other stage then has to wait until its peers are done."""
+        exchange, seen_by = _exchange(self.mine, stage), self._seen_by(stage)
+        over = None if stage is None else self._last
+        return self._comm.send_home(exchange, results, into, dims, put, dtype, seen_by, over)
+
+    def _seen_by(self, stage: int | None) -> SeenBy:
+        return lambda peer: _exchange(self._plan.rank(peer), stage)
+
+
+def _exchange(of: RankPlan, stage: int | None) -> Exchange:
+    exchange = of.q if stage is None else of.stages[stage].kv
+    assert exchange is not None
+    return exchange
+
+
+def counted_from(start: int, rows: Range) -> slice:
+    """A range of rows as counted from row ``start``."""
+    return slice(rows[0] - start, rows[1] - start)
