@@ -51,7 +51,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.comm import fake_comm as rehearsal
+from customized_ops.ring_attention.core.comm import fake_comm
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
 from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
 from customized_ops.ring_attention.op import bound
@@ -209,7 +209,7 @@ def main() -> None:
     if given.kernel is None:
         stack = without("kernel" if given.executor else "executor")
     # Ranks of a real group are looked up, not made anew for each call.
-    stack.enter_context(mock.patch.object(rehearsal, "by_name", lru_cache(rehearsal.by_name)))
+    stack.enter_context(mock.patch.object(fake_comm, "by_name", lru_cache(fake_comm.by_name)))
     say(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
     if alone := measure_library(given):
         say(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}")

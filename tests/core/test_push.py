@@ -20,14 +20,12 @@ from push_memory import InProcessPush, SparingPush, ThreadMemory
 from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.arena import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.one_sided import (
-    ALIGNED_BYTES,
     SPARED_BYTES,
     SPARED_TOKENS,
-    Arena,
     OneSidedComm,
-    Piece,
 )
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
 from customized_ops.ring_attention.core.kernels import KERNELS, Scoring

@@ -10,16 +10,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
-from . import fake_comm as rehearsal
-from . import inprocess
-from .messages import Comm, DistComm, Messages, Reduction
+from . import fake_comm, inprocess
+from .dist_comm import DistComm
+from .messages import Comm, Messages, Reduction
 from .symmetric import comm_over
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 
 
 class AloneComm(Comm):
-    """One rank: nothing to send to nobody."""
+    """A group of one rank, which has no peers."""
 
     def __init__(self) -> None:
         super().__init__("", 0, 1)
@@ -66,8 +66,8 @@ def comm_by_name(name: str) -> Comm:
         return ALONE
     if name.startswith("inprocess:"):
         return inprocess.this_thread(name)
-    if name.startswith("rehearsal:"):
-        return rehearsal.by_name(name)
+    if name.startswith("fake:"):
+        return fake_comm.by_name(name)
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     # A destroyed world may leave its names to the next one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:

@@ -1,4 +1,4 @@
-"""One rank acting as if it had peers, to time what it would do among them."""
+"""One rank that computes as if it had peers, to time its part of their work."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .messages import Comm, Messages, Reduction
 
 
 class FakeComm(Comm):
-    """Rank ``rank`` of ``size``, all others being absent: what they would send never comes, and
-    buffers for it keep whatever is in them. Plans, buffers and kernel calls are the real ones;
-    results are meaningless, and moving bytes takes no time."""
+    """Rank ``rank`` of ``size`` without the others: nothing arrives, and buffers for it are never
+    written. Plans, buffers and kernel calls are the real ones; results are meaningless, and moving
+    bytes takes no time."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(f"rehearsal:{rank}:{size}", rank, size)
+        super().__init__(f"fake:{rank}:{size}", rank, size)
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         """See :meth:`Comm.start`."""
@@ -25,11 +25,11 @@ class FakeComm(Comm):
         """See :meth:`Comm.all_reduce`: the values stay this rank's."""
 
     def all_gather_object(self, value: object) -> list[object]:
-        """See :meth:`Comm.all_gather_object`: every rank is taken to say the same."""
+        """See :meth:`Comm.all_gather_object`: every rank has this rank's value."""
         return [value] * self.size
 
 
 def by_name(name: str) -> FakeComm:
-    """The one called ``name``."""
+    """The Comm called ``name``."""
     _, rank, size = name.split(":")
     return FakeComm(int(rank), int(size))

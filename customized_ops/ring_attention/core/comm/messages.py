@@ -1,7 +1,7 @@
 """Moving token ranges between the ranks of a group.
 
-:class:`Comm` says what the executor may ask; subclasses only know how to pass flat buffers between
-peers. Groups are passed in: there is no global state, and ranks are always ranks in the group.
+:class:`Comm` is what the executor uses; subclasses only know how to pass flat buffers between
+peers. There is no global state, and ranks are always ranks in the group.
 
     fetch       each rank receives token ranges of its peers' tensors    (k, v; rows of q)
     send_home   the reverse: results for received tokens go home and are
@@ -18,17 +18,14 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.cost import H200, H200_NCCL
+from ..plan.cost import H200
 from ..plan.exchange import Exchange, Where
 from .transfer_side import Dims, Put, TransferSide, copy, place
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
-
-
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
 
@@ -49,8 +46,8 @@ class Pending:
         self._finish: Callable[[], Any] | None = finish
 
     def wait(self) -> Any:
-        """Block until it is here (on a GPU: until the stream may use it). What was kept on its
-        account is let go."""
+        """Block until it is here (on a GPU: until the stream may use it), and free what was kept
+        for it."""
         finish, self._finish = self._finish, None
         assert finish is not None, "it was waited for before"
         return finish()
@@ -62,11 +59,11 @@ class Comm(ABC):
     Attributes:
         rank, size: this rank in the group, and how many there are.
         name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
-        common_lengths: numbers of tokens that all ranks are known to have held alike.
+        common_lengths: numbers of tokens of which all ranks are known to have held the same.
         ahead: how many exchanges it pays to ask for before the first has arrived.
         costs: what plans over this group are chosen by; the same on every rank.
         two_streams: whether what waits for peers may run on a stream of its own.
-        compares: whether ranks compare their calls where nobody said (``agreement.py``).
+        compares: whether ranks compare their calls by default.
     """
 
     ahead = 1
@@ -81,7 +78,7 @@ class Comm(ABC):
 
     @property
     def arena_bytes(self) -> int:
-        """Of memory that peers write to, used by the pass so far; no allocator counts it."""
+        """Bytes of memory that peers write to, used by the pass so far; no allocator counts it."""
         return 0
 
     @abstractmethod
@@ -170,14 +167,14 @@ class Comm(ABC):
         """Send results for fetched tokens back to the tokens' owners.
 
         There ``put(places, parts)`` is called for each peer, with the tokens' places in ``into``
-        and what arrived for them; in rank order, so that sums do not depend on who was first.
+        and the results that arrived for them, in rank order, so that sums do not depend on timing.
 
         Args:
             results: of the rank's share of the heads.
-            into: tensors of all of the rank's own tokens and heads, or what makes them once results
-                are here, so that they may be sent before there is a place for them.
-            dtype: what the results travel in, whatever they are in; None sends them as they are,
-                in dtypes that are the same on every rank. What a rank sends itself is left alone.
+            into: tensors of all of the rank's own tokens and heads, or a function that makes them
+                once results are here, so that they may be sent before there is a place for them.
+            dtype: that the results travel in; None sends them as they are, in dtypes that are the
+                same on every rank. What a rank sends itself is not converted.
             seen_by: see :meth:`fetch`.
             over: a fetch of this pass whose tokens are not read from here on, so that what comes
                 home may come into their memory; on every rank, or on none.
@@ -203,7 +200,7 @@ class Comm(ABC):
             Waits for the parts of each peer and returns them, without one's own.
         """
         wires = [dtype or tensor.dtype for tensor in source.tensors]
-        # Where a part is one block of memory it is sent from where it lies.
+        # A part that is one block of memory is sent without a copy.
         send = {
             p: [
                 part.to(wire).reshape(-1).contiguous()
@@ -246,55 +243,3 @@ def deliver(
     target = TransferSide(places, dims, exchange.sent)
     for peer in sorted(parts):
         put(target.of(peer), parts[peer])
-
-
-class DistComm(Comm):
-    """Over a torch process group: point-to-point messages, gloo or NCCL."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.group_name, group.rank(), group.size())
-        self._group = group
-        backends = str(dist.get_backend_config(group))
-        self.compares = "gloo" in backends and "nccl" not in backends
-        if "nccl" in backends:
-            self.costs = H200_NCCL
-            # NCCL connects a group at its first operation and wants all ranks there; an exchange
-            # may leave some out. All ranks of a group come here at their first op over it.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-
-    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`Comm.start`."""
-        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
-        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
-        ops = [
-            dist.P2POp(dist.isend, message, group=self._group, group_peer=p)
-            for p in sorted(send, key=after)
-            for message in send[p]
-        ] + [
-            dist.P2POp(dist.irecv, message, group=self._group, group_peer=p)
-            for p in sorted(receive, key=after)
-            for message in receive[p]
-        ]
-        works = dist.batch_isend_irecv(ops) if ops else []
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        # The buffers live until the messages have left.
-        finish.buffers = (send, receive)  # type: ignore[attr-defined]
-        return finish
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def combine(self, tensor: Tensor, how: Reduction) -> None:
-        """See :meth:`Comm.all_reduce`."""
-        dense = tensor.contiguous()
-        op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(dense, op=op, group=self._group)
-        if dense is not tensor:
-            tensor.copy_(dense)

@@ -14,24 +14,25 @@ from torch import Tensor
 from annotations.groups import group_of_ranks
 
 from ..plan.cost import H200
-from .messages import DistComm
-from .one_sided import OneSidedComm, Piece
+from .arena import Piece
+from .dist_comm import DistComm
+from .one_sided import OneSidedComm
 
 SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
 
 class SymmetricMemory:
-    """See :class:`~.push.Memory`.
+    """See :class:`~.arena.Memory`.
 
-    torch up to 2.13 numbers what ranks tell each other when they make such memory by one count a
-    process, for all its groups (pytorch/pytorch#196082). A rank that was in other groups before
-    would wait for keys that its peers never write, for ever. So ranks compare how often they have
-    made some, and those that are behind make some for themselves alone, as often as it takes.
+    torch up to 2.13 numbers the messages by which ranks make such memory with one count a process,
+    for all its groups (pytorch/pytorch#196082). A rank that was in other groups before would wait
+    for keys that its peers never write, for ever. So ranks compare how often they have made some,
+    and those that are behind make some for themselves alone, as often as it takes.
 
     Attributes:
-        made: how often this process has made symmetric memory here, of any group; what others do
-            is beyond it.
+        made: how often this process has made symmetric memory here, of any group; memory that other
+            code makes is not counted.
     """
 
     made = 0
@@ -58,7 +59,7 @@ class SymmetricMemory:
         return symmetric.rendezvous(memory, group.group_name), memory
 
     def allocate(self, n_bytes: int) -> Piece:
-        """See :class:`~.push.Memory`.
+        """See :class:`~.arena.Memory`.
 
         Raises:
             RuntimeError: called while a CUDA graph is captured.
@@ -76,24 +77,24 @@ class SymmetricMemory:
         return Piece(buffers, (handle, memory))
 
     def holds(self, tensor: Tensor) -> bool:
-        """See :class:`~.push.Memory`."""
+        """See :class:`~.arena.Memory`."""
         return tensor.device == self._device
 
     def capturing(self) -> bool:
-        """See :class:`~.push.Memory`."""
+        """See :class:`~.arena.Memory`."""
         return torch.cuda.is_current_stream_capturing()
 
     def put_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.push.Memory`."""
+        """See :class:`~.arena.Memory`."""
         self._signals.put_signal(peer, channel)
 
     def wait_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.push.Memory`."""
+        """See :class:`~.arena.Memory`."""
         self._signals.wait_signal(peer, channel)
 
 
 class SymmetricComm(OneSidedComm, DistComm):
-    """Over symmetric memory, and NCCL for what comes without a place."""
+    """Over symmetric memory, and NCCL for exchanges that have no place in it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(SymmetricMemory(group, device), group)
@@ -150,7 +151,7 @@ def _unreachable(comm: DistComm, device: torch.device) -> str | None:
     if len(set(places)) < len(places):
         return "several ranks share a GPU"
     for _, uuid in places:
-        # A GPU that this process does not see is taken to be in reach: making the memory will tell.
+        # A GPU that this process does not see counts as in reach: making the memory fails if not.
         there = visible.get(uuid, device.index)
         if there != device.index and not torch.cuda.can_device_access_peer(device.index, there):
             return f"GPU {device.index} cannot reach GPU {there}"

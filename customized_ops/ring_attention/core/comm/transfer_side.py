@@ -1,8 +1,8 @@
-"""Tensors of which tokens leave for peers, or arrive from them.
+"""Tokens of tensors that leave for peers, or arrive from them.
 
-Tokens that are one range of a tensor are a view of it. Those that are scattered are moved by their
-indices, from where they lie to where they go: several tensors at once, into another dtype if need
-be, in one pass over memory (``fused``).
+Tokens that are one range of a tensor are a view of it. Scattered tokens are moved by their indices
+straight to their places: several tensors at once, into another dtype if need be, in one pass over
+memory (``merge.rows``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Dims(NamedTuple):
     """Which dims of a tensor are its tokens and its heads.
 
     Attributes:
-        shares: who gets which heads: (start, stop) for each rank of a team, peer p has those of
-            p % len(shares). Empty: everyone has all.
+        shares: heads (start, stop) of each rank of a team; peer p has share p % len(shares). Empty:
+            every rank has all heads.
     """
 
     tokens: int
@@ -33,11 +33,11 @@ class Dims(NamedTuple):
 
     @property
     def of_share(self) -> Dims:
-        """Those of a tensor that is one share: there is nothing to choose."""
+        """Those of a tensor that is one share: all of its heads are meant."""
         return self._replace(shares=()) if self.shares else self
 
     def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
-        """Of so many tokens of the share of ``rank``; all else is as ``tensor`` has it."""
+        """The shape of ``tensor`` with so many tokens and the heads of ``rank`` alone."""
         shape = list(tensor.shape)
         shape[self.tokens] = tokens
         if self.shares:

@@ -5,9 +5,9 @@ Attention over keys A and B is exact from its parts (Milakov & Gimelshein, arXiv
     lse = log(exp(lse_A) + exp(lse_B))
     out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-Everything is computed in fp32, or fp64 beside fp64 inputs. A result that goes on to be merged or
-added to is kept in that dtype too, since rounding would grow with the number of parts; that of two
-parts is not, where it is known that there are no more.
+Everything is computed in the accumulation dtype: fp32, or fp64 beside fp64 inputs. A result that
+further parts follow is kept in that dtype too, since rounding would grow with the number of parts;
+where a row is known to get two parts at most, their result is rounded once and kept so.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def merge_(
     A row that neither side attends keeps out 0 and lse -inf.
 
     Args:
-        out: [b, l, h, d], any strides and dtype; it is rounded to once. lse: [b, h, l], natural
-            log, accumulation dtype.
+        out: [b, l, h, d], any strides and dtype; rounded once. lse: [b, h, l], natural log, in the
+            accumulation dtype.
         part_out: [b, n, h, d], any strides and dtype. part_lse: [b, h, n].
         rows: int64[n], on the tensors' device, no row twice: row i of the part belongs to row
             rows[i]. None: n is l, and row i to row i.
@@ -51,7 +51,7 @@ def merge_(
 
 
 def _merge_torch(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """What merging means, on any device and in any dtype."""
+    """The definition of merging, on any device and in any dtype."""
     top = torch.maximum(lse, part_lse)
     top = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
     weight, part_weight = torch.exp(lse - top), torch.exp(part_lse - top)
@@ -82,7 +82,7 @@ class Accumulator:
         self._wide = parts is None or parts > 2
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._given = RowCoverage()
+        self._covered = RowCoverage()
 
     def add(self, out: Tensor, lse: Tensor, rows: slice | None = None) -> None:
         """Merge the result of attending further keys; takes ownership of both tensors.
@@ -97,19 +97,19 @@ class Accumulator:
             length = count if rows is None else self._length
             assert length is not None, "some rows come first, of a block of unknown length"
             if count == length:
-                self._given.add(0, length)
+                self._covered.add(0, length)
                 self._out, self._lse = out, lse
                 return
             self._out = _empty(out, 1, length, wide if self._wide else out.dtype)
             self._lse = _empty(lse, 2, length, lse.dtype)
-        for start, stop, again in self._given.add(first, first + count):
-            # A place of another dtype would round what a second part may follow.
-            if self._wide if again else self._out.dtype != out.dtype:
+        for start, stop, covered in self._covered.add(first, first + count):
+            # Writing into another dtype would round, and a second part may follow.
+            if self._wide if covered else self._out.dtype != out.dtype:
                 self._out = self._out.to(wide)
             here = span_of(self._out, 1, start, stop), span_of(self._lse, 2, start, stop)
             first_part, last_part = start - first, stop - first
             part = span_of(out, 1, first_part, last_part), span_of(lse, 2, first_part, last_part)
-            if again:
+            if covered:
                 merge_(*here, *part)
             else:
                 here[0].copy_(part[0])
@@ -119,7 +119,7 @@ class Accumulator:
         """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
         if self._out is None or self._lse is None:
             return unattended(rows, v_dim, dtype)
-        for start, stop, _ in self._given.rest(self._out.shape[1]):
+        for start, stop, _ in self._covered.rest(self._out.shape[1]):
             self._out[:, start:stop].zero_()
             self._lse[..., start:stop].fill_(-torch.inf)
         return as_dtype(self._out, dtype), self._lse
@@ -165,7 +165,7 @@ class Sum:
         self._like = like
         self._wide = parts is None or parts > 2
         self._total: Tensor | None = None
-        self._given = RowCoverage()
+        self._covered = RowCoverage()
 
     def add(self, part: Tensor, rows: slice | None = None) -> None:
         """Add a part, in any dtype; takes ownership of it.
@@ -175,20 +175,20 @@ class Sum:
             rows: which rows they are, n with start and stop; None: all.
         """
         first, count = (0 if rows is None else rows.start), part.shape[1]
-        pieces = self._given.add(first, first + count)
+        pieces = self._covered.add(first, first + count)
         if self._total is None:
             if count == self._like.shape[1]:
                 self._total = part
                 return
             dtype = accumulation_dtype(self._like.dtype) if self._wide else part.dtype
             self._total = torch.empty_like(self._like, dtype=dtype)
-        for start, stop, again in pieces:
-            # A place of another dtype would round what a second part may follow.
-            if not self._may_round(self._total) if again else self._total.dtype != part.dtype:
+        for start, stop, covered in pieces:
+            # Writing into another dtype would round, and a second part may follow.
+            if not self._may_round(self._total) if covered else self._total.dtype != part.dtype:
                 self._total = self._total.to(accumulation_dtype(self._like.dtype))
             here = span_of(self._total, 1, start, stop)
             piece = span_of(part, 1, start - first, stop - first)
-            if again:
+            if covered:
                 here.add_(piece)
             else:
                 here.copy_(piece)
@@ -199,14 +199,14 @@ class Sum:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """Whether no part was added."""
         return self._total is None
 
     def wide(self) -> Tensor:
         """The sum so far in the accumulation dtype, to be added to in place."""
         dtype = accumulation_dtype(self._like.dtype)
         if self._total is None:
-            self._given.add(0, self._like.shape[1])
+            self._covered.add(0, self._like.shape[1])
             self._total = torch.zeros_like(self._like, dtype=dtype)
         self._total = as_dtype(self.so_far(), dtype)
         return self._total
@@ -224,7 +224,7 @@ class Sum:
         """The sum so far in the dtype that it has: a single part in its own."""
         if self._total is None:
             return torch.zeros_like(self._like)
-        for start, stop, _ in self._given.rest(self._like.shape[1]):
+        for start, stop, _ in self._covered.rest(self._like.shape[1]):
             self._total[:, start:stop].zero_()
         return self._total
 

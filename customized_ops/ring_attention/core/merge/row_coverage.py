@@ -1,4 +1,4 @@
-"""Which rows of a block have been given a part."""
+"""Which rows of a block have a part already."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Moving and adding up rows by index, in one kernel where that is faster.
 
-What each function does is its plain torch path; on a CUDA device with Triton installed the same is
-done by one kernel for several tensors of [b, l, h, d], which reads and writes each element once.
-Ranges of rows need nothing here: torch's ``copy_`` and ``add_`` are one kernel already, which
-converts, or adds a narrow dtype to a wide one or the reverse, in fp32 and rounds once.
+The torch path of each function is its definition. On a CUDA device with Triton one kernel does the
+same for several tensors of [b, l, h, d], and reads and writes each element once. Ranges of rows
+need no kernel of ours: torch's ``copy_`` and ``add_`` are one kernel, which converts, or adds a
+narrow dtype to a wide one or the reverse, in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def copy_rows(
     """Copy row from_rows[i] of each source over row to_rows[i] of its target, in its dtype.
 
     Args:
-        sources, targets: alike but for rows, strides and dtype; no part of one another.
+        sources, targets: of the same shape but for rows; strides and dtypes may differ. They share
+            no memory.
         dims: which dim of each pair its rows are.
         from_rows, to_rows: int64[n], on the tensors' device, no row of a target twice; None is all
             rows, in order.
@@ -64,7 +65,7 @@ def add_rows(
     Each element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once.
 
     Args:
-        parts, totals: alike but for rows, strides and dtype.
+        parts, totals: of the same shape but for rows; strides and dtypes may differ.
         dims: which dim of each pair its rows are.
         rows: int64[n], on the tensors' device, no row twice; None is all rows, in order.
     """
@@ -105,8 +106,8 @@ Group = tuple[ModuleType | None, list[Tensor], list[Tensor], int]
 def _grouped(
     sources: Sequence[Tensor], targets: Sequence[Tensor], dims: Sequence[int]
 ) -> Iterator[Group]:
-    """Pairs of a source and a target that one launch moves, after the module to launch with; a pair
-    alone after None where torch is to move it. Last the dim of their rows."""
+    """Pairs of a source and a target that one launch moves, with the module that launches; or a
+    single pair with None, which torch moves. Last the dim of their rows."""
     some: list[Tensor] = []
     places: list[Tensor] = []
     kernels = None
@@ -115,7 +116,7 @@ def _grouped(
         if taken_by is None:
             yield None, [source], [target], dim
             continue
-        if some and not (len(some) < taken_by.MOST_MOVED and _alike(source, some[0])):
+        if some and not (len(some) < taken_by.MOST_MOVED and _same_shape(source, some[0])):
             yield kernels, some, places, 1
             some, places = [], []
         kernels = taken_by
@@ -125,6 +126,6 @@ def _grouped(
         yield kernels, some, places, 1
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_shape(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of rows have the same b, h and d."""
     return a.shape[0] == b.shape[0] and a.shape[2:] == b.shape[2:]

@@ -43,7 +43,7 @@ def offsets(
     stride_h: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> Any:
-    """Where each element of the pairs lies in a tensor of rows."""
+    """Offsets of the pairs' elements in a tensor of rows."""
     batch = tl.program_id(1).to(tl.int64)
     vectors = batch * stride_b + row * stride_l + head * stride_h
     return (vectors * VECTOR)[:, None] + tl.arange(0, BLOCK)[None, :]

@@ -54,8 +54,8 @@ class HeadShard:
         return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
 
     def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
-        """The groups of heads whose keys arrive one after the other, each as a share that every rank
-        has; this share itself where there is one group.
+        """The groups of heads whose keys arrive one after the other, each as a share that every
+        rank has; this share itself where there is one group.
 
         Args:
             q: [b, l, h, d], k: [b, m, g, d]: with all heads.

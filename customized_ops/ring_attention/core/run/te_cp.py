@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..comm import Comm
-from ..comm.messages import DistComm
+from ..comm.dist_comm import DistComm
 from ..kernels import KernelError, Request
 from ..kernels.adapters import te as library
 from ..kernels.choice import able

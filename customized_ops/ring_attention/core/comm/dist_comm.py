@@ -1,0 +1,65 @@
+"""Messages over a torch process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..plan.cost import H200_NCCL
+from .messages import Comm, Messages, Reduction
+
+
+class DistComm(Comm):
+    """Over a torch process group: point-to-point messages, gloo or NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.group_name, group.rank(), group.size())
+        self._group = group
+        backends = str(dist.get_backend_config(group))
+        self.compares = "gloo" in backends and "nccl" not in backends
+        if "nccl" in backends:
+            self.costs = H200_NCCL
+            # NCCL connects a group at its first operation and wants all ranks there; an exchange
+            # may leave some out. All ranks of a group come here at their first op over it.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        """See :meth:`Comm.start`."""
+        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
+        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
+        ops = [
+            dist.P2POp(dist.isend, message, group=self._group, group_peer=p)
+            for p in sorted(send, key=after)
+            for message in send[p]
+        ] + [
+            dist.P2POp(dist.irecv, message, group=self._group, group_peer=p)
+            for p in sorted(receive, key=after)
+            for message in receive[p]
+        ]
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        # The buffers live until the messages have left.
+        finish.buffers = (send, receive)  # type: ignore[attr-defined]
+        return finish
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """See :meth:`Comm.all_reduce`."""
+        dense = tensor.contiguous()
+        op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(dense, op=op, group=self._group)
+        if dense is not tensor:
+            tensor.copy_(dense)
