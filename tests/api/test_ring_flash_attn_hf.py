@@ -28,7 +28,7 @@ def as_before() -> Iterator[None]:
     own = transformers.AttentionInterface._global_mapping["flash_attention_2"]
     yield
     transformers.AttentionInterface.register("flash_attention_2", own)
-    adapter._told.group = adapter._told.documents = None
+    adapter._settings.group = adapter._settings.documents = None
 
 
 def check(ranks: list[list[Tensor]], alone: list[Tensor]) -> None:

@@ -77,10 +77,10 @@ def test_the_names_are_those_there() -> None:
 def test_the_extracts_know_what_was_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.arange(16).view(1, 16)
     extract = EXTRACT_FUNC_DICT["zigzag"]
-    monkeypatch.setattr(sequence_parallel, "_said", [])
+    monkeypatch.setattr(sequence_parallel, "_default", [])
     assert extract(value, 1, 4, rd=2, ud=2).tolist() == [[12, 13, 14, 15]]
     said = run_ranks(4, lambda comm: SequenceParallel(2, 2, comm, use_ulysses_low=False))[0]
-    sequence_parallel.remember(said)
+    sequence_parallel.set_default(said)
     assert extract(value, 1, 4, rd=2, ud=2).tolist() == [[4, 5, 6, 7]]
     assert extract(value, 1, 8, rd=4, ud=2).tolist() == [[14, 15]]  # of others nothing was said
 
@@ -223,7 +223,7 @@ def test_a_module_remembers_its_own() -> None:
     said = set_seq_parallel_pg(1, 1, 0, 1)
     first = LongContextAttention(ring_impl_type="zigzag")
     assert first.parallel is said
-    sequence_parallel.remember(SequenceParallel(1, 1, use_ulysses_low=False))
+    sequence_parallel.set_default(SequenceParallel(1, 1, use_ulysses_low=False))
     assert first.parallel is said
     assert LongContextAttention().parallel is not said
     again = pickle.loads(pickle.dumps(first))
@@ -407,7 +407,7 @@ def test_what_is_refused(make: Any, error: type[Exception], message: str) -> Non
 
 
 def test_nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_parallel, "_said", [])
+    monkeypatch.setattr(sequence_parallel, "_default", [])
     with pytest.raises(ValueError, match="by set_seq_parallel_pg or as parallel="):
         LongContextAttention()
 

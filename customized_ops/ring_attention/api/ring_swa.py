@@ -5,7 +5,7 @@ ring_sliding_window_attn          wrap_sliding_window_attn_func, causal
 ring_sliding_window_attn_varlen   the same with cu_seqlens
 ring_streaming_llm_attn           wrap_streaming_attn_func
 ring_streaming_llm_attn_varlen    the same with cu_seqlens
-ring_swa.ops                      none: ranks of the ring need not be told
+ring_swa.ops                      none: ranks of the ring need not be given
 
 argument there                    here
 window_size                       the tokens before a token that it attends, itself not counted;
@@ -21,8 +21,8 @@ cp_prev_global_rank, cp_next_global_rank
 softmax_scale                     None is 1 / sqrt(head dim)
 
 Every sequence of a batch and every document has a first token of its own, with its own gradient;
-there one stands for all. By keyword, not there: layout, where tokens lie if not as many in order on
-every rank; sink_tokens, how many first tokens every token attends; return_lse.
+there one stands for all. By keyword, not there: layout, which tokens each rank holds, if not as
+many in order on every rank; sink_tokens, how many first tokens every token attends; return_lse.
 """
 
 from __future__ import annotations
@@ -70,17 +70,9 @@ def ring_sliding_window_attn(
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
     """
     ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_sliding_window_attn", window_size, cp_group, ring)
-    return wrap_sliding_window_attn_func(
-        q,
-        k,
-        v,
-        window_size=(window, 0),
-        softmax_scale=softmax_scale,
-        process_group=cp_group,
-        layout=layout,
-        return_lse=return_lse,
-    )
+    window = _checked("ring_sliding_window_attn", window_size, cp_group, ring), 0
+    options = _options(softmax_scale, cp_group, layout, return_lse)
+    return wrap_sliding_window_attn_func(q, k, v, window_size=window, **options)
 
 
 def ring_sliding_window_attn_varlen(
@@ -107,18 +99,10 @@ def ring_sliding_window_attn_varlen(
         [l, h, e] in q's dtype; with ``return_lse`` also [h, l].
     """
     ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_sliding_window_attn_varlen", window_size, cp_group, ring)
+    window = _checked("ring_sliding_window_attn_varlen", window_size, cp_group, ring), 0
+    options = _options(softmax_scale, cp_group, layout, return_lse)
     return wrap_sliding_window_attn_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        window_size=(window, 0),
-        softmax_scale=softmax_scale,
-        process_group=cp_group,
-        layout=layout,
-        return_lse=return_lse,
+        q, k, v, cu_seqlens, cu_seqlens, window_size=window, **options
     )
 
 
@@ -148,17 +132,8 @@ def ring_streaming_llm_attn(
     """
     ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
     window = _checked("ring_streaming_llm_attn", window_size, cp_group, ring)
-    return wrap_streaming_attn_func(
-        q,
-        k,
-        v,
-        window,
-        sink_tokens,
-        softmax_scale,
-        process_group=cp_group,
-        layout=layout,
-        return_lse=return_lse,
-    )
+    options = _options(softmax_scale, cp_group, layout, return_lse)
+    return wrap_streaming_attn_func(q, k, v, window, sink_tokens, **options)
 
 
 def ring_streaming_llm_attn_varlen(
@@ -187,18 +162,20 @@ def ring_streaming_llm_attn_varlen(
     """
     ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
     window = _checked("ring_streaming_llm_attn_varlen", window_size, cp_group, ring)
-    return wrap_streaming_attn_func(
-        q,
-        k,
-        v,
-        window,
-        sink_tokens,
-        softmax_scale,
-        process_group=cp_group,
-        cu_seqlens=cu_seqlens,
-        layout=layout,
-        return_lse=return_lse,
-    )
+    options = _options(softmax_scale, cp_group, layout, return_lse)
+    options["cu_seqlens"] = cu_seqlens
+    return wrap_streaming_attn_func(q, k, v, window, sink_tokens, **options)
+
+
+def _options(
+    softmax_scale: float | None, cp_group: GroupLike, layout: Layout | None, return_lse: bool
+) -> dict[str, Any]:
+    return {
+        "softmax_scale": softmax_scale,
+        "process_group": cp_group,
+        "layout": layout,
+        "return_lse": return_lse,
+    }
 
 
 _Ring = tuple[int | None, int | None, int | None, int | None]

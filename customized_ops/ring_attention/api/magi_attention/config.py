@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import lru_cache
@@ -12,54 +11,25 @@ import numpy as np
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 
-Deal = Callable[[AttnMask, int, int | None], Layout]
-
-
-def _sequential(mask: AttnMask, ranks: int, chunk: int | None) -> Layout:
-    """Chunks in the order of the sequence, as many a rank, the first ranks one more."""
-    if chunk is None:
-        return Layout.contiguous(mask.q_len, ranks)
-    chunks = -(-mask.q_len // chunk)
-    each = chunks // ranks + (np.arange(ranks) < chunks % ranks)
-    return Layout.from_chunks(mask.q_len, ranks, chunk, np.repeat(np.arange(ranks), each))
-
 
 @dataclass(frozen=True)
 class DispatchAlg:
-    """How tokens are dealt to ranks; made by its two subclasses."""
-
-    @property
-    def deal(self) -> Deal:
-        """From a mask, a number of ranks and tokens in a chunk to a layout."""
-        raise NotImplementedError(
-            "dispatch_config.alg must be MinHeapDispatchAlg() (balanced work) or "
-            "SequentialDispatchAlg() (tokens in order)"
-        )
+    """How tokens are assigned to ranks; made by its two subclasses."""
 
 
 @dataclass(frozen=True)
 class MinHeapDispatchAlg(DispatchAlg):
-    """Ranks with the same work: :meth:`Layout.balanced`, which deals better than a heap."""
-
-    @property
-    def deal(self) -> Deal:
-        """See :class:`DispatchAlg`."""
-        return Layout.balanced
+    """Ranks with the same work: :meth:`Layout.balanced`, which balances better than a heap."""
 
 
 @dataclass(frozen=True)
 class SequentialDispatchAlg(DispatchAlg):
     """Tokens in order."""
 
-    @property
-    def deal(self) -> Deal:
-        """See :class:`DispatchAlg`."""
-        return _sequential
-
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """How tokens are dealt.
+    """How tokens are assigned.
 
     Attributes:
         chunk_size: tokens that stay together; None lets the layout choose, and keeps documents
@@ -132,7 +102,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True)
 class DistAttnConfig:
-    """How tokens are dealt, and how computing and moving overlap.
+    """How tokens are assigned, and how computing and moving overlap.
 
     Attributes:
         grpcoll_config: only None.
@@ -153,10 +123,24 @@ class DistAttnConfig:
 
 
 @lru_cache(maxsize=64)
-def dealt(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layout:
+def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layout:
     """The layout of a mask's tokens, made once.
 
     Raises:
         LayoutError: the chunk size is not a positive integer.
+        NotImplementedError: another algorithm.
     """
-    return config.alg.deal(mask, ranks, config.chunk_size)
+    if isinstance(config.alg, MinHeapDispatchAlg):
+        return Layout.balanced(mask, ranks, config.chunk_size)
+    if not isinstance(config.alg, SequentialDispatchAlg):
+        raise NotImplementedError(
+            "dispatch_config.alg must be MinHeapDispatchAlg() (balanced work) or "
+            "SequentialDispatchAlg() (tokens in order)"
+        )
+    if config.chunk_size is None:
+        return Layout.contiguous(mask.q_len, ranks)
+    # Chunks in the order of the sequence, as many a rank, the first ranks one more.
+    chunks = -(-mask.q_len // config.chunk_size)
+    each = chunks // ranks + (np.arange(ranks) < chunks % ranks)
+    owners = np.repeat(np.arange(ranks), each)
+    return Layout.from_chunks(mask.q_len, ranks, config.chunk_size, owners)

@@ -127,11 +127,7 @@ def _mask_of_bytes(
 
 
 def refuse_max_logits(title: str, return_max_logits: bool) -> None:
-    """No kernel here tells the largest score.
-
-    Raises:
-        NotImplementedError: it is asked for.
-    """
+    """Raises NotImplementedError for True: no kernel here returns the largest score."""
     if return_max_logits:
         raise NotImplementedError(
             f"{title}: return_max_logits=True: no kernel here tells the largest score"

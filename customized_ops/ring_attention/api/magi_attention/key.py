@@ -1,4 +1,4 @@
-"""MagiAttention's keys: a mask, where its tokens lie, and the group, as one value."""
+"""MagiAttention's keys: a mask, the layout of its tokens, and the group, as one value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, is_integer
 from ...op.cu_seqlens import CuSeqlens
 from ..mesh_group import group_of
-from .config import DistAttnConfig, dealt
+from .config import DistAttnConfig, dispatch_layout
 from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 
 
@@ -76,8 +76,8 @@ def magi_attn_flex_key(
     is_k_permutable: bool = True,
     chunk_size: int | None = None,
 ) -> DistAttnRuntimeKey:
-    """A key for self-attention under a mask of typed ranges, whose tokens are dealt to the ranks so
-    that they have the same work.
+    """A key for self-attention under a mask of typed ranges, whose tokens are assigned to ranks
+    so that they have the same work.
 
     Args:
         q_ranges, k_ranges: AttnRanges, or pairs (start, end).
@@ -165,7 +165,7 @@ def make_flex_key_for_new_mask_after_dispatch(
 
     Args:
         num_heads_q, num_heads_kv, head_dim: None for those of ``key_for_dispatch``.
-        dist_attn_config: must deal as that of ``key_for_dispatch``, since tokens lie already.
+        dist_attn_config: with the dispatch of ``key_for_dispatch``, which placed the tokens.
     Raises:
         as :func:`magi_attn_flex_key`.
     """
@@ -214,21 +214,21 @@ def _config(
     title: str, config: DistAttnConfig | None, chunk_size: int | None, pad_size: int
 ) -> DistAttnConfig:
     config = DistAttnConfig() if config is None else config
-    told = config.dispatch_config
+    dispatch = config.dispatch_config
     if chunk_size is not None:
-        if told.chunk_size not in (None, chunk_size):
+        if dispatch.chunk_size not in (None, chunk_size):
             raise ArgumentError(
-                f"{title}: chunk_size={chunk_size}, but dist_attn_config says {told.chunk_size}"
+                f"{title}: chunk_size={chunk_size}, but dist_attn_config says {dispatch.chunk_size}"
             )
         warnings.warn(
             f"{title}: chunk_size is deprecated: DispatchConfig(chunk_size={chunk_size})",
             DeprecationWarning,
             stacklevel=3,
         )
-        config = replace(config, dispatch_config=replace(told, chunk_size=chunk_size))
+        config = replace(config, dispatch_config=replace(dispatch, chunk_size=chunk_size))
     if not is_integer(pad_size):
         raise ArgumentError(f"{title}: pad_size must be a number of tokens, got {pad_size!r}")
-    if pad_size and told.uneven_shard:
+    if pad_size and dispatch.uneven_shard:
         raise ArgumentError(f"{title}: pad_size={pad_size}, but uneven_shard=True pads nothing")
     return config
 
@@ -244,8 +244,8 @@ def _key(
     _check_heads(title, *heads)
     group = group_name(group_of(title, where, axes=2))
     mask = _padded(mask, pad_size)
-    layout = dealt(mask, comm_by_name(group).size, config.dispatch_config)
-    return _remember(DistAttnRuntimeKey(mask, layout, group, *heads, pad_size, config))
+    layout = dispatch_layout(mask, comm_by_name(group).size, config.dispatch_config)
+    return _made(DistAttnRuntimeKey(mask, layout, group, *heads, pad_size, config))
 
 
 def _new_mask(
@@ -267,15 +267,13 @@ def _new_mask(
             f"{old.dist_attn_config.dispatch_config}"
         )
     given = (old.num_heads_q, old.num_heads_kv, old.head_dim)
-    q, kv, width = (
-        old_one if new is None else new for new, old_one in zip(heads, given, strict=True)
-    )
+    q, kv, width = (was if new is None else new for new, was in zip(heads, given, strict=True))
     _check_heads(title, q, kv, width)
-    new = replace(old, mask=_padded(mask, old.pad_size), num_heads_q=q, num_heads_kv=kv)
-    return _remember(replace(new, head_dim=width))
+    mask = _padded(mask, old.pad_size)
+    return _made(replace(old, mask=mask, num_heads_q=q, num_heads_kv=kv, head_dim=width))
 
 
-def _remember(key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
+def _made(key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
     _most_recent[key.group] = key
     return key
 

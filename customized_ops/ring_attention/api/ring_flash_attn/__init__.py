@@ -105,7 +105,7 @@ Making = Callable[[int, int], Layout]
 def _batch_function(
     kind: str, attend: Callable[..., Any], layout: Making, halves: int = 1
 ) -> Callable[..., Result]:
-    """``attend`` over shards that lie in a layout made from their total and the number of ranks."""
+    """``attend`` over shards of a layout that is made from their total and the number of ranks."""
     name = f"{kind}_flash_attn_func"
 
     def call(
@@ -153,7 +153,7 @@ def _even_layout(name: str, layout: Making, halves: int, q: Tensor, comm: Comm) 
     if q.ndim != 4:  # the op says what is wrong with q
         return None
     rows = q.shape[1]
-    total = layout_of(name, comm, "layout", "", rows, None).total  # all ranks hear of all lengths
+    total = layout_of(name, comm, "layout", "", rows, None).total  # ranks compare lengths
     if rows % halves:
         raise ArgumentError(
             f"{name}: a rank holds two chunks of equal length, so dim 1 of q must be even, got "
@@ -173,7 +173,7 @@ def _made(layout: Making, total: int, size: int) -> Layout:
 def _varlen_function(
     kind: str, layout: Callable[[tuple[int, ...], int], Layout], halves: int = 1
 ) -> Callable[..., Result]:
-    """Documents that lie in a layout made from ``cu_seqlens`` of a rank and the number of ranks."""
+    """Documents in a layout that is made from ``cu_seqlens`` of a rank and the number of ranks."""
     name = f"{kind}_flash_attn_varlen_func"
 
     def call(

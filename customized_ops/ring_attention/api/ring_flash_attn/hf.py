@@ -36,8 +36,8 @@ HARMLESS = frozenset(
 
 
 @dataclass
-class Told:
-    """What the two functions below were told, and the models' layers do not hear of.
+class Settings:
+    """Arguments of the two functions below, which models do not pass to their layers.
 
     Attributes:
         group: of ``substitute_hf_flash_attn``, by name; None before it was called.
@@ -50,7 +50,7 @@ class Told:
     documents: tuple[npt.NDArray[np.int64], str] | None = None
 
 
-_told = Told()
+_settings = Settings()
 
 
 def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> None:
@@ -73,7 +73,7 @@ def substitute_hf_flash_attn(process_group: GroupLike, heads_k_stride: int) -> N
     comm = comm_of(title, process_group)
     if not is_integer(heads_k_stride, 1):
         raise ArgumentError(f"{title}: heads_k_stride must be positive, got {heads_k_stride!r}")
-    _told.group, _told.heads_k_stride = comm.name, int(heads_k_stride)
+    _settings.group, _settings.heads_k_stride = comm.name, int(heads_k_stride)
     AttentionInterface.register(IMPLEMENTATION, attention)
 
 
@@ -94,7 +94,7 @@ def update_ring_flash_attn_params(cu_seqlens: CuSeqlens, process_group: GroupLik
         check_cu_seqlens(title, "cu_seqlens", cu)
         return cu
 
-    _told.documents = checked(title, comm, check), comm.name
+    _settings.documents = checked(title, comm, check), comm.name
 
 
 def attention(
@@ -117,8 +117,8 @@ def attention(
     Raises:
         ArgumentError: see the last paragraph of the table in ``ring_flash_attn``.
     """
-    assert _told.group is not None, "registered by substitute_hf_flash_attn"
-    comm = comm_by_name(_told.group)
+    assert _settings.group is not None, "registered by substitute_hf_flash_attn"
+    comm = comm_by_name(_settings.group)
     others = {name: value for name, value in others.items() if name not in HARMLESS}
     others["attention_mask"] = attention_mask
     documents = checked(TITLE, comm, lambda: _documents(comm, query, key, others))
@@ -128,7 +128,7 @@ def attention(
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
     out = by_key_heads(
         TITLE,
-        _told.heads_k_stride,
+        _settings.heads_k_stride,
         (q, k, v),
         documents,
         comm,
@@ -147,7 +147,7 @@ def _documents(
     comm: Comm, query: Tensor, key: Tensor, others: dict[str, Any]
 ) -> npt.NDArray[np.int64]:
     """``cu_seqlens`` of all ranks, for a call that asks for nothing that cannot be done."""
-    if _told.documents is None or _told.documents[1] != comm.name:
+    if _settings.documents is None or _settings.documents[1] != comm.name:
         raise ArgumentError(
             f"{TITLE}: before the model runs, update_ring_flash_attn_params has to be told the "
             "documents and the group of substitute_hf_flash_attn"
@@ -169,4 +169,4 @@ def _documents(
             f"{TITLE}: {', '.join(asked)} cannot be honoured; the documents of "
             "update_ring_flash_attn_params say which tokens attend, so leave out padding"
         )
-    return _told.documents[0]
+    return _settings.documents[0]

@@ -34,7 +34,7 @@ class EveryDocument(int):
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: CuSeqlens, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What :func:`llama3_flash_attn_varlen_func` is told of one rank's part of packed documents.
+    """Arguments of :func:`llama3_flash_attn_varlen_func` for one rank's part of packed documents.
 
         cu_seqlens = [0, 3, 8], 2 ranks    rank 1 holds tokens 4..7: cu_seqlens_q = [0, 4],
                                            cu_seqlens_k = [0, 5], local_k_slice = 3:8
@@ -104,8 +104,8 @@ def llama3_flash_attn_varlen_func(
     """
     title = "llama3_flash_attn_varlen_func"
     comm = comm_of(title, group)
-    told = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)
-    whole = checked(title, comm, lambda: _whole_documents(title, comm, bool(causal), *told))
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)
+    whole = checked(title, comm, lambda: _whole_documents(title, comm, bool(causal), *given))
     result = by_key_heads(
         title,
         heads_k_stride,
@@ -123,13 +123,13 @@ def llama3_flash_attn_varlen_func(
     return (*result, None) if return_attn_probs else result
 
 
-def _whole_documents(title: str, comm: Comm, causal: bool, *told: Any) -> npt.NDArray[np.int64]:
-    """``cu_seqlens`` of all ranks, where ``told`` is what this rank was told of them."""
-    step = told[4].step if isinstance(told[4], slice) else None
+def _whole_documents(title: str, comm: Comm, causal: bool, *given: Any) -> npt.NDArray[np.int64]:
+    """``cu_seqlens`` of all ranks; ``given`` are the rank's arguments from cu_seqlens_q on."""
+    step = given[4].step if isinstance(given[4], slice) else None
     if not isinstance(step, EveryDocument):
         raise ArgumentError(
             f"{title}: local_k_slice must be the one that llama3_flash_attn_prepare_cu_seqlens of "
-            f"this module returned, which knows the documents of all ranks; got {told[4]!r}"
+            f"this module returned, which knows the documents of all ranks; got {given[4]!r}"
         )
     made_for = f"rank {step.rank} of {step.world_size}, causal={step.causal}"
     used_by = f"rank {comm.rank} of {comm.size}, causal={causal}"
@@ -139,8 +139,8 @@ def _whole_documents(title: str, comm: Comm, causal: bool, *told: Any) -> npt.ND
         )
     cu = torch.tensor(step.cu_seqlens)
     prepared = llama3_flash_attn_prepare_cu_seqlens(cu, causal, step.rank, step.world_size)
-    for side, given, longest, want in zip("qk", told, told[2:], prepared[:2], strict=False):
-        if not np.array_equal(on_host(as_tensor(title, f"cu_seqlens_{side}", given)), want):
+    for side, lengths, longest, want in zip("qk", given, given[2:], prepared, strict=False):
+        if not np.array_equal(on_host(as_tensor(title, f"cu_seqlens_{side}", lengths)), want):
             raise ArgumentError(
                 f"{title}: cu_seqlens_{side} must be {want.tolist()}, as prepared with "
                 "local_k_slice"

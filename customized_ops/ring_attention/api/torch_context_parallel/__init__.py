@@ -88,7 +88,7 @@ def context_parallel(
             buffers a Layout.
         kernel: as in ``wrap_masked_attn_func``.
     Raises:
-        ArgumentError: an argument that does not fit; on every rank alike.
+        ArgumentError: an argument that does not fit; on every rank.
     """
     title = "context_parallel"
     group = group_of(title, mesh)
@@ -141,10 +141,10 @@ def context_parallel_shard(
     names = list(buffers) if isinstance(buffers, Mapping) else range(len(buffers))
 
     def check() -> dict[Any, Any]:
-        told = seq_dims if isinstance(seq_dims, Mapping) else range(len(seq_dims))
-        if set(told) != set(names):
+        given = seq_dims if isinstance(seq_dims, Mapping) else range(len(seq_dims))
+        if set(given) != set(names):
             raise ArgumentError(
-                f"{title}: seq_dims are of {list(told)}, but buffers of {list(names)}"
+                f"{title}: seq_dims are of {list(given)}, but buffers of {list(names)}"
             )
         rank = comm_by_name(group_name(group)).rank
         shards = {}

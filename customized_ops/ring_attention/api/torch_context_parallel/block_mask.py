@@ -24,11 +24,11 @@ def mask_of_block_mask(block_mask: BlockMask, most_pairs: int = MOST_PAIRS) -> A
     """The pairs that ``flex_attention`` lets attend: those of full blocks, and those of partial
     blocks that ``mask_mod`` says, asked for each pair; then joined to few slices.
 
-    A BlockMask is converted once and remembered for as long as it lives; what its ``mask_mod``
-    reads must stay as it is, as FlexAttention demands too.
+    A BlockMask is converted once, and the result is cached for as long as it lives; what its
+    ``mask_mod`` reads must stay as it is, as FlexAttention demands too.
 
     Args:
-        block_mask: its batch entries and heads must all be alike. With one of each, as
+        block_mask: its batch entries and heads must all be the same. With one of each, as
             ``create_block_mask(B=None, H=None)`` makes it, ``mask_mod`` is asked for entry 0 and
             head 0 and taken not to depend on them.
         most_pairs: the most pairs that ``mask_mod`` is asked for.

@@ -48,7 +48,7 @@ class Cut:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the ops are told of it."""
+        """As arguments of the ops."""
         return {"process_group": self.group, "layout": self.layout, "kernel": self.kernel}
 
 
@@ -71,12 +71,12 @@ def sdpa(
         query, key, value: this rank's tokens; the batch may be missing.
         attn_mask: of the whole sequence, [..., l, l] with leading dims of 1: bool, or numbers that
             are all 0 or -inf. It is read once, and again if it changes.
-        dropout_p: what is dropped is drawn from rank 0's generator, and the ranks are told: it does
-            not matter how theirs are seeded.
+        dropout_p: what is dropped is drawn from rank 0's generator, which sends the seed: it does
+            not matter how the others are seeded.
         scale: None for 1 / sqrt(hd).
         enable_gqa: query heads may be a multiple of key heads.
     Raises:
-        ArgumentError: shapes that do not fit, on every rank alike.
+        ArgumentError: shapes that do not fit; on every rank.
         NotImplementedError: a mask that adds to scores.
     """
 
@@ -124,7 +124,7 @@ def flex(
         return_aux: its lse alone.
     Raises:
         NotImplementedError: score_mod, kernel_options, or max_scores.
-        ArgumentError: shapes that do not fit, on every rank alike.
+        ArgumentError: shapes that do not fit; on every rank.
     """
 
     def check() -> AttnMask:
@@ -177,7 +177,7 @@ def _check_heads(title: str, query: Tensor, key: Tensor, value: Tensor, enable_g
 
 
 def _common_seed(comm: Comm) -> int:
-    """Rank 0's draw. Every rank draws one, so that those seeded alike stay so."""
+    """Rank 0's draw. Every rank draws one, so that generators with the same seed stay equal."""
     own = int(torch.randint(2**62, (1,)).item())
     seed = comm.all_gather_object(own)[0]
     assert isinstance(seed, int)

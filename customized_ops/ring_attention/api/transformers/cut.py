@@ -1,7 +1,7 @@
-"""Tokens of a transformers model that are cut over ranks: where they lie, and which are documents.
+"""Tokens of a transformers model that are cut over ranks: the layout, documents and padding.
 
 A model that runs on a rank's tokens sees neither where documents begin nor what is padding, so both
-are told for the whole sequence, once a batch:
+are given for the whole sequence, once a batch:
 
     with sequence_parallel(group, layout, position_ids=whole):
         model(input_ids=mine, position_ids=layout.shard(whole, rank))
@@ -60,8 +60,8 @@ class Cut:
         return find_pairs(pattern, rows, batch, self.layout)
 
     def check(self, pattern: Pattern, shape: torch.Size, position_ids: Tensor | None) -> None:
-        """Whether a layer's input is this rank's part of the batch; the ranks hear of each other
-        where they compare their calls.
+        """Whether a layer's input is this rank's part of the batch; on all ranks where they compare
+        their calls.
 
         Args:
             shape: of q, [b, l, h, d].
@@ -96,7 +96,7 @@ _current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
 
 
 def current_cut() -> Cut | None:
-    """The cut that the running model's inputs lie in, None for whole inputs."""
+    """The cut of the running model's inputs; None for whole inputs."""
     cut = _current.get()
     if cut is not None:
         cut.asked.add("mask")
@@ -143,7 +143,7 @@ def sequence_parallel(
             2, ... Where they do not go on by one a document begins, which attends only itself.
         attention_mask: [b, total], of the whole sequence; 0 for padding.
         dropout_seed: for attention's dropout, the same on every rank and another at each step. None
-            draws from torch's generator, which then has to be seeded alike on all ranks.
+            draws from torch's generator, which then has to have the same seed on all ranks.
     Raises:
         ValueError: the group, the layout and the shapes do not fit.
     """

@@ -220,7 +220,7 @@ def make_mask(
     """The mask function that transformers calls; see ``transformers.masking_utils``.
 
     Raises:
-        NotImplementedError: the mask cannot be told as windows, chunks and documents.
+        NotImplementedError: the mask is not made of windows, chunks and documents.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask

@@ -55,10 +55,10 @@ class Pairs:
     """Which pairs attend.
 
     Attributes:
-        mask: of each row alike, or of all rows as one sequence.
+        mask: of every row, or of all rows as one sequence.
         joined: whether it is the latter.
         window: keys before and after a token's own, where that says it all.
-        layout: where the tokens of the masked sequence lie; None on one rank.
+        layout: which rank holds which tokens of the masked sequence; None on one rank.
     """
 
     mask: AttnMask
@@ -90,11 +90,7 @@ class Pairs:
 
 
 def find_pairs(pattern: Pattern, rows: Rows, batch: int, layout: Layout | None = None) -> Pairs:
-    """The pairs of a batch.
-
-    Args:
-        layout: where the tokens of each row lie.
-    """
+    """The pairs of a batch; ``layout``: which rank holds which tokens of each row."""
     plain = rows.segments is None and rows.attended is None and rows.q_len == rows.k_len
     window = (pattern.left, pattern.right) if plain and not rows.q_offset else None
     each = list(_slices(pattern, rows))
@@ -113,7 +109,7 @@ def numbered(changes: Flags) -> Ints:
 
 
 def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
-    """Of each row that may differ: a slice for each run of keys that attend alike."""
+    """Of each row that may differ: a slice for each run of keys with the same queries."""
     one_segment = np.zeros((1, rows.k_len), dtype=np.int64)
     segments = one_segment if rows.segments is None else rows.segments
     attended = np.ones((1, rows.k_len), dtype=bool) if rows.attended is None else rows.attended
@@ -150,7 +146,7 @@ def _joined(each: list[Slices], rows: Rows) -> Slices:
 
 
 def repeated(layout: Layout, batch: int) -> Layout:
-    """Where the tokens of a batch's rows lie, one row after the other."""
+    """The layout of a batch's rows one after the other."""
     ranks, starts, stops = np.tile(layout.table, (batch, 1)).T
     by = np.repeat(np.arange(batch) * layout.total, len(layout.table))
     table = np.stack([ranks, starts + by, stops + by], axis=1)

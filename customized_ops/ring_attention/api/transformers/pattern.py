@@ -46,8 +46,8 @@ def read_pattern(mask_function: Callable[..., Any]) -> Pattern:
     """The pattern of a mask function of ``transformers.masking_utils``.
 
     Raises:
-        NotImplementedError: a part that cannot be told in numbers: a model's own, or blocks of
-            tokens that see each other.
+        NotImplementedError: a part that is not known: a model's own, or blocks of tokens that see
+            each other.
     """
     found: dict[str, Any] = {}
     _read(mask_function, found)

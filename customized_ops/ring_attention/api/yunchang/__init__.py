@@ -2,7 +2,7 @@
 
 there                             here
 set_seq_parallel_pg               the same arguments; returns a SequenceParallel, which modules made
-                                  from then on remember. parallel= gives a module another, so that
+                                  from then on keep. parallel= gives a module another, so that
                                   models of several degrees live side by side
 LongContextAttention              attention with teams of the Ulysses degree in a ring
 LongContextAttentionQKVPacked     the same of one tensor; kv_heads= for grouped queries
@@ -21,9 +21,10 @@ argument there                    here
 sp_ulysses_degree, sp_ring_degree their product divides world_size. The first is at most the query
                                   heads, which need not divide by it, nor need key heads be as many
 rank, world_size                  must be those of torch.distributed
-use_ulysses_low=False             tokens lie as there. If both degrees are above 1, the plan says
-                                  which ranks share out heads: its teams are of neighbours
-ring_impl_type                    where tokens lie, whatever the mask: "basic" contiguous, "zigzag",
+use_ulysses_low=False             each rank has the tokens that it has there. If both degrees are
+                                  above 1, the plan says which ranks share out heads: its teams are
+                                  of neighbours
+ring_impl_type                    the layout, whatever the mask: "basic" contiguous, "zigzag",
                                   "strip" striped, a token each, which cuts masks into as many
                                   slices; "basic_pytorch" is basic with torch's kernel.
                                   "basic_flashinfer", "basic_npu": refused, no such kernels
@@ -34,7 +35,7 @@ attn_type                         FA: the fastest kernel that can; FA3: "flash3"
 attn_processor                    refused: it is for SPARSE_SAGE, which is
 use_sync, use_pack_qkv            True is refused: the executor decides when a rank waits, and what
                                   travels in one message
-dropout_p                         drawn by token and head, alike on any number of ranks, from
+dropout_p                         drawn by token and head, the same on any number of ranks, from
                                   dropout_seed=
 softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
                                   as in flash_attn, over the whole sequence, with every layout
@@ -61,8 +62,8 @@ from .degrees import (
     SequenceParallel,
     basic_extract_local,
     check_degree,
-    last_said,
-    remember,
+    default_parallel,
+    set_default,
     stripe_extract_local,
     zigzag_extract_local,
 )
@@ -117,7 +118,7 @@ def set_seq_parallel_pg(
     first = rank - rank % ranks
     group = tuple(range(first, first + ranks)) if ranks > 1 else None
     parallel = SequenceParallel(sp_ulysses_degree, sp_ring_degree, group, use_ulysses_low)
-    remember(parallel)
+    set_default(parallel)
     return parallel
 
 
@@ -125,7 +126,7 @@ class LongContextAttention(SequenceAttention):
     """Ulysses within a ring over the ranks that cut the sequence.
 
     Args:
-        parallel: how it is cut; None: as ``set_seq_parallel_pg`` was told last. All others: see the
+        parallel: how it is cut; None: as ``set_seq_parallel_pg`` said last. All others: see the
             table above.
     Raises:
         NotImplementedError, ValueError: an argument that is refused; names it.
@@ -150,14 +151,14 @@ class LongContextAttention(SequenceAttention):
         refuse(title, use_pack_qkv=use_pack_qkv, use_sync=use_sync, attn_processor=attn_processor)
         check_dims(title, (scatter_idx, gather_idx), (2, 1))
         kernel = kernel_of(title, ring_impl_type, attn_type)
-        super().__init__(parallel or last_said(title), ring_impl_type, kernel)
+        super().__init__(parallel or default_parallel(title), ring_impl_type, kernel)
 
 
 class AsyncLongContextAttention(LongContextAttention):
-    """The same, work dealt out as the plan finds it the fastest; gradients are exact.
+    """The same, with the work assigned as the plan finds it the fastest; gradients are exact.
 
     What travels does so beside what is attended, in the forward and in the backward. The degrees
-    say where tokens lie.
+    give the layout.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class LongContextAttentionQKVPacked(SequenceAttention):
         if kv_heads is not None:
             check_degree(title, "kv_heads", kv_heads)
         kernel = kernel_of(title, ring_impl_type, attn_type)
-        super().__init__(parallel or last_said(title), ring_impl_type, kernel)
+        super().__init__(parallel or default_parallel(title), ring_impl_type, kernel)
         self.kv_heads = kv_heads
 
     def forward(self, qkv: Tensor, *args: Any, **more: Any) -> Any:  # type: ignore[override]
@@ -223,7 +224,7 @@ class LongContextAttentionQKVPacked(SequenceAttention):
 
 
 class UlyssesAttention(SequenceAttention):
-    """Every rank computes all tokens for its share of the heads; tokens lie contiguously.
+    """Every rank computes all tokens for its share of the heads; shards are contiguous.
 
     Args:
         sequence_process_group: a ProcessGroup, its global ranks in increasing order, a rank of

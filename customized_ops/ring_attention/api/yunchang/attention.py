@@ -1,6 +1,6 @@
 """A module that attends a sequence which is cut over ranks, with yunchang's arguments.
 
-It has no parameters, and no state but how the sequence is cut, which each module remembers.
+It has no parameters, and no state but how the sequence is cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SequenceAttention(torch.nn.Module):
 
     Attributes:
         parallel: the ranks, and which of them share out heads.
-        ring_impl_type: where tokens lie. kernel: what attends them.
+        ring_impl_type: the layout of tokens. kernel: what attends them.
         team_size: ranks that share out heads; None: as the plan finds the fastest.
     """
 
@@ -119,7 +119,7 @@ class SequenceAttention(torch.nn.Module):
         mask: AttnMask | None,
         total: int | None,
     ) -> dict[str, Layout]:
-        """Where the tokens lie, as arguments of attention."""
+        """The layouts, as arguments of attention."""
         wanted = "[l, h, d]" if cu_seqlens is not None else "[b, l, h, d]"
         if not isinstance(query, Tensor) or query.ndim != wanted.count(",") + 1:
             shown = tuple(query.shape) if isinstance(query, Tensor) else query

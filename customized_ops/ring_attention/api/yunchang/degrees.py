@@ -3,7 +3,7 @@
     2 x 2, zigzag, tokens 0..7      ring rank 0: 0 1 6 7       ring rank 1: 2 3 4 5
                                     rank 0: 0 1  rank 1: 6 7   rank 2: 2 3  rank 3: 4 5
 
-A ring rank's tokens lie on its Ulysses ranks in order. Those are neighbours; without
+A ring rank's tokens are on its Ulysses ranks in order. Those are neighbours; without
 ``use_ulysses_low`` ranks of one ring are, above 0 and 1 then, and 2 and 3.
 
 Fang, Zhao: USP, arXiv:2405.07719 (2024); the layouts are those of yunchang 0.6.4.
@@ -80,7 +80,7 @@ class SequenceParallel:
         return None if apart else self.ulysses_degree
 
     def layout(self, ring_impl_type: str, total: int) -> Layout:
-        """Where ``total`` tokens lie; see :func:`layout_of`."""
+        """The layout of ``total`` tokens; see :func:`layout_of`."""
         degrees = self.ulysses_degree, self.ring_degree
         return layout_of(ring_impl_type, total, *degrees, self.use_ulysses_low)
 
@@ -95,7 +95,7 @@ def check_degree(title: str, name: str, degree: object) -> None:
 def layout_of(
     ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
 ) -> Layout:
-    """Where the tokens of a sequence lie: the ring ranks' as ``ring_impl_type`` says, cut in order.
+    """The layout of a sequence: the ring ranks' as ``ring_impl_type`` says, cut in order.
 
     ``use_ulysses_low`` counts for zigzag alone: the others number ring ranks by rank, whichever
     ranks are neighbours. Lengths need not divide; then the last parts are shorter.
@@ -127,25 +127,21 @@ def _made(
     return contiguous if layout == contiguous else layout  # whose spec is short
 
 
-_said: list[SequenceParallel] = []  # by the last call of set_seq_parallel_pg, none or one
+_default: list[SequenceParallel] = []  # of the last set_seq_parallel_pg, none or one
 
 
-def remember(parallel: SequenceParallel) -> None:
+def set_default(parallel: SequenceParallel) -> None:
     """Make it what modules without ``parallel`` and zigzag extracts take from now on."""
-    _said[:] = [parallel]
+    _default[:] = [parallel]
 
 
-def last_said(title: str) -> SequenceParallel:
-    """What :func:`remember` was told last.
-
-    Raises:
-        ArgumentError: nothing yet.
-    """
-    if not _said:
+def default_parallel(title: str) -> SequenceParallel:
+    """What :func:`set_default` set last; ArgumentError if nothing yet."""
+    if not _default:
         raise ArgumentError(
             f"{title}: say first how the sequence is cut, by set_seq_parallel_pg or as parallel="
         )
-    return _said[0]
+    return _default[0]
 
 
 def basic_extract_local(
@@ -184,18 +180,17 @@ def zigzag_extract_local(
     """This rank's tokens of ``value``, whose dim ``dim`` is the sequence; a copy.
 
     Args:
-        rank: among the ranks that cut the sequence, or among all where copies lie one after the
-            other. world_size: how many cut it, ``rd * ud``.
+        rank: among the ranks that cut the sequence, or among all ranks, where each group of
+            neighbours cuts a copy. world_size: how many cut it, ``rd * ud``.
         rd, ud: ring and Ulysses degree.
-        use_ulysses_low: None takes it from ``set_seq_parallel_pg``, if that was told these degrees
-            last, else True.
+        use_ulysses_low: None takes it from ``set_seq_parallel_pg``, if the last call had these
+            degrees, else True.
     Raises:
         ArgumentError: the degrees do not fit the ranks.
     """
     if use_ulysses_low is None:
-        said = _said[0] if _said else None
-        same = said is not None and (said.ring_degree, said.ulysses_degree) == (rd, ud)
-        use_ulysses_low = said.use_ulysses_low if said is not None and same else True
+        same = [each for each in _default if (each.ring_degree, each.ulysses_degree) == (rd, ud)]
+        use_ulysses_low = same[0].use_ulysses_low if same else True
     return _extract("zigzag", value, rank, world_size, rd, ud, dim, use_ulysses_low)
 
 

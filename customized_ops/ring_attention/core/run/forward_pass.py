@@ -35,7 +35,7 @@ class ForwardPass(RankPass):
         self._own = Accumulator(self._own_q.shape[1], self.mine.row_parts)
         self._late = Accumulator(last - first, self.mine.row_parts)
         self._home: Pending | None = None  # results of remote queries, on their way home
-        self._results: list[Tensor] = []  # out and lse, once they are there
+        self._results: list[Tensor] = []  # out and lse; empty until they are there
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Returns out and lse of the rank's rows."""
@@ -90,7 +90,7 @@ class ForwardPass(RankPass):
         parts = results.result(remote_q, self._v.shape[-1], self._q.dtype)
         dims = self.share.rows, self.share.stats
         put = merge if self.mine.shared_rows else place
-        self._home = self.send_home(parts, lambda: self._results, dims, put)
+        self._home = self.send_home(parts, self._results, dims, put)
 
     def _merged(self) -> tuple[Tensor, Tensor]:
         """out and lse of the rank's own rows, of all heads, without what comes home."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..comm.messages import Pending, SeenBy
+from ..comm.messages import Into, Pending, SeenBy
 from ..comm.transfer_side import Dims, Put
 from ..kernels import Kernel
 from ..plan import Plan
@@ -163,7 +163,7 @@ class RankPass:
     def send_home(
         self,
         results: Sequence[Tensor],
-        into: Callable[[], Sequence[Tensor]],
+        into: Into,
         dims: Sequence[Dims],
         put: Put,
         dtype: torch.dtype | None = None,
