@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.comm import Comm
-from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ..core.comm.comm_groups import GroupLike, group_comm
 from ..core.layout import Layout
 from ..op.arguments import ArgumentError, checked, tokens_of
 from ..op.cu_seqlens import CuSeqlens
@@ -195,7 +195,7 @@ def _checked(title: str, window_size: int, cp_group: GroupLike, ring: _Ring) -> 
 
 
 def _check_ring(title: str, cp_group: GroupLike, ring: _Ring) -> None:
-    comm = comm_by_name(group_name(cp_group))
+    comm = group_comm(cp_group)
     ranks = _global_ranks(cp_group, comm)
     before, after = ranks[comm.rank - 1], ranks[(comm.rank + 1) % comm.size]
     names = "cp_size", "cp_local_rank", "cp_prev_global_rank", "cp_next_global_rank"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.comm import Comm
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...op.arguments import ArgumentError, checked
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -30,7 +30,7 @@ def comm_of(title: str, group: GroupLike) -> Comm:
                 "initialise it or pass a group"
             )
         group = dist.group.WORLD
-    return comm_by_name(group_name(group))
+    return group_comm(group)
 
 
 def called(function: Callable[..., Result], name: str) -> Callable[..., Result]:

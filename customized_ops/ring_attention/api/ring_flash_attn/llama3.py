@@ -139,7 +139,7 @@ def _whole_documents(title: str, comm: Comm, causal: bool, *given: Any) -> npt.N
         )
     cu = torch.tensor(step.cu_seqlens)
     prepared = llama3_flash_attn_prepare_cu_seqlens(cu, causal, step.rank, step.world_size)
-    for side, lengths, longest, want in zip("qk", given, given[2:], prepared, strict=False):
+    for side, lengths, longest, want in zip("qk", given, given[2:], prepared[:2], strict=False):
         if not np.array_equal(on_host(as_tensor(title, f"cu_seqlens_{side}", lengths)), want):
             raise ArgumentError(
                 f"{title}: cu_seqlens_{side} must be {want.tolist()}, as prepared with "

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
@@ -146,7 +146,7 @@ def context_parallel_shard(
             raise ArgumentError(
                 f"{title}: seq_dims are of {list(given)}, but buffers of {list(names)}"
             )
-        rank = comm_by_name(group_name(group)).rank
+        rank = group_comm(group).rank
         shards = {}
         for name in names:
             x, dim = buffers[name], seq_dims[name]  # type: ignore[index]
@@ -184,7 +184,7 @@ def context_parallel_unshard(
         return _check_buffers(title, buffers, seq_dims, gradients=True)
 
     dims = checked(title, group, check)
-    comm = comm_by_name(group_name(group))
+    comm = group_comm(group)
     held = comm.all_gather_object([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
     wholes = []
     for x, dim, sizes in zip(buffers, dims, zip(*held, strict=True), strict=True):  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def flex_attention(
 
 
 def _layout(title: str, layout: Layout | str, total: int | None, group: GroupLike) -> Layout:
-    ranks = comm_by_name(group_name(group)).size
+    ranks = group_comm(group).size
     if isinstance(layout, str) and layout in KINDS:
         if total is None:
             raise ArgumentError(

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.comm import Comm
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
@@ -40,7 +40,7 @@ class Cut:
     @property
     def comm(self) -> Comm:
         """This rank's side of the group."""
-        return comm_by_name(group_name(self.group))
+        return group_comm(self.group)
 
     def total(self, local: int) -> int:
         """Tokens over all ranks."""

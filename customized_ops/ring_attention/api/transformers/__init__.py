@@ -145,11 +145,7 @@ def attention(
 
 
 def _refuse_other_mixers(module: torch.nn.Module) -> None:
-    """Layers that carry something from token to token without attention know only a rank's own.
-
-    Raises:
-        NotImplementedError: the model has such layers; names them.
-    """
+    """Of layers that carry something from token to token without attention."""
     config = getattr(module, "config", None)
     alone = sorted(set(getattr(config, "layer_types", None) or ()) - TOKEN_BY_TOKEN)
     if alone:
@@ -160,11 +156,6 @@ def _refuse_other_mixers(module: torch.nn.Module) -> None:
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:
-    """Raise for what cannot be done.
-
-    Raises:
-        NotImplementedError: see :func:`attention`.
-    """
     if attention_mask is not None and not isinstance(attention_mask, Mask):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
 from .pairs import Flags, Ints, Pairs, Rows, find_pairs
@@ -48,7 +48,7 @@ class Cut:
     @property
     def positions(self) -> Ints:
         """[b or 1, l], this rank's position ids."""
-        rank = comm_by_name(group_name(self.group)).rank
+        rank = group_comm(self.group).rank
         return self.position_ids[:, self.layout.positions(rank)]
 
     def pairs(self, pattern: Pattern, batch: int) -> Pairs:
@@ -59,7 +59,7 @@ class Cut:
         rows = Rows(total, total, segments=segments, attended=self.attended)
         return find_pairs(pattern, rows, batch, self.layout)
 
-    def check(self, pattern: Pattern, shape: torch.Size, position_ids: Tensor | None) -> None:
+    def check(self, shape: torch.Size, position_ids: Tensor | None) -> None:
         """Whether a layer's input is this rank's part of the batch; on all ranks where they compare
         their calls.
 
@@ -147,7 +147,7 @@ def sequence_parallel(
     Raises:
         ValueError: the group, the layout and the shapes do not fit.
     """
-    ranks = comm_by_name(group_name(group)).size
+    ranks = group_comm(group).size
     if not isinstance(layout, Layout) or layout.group_size != ranks:
         raise ArgumentError(
             f"sequence_parallel: layout must be a Layout over {ranks} ranks, got {layout!r}"

@@ -48,7 +48,10 @@ class Mask:
         self.pattern, self.batch = pattern, batch
         self.q_len, self.k_len = q_len, k_len
         # A static cache counts its tokens in a tensor of its own, before layers look at it.
-        self.q_offset, self.k_offset = map(_snapshot, (q_offset, k_offset))
+        offsets = (q_offset, k_offset)
+        self.q_offset, self.k_offset = (
+            each.clone() if isinstance(each, Tensor) else each for each in offsets
+        )
         self.padding = padding
         self.cut: Cut | None = current_cut()
         self.model_is_known = False  # to be one that can be cut: a layer was looked at
@@ -71,24 +74,13 @@ class Mask:
         """
         key = None if cu_seqlens is None else cu_on_host(cu_seqlens).tobytes()
         if key not in self._found:
-            if self.cut is None:
-                found = self._of_whole(q, k, position_ids, cu_seqlens)
+            if (cut := self.cut) is None:
+                self._found[key] = self._of_whole(q, k, position_ids, cu_seqlens)
             else:
-                found = self._of_cut(self.cut, q, k, position_ids, cu_seqlens)
-            self._found[key] = found
+                checked(TITLE, cut.group, lambda: self._refuse_of_whole(q, k, cu_seqlens))
+                cut.check(q.shape, position_ids)
+                self._found[key] = cut.pairs(self.pattern, q.shape[0])
         return self._found[key]
-
-    def _of_cut(
-        self,
-        cut: Cut,
-        q: Tensor,
-        k: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Pairs:
-        checked(TITLE, cut.group, lambda: self._refuse_of_whole(q, k, cu_seqlens))
-        cut.check(self.pattern, q.shape, position_ids)
-        return cut.pairs(self.pattern, q.shape[0])
 
     def _refuse_of_whole(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> None:
         """Raise for what goes with whole sequences only, where the inputs are a part."""
@@ -120,21 +112,15 @@ class Mask:
         offsets = int(self.q_offset), int(self.k_offset)
         attended = self._attended(offsets[1])
         positions = position_ids if self.pattern.position_ids is None else self.pattern.position_ids
-        on_its_own = self.q_len == self.k_len and offsets[0] == offsets[1]
         host = None
         if positions is not None and positions.ndim == 2 and self.q_len > 1:
             host = on_host(positions)
-        queries = slice(offsets[0] - offsets[1], offsets[0] - offsets[1] + self.q_len)
-        documents = self._documents(host, attended, None if on_its_own else queries, cu_seqlens)
-        segments, q_segments = segments_of(
-            self.pattern,
-            documents,
-            host,
-            attended,
-            self.k_len,
-            offsets,
-            None if on_its_own else self.q_len,
-        )
+        first, queries, q_len = offsets[0] - offsets[1], None, None
+        if first or self.q_len != self.k_len:
+            queries, q_len = slice(first, first + self.q_len), self.q_len
+        documents = self._documents(host, attended, queries, cu_seqlens)
+        batch = documents, host, attended
+        segments, q_segments = segments_of(self.pattern, *batch, self.k_len, offsets, q_len)
         rows = Rows(self.q_len, self.k_len, *offsets, segments, q_segments, attended)
         return find_pairs(self.pattern, rows, self.batch)
 
@@ -160,9 +146,7 @@ class Mask:
             return self._of_cu_seqlens(cu_seqlens, positions, attended)
         if positions is None:
             return None
-        visible = attended
-        if attended is not None and queries is not None:
-            visible = attended[:, queries]
+        visible = attended if attended is None or queries is None else attended[:, queries]
         if not begins(positions, visible).any():
             return None
         if not self.pattern.causal:
@@ -199,10 +183,6 @@ class Mask:
                     f"{(np.flatnonzero(restarts[0]) + 1).tolist()}, name different documents"
                 )
         return numbered(np.diff(documents) != 0)
-
-
-def _snapshot(offset: Any) -> Any:
-    return offset.clone() if isinstance(offset, Tensor) else offset
 
 
 @torch.compiler.disable  # it reads closures

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from ...op.cu_seqlens import on_host
@@ -93,7 +93,7 @@ def shard_batch(
         )
     total = tokens.shape[1]
     _check_entries(batch, total)
-    comm = comm_by_name(group_name(group))
+    comm = group_comm(group)
     if isinstance(layout, str):
         kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
         if layout not in kinds:
@@ -160,7 +160,7 @@ def _position_ids(batch: Mapping[str, Any], total: int, device: torch.device) ->
 
 def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:
     """The sum of the ranks' shares of a loss, the same on every rank; without a gradient."""
-    return comm_by_name(group_name(group)).all_reduce(share.detach().clone(), "sum")
+    return group_comm(group).all_reduce(share.detach().clone(), "sum")
 
 
 def sum_gradients(
@@ -171,7 +171,7 @@ def sum_gradients(
 
     A parameter without a gradient on this rank takes part with zeros; those that need none do not.
     """
-    comm = comm_by_name(group_name(group))
+    comm = group_comm(group)
     found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
     for parameter in found:
         if parameter.requires_grad:

@@ -53,16 +53,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...op.arguments import ArgumentError, checked
-from .arguments import AttnType, check_dims, kernel_of, refuse
+from .arguments import AttnType
 from .attention import SequenceAttention
 from .degrees import (
     EXTRACT_FUNC_DICT,
     SequenceParallel,
     basic_extract_local,
     check_degree,
-    default_parallel,
     set_default,
     stripe_extract_local,
     zigzag_extract_local,
@@ -147,11 +146,15 @@ class LongContextAttention(SequenceAttention):
         *,
         parallel: SequenceParallel | None = None,
     ) -> None:
-        title = type(self).__name__
-        refuse(title, use_pack_qkv=use_pack_qkv, use_sync=use_sync, attn_processor=attn_processor)
-        check_dims(title, (scatter_idx, gather_idx), (2, 1))
-        kernel = kernel_of(title, ring_impl_type, attn_type)
-        super().__init__(parallel or default_parallel(title), ring_impl_type, kernel)
+        super().__init__(
+            parallel,
+            ring_impl_type,
+            attn_type,
+            (scatter_idx, gather_idx),
+            use_pack_qkv=use_pack_qkv,
+            use_sync=use_sync,
+            attn_processor=attn_processor,
+        )
 
 
 class AsyncLongContextAttention(LongContextAttention):
@@ -181,6 +184,8 @@ class LongContextAttentionQKVPacked(SequenceAttention):
             first, then of k, then of v. Without b where documents are packed.
     """
 
+    DIMS = (3, 1)
+
     def __init__(
         self,
         scatter_idx: int = 3,
@@ -192,13 +197,10 @@ class LongContextAttentionQKVPacked(SequenceAttention):
         parallel: SequenceParallel | None = None,
         kv_heads: int | None = None,
     ) -> None:
-        title = type(self).__name__
-        refuse(title, use_sync=use_sync)
-        check_dims(title, (scatter_idx, gather_idx), (3, 1))
+        dims = scatter_idx, gather_idx
+        super().__init__(parallel, ring_impl_type, attn_type, dims, use_sync=use_sync)
         if kv_heads is not None:
-            check_degree(title, "kv_heads", kv_heads)
-        kernel = kernel_of(title, ring_impl_type, attn_type)
-        super().__init__(parallel or default_parallel(title), ring_impl_type, kernel)
+            check_degree(self.title, "kv_heads", kv_heads)
         self.kv_heads = kv_heads
 
     def forward(self, qkv: Tensor, *args: Any, **more: Any) -> Any:  # type: ignore[override]
@@ -241,11 +243,8 @@ class UlyssesAttention(SequenceAttention):
         use_sync: bool = False,
         attn_type: AttnType = AttnType.FA,
     ) -> None:
-        title, group = type(self).__name__, sequence_process_group
-        refuse(title, use_sync=use_sync)
-        check_dims(title, (scatter_idx, gather_idx), (2, 1))
+        group = sequence_process_group
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        ranks = comm_by_name(group_name(group)).size
-        kernel = kernel_of(title, "basic", attn_type)
-        super().__init__(SequenceParallel(ranks, 1, group), "basic", kernel)
+        parallel = SequenceParallel(group_comm(group).size, 1, group)
+        super().__init__(parallel, "basic", attn_type, (scatter_idx, gather_idx), use_sync=use_sync)

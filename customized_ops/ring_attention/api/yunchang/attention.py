@@ -6,7 +6,7 @@ It has no parameters, and no state but how the sequence is cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,17 @@ from ...op.cu_seqlens import CuSeqlens, as_tensor, on_host
 from ...op.shard_layout import compare_lengths
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .degrees import SequenceParallel
+from .arguments import AttnType, check_dims, kernel_of, refuse
+from .degrees import SequenceParallel, default_parallel
 
 
 class SequenceAttention(torch.nn.Module):
     """Attention over the ranks of a :class:`SequenceParallel`.
+
+    Args:
+        parallel: None for the last of ``set_seq_parallel_pg``.
+        dims: scatter_idx and gather_idx, which must be DIMS.
+        refused: arguments that must be None or False.
 
     Attributes:
         parallel: the ranks, and which of them share out heads.
@@ -31,11 +37,24 @@ class SequenceAttention(torch.nn.Module):
         team_size: ranks that share out heads; None: as the plan finds the fastest.
     """
 
-    def __init__(self, parallel: SequenceParallel, ring_impl_type: str, kernel: str) -> None:
+    DIMS: ClassVar = (2, 1)
+
+    def __init__(
+        self,
+        parallel: SequenceParallel | None,
+        ring_impl_type: str,
+        attn_type: AttnType,
+        dims: tuple[int, int],
+        **refused: object,
+    ) -> None:
         super().__init__()
         self.title = type(self).__name__
-        self.parallel, self.ring_impl_type, self.kernel = parallel, ring_impl_type, kernel
-        self.team_size = parallel.team_size
+        refuse(self.title, **refused)
+        check_dims(self.title, dims, self.DIMS)
+        self.ring_impl_type = ring_impl_type
+        self.kernel = kernel_of(self.title, ring_impl_type, attn_type)
+        self.parallel = parallel or default_parallel(self.title)
+        self.team_size = self.parallel.team_size
 
     def forward(
         self,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core.comm import Comm
-from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
+from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, is_integer
 
@@ -71,7 +71,7 @@ class SequenceParallel:
     @property
     def comm(self) -> Comm:
         """The group as this rank sees it."""
-        return comm_by_name(group_name(self.process_group))
+        return group_comm(self.process_group)
 
     @property
     def team_size(self) -> int | None:

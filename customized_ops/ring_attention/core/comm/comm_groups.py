@@ -73,3 +73,8 @@ def comm_by_name(name: str) -> Comm:
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, comm_over(group))
     return _by_name[name][1]
+
+
+def group_comm(process_group: GroupLike) -> Comm:
+    """The Comm of what users pass as ``process_group``; see :func:`group_name`."""
+    return comm_by_name(group_name(process_group))
