@@ -401,7 +401,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
         plan, comm = PLANS["zigzag"], Unheard(2, order)
         comm.two_streams = two
         share = HeadShard(plan, 0, q, k, Scoring(0.3), None)
-        run = executor.RankPass(plan, comm, Noted(order), share)
+        run = executor.RankPass(executor.RankCall(plan, comm, Noted(order), share))
         return run.own_last(q, k, k)
 
     most = executor.LARGE_BYTES // (2 * 2 * 8 * 4)  # rows of 2 key heads, fp32

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm import Comm
 from ..comm.messages import Pending
 from ..comm.transfer_side import Dims, add
-from ..kernels import Kernel
 from ..merge.merge import Sum, span_of
-from ..plan import Plan
 from ..plan.rank_plan import Stage
 from .head_shard import HeadShard, concat_heads
-from .rank_pass import Arriving, Keys, Queries, RankPass, counted_from
+from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 
 class BackwardPass(RankPass):
@@ -28,10 +25,7 @@ class BackwardPass(RankPass):
 
     def __init__(
         self,
-        plan: Plan,
-        comm: Comm,
-        kernel: Kernel,
-        share: HeadShard,
+        call: RankCall,
         rows: Sequence[Tensor],
         k: Tensor,
         v: Tensor,
@@ -39,10 +33,10 @@ class BackwardPass(RankPass):
         *,
         deterministic: bool,
     ) -> None:
-        super().__init__(plan, comm, kernel, share)
+        super().__init__(call)
         self._rows, self._q, self._k, self._v = rows, rows[1], k, v
         self._wire, self._deterministic = wire, deterministic
-        self._own = Queries(share.of_queries(rows))
+        self._own = Queries(self.share.of_queries(rows))
         row_parts, key_parts = self.mine.row_parts, self.mine.key_parts
         self._dq, self._dk, self._dv = Sum(self._q, row_parts), Sum(k, key_parts), Sum(v, key_parts)
         # What the second stream adds up for the rank's own rows and keys.

@@ -50,6 +50,7 @@ from ..plan import Plan
 from .backward_pass import BackwardPass
 from .forward_pass import ForwardPass
 from .head_shard import HeadShard
+from .rank_pass import RankCall
 
 
 def attention_forward(
@@ -77,8 +78,8 @@ def attention_forward(
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
         out, lse = kernel.forward(q, k, v, pairs, scoring, None)
         return out.to(q.dtype), lse
-    share = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
-    return ForwardPass(plan, comm, kernel, share, q, k, v).run()
+    heads = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
+    return ForwardPass(RankCall(plan, comm, kernel, heads), q, k, v).run()
 
 
 def attention_backward(
@@ -110,11 +111,10 @@ def attention_backward(
         given = dout, q, k, v, out, lse, pairs, scoring, None
         grads = kernel.backward(*given, dlse=dlse, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-    share = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
+    call = RankCall(plan, comm, kernel, HeadShard(plan, comm.rank, q, k, scoring, key_positions))
     rows = [dout, q, out, lse] if dlse is None else [dout, q, out, lse, dlse]
     wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
-    step = BackwardPass(plan, comm, kernel, share, rows, k, v, wire, deterministic=deterministic)
-    return step.run()
+    return BackwardPass(call, rows, k, v, wire, deterministic=deterministic).run()
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:

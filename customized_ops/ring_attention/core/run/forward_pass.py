@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..comm import Comm
 from ..comm.messages import Pending
 from ..comm.transfer_side import merge, place
-from ..kernels import Kernel
 from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of
-from ..plan import Plan
-from .head_shard import HeadShard, concat_heads
-from .rank_pass import Arriving, Keys, Queries, RankPass, counted_from
+from .head_shard import concat_heads
+from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 
 class ForwardPass(RankPass):
     """See :func:`.executor.attention_forward`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        comm: Comm,
-        kernel: Kernel,
-        share: HeadShard,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> None:
-        super().__init__(plan, comm, kernel, share)
+    def __init__(self, call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(call)
         self._q, self._k, self._v = q, k, v
-        self._own_q = share.of(q, share.rows)
+        self._own_q = self.share.of(q, self.share.rows)
         first, last = self.late_rows
         # Of the rank's own rows: over its own keys, and over those of all other stages.
         self._own = Accumulator(self._own_q.shape[1], self.mine.row_parts)

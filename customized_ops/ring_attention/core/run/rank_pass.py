@@ -44,6 +44,15 @@ class Keys(NamedTuple):
     v: Tensor
 
 
+class RankCall(NamedTuple):
+    """What a forward and its backward share on one rank; ``heads`` are the rank's share."""
+
+    plan: Plan
+    comm: Comm
+    kernel: Kernel
+    heads: HeadShard
+
+
 Results = list[tuple[Tensor, ...]]  # of each group of heads
 Arriving = Iterator[tuple[int, Stage, Iterator[Keys]]]
 
@@ -56,13 +65,14 @@ class RankPass:
         local, late_rows: see :class:`~.rank_plan.RankPlan`.
     """
 
-    def __init__(self, plan: Plan, comm: Comm, kernel: Kernel, share: HeadShard) -> None:
-        self._plan, self._comm, self._kernel, self.share = plan, comm, kernel, share
-        self.mine = plan.rank(comm.rank)
+    def __init__(self, call: RankCall) -> None:
+        self._plan, self._comm, self._kernel, self.share = call
+        self.mine = self._plan.rank(self._comm.rank)
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
-        self._moves = plan.rows_move or plan.keys_move
+        self._moves = self._plan.rows_move or self._plan.keys_move
         self._last: Pending | None = None  # fetch of keys, once they are here
-        self._streams = SideStream(share.device, two=self._moves and comm.two_streams)
+        two = self._moves and self._comm.two_streams
+        self._streams = SideStream(self.share.device, two=two)
 
     def second(self) -> AbstractContextManager[object]:
         """In this context work goes to the stream for what waits for peers."""
