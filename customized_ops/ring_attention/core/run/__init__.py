@@ -1,1 +1,1 @@
-"""Runs a rank's part of a plan: the executor, what its passes share, streams, a rank's heads."""
+"""Runs a rank's part of a plan (``executor``); or has TransformerEngine attend instead (``te_cp``)."""
