@@ -10,14 +10,15 @@ from functools import lru_cache
 from threading import Lock
 from typing import cast
 
-from .adapters import cudnn, flash2, flash3, flash4, flex, reference, te, torch_ops
+from .adapters import cudnn, flash4, flex, reference, te, torch_ops
+from .adapters.flash_attn import flash2, flash3
 from .protocol import Kernel, Request
 from .speeds import fastest_first, seconds
 
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
-    module.NAME: cast(Kernel, module)
-    for module in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
+    kernel.NAME: cast(Kernel, kernel)
+    for kernel in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
 }
 
 # What is taken only by name, and why.

@@ -47,7 +47,7 @@ from torch import Tensor
 from ..comm import Comm
 from ..comm.messages import Pending, SeenBy
 from ..comm.transfer_side import Dims, Put, add, merge, place
-from ..kernels import Kernel, Pairs, Scoring
+from ..kernels import BackwardOperands, Kernel, Pairs, Scoring
 from ..merge.merge import Accumulator, Sum, accumulation_dtype, as_dtype, span_of
 from ..plan import Plan
 from ..plan.exchange import Exchange
@@ -164,8 +164,8 @@ def attention_backward(
     dout, q, k, v, out = _dense(dout), _dense(q), _dense(k), _dense(v), _dense(out)
     pairs = _only_call(plan, comm.rank, scoring)
     if pairs is not None:
-        given = dout, q, k, v, out, lse, pairs, scoring, None
-        grads = kernel.backward(*given, dlse=dlse, deterministic=deterministic)
+        given = BackwardOperands(dout, q, k, v, out, lse, dlse)
+        grads = kernel.backward(given, pairs, scoring, None, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     share = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
     run = _Pass(plan, comm, kernel, share, deterministic)
@@ -422,18 +422,17 @@ class _Pass:
             of_rows = [heads.of(t, dim) for t, dim in zip(of_rows, dims, strict=True)]
         dout, q, out, lse, *dlse = of_rows
         (start, stop), pairs, tokens = heads.call(stage, guests=guests, q=q, keys=keys)
-        return self._kernel.backward(
+        given = BackwardOperands(
             span_of(dout, 1, start, stop),
             span_of(q, 1, start, stop),
             keys,
             values,
             span_of(out, 1, start, stop),
             span_of(lse, 2, start, stop),
-            pairs,
-            heads.scoring,
-            tokens,
-            dlse=span_of(dlse[0], 2, start, stop) if dlse else None,
-            deterministic=self._deterministic,
+            span_of(dlse[0], 2, start, stop) if dlse else None,
+        )
+        return self._kernel.backward(
+            given, pairs, heads.scoring, tokens, deterministic=self._deterministic
         )
 
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ..block_lists import blocks_touched
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities, Request
 from ..scoring import Scoring, Tokens
-from ..window import library_calls as steps
 from ..window import windowed
-from ..window.library_calls import Packing
+from ..window.library_calls import LibraryCall, Packing, lowered
 from ..window.lowering import Window, tiles
 from ..window.signatures import lacking
-from ..window.widths import cut_to, same_width
+from ..window.widths import cut_to, operands_of_same_width, same_width
 from . import flash4_blocks
 
 NAME = "flash4"
@@ -123,23 +123,13 @@ def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
-def _fitting(q: Tensor, *tensors: Tensor, heads: int, v_dim: int) -> tuple[Tensor, ...]:
-    """All padded to one width, if the library would not take them as they are.
-
-    Args:
-        heads: of k and v. v_dim: width of v.
-    """
-    if _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != heads):
-        return q, *tensors
-    return same_width(q, *tensors)
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     v_dim = v.shape[-1]
-    q, k, v = _fitting(q, k, v, heads=v.shape[2], v_dim=v_dim)
+    if not _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != v.shape[2]):
+        q, k, v = same_width(q, k, v)
     blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
     if blocks is not None:
         out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
@@ -149,57 +139,40 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`.
 
     The way is chosen anew: whichever way the forward went, out and lse are the same thing.
     """
-    inputs = q, k, v
-    q, k, v, dout, out = _fitting(q, k, v, dout, out, heads=k.shape[2], v_dim=v.shape[-1])
+    inputs, (_, q, k, v, *_) = given, given
+    if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
+        given = operands_of_same_width(given)
     # The library orders its sums of dq among window calls only.
-    blocks = None if deterministic else _blocks_if_faster(q, k, v, pairs, backward=True)
+    blocks = None if deterministic else _blocks_if_faster(*given[1:4], pairs, backward=True)
     if blocks is not None:
-        grads = flash4_blocks.backward(dout, q, k, v, out, lse, blocks, scoring, dlse)
+        grads = flash4_blocks.backward(given, blocks, scoring)
     else:
         grads = windowed.backward(
-            attend_backward,
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            pairs,
-            scoring,
-            dlse=dlse,
-            deterministic=deterministic,
+            attend_backward, given, pairs, scoring, deterministic=deterministic
         )
-    dq, dk, dv = cut_to(grads, inputs)
-    return dq, dk, dv
+    return cut_to(grads, inputs)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: Window,
-    packing: Packing | None,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: OutLse | None = None,
+) -> OutLse:
     """One window call; see :class:`~.windowed.Attend`."""
     out, lse = (None, None) if into is None else into
     out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
@@ -211,44 +184,31 @@ def attend(
         return_lse=True,
         out=out,
         lse=lse,
-        **_bounds(window),
-        **_segments(packing),
+        **_bounds(call.window),
+        **_segments(call.packing),
     )
     return out, lse
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window,
-    packing: Packing | None,
+    given: BackwardOperands,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    dlse: Tensor | None,
     deterministic: bool,
     into: tuple[Tensor | None, ...] = (None, None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        dout=dout,
-        lse=lse,
+        **given._asdict(),
         softmax_scale=scoring.softmax_scale,
         softcap=scoring.softcap,
-        dlse=dlse,
         deterministic=deterministic,
         dq=into[0],
         dk=into[1],
         dv=into[2],
-        **_bounds(window),
-        **_segments(packing),
+        **_bounds(call.window),
+        **_segments(call.packing),
     )
     return dq, dk, dv
 
@@ -281,11 +241,11 @@ def _blocks_if_faster(
 ) -> flash4_blocks.Lists | None:
     """Block lists of the pairs where one block-sparse call is predicted to be faster than window
     calls; decided once."""
-    if len(steps.lowered(pairs)) < 2:
+    if len(lowered(pairs)) < 2:
         return None
 
     def make() -> flash4_blocks.Lists | None:
-        calls = steps.lowered(pairs)
+        calls = lowered(pairs)
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
         block_k = flash4_blocks.block_k(q.shape[-1])

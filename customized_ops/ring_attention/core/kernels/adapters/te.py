@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
+from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import Capabilities
 from ..scoring import Scoring
 from ..window import windowed
-from ..window.library_calls import Packing
+from ..window.library_calls import LibraryCall, Packing
 from ..window.lowering import Window
-from ..window.lse_apart import lse_apart
+from ..window.lse_gradient import apart
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
@@ -73,67 +74,60 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: Window,
-    packing: Packing | None,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: OutLse | None = None,
+) -> OutLse:
     """See :class:`~.windowed.Attend`."""
-    call = _Call(q, k, v, window, packing)
+    shape = _Shape(q, k, v, call)
     out, (stats, *_) = _fused().fused_attn_fwd(
-        is_training=True, **call.operands(q, k, v), **call.settings(scoring)
+        is_training=True, **shape.operands(q, k, v), **shape.settings(scoring)
     )[:2]
-    return call.rows(out)[..., : v.shape[-1]], call.lse(stats)
+    return shape.rows(out)[..., : v.shape[-1]], shape.lse(stats)
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window,
-    packing: Packing | None,
+    given: BackwardOperands,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    dlse: Tensor | None,
     deterministic: bool,
     into: tuple[Tensor | None, ...] = (None, None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.windowed.AttendBackward`. cuDNN knows no gradient of lse: that is a second
     call, whose dq and dk are added in fp32."""
-    call = _Call(q, k, v, window, packing)
+    inputs = q, k, v = given.q, given.k, given.v
+    shape = _Shape(q, k, v, call)
     # What the forward drew for dropout; read by the library, used by nothing here.
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
 
-    def run(dout: Tensor, out: Tensor, v: Tensor) -> list[Tensor]:
+    def run(given: BackwardOperands) -> list[Tensor]:
         grads = _fused().fused_attn_bwd(
-            **call.operands(q, k, v),
-            o=call.flat(out),
-            d_o=call.flat(dout),
-            aux_ctx_tensors=[call.stats(lse), rng_state],
-            do_format=call.format,
-            dqkv_layout=call.layout,
+            **shape.operands(given.q, given.k, given.v),
+            o=shape.flat(given.out),
+            d_o=shape.flat(given.dout),
+            aux_ctx_tensors=[shape.stats(given.lse), rng_state],
+            do_format=shape.format,
+            dqkv_layout=shape.layout,
             deterministic=deterministic,
-            **call.settings(scoring),
+            **shape.settings(scoring),
         )
-        shapes = q.shape, k.shape, v.shape
         return [
-            call.unflat(grad, shape)[..., : shape[-1]]
-            for grad, shape in zip(grads, shapes, strict=False)  # others follow: of bias, of sink
+            shape.unflat(grad, t.shape)[..., : t.shape[-1]]
+            for grad, t in zip(grads, inputs, strict=False)  # others follow: of bias, of sink
         ]
 
-    dq, dk, dv = run(dout, out, v)
-    if dlse is not None:
-        more_dq, more_dk, _ = run(*lse_apart(dlse, out, v))
+    dq, dk, dv = run(given)
+    of_lse = apart(given)
+    if of_lse is not None:
+        more_dq, more_dk, _ = run(of_lse)
         wide = accumulation_dtype(q.dtype)
         dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
     return dq, dk, dv
 
 
-class _Call:
+class _Shape:
     """One call's shapes in the library's words.
 
     Sequences of a batch are packed, too, where cuDNN refuses them otherwise: a window over more
@@ -143,9 +137,8 @@ class _Call:
         format: "bshd" or "thd". layout: that of q, k and v.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, window: Window, packing: Packing | None
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> None:
+        window, packing = call.window, call.packing
         self._window = window
         self._width = _width(q.shape[-1], v.shape[-1])
         self._batch = q.shape[0] if packing is None else 0

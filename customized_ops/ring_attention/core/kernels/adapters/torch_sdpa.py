@@ -18,11 +18,12 @@ from torch import Tensor
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities
 from ..scoring import Scoring, Tokens
-from ..window.lse_gradient import with_lse_gradient
-from ..window.widths import same_width
+from ..window.lse_gradient import widened
+from ..window.widths import operands_of_same_width, same_width
 
 CAPABILITIES = Capabilities(
     device="cpu",
@@ -87,61 +88,59 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     cut = _cut(pairs, scoring)
     wide = accumulation_dtype(q.dtype)
-    b, rows, h, _ = q.shape
+    b, length, h, _ = q.shape
     # One tile a row needs no merge, so the result can be written as it comes.
     merging = _rows_repeat(cut)
-    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
-    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    out = q.new_zeros((b, length, h, v.shape[-1]), dtype=wide if merging else q.dtype)
+    lse = q.new_full((b, h, length), -torch.inf, dtype=wide)
     q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
     for tile in cut:
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_operands(tile, q_, k_, v_),
+            q_[:, rows].transpose(1, 2),
+            k_[:, keys].transpose(1, 2),
+            v_[:, keys].transpose(1, 2),
             0.0,
             tile.causal,
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
         part = part.transpose(1, 2)[..., : v.shape[-1]]
-        mine = slice(tile.q0, tile.q1)
         if merging:
-            merge_(out[:, mine], lse[..., mine], part.to(wide), part_lse)
+            merge_(out[:, rows], lse[..., rows], part.to(wide), part_lse)
         else:
-            out[:, mine] = part
-            lse[..., mine] = part_lse
+            out[:, rows] = part
+            lse[..., rows] = part_lse
     return out, lse
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`."""
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-    dout, out, v = with_lse_gradient(dout, out, v, dlse)
-    q_, k_, v_ = same_width(q, k, v)
-    dout_, out_, _ = same_width(dout, out, q)
+    q, wide = given.q, accumulation_dtype(given.q.dtype)
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, given.k, given.v))
+    given = operands_of_same_width(widened(given))
     for tile in _cut(pairs, scoring):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        part = given.part(rows, keys)
+        dout_, q_, k_, v_, out_ = (t.transpose(1, 2) for t in part[:5])
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout_[:, rows].transpose(1, 2),
-            *_operands(tile, q_, k_, v_),
-            out_[:, rows].transpose(1, 2),
-            lse[..., rows],
+            dout_,
+            q_,
+            k_,
+            v_,
+            out_,
+            part.lse,
             0.0,
             tile.causal,
             attn_mask=_additive(tile, q, scoring, tokens),
@@ -166,12 +165,6 @@ def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) ->
     assert tokens is not None and mask is not None
     here = tokens.part(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
     return scoring.alibi_bias(here, accumulation_dtype(q.dtype)) + mask
-
-
-def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's q, k, v as [b, heads, tokens, d]."""
-    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-    return q[:, rows].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2)
 
 
 def _rows_repeat(cut: list[Tile]) -> bool:

@@ -33,7 +33,7 @@ MOST_GAP = 64 * TILE
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class WindowCall:
     """One call of a kernel.
 
     Attributes:
@@ -82,7 +82,7 @@ class Call:
         return np.concatenate(out)
 
 
-def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[Call, ...]:
+def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
     """The calls that attend exactly the pairs of ``slices``, each pair once.
 
     A causal slice whose keys end before its diagonal does (window (-1, right > 0)) is one call of
@@ -111,7 +111,7 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
 
 
-def tiles(call: Call) -> int:
+def tiles(call: WindowCall) -> int:
     """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
     what its time is about proportional to."""
     rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
@@ -284,7 +284,7 @@ class Chain:
         return True
 
 
-def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
+def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[WindowCall]:
     """Deal slices out to calls, from the first row on: each to the call whose keys end closest
     before its own, or to a new one."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
@@ -312,5 +312,6 @@ def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
         stops.insert(at, k1)
         chains.insert(at, chain)
     return [
-        Call((chain.left.exact, chain.right.exact), np.array(chain.segments)) for chain in chains
+        WindowCall((chain.left.exact, chain.right.exact), np.array(chain.segments))
+        for chain in chains
     ]
