@@ -24,8 +24,8 @@ from ..pairs import Pairs
 from ..protocol import Capabilities, Request
 from ..scoring import Scoring, Tokens
 from ..window import windowed
-from ..window.library_calls import LibraryCall, Packing, lowered
-from ..window.lowering import Window, tiles
+from ..window.library_calls import PACKED, LibraryCall, lowered
+from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
 from ..window.widths import cut_to, operands_of_same_width, same_width
 from . import flash4_blocks
@@ -74,13 +74,13 @@ NEEDS = {
     "flash_attn.cute.interface._flash_attn_fwd": (
         *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
         *("window_size_left", "window_size_right"),
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *PACKED,
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "out", "lse"),
     ),
     "flash_attn.cute.interface._flash_attn_bwd": (
         *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
         *("window_size_left", "window_size_right"),
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *PACKED,
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
         *("dq", "dk", "dv"),
     ),
@@ -165,13 +165,7 @@ def backward(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LibraryCall,
-    scoring: Scoring,
-    *,
-    into: OutLse | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
 ) -> OutLse:
     """One window call; see :class:`~.windowed.Attend`."""
     out, lse = (None, None) if into is None else into
@@ -185,7 +179,7 @@ def attend(
         out=out,
         lse=lse,
         **_bounds(call.window),
-        **_segments(call.packing),
+        **(call.packing.arguments if call.packing else {}),
     )
     return out, lse
 
@@ -200,7 +194,7 @@ def attend_backward(
 ) -> Grads:
     """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
-        **given._asdict(),
+        **given._asdict(),  # which have the library's names
         softmax_scale=scoring.softmax_scale,
         softcap=scoring.softcap,
         deterministic=deterministic,
@@ -208,7 +202,7 @@ def attend_backward(
         dk=into[1],
         dv=into[2],
         **_bounds(call.window),
-        **_segments(call.packing),
+        **(call.packing.arguments if call.packing else {}),
     )
     return dq, dk, dv
 
@@ -222,17 +216,6 @@ def _bounds(window: Window) -> dict[str, Any]:
         "causal": causal,
         "window_size_left": left,
         "window_size_right": None if causal else right,
-    }
-
-
-def _segments(packing: Packing | None) -> dict[str, Any]:
-    if packing is None:
-        return {}
-    return {
-        "cu_seqlens_q": packing.cu_seqlens_q,
-        "cu_seqlens_k": packing.cu_seqlens_k,
-        "max_seqlen_q": packing.max_seqlen_q,
-        "max_seqlen_k": packing.max_seqlen_k,
     }
 
 
@@ -254,7 +237,7 @@ def _blocks_if_faster(
         flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
         windows = sum(
             max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
-            + _merged_bytes(call.rows, call.keys, q, k, v, backward) / COPY_BYTES
+            + _merged_bytes(call, q, k, v, backward=backward) / COPY_BYTES
             for call in calls
         )
         if windows < max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
@@ -265,19 +248,12 @@ def _blocks_if_faster(
     return pairs.made(key, make)
 
 
-def _merged_bytes(
-    rows: tuple[int, int],
-    keys: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backward: bool,
-) -> int:
+def _merged_bytes(call: WindowCall, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> int:
     """Bytes read and written to add a call's results to those of others: of each number one half
     read and one fp32 read and written."""
-    height, width = rows[1] - rows[0], keys[1] - keys[0]
+    rows, keys = (stop - start for start, stop in (call.rows, call.keys))
     if backward:
-        numbers = height * q[0, 0].numel() + width * (k[0, 0].numel() + v[0, 0].numel())
+        numbers = rows * q[0, 0].numel() + keys * (k[0, 0].numel() + v[0, 0].numel())
     else:
-        numbers = height * q.shape[2] * v.shape[-1]
+        numbers = rows * q.shape[2] * v.shape[-1]
     return q.shape[0] * numbers * (2 + 4 + 4)

@@ -22,12 +22,11 @@ from torch import Tensor
 from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import Capabilities
 from ..scoring import Scoring
-from ..window.library_calls import LibraryCall, Packing
+from ..window.library_calls import PACKED, LibraryCall, Packing
 from ..window.lowering import Window
 from ..window.signatures import call_by_name, lacking, required
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
-PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 INPUTS = ("q", "k", "v")
 BACKWARD = ("dout", *INPUTS, "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 
@@ -158,9 +157,7 @@ class FlashAttention:
         else:
             options |= {"window_size_left": window[0], "window_size_right": window[1]}
         options["softcap"] = scoring.softcap
-        if packing is not None:
-            options |= {name: getattr(packing, name) for name in PACKED}
-        return options
+        return options if packing is None else options | packing.arguments
 
 
 def _capabilities(arch: tuple[int, int], *more: str) -> tuple[Capabilities, ...]:

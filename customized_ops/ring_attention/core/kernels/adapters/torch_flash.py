@@ -33,13 +33,7 @@ CAPABILITIES = Capabilities(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: LibraryCall,
-    scoring: Scoring,
-    *,
-    into: OutLse | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
 ) -> OutLse:
     """See :class:`~.windowed.Attend`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(

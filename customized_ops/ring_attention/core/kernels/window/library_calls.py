@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from ..operands import BackwardOperands
 from ..pairs import Pairs
 from .lowering import Range, Window, WindowCall, lower
 from .spans import Spans
+
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,11 @@ class Packing:
     max_seqlen_q: int
     max_seqlen_k: int
     square: bool = False
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All but ``square``, under these names: those of flash-attn's functions."""
+        return {name: getattr(self, name) for name in PACKED}
 
 
 @dataclass(frozen=True, eq=False)
