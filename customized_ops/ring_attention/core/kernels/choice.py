@@ -25,7 +25,7 @@ KERNELS: dict[str, Kernel] = {
 UNPROVEN = {kernel.NAME: "only by name: not yet verified on a GPU" for kernel in (flash3, flash2)}
 
 log = logging.getLogger("seqshard")
-_choosing = Lock()  # a cache alone lets two threads choose, and say so, at once
+_choosing = Lock()  # a cache alone lets two threads choose, and log it, at once
 
 
 class KernelError(ValueError):
@@ -33,10 +33,10 @@ class KernelError(ValueError):
 
 
 def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
-    """Whether there is such a kernel, able or not.
+    """Check that there is such a kernel, able or not.
 
     Args:
-        op: who asks, for errors. others: names that ``op`` knows beside.
+        op: the caller, for errors. others: more names that ``op`` knows.
     Raises:
         KernelError: there is none; lists all.
     """
@@ -48,13 +48,13 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 def choose(op: str, name: str, request: Request) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest proven one that can do the request.
 
-    Which is fastest is by figures of one H200, whatever the GPU. A pure function of its arguments
-    and of what is installed. The first time for a request it says what it took and why not the
-    others: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
+    Speeds are figures of one H200, whatever the GPU. A pure function of its arguments and of what
+    is installed. The first choice for a request is logged with the reasons against the other
+    kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
     reference for a GPU.
 
     Args:
-        op: who asks, for errors.
+        op: the caller, for errors.
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why and which can.
     """
@@ -81,8 +81,8 @@ def able(request: Request) -> list[str]:
 def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
     """What "auto" takes: the fastest kernel that can do a request here, if any, and why no other.
 
-    Kernels are asked from the fastest on what they miss, and none after the first that can: no
-    library is imported only to be found slower.
+    No library is imported only to be found slower: kernels are asked what is missing from the
+    fastest on, up to the first that can.
     """
     reasons = {
         name: _beyond(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
@@ -99,7 +99,7 @@ def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
 
 
 def _beyond(kernel: Kernel, request: Request) -> str | None:
-    """What in the request is beyond what ``kernel`` declares, or None."""
+    """Why the request is beyond what ``kernel`` declares, or None."""
     devices = {can.device: can for can in kernel.CAPABILITIES}
     if request.device.type not in devices:
         return f"runs on {', '.join(devices)}, not {request.device.type}"

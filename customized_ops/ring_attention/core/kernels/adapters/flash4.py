@@ -3,8 +3,8 @@
 Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
 faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
 
-The library's learnable sink is not used: sinks join what a kernel returns, for every kernel alike
-(``attention_call``), as a row whose keys come in parts must count its sink once.
+The library's learnable sink is not used: ``attention_call`` adds sinks to what any kernel returns,
+as a row whose keys come in parts must count its sink once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "flash4"
 
 @dataclass(frozen=True)
 class Flash4Capabilities(Capabilities):
-    """What newer GPUs lack beside Hopper."""
+    """Newer GPUs than Hopper have fewer kernels."""
 
     def refuses(self, request: Request) -> str | None:
         """See :class:`~.protocol.Capabilities`."""

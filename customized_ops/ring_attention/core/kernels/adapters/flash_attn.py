@@ -3,8 +3,8 @@ for Hopper, the module ``flash_attn_interface`` (Shah et al., arXiv:2407.08608, 
 
 FlashAttention-2's ALiBi counts distances from the bottom right corner of each call, not between
 tokens of the whole, and its dropout is drawn by torch's generator, so it does neither here.
-FlashAttention-3 has neither. Not every version of it that takes ``deterministic`` heeds it (release
-2.8 does not), and nothing tells which do, so it counts as lacking that.
+FlashAttention-3 has neither. Some of its versions take ``deterministic`` and ignore it, as release
+2.8 does. They cannot be recognised, so it is not declared.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ class FlashAttention:
     """A kernel, see :class:`~.protocol.Kernel`, through one of the two libraries.
 
     Attributes:
-        LIBRARY: the module of its functions. PACKAGE: its name in messages.
-        install: how to get it. oldest: which versions will do.
+        LIBRARY: the module of its functions. install: how to get it. versions: which will do.
         varlen: whether packed sequences have functions of their own.
         wide_right: see :func:`~.lowering.lower`.
         renames: whether the names of causal and window differ between functions and versions.
-        constants: what every call is given beside; forward_constants: every forward.
+        constants: further arguments of every call. forward_constants: of every forward.
     """
 
     NAME: str
     CAPABILITIES: tuple[Capabilities, ...]
     LIBRARY: str
-    PACKAGE: str
     install: str
-    oldest: str
+    versions: str
     varlen: bool
     wide_right: bool
     renames: bool
@@ -68,21 +66,23 @@ class FlashAttention:
             library = self._library()
         except Exception as error:  # a library built for another torch raises anything
             return f"{self.LIBRARY} cannot be imported ({error}); {self.install}"
-        forward = (*INPUTS, *self.forward_constants)
-        for operands, of in ((forward, "forward"), (BACKWARD, "backward")):
+        for of in ("forward", "backward"):
             for packed in (False, True) if self.varlen else (True,):
-                name = self._name(of, packed)
-                function = getattr(library, name, None)
-                lacks = [name]
-                if function is not None:
-                    needed = (*operands, *(PACKED if packed else ()))
-                    lacks = lacking(function, (*needed, *self._options(function, Scoring(1.0))))
+                lacks = ", ".join(self._lacks(library, of, packed))
                 if lacks:
-                    lacks_all = ", ".join(lacks)
-                    return (
-                        f"the {self.PACKAGE} installed has no {lacks_all}; it must be {self.oldest}"
-                    )
+                    package = self.LIBRARY.partition(".")[0]
+                    return f"the {package} installed has no {lacks}; it must be {self.versions}"
         return None
+
+    def _lacks(self, library: ModuleType, of: str, packed: bool) -> list[str]:
+        """The arguments that a function does not take, or its name if there is none."""
+        name = self._name(of, packed)
+        function = getattr(library, name, None)
+        if function is None:
+            return [name]
+        operands = BACKWARD if of == "backward" else (*INPUTS, *self.forward_constants)
+        options = self._options(function, Scoring(1.0))
+        return lacking(function, (*operands, *(PACKED if packed else ()), *options))
 
     def attend(
         self,
@@ -178,9 +178,8 @@ flash2 = FlashAttention(
     NAME="flash2",
     CAPABILITIES=_capabilities((8, 0), "deterministic"),
     LIBRARY="flash_attn.flash_attn_interface",
-    PACKAGE="flash_attn",
     install="pip install flash-attn",
-    oldest="2.7 or newer",
+    versions="2.7 or newer",
     varlen=True,
     wide_right=False,
     renames=False,
@@ -191,9 +190,8 @@ flash3 = FlashAttention(
     NAME="flash3",
     CAPABILITIES=_capabilities((9, 0)),
     LIBRARY="flash_attn_interface",
-    PACKAGE="flash_attn_interface",
     install="build it from the folder hopper of the flash-attention repository",
-    oldest="of 2025 or newer",
+    versions="of 2025 or newer",
     varlen=False,
     wide_right=True,
     renames=True,

@@ -122,8 +122,8 @@ def _attend(
     from torch.nn.attention.flex_attention import AuxRequest
 
     wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in (q, k, v))
-    # More variants than this would be an error, never a dense attention without a word. A scale or
-    # softcap that differs between calls is one, too: torch's GPU kernels take no such inputs.
+    # More variants than this are an error, never a silent dense attention. Each scale and softcap
+    # is a variant too: torch's GPU kernels take no such inputs.
     with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=True):
         out, aux = _compiled()(
             *wide_enough,

@@ -134,8 +134,8 @@ def _scores(
     scores *= scoring.softmax_scale
     slope: Tensor | float = 1.0
     if scoring.softcap:
-        share = torch.tanh(scores / scoring.softcap)
-        scores, slope = scoring.softcap * share, 1 - share.square()
+        ratio = torch.tanh(scores / scoring.softcap)
+        scores, slope = scoring.softcap * ratio, 1 - ratio.square()
     if scoring.alibi_slopes is not None:
         assert tokens is not None
         bias = scoring.alibi_bias(tokens.part(block.rows, block.keys), wide)

@@ -74,7 +74,7 @@ class LibraryCall:
         return self.packing is None or self.entries == 1
 
     @cached_property
-    def plain(self) -> bool:
+    def takes_all(self) -> bool:
         """Whether the call takes tensors as they are: nothing is cut or packed."""
         return self.packing is None and self.entry is self.rows is self.keys is None
 

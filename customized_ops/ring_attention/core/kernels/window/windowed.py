@@ -102,8 +102,8 @@ def forward(
         elif dtype == q.dtype and call.stats_are_views:
             _attend(attend, call, q, k, v, scoring, place)
         else:
-            for mine, part in zip(place, _attend(attend, call, q, k, v, scoring), strict=True):
-                mine.copy_(part)
+            for whole, part in zip(place, _attend(attend, call, q, k, v, scoring), strict=True):
+                whole.copy_(part)
     return out, lse
 
 
@@ -118,7 +118,7 @@ def _attend(
 ) -> OutLse:
     """out and lse of one call's rows; in their ``place`` if there is one."""
     into = None if place is None else (call.pack(place[0]), call.pack_stats(place[1]))
-    if not call.plain:
+    if not call.takes_all:
         q, k, v = call.cut_rows(q), call.cut_keys(k), call.cut_keys(v)
         q, k, v = call.pack(q), call.pack(k), call.pack(v)
     out, lse = attend(q, k, v, call, scoring, into=into)
@@ -146,7 +146,7 @@ def backward(
         gaps, wide_right: see :func:`.lowering.lower`.
     """
     todo = LibraryCalls.of(pairs, given[:5], gaps, wide_right)
-    if todo.rows.whole and todo.keys.whole and todo.calls[0].plain:
+    if todo.rows.whole and todo.keys.whole and todo.calls[0].takes_all:
         return attend_backward(given, todo.calls[0], scoring, deterministic=deterministic)
     dq = Gradient(given.q, todo.rows)
     dk, dv = Gradient(given.k, todo.keys), Gradient(given.v, todo.keys)
