@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Scoring
-from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Scoring
+from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
 from customized_ops.ring_attention.core.kernels.window.lowering import Window
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
@@ -118,13 +118,13 @@ class Library:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        window: Window,
-        packing: Packing | None,
+        call: LibraryCall,
         scoring: Scoring,
         *,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows without keys give lse +inf, as FlashAttention-2 does."""
+        window, packing = call.window, call.packing
         sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
         self.calls.append((window, sequences, tuple(q.shape)))
         q4, k4, v4 = (t if packing is None else t.unsqueeze(0) for t in (q, k, v))
@@ -140,21 +140,15 @@ class Library:
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        packing: Packing | None,
+        given: BackwardOperands,
+        call: LibraryCall,
         scoring: Scoring,
         *,
-        dlse: Tensor | None,
         deterministic: bool,
         into: tuple[Tensor | None, ...] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the arguments of :meth:`forward`."""
+        (dout, q, k, v, out, lse, dlse), window, packing = given, call.window, call.packing
         sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
         self.calls.append((window, sequences, tuple(q.shape)))
         rows = [dout, q, k, v, out] if packing is None else [t[None] for t in (dout, q, k, v, out)]
@@ -171,8 +165,8 @@ class Library:
         groups = (k4.shape[2], -1)
         dk = torch.einsum("bhij,bihd->bjhd", ds, q4).unflatten(2, groups).sum(3)
         dv = torch.einsum("bhij,bihe->bjhe", p, dout4).unflatten(2, groups).sum(3)
-        given = (t.to(q.dtype) for t in (dq, dk, dv))
-        results = given if packing is None else (t[0] for t in given)
+        rounded = (t.to(q.dtype) for t in (dq, dk, dv))
+        results = rounded if packing is None else (t[0] for t in rounded)
         dq, dk, dv = (
             result if place is None or not self.writes else place.copy_(result)
             for result, place in zip(results, into, strict=True)

@@ -47,6 +47,7 @@ from speed_table import BACKWARD_WORK, Row, Table, speeds, versions
 from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
+    BackwardOperands,
     Kernel,
     Pairs,
     Request,
@@ -194,7 +195,8 @@ class Bench:
             return kernel.forward(q, k, v, pairs, scoring, None)
 
         def backward() -> Any:
-            return kernel.backward(dout, q, k, v, out, lse, pairs, scoring, None)
+            given = BackwardOperands(dout, q, k, v, out, lse)
+            return kernel.backward(given, pairs, scoring, None)
 
         row.forward, row.raw_forward = self._speeds(flop, forward, *raw[:1])
         row.backward, row.raw_backward = self._speeds(BACKWARD_WORK * flop, backward, *raw[1:])

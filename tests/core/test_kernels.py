@@ -7,7 +7,14 @@ import pytest
 import torch
 from dense import assert_same, dense_attention, dense_gradients, worst
 
-from customized_ops.ring_attention.core.kernels import KERNELS, Pairs, Request, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    Pairs,
+    Request,
+    Scoring,
+    Tokens,
+)
 from customized_ops.ring_attention.core.kernels.adapters import reference, torch_sdpa
 from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import (
     BAND_ROWS,
@@ -205,15 +212,12 @@ def check_backward(kernel, kind, scoring, kv_heads, widths, dtype, lse_gradient=
     def part(where, part_mask):
         block = low_k[:, where], low_v[:, where]
         here = tokens.part(slice(None), where) if scoring.needs_tokens else None
+        low_dlse = None if dlse is None else dlse.to(wide)
         return kernel.backward(
-            low_dout,
-            low_q,
-            *block,
-            *final,
+            BackwardOperands(low_dout, low_q, *block, *final, low_dlse),
             pairs_of(part_mask),
             scoring,
             here,
-            dlse=None if dlse is None else dlse.to(wide),
         )
 
     dq, dk, dv = part(slice(0, keys), here)
@@ -239,7 +243,9 @@ def test_rows_without_keys_are_exactly_zero(kernel):
     mask = AttnMask.from_slices([(2, 5, 3, 7, -WIDE, WIDE)], 9, 12)
     skip_if_refused(kernel, q)
     out, lse = kernel.forward(q, k, v, pairs_of(mask), PLAIN, None)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, pairs_of(mask), PLAIN, None)
+    dq, dk, dv = kernel.backward(
+        BackwardOperands(dout, q, k, v, out, lse), pairs_of(mask), PLAIN, None
+    )
     for rows in (slice(0, 2), slice(5, 9)):
         assert (out[:, rows] == 0).all() and (dq[:, rows] == 0).all()
         assert (lse[..., rows] == -torch.inf).all()
@@ -273,7 +279,9 @@ def test_strides_are_free(kernel, kind, way, scoring):
     assert_same("out", out, want_out)
     assert_same("lse", lse, want_lse)
     lse_ = want_lse.transpose(1, 2).contiguous().transpose(1, 2)
-    got = kernel.backward(dout_, q_, k_, v_, out_, lse_, pairs_of(mask), scoring, tokens)
+    got = kernel.backward(
+        BackwardOperands(dout_, q_, k_, v_, out_, lse_), pairs_of(mask), scoring, tokens
+    )
     for name, *values in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
@@ -308,7 +316,13 @@ def test_more_rows_than_a_tile(kernel, mask, scoring):
     tokens = tokens_of(mask.q_len, mask.k_len)
     want = dense_gradients(q, k, v, mask, SCALE, dout, **for_dense(scoring, tokens, batch=1))
     out, lse = kernel.forward(q, k, v, pairs_of(mask), scoring, tokens)
-    got = out, lse, *kernel.backward(dout, q, k, v, out, lse, pairs_of(mask), scoring, tokens)
+    got = (
+        out,
+        lse,
+        *kernel.backward(
+            BackwardOperands(dout, q, k, v, out, lse), pairs_of(mask), scoring, tokens
+        ),
+    )
     for name, *values in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert_same(name, *values)
 
@@ -348,13 +362,13 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
     skip_if_refused(kernel, q, scoring)
     pairs, tokens = pairs_of(AttnMask.dense(12, 15, causal=True)), tokens_of(12, 15)
     out, lse = kernel.forward(q, k, v, pairs, scoring, tokens)
-    gradients = kernel.backward(dout, q, k, v, out, lse, pairs, scoring, tokens)
+    gradients = kernel.backward(BackwardOperands(dout, q, k, v, out, lse), pairs, scoring, tokens)
     q, k, v, dout = q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], dout[1:, :, 2:]
     tokens = replace(tokens, first_head=tokens.first_head + 2, first_batch=tokens.first_batch + 1)
     if scoring.alibi_slopes is not None:
         scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes[-1:, 2:])
     part, part_lse = kernel.forward(q, k, v, pairs, scoring, tokens)
-    got = kernel.backward(dout, q, k, v, part, part_lse, pairs, scoring, tokens)
+    got = kernel.backward(BackwardOperands(dout, q, k, v, part, part_lse), pairs, scoring, tokens)
     assert_same("out", part, out[1:, :, 2:])
     assert_same("lse", part_lse, lse[1:, 2:])
     for name, mine, all_heads in zip(("dq", "dk", "dv"), got, gradients, strict=True):
@@ -372,7 +386,11 @@ def test_blocks_of_the_reference_change_nothing(kind, scoring, height, monkeypat
 
     def results():
         out, lse = reference.forward(q, k, v, pairs, scoring, tokens)
-        return out, lse, *reference.backward(dout, q, k, v, out, lse, pairs, scoring, tokens)
+        return (
+            out,
+            lse,
+            *reference.backward(BackwardOperands(dout, q, k, v, out, lse), pairs, scoring, tokens),
+        )
 
     want = results()
     limit = height * 2 * HEADS * keys

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import KERNELS, BackwardOperands, Scoring
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import merge
@@ -37,9 +37,9 @@ class Rounding:
         return out.to(q.dtype), lse
 
     @staticmethod
-    def backward(dout: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+    def backward(given: BackwardOperands, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
         return tuple(
-            t.to(dout.dtype) for t in KERNELS["reference"].backward(dout, *given, **options)
+            t.to(given.dout.dtype) for t in KERNELS["reference"].backward(given, *rest, **options)
         )
 
 

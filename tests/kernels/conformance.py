@@ -30,7 +30,13 @@ if __name__ == "__main__":
 from dense import assert_same, dense_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
-from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, Pairs, refusal
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    Kernel,
+    Pairs,
+    refusal,
+)
 from customized_ops.ring_attention.core.mask.slices import clip, shift
 from customized_ops.ring_attention.core.merge.merge import Accumulator
 
@@ -116,18 +122,9 @@ def run(kernel: Kernel, case: Case, given: Inputs, pairs: Pairs) -> Results:
 def _backward(
     kernel: Kernel, case: Case, given: Inputs, out: Tensor, lse: Tensor, pairs: Pairs
 ) -> Results:
+    operands = BackwardOperands(given.dout, given.q, given.k, given.v, out, lse, given.dlse)
     gradients = kernel.backward(
-        given.dout,
-        given.q,
-        given.k,
-        given.v,
-        out,
-        lse,
-        pairs,
-        case.scoring,
-        None,
-        dlse=given.dlse,
-        deterministic=case.deterministic,
+        operands, pairs, case.scoring, None, deterministic=case.deterministic
     )
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from dense import assert_same, dense_attention
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import cudnn, reference
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
@@ -140,11 +140,12 @@ def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool
     q, k, v, dout, dlse = tensors(pairs, (16, 8))
     asked = dlse if given_lse else None
     want_out, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
-    kept = want_out, want_lse, pairs, SCORING, None
-    want = want_out, want_lse, *reference.backward(dout, q, k, v, *kept, dlse=asked)
+    kept = pairs, SCORING, None
+    given = BackwardOperands(dout, q, k, v, want_out, want_lse, asked)
+    want = want_out, want_lse, *reference.backward(given, *kept)
     got = (
         *cudnn.forward(q, k, v, pairs, SCORING, None),
-        *cudnn.backward(dout, q, k, v, want_out, want_lse.float(), *kept[2:], dlse=asked),
+        *cudnn.backward(given._replace(lse=want_lse.float()), *kept),
     )
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_same(("out", "lse", "dq", "dk", "dv")[n], a, b, 2e-6)
@@ -158,12 +159,12 @@ def test_any_strides(stand_in: StandIn, name: str) -> None:
     kept = pairs, SCORING, None
     out, lse = cudnn.forward(q, k, v, *kept)
     out = out.contiguous().to(q.dtype)
-    want = cudnn.backward(dout, q, k, v, out, lse, *kept, dlse=dlse)
+    want = cudnn.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), *kept)
     q_, k_, v_, dout_, out_ = (
         t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, dout, out)
     )
     for qkv in ((q, k, v), (q_, k_, v_)):
-        got = cudnn.backward(dout_, *qkv, out_, lse, *kept, dlse=dlse)
+        got = cudnn.backward(BackwardOperands(dout_, *qkv, out_, lse, dlse), *kept)
         for n, (a, b) in enumerate(zip(got, want, strict=True)):
             assert_same(("dq", "dk", "dv")[n], a, b, 1e-12)
 
@@ -173,7 +174,7 @@ def test_nothing_is_copied_of_one_whole_sequence(stand_in: StandIn) -> None:
     pairs = pairs_of("causal")
     q, k, v, dout, _ = tensors(pairs, (8, 8), torch.bfloat16)
     out, lse = cudnn.forward(q, k, v, pairs, SCORING, None)
-    grads = cudnn.backward(dout, q, k, v, out, lse, pairs, SCORING, None)
+    grads = cudnn.backward(BackwardOperands(dout, q, k, v, out, lse), pairs, SCORING, None)
     assert {t.dtype for t in (out, *grads)} == {torch.bfloat16}
 
 
@@ -232,12 +233,14 @@ def test_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
     q, k, v, dout, dlse = (t.cuda() for t in tensors(pairs, dims, torch.bfloat16))
     wide = [t.float() for t in (q, k, v)]
     out, lse = reference.forward(*wide, pairs, SCORING, None)
-    kept = lse, pairs, SCORING, None
-    back = reference.backward(dout.float(), *wide, out, *kept, dlse=dlse.float())
+    kept = pairs, SCORING, None
+    given = BackwardOperands(dout.float(), *wide, out, lse, dlse.float())
+    back = reference.backward(given, *kept)
     for heads_first in (False, True, True):
         if heads_first:
             dout, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dout, out))
-        got = cudnn.backward(dout, q, k, v, out.bfloat16(), *kept, dlse=dlse.float())
+        given = BackwardOperands(dout, q, k, v, out.bfloat16(), lse, dlse.float())
+        got = cudnn.backward(given, *kept)
         results = *cudnn.forward(q, k, v, pairs, SCORING, None), *got
         for n, (a, b) in enumerate(zip(results, (out, lse, *back), strict=True)):
             size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0

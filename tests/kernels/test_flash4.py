@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
 
-from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks, reference
 from customized_ops.ring_attention.core.kernels.window import library_calls as steps
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
@@ -78,8 +78,8 @@ def check(pairs, q, k, v, dout, dlse=None, scoring=SCORINGS["plain"], determinis
     got = flash4.forward(q, k, v, pairs, scoring, None)
     for name, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(name, mine, his)
-    given = (dout, q, k, v, *want, pairs, scoring, None)
-    options = {"dlse": dlse, "deterministic": deterministic}
+    given = (BackwardOperands(dout, q, k, v, *want, dlse), pairs, scoring, None)
+    options = {"deterministic": deterministic}
     wanted = reference.backward(*given, **options)
     gradients = flash4.backward(*given, **options)
     for name, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
@@ -299,7 +299,8 @@ def test_on_a_gpu(monkeypatch, kind, way):
     want = reference.forward(*exact[:3], pairs, scoring, None)
     got = flash4.forward(*exact[:3], pairs, scoring, None)
     q, k, v, dout = exact
-    given = (dout, q, k, v, want[0].to(q.dtype), want[1], pairs, scoring, None)
+    operands = BackwardOperands(dout, q, k, v, want[0].to(q.dtype), want[1])
+    given = (operands, pairs, scoring, None)
     wanted, gradients = reference.backward(*given), flash4.backward(*given)
     for name, mine, his in zip(
         ["out", "lse", "dq", "dk", "dv"], got + gradients, want + wanted, strict=True

@@ -9,16 +9,15 @@ import torch
 from dense import assert_same, dense_attention, worst
 from windows import KINDS, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import Request, Scoring
-from customized_ops.ring_attention.core.kernels.adapters import (
-    flash2,
-    flash3,
-    reference,
-    torch_flash,
-    torch_ops,
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Request, Scoring
+from customized_ops.ring_attention.core.kernels.adapters import reference, torch_flash, torch_ops
+from customized_ops.ring_attention.core.kernels.adapters.flash_attn import flash2, flash3
+from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
+from customized_ops.ring_attention.core.kernels.window.signatures import (
+    call_by_name,
+    lacking,
+    required,
 )
-from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
-from customized_ops.ring_attention.core.kernels.window.signatures import call, lacking, required
 from customized_ops.ring_attention.core.mask.slices import to_dense
 
 PLAIN, CAPPED = Scoring(0.35), Scoring(0.35, softcap=1.5)
@@ -61,15 +60,15 @@ class Standin:
     def forward(self, q, k, v, scale, softcap, window, causal, sequences, **told):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
         window, packing = self._arranged(q, k, window, causal, sequences, told)
-        return self.library.forward(q, k, v, window, packing, Scoring(scale, softcap))
+        return self.library.forward(q, k, v, LibraryCall(window, packing), Scoring(scale, softcap))
 
     def backward(self, dout, q, k, v, out, lse, scale, softcap, window, causal, sequences, **told):
         assert len({t.shape[-1] for t in (dout, q, k, v, out)}) == 1 and q.shape[-1] % 8 == 0
         assert lse.is_contiguous(), "it is read by its address"
         window, packing = self._arranged(q, k, window, causal, sequences, told)
-        scoring = Scoring(scale, softcap)
-        rest = {"dlse": None, "deterministic": False}
-        return self.library.backward(dout, q, k, v, out, lse, window, packing, scoring, **rest)
+        call, scoring = LibraryCall(window, packing), Scoring(scale, softcap)
+        given = BackwardOperands(dout, q, k, v, out, lse)
+        return self.library.backward(given, call, scoring, deterministic=False)
 
 
 def torch_standin(monkeypatch):
@@ -433,10 +432,10 @@ def test_values(name, kind, widths, monkeypatch):
     for what, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(what, mine, his)
     for given in (None, dlse):
-        rows_ = (dout, q, k, v, *want, pairs, scoring, None)
-        wanted = reference.backward(*rows_, dlse=given)
+        rows_ = (BackwardOperands(dout, q, k, v, *want, given), pairs, scoring, None)
+        wanted = reference.backward(*rows_)
         standin.told.clear()
-        gradients = kernel.backward(*rows_, dlse=given, deterministic=given is None)
+        gradients = kernel.backward(*rows_, deterministic=given is None)
         for what, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
             assert_same(what, mine, his)
         assert all(told["deterministic"] == (given is None) for told in standin.told)
@@ -505,7 +504,8 @@ def test_determinism_of_torch_is_switched_back(monkeypatch):
     torch_standin(monkeypatch)
     pairs = pairs_of([(0, 4, 0, 4, -9, 0)], 4, 4)
     q, k, v, dout, _ = draw(1, 4, 4, 2, 8, 8)
-    rows = (dout, q, k, v, *torch_flash.forward(q, k, v, pairs, PLAIN, None), pairs, PLAIN, None)
+    results = torch_flash.forward(q, k, v, pairs, PLAIN, None)
+    rows = (BackwardOperands(dout, q, k, v, *results), pairs, PLAIN, None)
     for mode in (1, 0):
         torch.set_deterministic_debug_mode(mode)
         torch_flash.backward(*rows, deterministic=True)
@@ -528,7 +528,7 @@ def test_torch_takes_what_the_device_has(monkeypatch):
     for device in ("cuda", "cpu"):
         q = SimpleNamespace(device=torch.device(device))
         torch_ops.forward(q, None, None, None, None, None)
-        torch_ops.backward(None, q, *[None] * 7)
+        torch_ops.backward(BackwardOperands(None, q, *[None] * 4), *[None] * 3)
     assert seen == ["cuda", "cuda", "cpu", "cpu"]
     assert [able.device for able in torch_ops.CAPABILITIES] == ["cuda", "cpu"]
 
@@ -545,8 +545,8 @@ def test_parameters_of_functions_and_of_ops():
     for each in (function, op):
         assert required(each) == {"a": True, "b": True, "c": False}
         assert lacking(each, ["c", "d", "a"]) == ["d"]
-    assert call(function, a=5) == (5, None, 1)
-    assert torch.equal(call(op, a=torch.ones(2), c=3), torch.full((2,), 3.0))
+    assert call_by_name(function, a=5) == (5, None, 1)
+    assert torch.equal(call_by_name(op, a=torch.ones(2), c=3), torch.full((2,), 3.0))
 
 
 GPU_KERNELS = {"torch": torch_ops, "flash2": flash2, "flash3": flash3}
@@ -576,9 +576,9 @@ def test_on_a_gpu(name, kind, widths):
     plain_out, plain_lse, *plain = gradients(mask, q, k, v, dout, dlse.to(q.dtype))
     out, lse = kernel.forward(q, k, v, pairs, PLAIN, None)
     final = true_out.to(q.dtype), true_lse.float()
-    rest = (dout, q, k, v, *final, pairs, PLAIN, None)
+    rest = (BackwardOperands(dout, q, k, v, *final, dlse), pairs, PLAIN, None)
     same = "deterministic" in kernel.CAPABILITIES[0].features
-    got = kernel.backward(*rest, dlse=dlse, deterministic=same)
+    got = kernel.backward(*rest, deterministic=same)
     names = ("out", "lse", "dq", "dk", "dv")
     wants = (true_out, true_lse, *truth)
     plains = (plain_out, plain_lse, *plain)
@@ -587,7 +587,7 @@ def test_on_a_gpu(name, kind, widths):
         largest = want[finite].abs().max().item() if finite.any() else 0.0
         error = worst(his[finite], want[finite])
         assert_same(what, mine, want, 2 * error + torch.finfo(q.dtype).eps * largest)
-    again = kernel.backward(*rest, dlse=dlse, deterministic=same)
+    again = kernel.backward(*rest, deterministic=same)
     assert not same or all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
-from customized_ops.ring_attention.core.kernels import Pairs, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Scoring, Tokens
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
@@ -190,17 +190,12 @@ def test_backward_of_a_part_of_the_keys(
     tokens = tokens_of(both)
     got_dq = torch.zeros_like(q)
     for where, part in ((slice(0, mask.k_len), mask), (slice(mask.k_len, None), more)):
+        asked = dlse if lse_gradient else None
         dq, *got = flex.backward(
-            dout,
-            q,
-            k[:, where],
-            v[:, where],
-            out,
-            lse,
+            BackwardOperands(dout, q, k[:, where], v[:, where], out, lse, asked),
             pairs_of(part),
             scoring,
             tokens.part(slice(None), where),
-            dlse=dlse if lse_gradient else None,
         )
         got_dq += dq
         for name, mine, whole in zip(("dk", "dv"), got, want, strict=True):
@@ -309,9 +304,8 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
     on_gpu = [t.cuda() for t in (q, k, v)]
     pairs, tokens = pairs_of(mask), tokens_of(mask, "cuda")
     out, lse = flex.forward(*on_gpu, pairs, scoring, tokens)
-    gradients = flex.backward(
-        dout.cuda(), *on_gpu, out, lse, pairs, scoring, tokens, dlse=dlse.float().cuda()
-    )
+    operands = BackwardOperands(dout.cuda(), *on_gpu, out, lse, dlse.float().cuda())
+    gradients = flex.backward(operands, pairs, scoring, tokens)
     names = ("out", "lse", "dq", "dk", "dv")
     for name, got, want, low in zip(names, (out, lse, *gradients), exact, plain, strict=True):
         finite = want.isfinite()

@@ -11,7 +11,7 @@ from windows import WIDE, window_mask
 from customized_ops.ring_attention.core.kernels.window.lowering import (
     MOST_GAP,
     TILE,
-    Call,
+    WindowCall,
     join,
     lower,
     tiles,
@@ -208,7 +208,7 @@ def test_lengths_hold_every_token_of_a_call(mask):
 
 def test_no_gap_is_longer_than_the_longest_segment_or_a_tile():
     segments = np.array([(0, 2, 0, 300), (1000, 1003, 301, 303)])
-    lengths = Call((-1, -1), segments).lengths()
+    lengths = WindowCall((-1, -1), segments).lengths()
     assert lengths.sum(axis=0).tolist() == [1003, 303]
     assert lengths.max(axis=0).tolist() == [TILE, 300]
 
@@ -218,7 +218,7 @@ def test_no_gap_is_longer_than_the_longest_segment_or_a_tile():
 def test_tiles_are_those_attended(mask):
     slices, _, _ = mask
     for call in lower(slices):
-        big = Call(
+        big = WindowCall(
             tuple(bound if bound < 0 else bound * 70 for bound in call.window),
             call.segments * 70,
         )

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import reference, te
-from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
+from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
 from customized_ops.ring_attention.core.kernels.window.lowering import Window
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
@@ -77,7 +77,8 @@ def check(pairs: Pairs, given_lse: bool, dims: tuple[int, int] = (16, 8)) -> Non
     asked = dlse if given_lse else None
     want = specification(q, k, v, mask, dout, asked)
     got = te.forward(q, k, v, pairs, SCORING, None)
-    back = te.backward(dout, q, k, v, want[0], want[1].float(), pairs, SCORING, None, dlse=asked)
+    given = BackwardOperands(dout, q, k, v, want[0], want[1].float(), asked)
+    back = te.backward(given, pairs, SCORING, None)
     names = ("out", "lse", "dq", "dk", "dv")
     for name, a, b in zip(names, (*got, *back), want, strict=True):
         assert_same(name, a, b, 2e-6)
@@ -110,25 +111,18 @@ def test_packed_calls_are_their_sequences_calls(
         rows, keys = (torch.tensor([0, *column]).cumsum(0) for column in zip(*lengths, strict=True))
         q, k, v, dout, dlse = (t[0] for t in tensors(int(rows[-1]), int(keys[-1])))
         most = (max(column) for column in zip(*lengths, strict=True))
-        packing = Packing(rows.int(), keys.int(), *most)
-        got = te.attend(q, k, v, window, packing, SCORING)
+        call = LibraryCall(window, Packing(rows.int(), keys.int(), *most))
+        got = te.attend(q, k, v, call, SCORING)
         grads = te.attend_backward(
-            dout, q, k, v, *got, window, packing, SCORING, dlse=dlse, deterministic=True
+            BackwardOperands(dout, q, k, v, *got, dlse), call, SCORING, deterministic=True
         )
         for n in range(len(lengths)):
             i, j = (slice(cu[n], cu[n + 1]) for cu in (rows, keys))
             one = [t.unsqueeze(0) for t in (q[i], k[j], v[j], dout[i], dlse[:, i])]
-            alone = te.attend(*one[:3], window, None, SCORING)
-            alone_grads = te.attend_backward(
-                one[3],
-                *one[:3],
-                *alone,
-                window,
-                None,
-                SCORING,
-                dlse=one[4],
-                deterministic=True,
-            )
+            call = LibraryCall(window, None)
+            alone = te.attend(*one[:3], call, SCORING)
+            given = BackwardOperands(one[3], *one[:3], *alone, one[4])
+            alone_grads = te.attend_backward(given, call, SCORING, deterministic=True)
             here = got[0][i], got[1][:, i], grads[0][i], grads[1][j], grads[2][j]
             for name, a, b in zip(
                 ("out", "lse", "dq", "dk", "dv"), here, (*alone, *alone_grads), strict=True
@@ -160,7 +154,8 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = Pairs(as_slices([(0, 6, 0, 6, -5, 5)]), 6, 6)
     out, lse = te.forward(q, k, v, pairs, SCORING, None)
     for deterministic in (False, True):
-        te.backward(dout, q, k, v, out, lse, pairs, SCORING, None, deterministic=deterministic)
+        given = BackwardOperands(dout, q, k, v, out, lse)
+        te.backward(given, pairs, SCORING, None, deterministic=deterministic)
     assert asked == [False, True]
 
 
@@ -272,9 +267,11 @@ def check_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
     )
     wide = [t.float() for t in (q, k, v)]
     out, lse = reference.forward(*wide, pairs, SCORING, None)
-    kept = out.bfloat16(), lse, pairs, SCORING, None
-    want = reference.backward(dout.float(), *wide, out, lse, *kept[2:], dlse=dlse.float())
-    got = te.backward(dout, q, k, v, *kept, dlse=dlse.float(), deterministic=True)
+    kept = pairs, SCORING, None
+    given = BackwardOperands(dout.float(), *wide, out, lse, dlse.float())
+    want = reference.backward(given, *kept)
+    given = BackwardOperands(dout, q, k, v, out.bfloat16(), lse, dlse.float())
+    got = te.backward(given, *kept, deterministic=True)
     results = (*te.forward(q, k, v, pairs, SCORING, None), *got)
     for n, (a, b) in enumerate(zip(results, (out, lse, *want), strict=True)):
         size = b[b.isfinite()].abs().max().item() if b.numel() and b.isfinite().any() else 1.0

@@ -1,5 +1,6 @@
 """Any pairs through a library that knows windows, here a dense stand-in for one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import KINDS, WIDE, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import Scoring
+from customized_ops.ring_attention.core.kernels import BackwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import reference
 from customized_ops.ring_attention.core.kernels.window import windowed
 
@@ -25,9 +26,9 @@ def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, **opti
     forward_calls = list(library.calls)
     for name, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(name, mine, his)
-    rows = (dout, q, k, v, *want, pairs, scoring)
-    wanted = reference.backward(*rows, None, dlse=dlse)
-    gradients = windowed.backward(library.backward, *rows, dlse=dlse, **options)
+    rows = (BackwardOperands(dout, q, k, v, *want, dlse), pairs, scoring)
+    wanted = reference.backward(*rows, None)
+    gradients = windowed.backward(library.backward, *rows, **options)
     for name, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         assert_same(name, mine, his)
     assert library.calls == 2 * forward_calls
@@ -144,15 +145,15 @@ def test_low_precision_results(kind):
     assert out.dtype == (torch.float32 if kind == "thrice" else torch.bfloat16)
     assert lse.dtype == torch.float32
     final = out.to(torch.bfloat16), lse
-    rows_ = (dout, q, k, v, *final, pairs, SCORING)
-    grads = windowed.backward(Library().backward, *rows_)
+    operands, rest = BackwardOperands(dout, q, k, v, *final), (pairs, SCORING)
+    grads = windowed.backward(Library().backward, operands, *rest)
     assert grads[0].dtype == out.dtype and grads[1].dtype == grads[2].dtype == torch.bfloat16
     want, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
     assert_same("out", out, want, 0.02)
     assert_same("lse", lse, want_lse, 1e-5)
-    wide = [t.float() for t in rows_[:5]]
+    wide = BackwardOperands(*(t.float() for t in operands[:6]))
     for name, mine, his in zip(
-        ("dq", "dk", "dv"), grads, reference.backward(*wide, *rows_[5:], None), strict=True
+        ("dq", "dk", "dv"), grads, reference.backward(wide, *rest, None), strict=True
     ):
         assert_same(name, mine, his, 0.02 * max(1.0, his.abs().max().item()))
 
@@ -184,7 +185,8 @@ def test_results_are_written_where_they_belong():
     assert second is None
     assert first_out.data_ptr() == out.data_ptr() and first_lse.data_ptr() == lse.data_ptr()
     given.clear()
-    grads = windowed.backward(seen(library.backward), dout, q, k, v, out, lse, pairs, SCORING)
+    operands = BackwardOperands(dout, q, k, v, out, lse)
+    grads = windowed.backward(seen(library.backward), operands, pairs, SCORING)
     assert given[1] == (None, None, None)
     assert [t.data_ptr() for t in given[0]] == [t.data_ptr() for t in grads]
 
@@ -195,8 +197,8 @@ def test_check_notices():
     pairs = pairs_of(slices, rows, keys)
     q, k, v, _, _ = draw(1, rows, keys)
 
-    def attend(q, k, v, window, packing, scoring, **rest):
-        return Library().forward(q, k, v, (-1, 0), packing, scoring, **rest)
+    def attend(q, k, v, call, scoring, **rest):
+        return Library().forward(q, k, v, replace(call, window=(-1, 0)), scoring, **rest)
 
     want, _ = reference.forward(q, k, v, pairs, SCORING, None)
     got, _ = windowed.forward(attend, q, k, v, pairs, SCORING)

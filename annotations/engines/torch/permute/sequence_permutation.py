@@ -5,8 +5,8 @@ its ranks are uneven, or exchange rows in every layer. Most other ops do not car
 where. So a sequence may be permuted at the graph's inputs, such that contiguous parts are even
 work; attention is told, and ops that do care (a convolution, a roll) get natural order back.
 
-    captured, cuts --hoist--> SequencePermutation, notes       which ops run in which order: order_cut
-    captured, SequencePermutation --reordered--> captured      how ops go along a sequence: axes
+    captured, cuts --hoist--> SequencePermutation, notes     which ops run in which order
+    captured, SequencePermutation --reordered--> captured    how ops go along a sequence
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 """
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
+from .operands import BackwardOperands
 from .pairs import Pairs
 from .protocol import FEATURES, LARGE, Capabilities, Kernel, Request
 from .scoring import Scoring, Tokens
@@ -12,6 +13,7 @@ __all__ = [
     "FEATURES",
     "KERNELS",
     "LARGE",
+    "BackwardOperands",
     "Capabilities",
     "Kernel",
     "KernelError",

@@ -1,4 +1,4 @@
-"""Attention dropout's random numbers: a pure function of a seed and of global places.
+"""Attention dropout's random numbers: a pure function of a seed and of global indices.
 
 They are words of :mod:`annotations.philox`:
 

@@ -10,21 +10,22 @@ from functools import lru_cache
 from threading import Lock
 from typing import cast
 
-from .adapters import cudnn, flash2, flash3, flash4, flex, reference, te, torch_ops
+from .adapters import cudnn, flash4, flex, reference, te, torch_ops
+from .adapters.flash_attn import flash2, flash3
 from .protocol import Kernel, Request
 from .speeds import fastest_first, seconds
 
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
-    module.NAME: cast(Kernel, module)
-    for module in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
+    kernel.NAME: cast(Kernel, kernel)
+    for kernel in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
 }
 
 # What is taken only by name, and why.
 UNPROVEN = {kernel.NAME: "only by name: not yet verified on a GPU" for kernel in (flash3, flash2)}
 
 log = logging.getLogger("seqshard")
-_choosing = Lock()  # a cache alone lets two threads choose, and say so, at once
+_choosing = Lock()  # a cache alone lets two threads choose, and log it, at once
 
 
 class KernelError(ValueError):
@@ -32,10 +33,10 @@ class KernelError(ValueError):
 
 
 def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
-    """Whether there is such a kernel, able or not.
+    """Check that there is such a kernel, able or not.
 
     Args:
-        op: who asks, for errors. others: names that ``op`` knows beside.
+        op: the caller, for errors. others: more names that ``op`` knows.
     Raises:
         KernelError: there is none; lists all.
     """
@@ -47,13 +48,13 @@ def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
 def choose(op: str, name: str, request: Request) -> Kernel:
     """The kernel called ``name``, or for ``"auto"`` the fastest proven one that can do the request.
 
-    Which is fastest is by figures of one H200, whatever the GPU. A pure function of its arguments
-    and of what is installed. The first time for a request it says what it took and why not the
-    others: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
+    Speeds are figures of one H200, whatever the GPU. A pure function of its arguments and of what
+    is installed. The first choice for a request is logged with the reasons against the other
+    kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
     reference for a GPU.
 
     Args:
-        op: who asks, for errors.
+        op: the caller, for errors.
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why and which can.
     """
@@ -80,8 +81,8 @@ def able(request: Request) -> list[str]:
 def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
     """What "auto" takes: the fastest kernel that can do a request here, if any, and why no other.
 
-    Kernels are asked from the fastest on what they miss, and none after the first that can: no
-    library is imported only to be found slower.
+    No library is imported only to be found slower: kernels are asked what is missing from the
+    fastest on, up to the first that can.
     """
     reasons = {
         name: _beyond(kernel, request) or UNPROVEN.get(name) for name, kernel in KERNELS.items()
@@ -98,7 +99,7 @@ def fastest(request: Request) -> tuple[str | None, dict[str, str]]:
 
 
 def _beyond(kernel: Kernel, request: Request) -> str | None:
-    """What in the request is beyond what ``kernel`` declares, or None."""
+    """Why the request is beyond what ``kernel`` declares, or None."""
     devices = {can.device: can for can in kernel.CAPABILITIES}
     if request.device.type not in devices:
         return f"runs on {', '.join(devices)}, not {request.device.type}"

@@ -11,7 +11,7 @@ from .choice import KERNELS, UNPROVEN, fastest
 from .protocol import Capabilities, Kernel, Request
 from .shape_class import SHAPE_CLASSES
 
-# Which installed distribution a kernel is from: to tell its version imports nothing.
+# The installed distribution that a kernel is from: its version is read without an import.
 DISTRIBUTIONS = {
     "flash4": "flash-attn-4",
     "flash3": "flash-attn-3",

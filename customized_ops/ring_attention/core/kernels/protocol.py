@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .operands import BackwardOperands, Grads, OutLse
 from .pairs import Pairs
 from .scoring import Scoring, Tokens
 
@@ -60,6 +61,8 @@ class Capabilities:
         features: of FEATURES.
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
+        lse_columns: by how much a gradient of lse widens v, see
+            :func:`~.window.lse_gradient.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
     """
 
@@ -68,10 +71,11 @@ class Capabilities:
     features: tuple[str, ...] = ()
     widths: tuple[tuple[int, int], ...] = ()
     multiple: int = 1
+    lse_columns: int = 0
     arch: tuple[int, int] = (0, 0)
 
     def refuses(self, request: Request) -> str | None:
-        """Why this kernel cannot take the request, or None if it can."""
+        """Why the kernel cannot take the request, or None if it can."""
         if request.dtype not in self.dtypes:
             return f"takes {_listed(self.dtypes)}, not {request.dtype}"
         lacking = [feature for feature in request.features if feature not in self.features]
@@ -83,6 +87,9 @@ class Capabilities:
         if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
             most = " or ".join(f"{most_d} and {most_e}" for most_d, most_e in self.widths)
             return f"takes head dims of q and v up to {most}, not {d} and {e}"
+        most_e = max((most for _, most in self.widths), default=e) - self.lse_columns
+        if "lse gradient" in request.features and e > most_e:
+            return f"takes a head dim of v up to {most_e} with lse gradient, not {e}"
         return self.too_old(request.device)
 
     def too_old(self, device: torch.device) -> str | None:
@@ -104,14 +111,14 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 class Kernel(Protocol):
-    """A module of this package, seen as a kernel. Importing it imports no optional package.
+    """A module or an object that attends. Importing it imports no optional package.
 
     Shapes: q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] with h a multiple of g (grouped-query
-    attention: query head n reads kv head n // (h / g)), none of them 0 but i and j; strides are
-    free, but d and e are dense, and what is not contiguous has rows that start at multiples of 16
+    attention: query head n reads kv head n // (h / g)). Only i and j may be 0. Strides are free,
+    but d and e are dense, and the rows of a tensor that is not contiguous start at multiples of 16
     bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
-    ``tokens`` may be None unless ``scoring.needs_tokens``. No call waits for the GPU, but for the
-    reference's, which copies the mask of each block there.
+    ``tokens`` may be None unless ``scoring.needs_tokens``. Only the reference waits for the GPU: it
+    copies the mask of each block there.
     """
 
     NAME: str
@@ -122,14 +129,8 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pairs: Pairs,
-        scoring: Scoring,
-        tokens: Tokens | None,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    ) -> OutLse:
         """Returns out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64).
 
         Both are of these pairs alone: k may be a part of a row's keys, to be merged with others.
@@ -139,25 +140,17 @@ class Kernel(Protocol):
 
     def backward(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardOperands,
         pairs: Pairs,
         scoring: Scoring,
         tokens: Tokens | None,
         *,
-        dlse: Tensor | None = None,
         deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of these pairs, given the rows' final out and lse over all their keys.
-
-        In the inputs' dtypes or wider: the executor adds them up over stages and ranks.
+    ) -> Grads:
+        """dq, dk, dv of these pairs, in the inputs' dtypes or wider: the executor adds them up over
+        stages and ranks.
 
         Args:
-            dlse: [b, h, i], the gradient of the final lse, in lse's dtype; None for 0.
             deterministic: whether the gradients must be the same bit for bit from run to run.
         """
         ...

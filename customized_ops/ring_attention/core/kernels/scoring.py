@@ -1,4 +1,4 @@
-"""How scores become probabilities, and the places in the whole that this depends on.
+"""How scores become probabilities, and the global indices that this depends on.
 
     score_ij = cap(scale q_i.k_j) - slope |i - j|       cap(x) = softcap tanh(x / softcap), or x
     p_ij     = exp(score_ij - lse_i)                    lse_i over all scores of row i
@@ -22,9 +22,9 @@ class Scoring:
     Attributes:
         softmax_scale: what q.k is multiplied by.
         softcap: scores are kept within (-softcap, softcap) by a tanh; 0 is no cap.
-        alibi_slopes: fp32 [b or 1, h], of the heads of q at hand: what a score loses per token of
+        alibi_slopes: fp32 [b or 1, h], of the heads of q: what a score loses per token of
             distance, after the cap (Press et al., arXiv:2108.12409, 2021). Takes no gradient.
-        dropout_p: the share of probabilities that become 0, in [0, 1).
+        dropout_p: the fraction of probabilities that become 0, in [0, 1).
         dropout_seed: int64[1], needed where dropout_p > 0; on any device, but a host seed beside q
             on a GPU costs each call a copy.
     """
@@ -42,7 +42,7 @@ class Scoring:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of what this asks of a kernel beyond plain softmax."""
+        """Of ``protocol.FEATURES``, what this needs of a kernel."""
         asked = {
             "softcap": self.softcap > 0,
             "alibi": self.alibi_slopes is not None,
@@ -53,7 +53,7 @@ class Scoring:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a kernel must be told the :class:`Tokens` at hand."""
+        """Whether a kernel needs :class:`Tokens`."""
         return self.alibi_slopes is not None or self.dropout_p > 0
 
     def alibi_bias(self, tokens: Tokens, dtype: torch.dtype) -> Tensor:
@@ -64,14 +64,14 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Which rows, keys, heads and batch entries of the whole attention are at hand. On q's
+    """Which rows, keys, heads and batch entries of the whole attention a kernel call has. On q's
     device.
 
     Attributes:
         rows: int64[i], the global query index of each row of q.
         keys: int64[j], the global key index of each row of k.
-        key_positions: int64[j], where each key stands on the queries' scale; differs from ``keys``
-            where the two sequences differ in length.
+        key_positions: int64[j], each key's position among the queries; differs from ``keys`` where
+            the two sequences differ in length.
         first_head: global index of the first head of q.
         first_batch: global index of the first batch entry.
     """
@@ -83,7 +83,7 @@ class Tokens:
     first_batch: int = 0
 
     def part(self, rows: slice, keys: slice) -> Tokens:
-        """Those of some of the rows and keys."""
+        """Of some of the rows and keys."""
         return replace(
             self,
             rows=self.rows[rows],

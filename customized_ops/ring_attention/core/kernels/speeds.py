@@ -1,4 +1,4 @@
-"""How fast kernels are, as measured: what "auto" picks by.
+"""Measured speeds of kernels, by which "auto" chooses.
 
 TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
 128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
@@ -7,9 +7,8 @@ pairs count, and a backward pass is 2.5 forward passes of work. "packed" are doc
 all before.
 ``tests/benchmarks/kernel_speed.py --speeds`` prints such figures.
 
-A kernel that was not measured in a class of masks has no figure for it: it counts as no faster than
-those before it in the registry, which lists the fastest first as far as one knows, see
-:func:`fastest_first`. Nothing has figures on a CPU, in fp32 or in fp64: the registry decides there.
+A kernel without a figure for a class of masks counts as no faster than those before it in the
+registry, see :func:`fastest_first`. CPUs, fp32 and fp64 have no figures at all.
 """
 
 from __future__ import annotations
@@ -57,21 +56,20 @@ SPEEDS: dict[str, dict[str, Figures]] = {
         "sparse": {2048: (225, 57.9), 8192: (373, 187), 32768: (408, 230)},
     },
 }
-# A class with hardly another speed, where one was not measured itself.
-ALIKE = {"full": "causal"}
+# Classes of about the same speed, of which only the second was measured.
+SAME_SPEED = {"full": "causal"}
 
 
 def seconds(kernel: str, request: Request) -> float:
     """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
-    forward; infinite where nothing like it was measured.
+    forward, at the measured length that is nearest by ratio; infinite where there is no figure.
 
     Args:
-        kernel: its name. request: of it count device, dtype, shape class and tokens; of the
-            measured lengths the nearest is taken, by ratio.
+        kernel: its name. request: of it count device, dtype, shape class and tokens.
     """
     measured = SPEEDS.get(kernel, {})
     shape = request.shape_class
-    figures = measured.get(shape) or measured.get(ALIKE.get(shape, shape))
+    figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
     if request.device.type != "cuda" or request.dtype not in HALF or not figures:
         return math.inf
     forward, backward = figures[_nearest(request.tokens, figures)]
@@ -82,11 +80,11 @@ def fastest_first(names: Iterable[str], request: Request) -> list[str]:
     """Kernels from the fastest to the slowest, by what was measured.
 
     A kernel without a figure for the request counts as fast as the slowest before it, and kernels
-    that are as fast keep their order: so it comes after all that precede it in ``names``, and
+    that are equally fast keep their order. So it comes after all that precede it in ``names``, and
     before those that follow and are slower than these.
 
     Args:
-        names: all kernels, the fastest first as far as one knows. request: see :func:`seconds`.
+        names: all kernels, the fastest first as far as is known. request: see :func:`seconds`.
     """
     expected: dict[str, float] = {}
     for name in names:
@@ -100,6 +98,6 @@ def _nearest(tokens: int, measured: Figures) -> int:
 
 
 def bucket(tokens: int) -> int:
-    """``tokens`` rounded to a power of two, by ratio: requests of all lengths are few, so that a
-    choice is made once for many. 0 stays 0."""
+    """``tokens`` rounded to a power of two, by ratio, so that one choice serves many lengths. 0
+    stays 0."""
     return 1 << round(math.log2(tokens)) if tokens else 0

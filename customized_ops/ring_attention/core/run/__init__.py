@@ -1,1 +1,1 @@
-"""Runs a rank's part of a plan (``executor``); or has TransformerEngine attend instead (``te_cp``)."""
+"""Runs a rank's part of a plan (``executor``), or has TransformerEngine attend (``te_cp``)."""

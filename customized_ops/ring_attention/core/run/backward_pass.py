@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm.messages import Pending
 from ..comm.transfer_side import Dims, add
+from ..kernels import BackwardOperands
 from ..merge.merge import Sum, span_of
 from ..plan.rank_plan import Stage
 from .head_shard import HeadShard, concat_heads
@@ -101,18 +102,17 @@ class BackwardPass(RankPass):
         """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
         dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
         (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
-        return self._kernel.backward(
+        operands = BackwardOperands(
             span_of(dout, 1, start, stop),
             span_of(q, 1, start, stop),
             keys.k,
             keys.v,
             span_of(out, 1, start, stop),
             span_of(lse, 2, start, stop),
-            pairs,
-            keys.heads.scoring,
-            tokens,
-            dlse=span_of(dlse[0], 2, start, stop) if dlse else None,
-            deterministic=self._deterministic,
+            span_of(dlse[0], 2, start, stop) if dlse else None,
+        )
+        return self._kernel.backward(
+            operands, pairs, keys.heads.scoring, tokens, deterministic=self._deterministic
         )
 
     def _give_keys(self, n: int, stage: Stage, heads: HeadShard, dk: Sum, dv: Sum) -> None:

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..kernels import Kernel, Pairs, Scoring
+from ..kernels import BackwardOperands, Kernel, Pairs, Scoring
 from ..merge.merge import accumulation_dtype
 from ..plan import Plan
 from .backward_pass import BackwardPass
@@ -108,8 +108,8 @@ def attention_backward(
     """
     dout, q, k, v, out = _dense(dout), _dense(q), _dense(k), _dense(v), _dense(out)
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        given = dout, q, k, v, out, lse, pairs, scoring, None
-        grads = kernel.backward(*given, dlse=dlse, deterministic=deterministic)
+        given = BackwardOperands(dout, q, k, v, out, lse, dlse)
+        grads = kernel.backward(given, pairs, scoring, None, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     call = RankCall(plan, comm, kernel, HeadShard(plan, comm.rank, q, k, scoring, key_positions))
     rows = [dout, q, out, lse] if dlse is None else [dout, q, out, lse, dlse]

@@ -21,11 +21,12 @@ from torch.nn.functional import pad
 
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype, unattended
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities
 from ..scoring import Scoring, Tokens
 from ..window.lowering import lower
-from ..window.lse_apart import lse_apart
+from ..window.lse_gradient import apart
 from ..window.spans import Gradient, Spans
 from .torch_sdpa import Tile
 
@@ -47,7 +48,7 @@ CUDNN = 91002
 
 @dataclass(frozen=True)
 class Cut:
-    """The calls of some pairs, and where they lie."""
+    """The calls of some pairs, and which rows and keys they cover."""
 
     tiles: tuple[Tile, ...]
     rows: Spans
@@ -84,7 +85,7 @@ def tiles(pairs: Pairs) -> list[Tile]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     cut = _cut(pairs)
     if cut.rows.whole:
@@ -101,31 +102,24 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`. The gradient of lse is calls of its own."""
-    cut, wide = _cut(pairs), accumulation_dtype(q.dtype)
+    q, k, v = given.q, given.k, given.v
+    cut, of_lse, wide = _cut(pairs), apart(given), accumulation_dtype(q.dtype)
     dq = Gradient(q, cut.rows)
     dk, dv = Gradient(k, cut.keys), Gradient(v, cut.keys)
-    of_lse = None if dlse is None else lse_apart(dlse, out, v)
     for n, tile in enumerate(cut.tiles):
-        part_q, part_k, part_v = _gradients(tile, dout, q, k, v, out, lse, scoring)
-        if of_lse is not None:
-            dout_, out_, v_ = of_lse
-            more_q, more_k, _ = _gradients(tile, dout_, q, k, v_, out_, lse, scoring)
-            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        part_q, part_k, part_v = _gradients(tile, given.part(rows, keys), scoring)
+        if of_lse is not None:
+            more_q, more_k, _ = _gradients(tile, of_lse.part(rows, keys), scoring)
+            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
         dq.add(n, part_q, dq.total[:, rows])
         dk.add(n, part_k, dk.total[:, keys])
         dv.add(n, part_v, dv.total[:, keys])
@@ -141,44 +135,36 @@ def _cut(pairs: Pairs) -> Cut:
     return pairs.made(_cut, make)
 
 
-def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> OutLse:
     """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
+    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query=_rows(tile, q),
-        key=_keys(tile, k),
-        value=_keys(tile, v),
+        query=_heads_first(tile, q[:, rows]),
+        key=_heads_first(tile, k[:, keys]),
+        value=_heads_first(tile, v[:, keys]),
         attn_bias=None,
         compute_log_sumexp=True,
         dropout_p=0.0,
-        is_causal=_causal(tile),
+        is_causal=tile.causal or _single_pair(tile),
         return_debug_mask=False,
         scale=scoring.softmax_scale,
     )
-    rows = tile.q1 - tile.q0
-    return out[:, :, :rows].transpose(1, 2), lse.view(out.shape[:3])[..., :rows]
+    length = tile.q1 - tile.q0
+    return out[:, :, :length].transpose(1, 2), lse.view(out.shape[:3])[..., :length]
 
 
-def _gradients(
-    tile: Tile,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scoring: Scoring,
-) -> tuple[Tensor, ...]:
-    """dq, dk and dv of a tile's rows and keys."""
-    query, key, value = _rows(tile, q), _keys(tile, k), _keys(tile, v)
-    lse = lse[..., tile.q0 : tile.q1]
-    lse = (pad(lse, (0, 1)) if _spare(tile) else lse).contiguous()
+def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> tuple[Tensor, ...]:
+    """dq, dk and dv of a tile, of which ``given`` has the rows and keys."""
+    dout, q, k, v, out, lse, _ = given
+    query, key, value = (_heads_first(tile, t) for t in (q, k, v))
+    lse = (pad(lse, (0, 1)) if _single_pair(tile) else lse).contiguous()
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out=_rows(tile, dout, dense=True),
+        grad_out=_heads_first(tile, dout, contiguous=True),
         query=query,
         key=key,
         value=value,
-        out=_rows(tile, out, dense=True),
+        out=_heads_first(tile, out, contiguous=True),
         logsumexp=lse[(...,) + (None,) * (_lse_dims(q.device) - lse.ndim)],
         philox_seed=no_dropout,
         philox_offset=no_dropout,
@@ -188,39 +174,25 @@ def _gradients(
         max_q=query.shape[2],
         max_k=key.shape[2],
         dropout_p=0.0,
-        is_causal=_causal(tile),
+        is_causal=tile.causal or _single_pair(tile),
         scale=scoring.softmax_scale,
     )
-    lengths = tile.q1 - tile.q0, tile.k1 - tile.k0, tile.k1 - tile.k0
     return tuple(
-        grad[:, :, :length].transpose(1, 2) for grad, length in zip(grads, lengths, strict=True)
+        grad[:, :, : t.shape[1]].transpose(1, 2) for grad, t in zip(grads, (q, k, v), strict=True)
     )
 
 
-def _spare(tile: Tile) -> int:
-    """How many rows and keys of zeros a tile gets. A second row after a single pair's changes
-    nothing, since with out and dout 0 it has no gradient; nor does a second key under a causal
-    mask, since the first row does not see it."""
-    return int(tile.q1 - tile.q0 == tile.k1 - tile.k0 == 1)
+def _single_pair(tile: Tile) -> bool:
+    """Whether a tile gets a second row and key of zeros, and a causal mask. The row changes
+    nothing, since with out and dout 0 it has no gradient; nor does the key, since the first row
+    does not attend it."""
+    return tile.q1 - tile.q0 == tile.k1 - tile.k0 == 1
 
 
-def _causal(tile: Tile) -> bool:
-    return tile.causal or _spare(tile) > 0
-
-
-def _rows(tile: Tile, t: Tensor, *, dense: bool = False) -> Tensor:
-    """The tile's rows of [b, i, h, d] as [b, h, rows, d]; ``dense`` where they lie apart too."""
-    t = _with_spare(t[:, tile.q0 : tile.q1], tile)
-    return (t.contiguous() if dense else t).transpose(1, 2)
-
-
-def _keys(tile: Tile, t: Tensor) -> Tensor:
-    """The tile's keys of [b, j, g, d] as [b, g, keys, d]."""
-    return _with_spare(t[:, tile.k0 : tile.k1], tile).transpose(1, 2)
-
-
-def _with_spare(t: Tensor, tile: Tile) -> Tensor:
-    return pad(t, (0, 0, 0, 0, 0, 1)) if _spare(tile) else t
+def _heads_first(tile: Tile, t: Tensor, *, contiguous: bool = False) -> Tensor:
+    """The tile's rows or keys, [b, l, h, d], as [b, h, l, d]; ``contiguous`` before."""
+    t = pad(t, (0, 0, 0, 0, 0, 1)) if _single_pair(tile) else t
+    return (t.contiguous() if contiguous else t).transpose(1, 2)
 
 
 @lru_cache(maxsize=8)

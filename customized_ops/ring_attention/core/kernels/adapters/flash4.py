@@ -3,8 +3,8 @@
 Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
 faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
 
-The library's learnable sink is not used: sinks join what a kernel returns, for every kernel alike
-(``attention_call``), as a row whose keys come in parts must count its sink once.
+The library's learnable sink is not used: ``attention_call`` adds sinks to what any kernel returns,
+as a row whose keys come in parts must count its sink once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ..block_lists import blocks_touched
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities, Request
 from ..scoring import Scoring, Tokens
-from ..window import library_calls as steps
 from ..window import windowed
-from ..window.library_calls import Packing
-from ..window.lowering import Window, tiles
+from ..window.library_calls import PACKED, LibraryCall, lowered
+from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
-from ..window.widths import cut_to, same_width
+from ..window.widths import cut_to, operands_of_same_width, same_width
 from . import flash4_blocks
 
 NAME = "flash4"
@@ -35,7 +35,7 @@ NAME = "flash4"
 
 @dataclass(frozen=True)
 class Flash4Capabilities(Capabilities):
-    """What newer GPUs lack beside Hopper."""
+    """Newer GPUs than Hopper have fewer kernels."""
 
     def refuses(self, request: Request) -> str | None:
         """See :class:`~.protocol.Capabilities`."""
@@ -74,13 +74,13 @@ NEEDS = {
     "flash_attn.cute.interface._flash_attn_fwd": (
         *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
         *("window_size_left", "window_size_right"),
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *PACKED,
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "out", "lse"),
     ),
     "flash_attn.cute.interface._flash_attn_bwd": (
         *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
         *("window_size_left", "window_size_right"),
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *PACKED,
         *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
         *("dq", "dk", "dv"),
     ),
@@ -123,23 +123,13 @@ def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
-def _fitting(q: Tensor, *tensors: Tensor, heads: int, v_dim: int) -> tuple[Tensor, ...]:
-    """All padded to one width, if the library would not take them as they are.
-
-    Args:
-        heads: of k and v. v_dim: width of v.
-    """
-    if _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != heads):
-        return q, *tensors
-    return same_width(q, *tensors)
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     v_dim = v.shape[-1]
-    q, k, v = _fitting(q, k, v, heads=v.shape[2], v_dim=v_dim)
+    if not _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != v.shape[2]):
+        q, k, v = same_width(q, k, v)
     blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
     if blocks is not None:
         out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
@@ -149,57 +139,34 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`.
 
     The way is chosen anew: whichever way the forward went, out and lse are the same thing.
     """
-    inputs = q, k, v
-    q, k, v, dout, out = _fitting(q, k, v, dout, out, heads=k.shape[2], v_dim=v.shape[-1])
+    inputs, (_, q, k, v, *_) = given, given
+    if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
+        given = operands_of_same_width(given)
     # The library orders its sums of dq among window calls only.
-    blocks = None if deterministic else _blocks_if_faster(q, k, v, pairs, backward=True)
+    blocks = None if deterministic else _blocks_if_faster(*given[1:4], pairs, backward=True)
     if blocks is not None:
-        grads = flash4_blocks.backward(dout, q, k, v, out, lse, blocks, scoring, dlse)
+        grads = flash4_blocks.backward(given, blocks, scoring)
     else:
         grads = windowed.backward(
-            attend_backward,
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            pairs,
-            scoring,
-            dlse=dlse,
-            deterministic=deterministic,
+            attend_backward, given, pairs, scoring, deterministic=deterministic
         )
-    dq, dk, dv = cut_to(grads, inputs)
-    return dq, dk, dv
+    return cut_to(grads, inputs)
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Window,
-    packing: Packing | None,
-    scoring: Scoring,
-    *,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+) -> OutLse:
     """One window call; see :class:`~.windowed.Attend`."""
     out, lse = (None, None) if into is None else into
     out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
@@ -211,44 +178,31 @@ def attend(
         return_lse=True,
         out=out,
         lse=lse,
-        **_bounds(window),
-        **_segments(packing),
+        **_bounds(call.window),
+        **(call.packing.arguments if call.packing else {}),
     )
     return out, lse
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window,
-    packing: Packing | None,
+    given: BackwardOperands,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    dlse: Tensor | None,
     deterministic: bool,
     into: tuple[Tensor | None, ...] = (None, None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        dout=dout,
-        lse=lse,
+        **given._asdict(),  # which have the library's names
         softmax_scale=scoring.softmax_scale,
         softcap=scoring.softcap,
-        dlse=dlse,
         deterministic=deterministic,
         dq=into[0],
         dk=into[1],
         dv=into[2],
-        **_bounds(window),
-        **_segments(packing),
+        **_bounds(call.window),
+        **(call.packing.arguments if call.packing else {}),
     )
     return dq, dk, dv
 
@@ -265,27 +219,16 @@ def _bounds(window: Window) -> dict[str, Any]:
     }
 
 
-def _segments(packing: Packing | None) -> dict[str, Any]:
-    if packing is None:
-        return {}
-    return {
-        "cu_seqlens_q": packing.cu_seqlens_q,
-        "cu_seqlens_k": packing.cu_seqlens_k,
-        "max_seqlen_q": packing.max_seqlen_q,
-        "max_seqlen_k": packing.max_seqlen_k,
-    }
-
-
 def _blocks_if_faster(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, backward: bool
 ) -> flash4_blocks.Lists | None:
     """Block lists of the pairs where one block-sparse call is predicted to be faster than window
     calls; decided once."""
-    if len(steps.lowered(pairs)) < 2:
+    if len(lowered(pairs)) < 2:
         return None
 
     def make() -> flash4_blocks.Lists | None:
-        calls = steps.lowered(pairs)
+        calls = lowered(pairs)
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
         block_k = flash4_blocks.block_k(q.shape[-1])
@@ -294,7 +237,7 @@ def _blocks_if_faster(
         flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
         windows = sum(
             max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
-            + _merged_bytes(call.rows, call.keys, q, k, v, backward) / COPY_BYTES
+            + _merged_bytes(call, q, k, v, backward=backward) / COPY_BYTES
             for call in calls
         )
         if windows < max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
@@ -305,19 +248,12 @@ def _blocks_if_faster(
     return pairs.made(key, make)
 
 
-def _merged_bytes(
-    rows: tuple[int, int],
-    keys: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backward: bool,
-) -> int:
+def _merged_bytes(call: WindowCall, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> int:
     """Bytes read and written to add a call's results to those of others: of each number one half
     read and one fp32 read and written."""
-    height, width = rows[1] - rows[0], keys[1] - keys[0]
+    rows, keys = (stop - start for start, stop in (call.rows, call.keys))
     if backward:
-        numbers = height * q[0, 0].numel() + width * (k[0, 0].numel() + v[0, 0].numel())
+        numbers = rows * q[0, 0].numel() + keys * (k[0, 0].numel() + v[0, 0].numel())
     else:
-        numbers = height * q.shape[2] * v.shape[-1]
+        numbers = rows * q.shape[2] * v.shape[-1]
     return q.shape[0] * numbers * (2 + 4 + 4)

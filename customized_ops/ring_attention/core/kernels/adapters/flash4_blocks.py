@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..block_lists import BlockList, Side, block_lists, row_intervals
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..scoring import Scoring
 
@@ -74,51 +75,30 @@ def lists(pairs: Pairs, head_dim: int, device: torch.device) -> Lists | None:
     return pairs.made((lists, block_k(head_dim), device), make)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring) -> OutLse:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
     out, lse, *_ = interface()._flash_attn_fwd(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=scoring.softmax_scale,
-        softcap=scoring.softcap,
-        mask_mod=attended(made.intervals),
-        aux_tensors=[made.bounds],
-        block_sparse_tensors=made.of_rows,
-        return_lse=True,
+        q=q, k=k, v=v, return_lse=True, **_options(made, scoring, made.of_rows)
     )
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    made: Lists,
-    scoring: Scoring,
-    dlse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
     """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
     dq, dk, dv = interface()._flash_attn_bwd(
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        dout=dout,
-        lse=lse,
-        softmax_scale=scoring.softmax_scale,
-        softcap=scoring.softcap,
-        mask_mod=attended(made.intervals),
-        aux_tensors=[made.bounds],
-        block_sparse_tensors=made.of_keys,
-        dlse=dlse,
+        **given._asdict(), **_options(made, scoring, made.of_keys)
     )
     return dq, dk, dv
+
+
+def _options(made: Lists, scoring: Scoring, blocks: Any) -> dict[str, Any]:
+    return {
+        "softmax_scale": scoring.softmax_scale,
+        "softcap": scoring.softcap,
+        "mask_mod": attended(made.intervals),
+        "aux_tensors": [made.bounds],
+        "block_sparse_tensors": blocks,
+    }
 
 
 @cache

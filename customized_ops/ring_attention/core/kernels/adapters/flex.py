@@ -36,6 +36,7 @@ from annotations.library.define import autograd_on
 from ...mask.slices import K0, Slices
 from ...merge.merge import Accumulator, Sum, accumulation_dtype
 from ..block_lists import Side, block_lists, row_intervals
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities
 from ..scoring import Scoring, Tokens
@@ -69,7 +70,7 @@ def missing() -> str | None:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     merged = Accumulator()
     for mask in _masks(pairs, q.device):
@@ -79,56 +80,50 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`. Bitwise the same always: each gradient is summed by one
     program in a fixed order."""
-    sums = [Sum(t) for t in (q, k, v)]
-    for mask in _masks(pairs, q.device):
+    inputs = given.q, given.k, given.v
+    sums = [Sum(t) for t in inputs]
+    for mask in _masks(pairs, given.q.device):
         with autograd_on():
-            leaf_q, leaf_k, leaf_v = (t.detach().requires_grad_() for t in (q, k, v))
-            part = _attend(leaf_q, leaf_k, leaf_v, mask, scoring, tokens)
-            along = _gradients_of_part(dout, out, lse, dlse, *(t.detach() for t in part))
-            found = torch.autograd.grad(part, (leaf_q, leaf_k, leaf_v), along)
+            q, k, v = (t.detach().requires_grad_() for t in inputs)
+            part = _attend(q, k, v, mask, scoring, tokens)
+            along = _gradients_of_part(given, *(t.detach() for t in part))
+            found = torch.autograd.grad(part, (q, k, v), along)
         for total, gradient in zip(sums, found, strict=True):
             total.add(gradient)
     dq, dk, dv = (total.result() for total in sums)
     return dq, dk, dv
 
 
-def _gradients_of_part(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, part: Tensor, part_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gradients_of_part(given: BackwardOperands, part: Tensor, part_lse: Tensor) -> OutLse:
     """The gradients (g, c) of a part's out and lse; see the top of the file."""
+    lse = given.lse
     weight = torch.exp(part_lse - lse).masked_fill(part_lse == -torch.inf, 0.0)
-    wide = dout.to(lse.dtype)
-    change = (wide * (part.to(lse.dtype) - out)).sum(-1).transpose(1, 2)
-    if dlse is not None:
-        change = change + dlse
+    wide = given.dout.to(lse.dtype)
+    change = (wide * (part.to(lse.dtype) - given.out)).sum(-1).transpose(1, 2)
+    if given.dlse is not None:
+        change = change + given.dlse
     g = wide * weight.transpose(1, 2).unsqueeze(-1)
     return g.to(part.dtype), (weight * change).to(part_lse.dtype)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """out [b, i, h, e] and lse [b, h, i] of one call, differentiable."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in (q, k, v))
-    # More variants than this would be an error, never a dense attention without a word. A scale or
-    # softcap that differs between calls is one, too: torch's GPU kernels take no such inputs.
+    # More variants than this are an error, never a silent dense attention. Each scale and softcap
+    # is a variant too: torch's GPU kernels take no such inputs.
     with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=True):
         out, aux = _compiled()(
             *wide_enough,

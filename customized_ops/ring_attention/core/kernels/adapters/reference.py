@@ -16,6 +16,7 @@ from torch import Tensor
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
 from ...merge.merge import accumulation_dtype
 from ..attention_dropout import keep
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import FEATURES, Capabilities
 from ..scoring import Scoring, Tokens
@@ -50,7 +51,7 @@ def missing() -> str | None:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
     b, rows, h, _ = q.shape
@@ -69,19 +70,13 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`.
 
     With P the probabilities under the final lse and D dropout's factors, 0 or 1 / (1 - p):
@@ -89,6 +84,7 @@ def backward(
     (Dao et al., arXiv:2205.14135, 2022, appendix B); a softcap multiplies dS by its own slope. As
     d lse / d scores = P, the gradient of lse is taken off rowsum(dO * O).
     """
+    dout, q, k, v, out, lse, dlse = given
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
     grouped = (k.shape[2], -1)
@@ -138,8 +134,8 @@ def _scores(
     scores *= scoring.softmax_scale
     slope: Tensor | float = 1.0
     if scoring.softcap:
-        share = torch.tanh(scores / scoring.softcap)
-        scores, slope = scoring.softcap * share, 1 - share.square()
+        ratio = torch.tanh(scores / scoring.softcap)
+        scores, slope = scoring.softcap * ratio, 1 - ratio.square()
     if scoring.alibi_slopes is not None:
         assert tokens is not None
         bias = scoring.alibi_bias(tokens.part(block.rows, block.keys), wide)

@@ -1,8 +1,8 @@
 """The kernel "te": cuDNN's fused attention as TransformerEngine calls it, on GPUs from Hopper on.
 
-cuDNN builds a plan for each shape that it meets and keeps it. Unpacked calls have a shape each;
-packed ones ("thd") share a plan where their token counts round up alike, so a mask of many shapes
-is slow at its first step only.
+cuDNN builds a plan for each shape that it meets and keeps it. Unpacked calls have a shape each.
+Packed ones ("thd") share a plan where their token counts round up to the same number, so a mask of
+many shapes is slow at its first step only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
+from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import Capabilities
 from ..scoring import Scoring
 from ..window import windowed
-from ..window.library_calls import Packing
-from ..window.lowering import Window
-from ..window.lse_apart import lse_apart
+from ..window.library_calls import LibraryCall, Packing
+from ..window.lse_gradient import apart
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
@@ -45,7 +45,7 @@ CUDNN = (9, 10, 2)
 MIXED_WIDTHS = 128
 
 
-@lru_cache(maxsize=1)  # a broken install takes long to fail, and fails alike again
+@lru_cache(maxsize=1)  # a broken install takes long to fail
 def missing() -> str | None:
     """See :class:`~.protocol.Kernel`."""
     try:
@@ -70,102 +70,87 @@ def _lacking() -> str | None:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Window,
-    packing: Packing | None,
-    scoring: Scoring,
-    *,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+) -> OutLse:
     """See :class:`~.windowed.Attend`."""
-    call = _Call(q, k, v, window, packing)
-    out, (stats, *_) = _fused().fused_attn_fwd(
-        is_training=True, **call.operands(q, k, v), **call.settings(scoring)
+    packed = _packed_if_refused(q, k, call)
+    if packed is not None:
+        out, lse = attend(packed.pack(q), packed.pack(k), packed.pack(v), packed, scoring)
+        return packed.unpack(out), packed.unpack_stats(lse)
+    fused, shape = _fused(), _Shape(q, k, v, call)
+    out, (stats, *_) = fused.fused_attn_fwd(
+        is_training=True, **shape.operands(q, k, v), **shape.settings(fused, scoring)
     )[:2]
-    return call.rows(out)[..., : v.shape[-1]], call.lse(stats)
+    stats = stats.squeeze(-1)  # [b, h, i, 1] or [t, h, 1]
+    lse = stats if call.packing is None else stats.transpose(-1, -2)
+    return out[..., : v.shape[-1]], lse.contiguous()
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    window: Window,
-    packing: Packing | None,
+    given: BackwardOperands,
+    call: LibraryCall,
     scoring: Scoring,
     *,
-    dlse: Tensor | None,
     deterministic: bool,
     into: tuple[Tensor | None, ...] = (None, None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.windowed.AttendBackward`. cuDNN knows no gradient of lse: that is a second
     call, whose dq and dk are added in fp32."""
-    call = _Call(q, k, v, window, packing)
+    packed = _packed_if_refused(given.q, given.k, call)
+    if packed is not None:
+        grads = attend_backward(
+            packed.operands(given), packed, scoring, deterministic=deterministic
+        )
+        return packed.unpack(grads[0]), packed.unpack(grads[1]), packed.unpack(grads[2])
+    inputs = q, k, v = given.q, given.k, given.v
+    fused, shape = _fused(), _Shape(q, k, v, call)
+    lse = given.lse if call.packing is None else given.lse.transpose(-1, -2)
     # What the forward drew for dropout; read by the library, used by nothing here.
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    stats = [lse.contiguous().unsqueeze(-1), rng_state]
 
-    def run(dout: Tensor, out: Tensor, v: Tensor) -> list[Tensor]:
-        grads = _fused().fused_attn_bwd(
-            **call.operands(q, k, v),
-            o=call.flat(out),
-            d_o=call.flat(dout),
-            aux_ctx_tensors=[call.stats(lse), rng_state],
-            do_format=call.format,
-            dqkv_layout=call.layout,
+    def run(given: BackwardOperands) -> list[Tensor]:
+        grads = fused.fused_attn_bwd(
+            **shape.operands(given.q, given.k, given.v),
+            o=shape.padded(given.out),
+            d_o=shape.padded(given.dout),
+            aux_ctx_tensors=stats,
+            do_format=shape.format,
+            dqkv_layout=shape.layout,
             deterministic=deterministic,
-            **call.settings(scoring),
-        )
-        shapes = q.shape, k.shape, v.shape
+            **shape.settings(fused, scoring),
+        )  # dq, dk, dv and gradients of bias and sink
         return [
-            call.unflat(grad, shape)[..., : shape[-1]]
-            for grad, shape in zip(grads, shapes, strict=False)  # others follow: of bias, of sink
+            grad.view(*t.shape[:-1], grad.shape[-1])[..., : t.shape[-1]]
+            for grad, t in zip(grads, inputs, strict=False)
         ]
 
-    dq, dk, dv = run(dout, out, v)
-    if dlse is not None:
-        more_dq, more_dk, _ = run(*lse_apart(dlse, out, v))
+    dq, dk, dv = run(given)
+    of_lse = apart(given)
+    if of_lse is not None:
+        more_dq, more_dk, _ = run(of_lse)
         wide = accumulation_dtype(q.dtype)
         dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
     return dq, dk, dv
 
 
-class _Call:
+class _Shape:
     """One call's shapes in the library's words.
-
-    Sequences of a batch are packed, too, where cuDNN refuses them otherwise: a window over more
-    rows than keys, and a single pair.
 
     Attributes:
         format: "bshd" or "thd". layout: that of q, k and v.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, window: Window, packing: Packing | None
-    ) -> None:
-        self._window = window
-        self._width = _width(q.shape[-1], v.shape[-1])
-        self._batch = q.shape[0] if packing is None else 0
-        packs = packing is not None or _refused_unpacked(q.shape[1], k.shape[1], window)
-        self.format = "thd" if packs else "bshd"
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> None:
+        self._window, self._width = call.window, _width(q.shape[-1], v.shape[-1])
+        self._packed = call.packing is not None
+        self.format = "thd" if self._packed else "bshd"
         self.layout = "_".join([self.format] * 3)
-        self._at = packing or _one_each(self._batch, q.shape[1], k.shape[1], q.device)
+        self._at = call.packing or _one_each(*q.shape[:2], k.shape[1], q.device)
 
-    def _mask(self) -> str:
-        """The library's name for the window. In a square both diagonals are the same, and cuDNN's
-        backward skips the tiles beyond a top-left one only."""
-        packed, square = self.format == "thd", self._at.square
-        if self._window[1] != 0:
-            return "padding" if packed else "no_mask"
-        causal = "padding_causal" if packed else "causal"
-        return causal if square else f"{causal}_bottom_right"
-
-    def settings(self, scoring: Scoring) -> dict[str, Any]:
-        """What forward and backward are told alike."""
-        packed, at = self.format == "thd", self._at
+    def settings(self, fused: ModuleType, scoring: Scoring) -> dict[str, Any]:
+        """What forward and backward are both given."""
+        packed, at = self._packed, self._at
         # Longest keys: at least the longest rows, which TransformerEngine asks of windows though
         # cuDNN does not where sequences are packed; it is a bound, so more does no harm.
         return {
@@ -175,7 +160,7 @@ class _Call:
             "cu_seqlens_kv": at.cu_seqlens_k,
             "cu_seqlens_q_padded": at.cu_seqlens_q if packed else None,
             "cu_seqlens_kv_padded": at.cu_seqlens_k if packed else None,
-            "fused_attention_backend": _fused().FusedAttnBackend["F16_arbitrary_seqlen"],
+            "fused_attention_backend": fused.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": scoring.softmax_scale,
             "dropout": 0.0,
             "qkv_layout": self.layout,
@@ -186,49 +171,36 @@ class _Call:
             "bottom_right_diagonal": not at.square,
         }
 
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-        """q, k and v as the call's layout has them."""
-        return {
-            "q": self.flat(q),
-            "k": self.flat(k),
-            "v": self.flat(v),
-            "fake_dtype": q.dtype,
-        }
+    def _mask(self) -> str:
+        """The library's name for the window. In a square both diagonals are the same, and cuDNN's
+        backward skips the tiles beyond a top-left one only."""
+        if self._window[1] != 0:
+            return "padding" if self._packed else "no_mask"
+        causal = "padding_causal" if self._packed else "causal"
+        return causal if self._at.square else f"{causal}_bottom_right"
 
-    def flat(self, t: Tensor) -> Tensor:
-        """A tensor of rows or keys, contiguous, in the call's format and widths."""
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+        """q, k and v as the library takes them."""
+        q, k, v = self.padded(q), self.padded(k), self.padded(v)
+        return {"q": q, "k": k, "v": v, "fake_dtype": q.dtype}
+
+    def padded(self, t: Tensor) -> Tensor:
+        """A tensor of rows or keys, contiguous, in the call's width."""
         if self._width > t.shape[-1]:
             t = torch.nn.functional.pad(t, (0, self._width - t.shape[-1]))
-        t = t.contiguous()
-        return t.flatten(0, 1) if self._batch and self.format == "thd" else t
-
-    def unflat(self, t: Tensor, shape: torch.Size) -> Tensor:
-        """:meth:`flat` undone but for the width."""
-        return t.view(*shape[:-1], t.shape[-1])
-
-    def rows(self, out: Tensor) -> Tensor:
-        """out as the caller's q has its rows."""
-        split = self._batch and self.format == "thd"
-        return out.unflatten(0, (self._batch, -1)) if split else out
-
-    def lse(self, stats: Tensor) -> Tensor:
-        """The library's [b, h, i, 1] or [t, h, 1] as [b, h, i] or [h, i], a copy."""
-        stats = stats.squeeze(-1)
-        if self.format == "thd":
-            stats = self.rows(stats).transpose(-1, -2)
-        return stats.contiguous()
-
-    def stats(self, lse: Tensor) -> Tensor:
-        """:meth:`lse` undone."""
-        if self.format == "thd":
-            lse = lse.transpose(-1, -2)
-            lse = lse.flatten(0, 1) if self._batch else lse
-        return lse.contiguous().unsqueeze(-1)
+        return t.contiguous()
 
 
-def _refused_unpacked(rows: int, keys: int, window: Window) -> bool:
-    """Whether cuDNN takes a shape only as a packed one."""
-    return (window != (-1, -1) and rows > keys) or rows == keys == 1
+def _packed_if_refused(q: Tensor, k: Tensor, call: LibraryCall) -> LibraryCall | None:
+    """The call with the batch's sequences packed, where cuDNN takes them only so: a window over
+    more rows than keys, and a single pair."""
+    batch, rows, keys = *q.shape[:2], k.shape[1]
+    if call.packing is not None:
+        return None
+    if (call.window == (-1, -1) or rows <= keys) and not rows == keys == 1:
+        return None
+    packing = _one_each(batch, rows, keys, q.device)
+    return LibraryCall(call.window, packing, entries=batch)
 
 
 @lru_cache(maxsize=64)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
-from ..pairs import Pairs
-from ..scoring import Scoring, Tokens
+from ..operands import BackwardOperands, Grads, OutLse
 from . import torch_flash, torch_sdpa
 
 NAME = "torch"
@@ -19,43 +18,12 @@ def missing() -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, *rest: Any) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
-    return _on(q).forward(q, k, v, pairs, scoring, tokens)
+    return (torch_flash if q.device.type == "cuda" else torch_sdpa).forward(q, *rest)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    dlse: Tensor | None = None,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(given: BackwardOperands, *rest: Any, deterministic: bool = False) -> Grads:
     """See :class:`~.protocol.Kernel`."""
-    return _on(q).backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        pairs,
-        scoring,
-        tokens,
-        dlse=dlse,
-        deterministic=deterministic,
-    )
-
-
-def _on(q: Tensor) -> ModuleType:
-    """What torch has on the device of ``q``."""
-    return torch_flash if q.device.type == "cuda" else torch_sdpa
+    on_device = torch_flash if given.q.device.type == "cuda" else torch_sdpa
+    return on_device.backward(given, *rest, deterministic=deterministic)

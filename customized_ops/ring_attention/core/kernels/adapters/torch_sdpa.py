@@ -2,15 +2,14 @@
 
 The kernel knows three shapes (no mask, a causal square, an additive mask), so slices are cut into
 tiles of those shapes; a row that several tiles attend is merged in fp32. ALiBi is an additive mask
-too, one per head, so its tiles are small. The kernel cannot cap scores, and the dropout mask that
-it draws cannot be had or given.
+too, one per head, so its tiles are small. The kernel cannot cap scores, and its dropout mask can be
+neither read nor given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,11 +17,13 @@ from torch import Tensor
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..protocol import Capabilities
 from ..scoring import Scoring, Tokens
-from ..window.lse_gradient import with_lse_gradient
-from ..window.widths import same_width
+from ..window.lse_gradient import widened
+from ..window.spans import Spans
+from ..window.widths import operands_of_same_width, same_width
 
 CAPABILITIES = Capabilities(
     device="cpu",
@@ -87,74 +88,72 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """See :class:`~.protocol.Kernel`."""
-    cut = _cut(pairs, scoring)
+    cut, merging = _cut(pairs, scoring)
     wide = accumulation_dtype(q.dtype)
-    b, rows, h, _ = q.shape
-    # One tile a row needs no merge, so the result can be written as it comes.
-    merging = _rows_repeat(cut)
-    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide if merging else q.dtype)
-    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    b, length, h, _ = q.shape
+    out = q.new_zeros((b, length, h, v.shape[-1]), dtype=wide if merging else q.dtype)
+    lse = q.new_full((b, h, length), -torch.inf, dtype=wide)
     q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
     for tile in cut:
+        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_operands(tile, q_, k_, v_),
+            q_[:, rows].transpose(1, 2),
+            k_[:, keys].transpose(1, 2),
+            v_[:, keys].transpose(1, 2),
             0.0,
             tile.causal,
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
         part = part.transpose(1, 2)[..., : v.shape[-1]]
-        mine = slice(tile.q0, tile.q1)
         if merging:
-            merge_(out[:, mine], lse[..., mine], part.to(wide), part_lse)
+            merge_(out[:, rows], lse[..., rows], part.to(wide), part_lse)
         else:
-            out[:, mine] = part
-            lse[..., mine] = part_lse
+            out[:, rows] = part
+            lse[..., rows] = part_lse
     return out, lse
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     tokens: Tokens | None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """See :class:`~.protocol.Kernel`."""
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-    dout, out, v = with_lse_gradient(dout, out, v, dlse)
-    q_, k_, v_ = same_width(q, k, v)
-    dout_, out_, _ = same_width(dout, out, q)
-    for tile in _cut(pairs, scoring):
+    q, wide = given.q, accumulation_dtype(given.q.dtype)
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, given.k, given.v))
+    given = operands_of_same_width(widened(given))
+    for tile in _cut(pairs, scoring)[0]:
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout_[:, rows].transpose(1, 2),
-            *_operands(tile, q_, k_, v_),
-            out_[:, rows].transpose(1, 2),
-            lse[..., rows],
+        part = given.part(rows, keys)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t.transpose(1, 2) for t in part[:5]),
+            part.lse,
             0.0,
             tile.causal,
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        for total, part, where in zip((dq, dk, dv), parts, (rows, keys, keys), strict=True):
-            total[:, where] += part.transpose(1, 2)[..., : total.shape[-1]]
+        for total, grad, where in zip((dq, dk, dv), grads, (rows, keys, keys), strict=True):
+            total[:, where] += grad.transpose(1, 2)[..., : total.shape[-1]]
     return dq, dk, dv
 
 
-def _cut(pairs: Pairs, scoring: Scoring) -> list[Tile]:
+def _cut(pairs: Pairs, scoring: Scoring) -> tuple[list[Tile], bool]:
+    """The tiles, and whether some row is in several. If none is, nothing needs to be merged and
+    results are written as they come."""
     cutter = tiles if scoring.alibi_slopes is None else bias_tiles
-    return pairs.made(cutter, lambda: list(cutter(pairs.slices)))
+
+    def make() -> tuple[list[Tile], bool]:
+        cut = list(cutter(pairs.slices))
+        return cut, Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len).most > 1
+
+    return pairs.made(cutter, make)
 
 
 def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor | None:
@@ -166,15 +165,3 @@ def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) ->
     assert tokens is not None and mask is not None
     here = tokens.part(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
     return scoring.alibi_bias(here, accumulation_dtype(q.dtype)) + mask
-
-
-def _operands(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's q, k, v as [b, heads, tokens, d]."""
-    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-    return q[:, rows].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2)
-
-
-def _rows_repeat(cut: list[Tile]) -> bool:
-    """Whether two tiles share a row."""
-    order = sorted((tile.q0, tile.q1) for tile in cut)
-    return any(after < stop for (_, stop), (after, _) in pairwise(order))

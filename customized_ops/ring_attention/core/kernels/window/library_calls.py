@@ -1,7 +1,7 @@
 """The calls of a library that some pairs take: all that is known of them before the tensors are.
 
-Host time counts: a call of a library is as short as tens of microseconds. So this is worked out
-once for the pairs, and what is left for each call are the views that it is given.
+Host time counts, because a call of a library may take only tens of microseconds. So this is worked
+out once for the pairs; a call then only makes views of the tensors that it is given.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..operands import BackwardOperands
 from ..pairs import Pairs
-from .lowering import Call, Range, Window, lower
+from .lowering import Range, Window, WindowCall, lower
 from .spans import Spans
+
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences laid end to end, the n-th rows with the n-th keys. Either may be empty: rows
-    without keys give out 0, and keys without rows take gradient 0.
+    """Sequences end to end, the n-th rows with the n-th keys. Either may be empty: rows without
+    keys give out 0, and keys without rows take gradient 0.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32[n + 1], on the device of q.
         max_seqlen_q, max_seqlen_k: no less than the tokens of the longest.
-        square: whether each has as many keys as rows; False where nobody looked.
+        square: whether each has as many keys as rows; False where that is not known.
     """
 
     cu_seqlens_q: Tensor
@@ -36,39 +40,56 @@ class Packing:
     max_seqlen_k: int
     square: bool = False
 
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All but ``square``, under these names: those of flash-attn's functions."""
+        return {name: getattr(self, name) for name in PACKED}
+
 
 @dataclass(frozen=True, eq=False)
 class LibraryCall:
-    """One call of a library. Several segments go packed, one of them a batch entry does not.
+    """One call of a library that knows windows and cu_seqlens.
 
     Attributes:
-        call: the number of the lowered call; several steps have it where each batch entry takes its
-            own.
+        packing: of several segments; None where each batch entry is one sequence.
+        number: of the lowered call. Several have the same where each batch entry takes its own.
         entries: how many batch entries it has. entry: which, or None for all.
         rows, keys: (start, length) of its tokens, or None for all.
-        skips_rows: see :class:`~.lowering.Call`.
+        skips_rows: see :class:`~.lowering.WindowCall`.
     """
 
-    call: int
     window: Window
     packing: Packing | None
-    entries: int
-    entry: int | None
-    rows: tuple[int, int] | None
-    keys: tuple[int, int] | None
-    skips_rows: bool
+    number: int = 0
+    entries: int = 1
+    entry: int | None = None
+    rows: tuple[int, int] | None = None
+    keys: tuple[int, int] | None = None
+    skips_rows: bool = False
 
     @property
     def stats_are_views(self) -> bool:
-        """Whether the library's lse can be a view of one of all tokens: batch entries that are
-        packed together lie between its heads."""
+        """Whether the library's lse can be a view of one of all tokens. It cannot where batch
+        entries are packed together, as they are then inside of the heads."""
         return self.packing is None or self.entries == 1
 
     @cached_property
-    def plain(self) -> bool:
+    def takes_all(self) -> bool:
         """Whether the call takes tensors as they are: nothing is cut or packed."""
-        return (
-            self.packing is None and self.entry is None and self.rows is None and self.keys is None
+        return self.packing is None and self.entry is self.rows is self.keys is None
+
+    def operands(self, given: BackwardOperands) -> BackwardOperands:
+        """All operands, cut and packed."""
+        dout, q, k, v, out, lse, dlse = given
+        rows, keys, pack = self.cut_rows, self.cut_keys, self.pack
+        return BackwardOperands(
+            pack(rows(dout)),
+            pack(rows(q)),
+            pack(keys(k)),
+            pack(keys(v)),
+            pack(rows(out)),
+            self.pack_stats(self.cut_stats(lse)),
+            None if dlse is None else self.pack_stats(self.cut_stats(dlse)),
         )
 
     def cut_rows(self, t: Tensor) -> Tensor:
@@ -113,58 +134,58 @@ class LibraryCall:
 
 @dataclass(frozen=True)
 class LibraryCalls:
-    """The calls of some pairs in order, and where the lowered ones lie."""
+    """The calls of some pairs in order, and which rows and keys the lowered ones cover."""
 
-    steps: tuple[LibraryCall, ...]
+    calls: tuple[LibraryCall, ...]
     rows: Spans
     keys: Spans
 
+    @classmethod
+    def of(
+        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool
+    ) -> LibraryCalls:
+        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
+        batch, device = tensors[0].shape[0], tensors[0].device
+        # Batch entries are packed together where they are end to end in memory.
+        flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
 
-def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[Call, ...]:
-    """The calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
+        def make() -> LibraryCalls:
+            windows = lowered(pairs, gaps, wide_right)
+            calls = tuple(
+                call
+                for n, window in enumerate(windows)
+                for call in _library_calls(n, window, pairs, batch, flat, device)
+            )
+            cut = len(calls) > len(windows)
+            rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
+            keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
+            return cls(calls, rows, keys)
 
-    def make() -> tuple[Call, ...]:
+        return pairs.made((cls, gaps, wide_right, batch, flat, device), make)
+
+
+def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
+    """The window calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
+
+    def make() -> tuple[WindowCall, ...]:
         return lower(pairs.slices, gaps=gaps, wide_right=wide_right)
 
     return pairs.made((lowered, gaps, wide_right), make)
 
 
-def steps(pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool) -> LibraryCalls:
-    """The calls of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
-    batch, device = tensors[0].shape[0], tensors[0].device
-    # Batch entries are packed together where they lie end to end in memory.
-    flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
-
-    def make() -> LibraryCalls:
-        calls = lowered(pairs, gaps, wide_right)
-        made = [
-            step
-            for n, call in enumerate(calls)
-            for step in _of_call(n, call, pairs, batch, flat, device)
-        ]
-        cut = len(made) > len(calls)
-        return LibraryCalls(
-            tuple(made),
-            Spans.of([call.rows for call in calls], pairs.q_len, cut=cut),
-            Spans.of([call.keys for call in calls], pairs.k_len, cut=cut),
-        )
-
-    return pairs.made((steps, gaps, wide_right, batch, flat, device), make)
-
-
-def _of_call(
-    n: int, call: Call, pairs: Pairs, batch: int, flat: bool, device: torch.device
+def _library_calls(
+    number: int, call: WindowCall, pairs: Pairs, batch: int, flat: bool, device: torch.device
 ) -> Iterator[LibraryCall]:
-    """One call for all batch entries if it is one segment or all entries lie end to end, else one
+    """One for all batch entries if the call is one segment or all entries are end to end, else one
     for each."""
     rows, keys = _span(call.rows, pairs.q_len), _span(call.keys, pairs.k_len)
     packed = len(call.segments) > 1
     together = not packed or (flat and rows is None and keys is None)
     entries = batch if together else 1
     packing = _packing(call, entries, device) if packed else None
-    for entry in range(0, batch, entries):
-        only = None if entries == batch else entry
-        yield LibraryCall(n, call.window, packing, entries, only, rows, keys, call.skips_rows)
+    for n in range(0, batch, entries):
+        entry = None if entries == batch else n
+        yield LibraryCall(call.window, packing, number, entries, entry, rows, keys, call.skips_rows)
 
 
 def _span(tokens: Range, length: int) -> tuple[int, int] | None:
@@ -173,7 +194,7 @@ def _span(tokens: Range, length: int) -> tuple[int, int] | None:
     return None if tokens == (0, length) else (start, stop - start)
 
 
-def _packing(call: Call, batch: int, device: torch.device) -> Packing:
+def _packing(call: WindowCall, batch: int, device: torch.device) -> Packing:
     """A call's segments, once for each batch entry."""
     lengths = call.lengths()
     ends = np.cumsum(np.tile(lengths, (batch, 1)), axis=0)

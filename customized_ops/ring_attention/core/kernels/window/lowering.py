@@ -2,10 +2,10 @@
 
     slices ── join ──> fewer slices ── chain ──> calls
 
-A call is one window over segments that lie one after the other in rows and in keys, which is what
-FlashAttention takes as ``cu_seqlens``: no row and no key twice, so a call needs no merge of its own
-and writes every gradient once. The window is aligned to the bottom right corner of each segment:
-its row i of n attends key j of m where  i + m - n - left <= j <= i + m - n + right.
+A call is one window over segments that follow one another in rows and in keys, which is what
+FlashAttention takes as ``cu_seqlens``. No row and no key is in two segments, so a call needs no
+merge of its own and writes every gradient once. The window is aligned to the bottom right corner of
+each segment: its row i of n attends key j of m where  i + m - n - left <= j <= i + m - n + right.
 
 No torch here: like masks and plans, calls are host-side arithmetic.
 """
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, areas, normalise
+from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
+from .joining import join
 
 Window = tuple[int, int]  # left, right of the bottom-right diagonal; -1 for no bound
 Range = tuple[int, int]  # start, stop
@@ -33,8 +34,8 @@ MOST_GAP = 64 * TILE
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a kernel.
+class WindowCall:
+    """One window over some segments.
 
     Attributes:
         window: that of every segment.
@@ -60,14 +61,11 @@ class Call:
         return bool((self.segments[1:, 0] > self.segments[:-1, 1]).any())
 
     def lengths(self) -> Ints:
-        """Rows and keys of the segments that together hold every row and key of the call.
+        """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
         Rows between two segments become segments without keys, keys between them segments without
         rows. None is longer than the longest of the call or a tile: a kernel is launched for the
         longest, and the rest should cost nothing.
-
-        Returns:
-            int64[m, 2].
         """
         q0, q1, k0, k1 = self.segments.T
         real = np.stack([q1 - q0, k1 - k0], axis=1)
@@ -82,12 +80,12 @@ class Call:
         return np.concatenate(out)
 
 
-def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[Call, ...]:
-    """The calls that attend exactly the pairs of ``slices``, each pair once.
+def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
+    """The calls that attend exactly the pairs of ``slices``, each pair once; of most rows first.
 
     A causal slice whose keys end before its diagonal does (window (-1, right > 0)) is one call of
     that window, or a causal one above a full one. Kernels are somewhat faster without a free
-    window, but two calls for one cost a launch, a copy of the results and a sum of dk and dv; so
+    window, but a second call costs a launch, a copy of the results and a sum of dk and dv. So
     slices are cut only where that makes fewer calls, as among many documents that are each cut
     elsewhere. Cutting at the left bound gains nothing: no kernel knows the shape that is left.
 
@@ -98,8 +96,6 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
             further than the segment has keys, as it does where there are more rows than keys. If
             not, such slices are cut: FlashAttention-2 takes no wider bound than the longest segment
             has keys, and drops those that are.
-    Returns:
-        Those of most rows first.
     """
     joined = join(slices)
     if not wide_right:
@@ -111,7 +107,7 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
 
 
-def tiles(call: Call) -> int:
+def tiles(call: WindowCall) -> int:
     """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
     what its time is about proportional to."""
     rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
@@ -123,80 +119,6 @@ def tiles(call: Call) -> int:
     first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)
     last = keys if right < 0 else np.minimum(stop + keys - rows + right, keys)
     return int((-(-last // TILE) - first // TILE).sum())
-
-
-def join(slices: Slices) -> Slices:
-    """The same pairs in fewer slices: two become one where their union is a slice.
-
-    Only not into a single diagonal: that is what documents of one token look like, and they go with
-    any other documents as they are.
-
-    Args:
-        slices: int64[n, 6], normalised and disjoint.
-    Returns:
-        int64[m, 6], m <= n, normalised and disjoint, in no particular order.
-    """
-    before = len(slices) + 1
-    while len(slices) < before:
-        before = len(slices)
-        for along in ("columns", "rows", "diagonals"):
-            slices = _join_along(along, slices)
-    return slices
-
-
-def _join_along(along: str, slices: Slices) -> Slices:
-    """Join in one direction for as long as that is possible. One at a time, so that the blocks of a
-    staircase all grow alike."""
-    while len(slices) > 1:
-        a, b = _neighbours(along, slices)
-        hulls = _hulls(slices[a], slices[b])
-        pairs = areas(slices)
-        wide = hulls[:, LO] < hulls[:, HI]
-        exact = np.flatnonzero(wide & (areas(hulls) == pairs[a] + pairs[b]))
-        gone = np.zeros(len(slices), dtype=bool)
-        chosen = []
-        for n, first, second in zip(exact, a[exact], b[exact], strict=True):
-            if not (gone[first] or gone[second]):
-                gone[[first, second]] = True
-                chosen.append(n)
-        if not chosen:
-            break
-        slices = np.concatenate([slices[~gone], hulls[chosen]])
-    return slices
-
-
-def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
-    """Indices of slices a and b where b may carry on a: in the next of the columns, rows or
-    diagonals.
-
-    What carries on a starts beside where a's last column, row or diagonal starts, or one further.
-    Slices are disjoint, so a cell names one, and no two slices need be tried in vain. The first
-    cell of a slice's first row and column is its top left corner; bounds are tight.
-    """
-    q0, q1, k0, k1, lo, hi = slices.T
-    if along == "columns":
-        starts, (i, j), further = (q0, k0), (np.maximum(q0, k1 - 1 - hi), k1), (1, 0)
-    elif along == "rows":
-        starts, (i, j), further = (q0, k0), (q1, np.maximum(k0, q1 - 1 + lo)), (0, 1)
-    else:
-        starts, (i, j), further = (k0 - lo, k0), (q0, q0 + hi + 1), (-1, -1)
-    stride = int(k1.max()) + 2  # cells become numbers
-    have = starts[0] * stride + starts[1]
-    order = np.argsort(have)
-    found = []
-    for want in (i * stride + j, (i + further[0]) * stride + j + further[1]):
-        at = np.minimum(np.searchsorted(have, want, sorter=order), len(slices) - 1)
-        hit = np.flatnonzero(have[order[at]] == want)
-        found.append((hit, order[at[hit]]))
-    (a, b), (further_a, further_b) = found
-    return np.concatenate([a, further_a]), np.concatenate([b, further_b])
-
-
-def _hulls(a: Slices, b: Slices) -> Slices:
-    """The least slices that hold both. A slice has tight bounds, so if the union of two is one,
-    it is this; and as the two are disjoint, their areas tell."""
-    least, most = np.minimum(a, b), np.maximum(a, b)
-    return np.stack([(least if n in (Q0, K0, LO) else most)[:, n] for n in range(6)], axis=1)
 
 
 def _last_key(slices: Slices) -> Ints:
@@ -242,21 +164,21 @@ def _pieces(length: int, most: int, column: int) -> Ints:
 
 
 class Bound(NamedTuple):
-    """What a slice asks of one side of its call's window.
+    """What a slice needs of one side of its call's window.
 
-    A slice that the window must not cut takes any bound that does not reach it, so documents
-    shorter than a window, and of one row, go with others.
+    A slice that needs no bound takes any that does not reach it, so documents that are shorter than
+    a window, or of one row, go with others.
 
     Attributes:
         exact: the bound, or -1 for none.
-        least: what a bound that others need may be at least.
+        least: the least bound that others may need.
     """
 
     exact: int
     least: int
 
     def with_(self, other: Bound) -> Bound | None:
-        """What both ask, or None if no bound suits both."""
+        """What both need, or None if no bound suits both."""
         exact, least = max(self.exact, other.exact), max(self.least, other.least)
         if self.exact != other.exact and min(self.exact, other.exact) >= 0:
             return None
@@ -265,7 +187,7 @@ class Bound(NamedTuple):
 
 @dataclass
 class Chain:
-    """A call in the making."""
+    """A call to which segments are still added."""
 
     segments: list[list[int]]
     left: Bound
@@ -284,9 +206,9 @@ class Chain:
         return True
 
 
-def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
-    """Deal slices out to calls, from the first row on: each to the call whose keys end closest
-    before its own, or to a new one."""
+def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[WindowCall]:
+    """Assign slices to calls, from the first row on: each to the call whose keys end closest before
+    its own, or to a new one."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
     alone = np.zeros(len(slices), dtype=bool) if wide_right else _tall(slices)
     most_gap = MOST_GAP if gaps else 0
@@ -312,5 +234,6 @@ def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[Call]:
         stops.insert(at, k1)
         chains.insert(at, chain)
     return [
-        Call((chain.left.exact, chain.right.exact), np.array(chain.segments)) for chain in chains
+        WindowCall((chain.left.exact, chain.right.exact), np.array(chain.segments))
+        for chain in chains
     ]

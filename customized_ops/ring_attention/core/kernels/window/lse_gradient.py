@@ -1,30 +1,48 @@
-"""The gradient of lse, through a kernel's backward that knows none."""
+"""The gradient of lse, for a library whose backward takes none.
+
+d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out) does,
+with the opposite sign:  dscores = P * (dout v^T - rowsum(dout * out) + dlse).
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+
+from ..operands import BackwardOperands
 
 
-def with_lse_gradient(
-    dout: Tensor, out: Tensor, v: Tensor, dlse: Tensor | None, columns: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, out and v, wider by some columns that carry ``dlse`` into the gradient of the scores.
+def widened(given: BackwardOperands, columns: int = 1) -> BackwardOperands:
+    """The operands without dlse, which columns added to dout, out and v carry instead.
 
-    d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out)
-    does, with the opposite sign. With out = 1, dout = -dlse and v = 0 in one more column, rowsum
-    gains -dlse and nothing else changes; that column of dv is nobody's gradient.
+    With out = 1, dout = -dlse and v = 0 in one more column, the row sum gains -dlse and nothing
+    else changes. dv has as many more columns, which mean nothing.
 
     Args:
-        dout, out: [b, i, h, e]. v: [b, j, g, e]. dlse: [b, h, i], or None for no change.
         columns: how many to add; those after the first are 0.
     """
+    dout, _, _, v, out, _, dlse = given
     if dlse is None:
-        return dout, out, v
+        return given
     column = dlse.transpose(1, 2).unsqueeze(-1).to(dout.dtype)
     rest = [] if columns == 1 else [column.new_zeros((*column.shape[:-1], columns - 1))]
-    return (
-        torch.cat([dout, -column, *rest], dim=-1),
-        torch.cat([out, torch.ones_like(column), *rest], dim=-1),
-        torch.nn.functional.pad(v, (0, columns)),
+    return given._replace(
+        dout=torch.cat([dout, -column, *rest], dim=-1),
+        out=torch.cat([out, torch.ones_like(column), *rest], dim=-1),
+        v=torch.nn.functional.pad(v, (0, columns)),
+        dlse=None,
     )
+
+
+def apart(given: BackwardOperands) -> BackwardOperands | None:
+    """Operands of one more backward call, whose dq and dk are what dlse adds to them; None if there
+    is no dlse. For a library that takes no wider v.
+
+    With v = 0 and, in the first column, out = 1 and dout = -dlse, only dlse is left of the formula
+    above. The call's dv means nothing.
+    """
+    if given.dlse is None:
+        return None
+    dout, ones = torch.zeros_like(given.out), torch.zeros_like(given.out)
+    dout[..., 0] = -given.dlse.transpose(-1, -2)
+    ones[..., 0] = 1
+    return given._replace(dout=dout, out=ones, v=torch.zeros_like(given.v), dlse=None)

@@ -25,7 +25,7 @@ def lacking(function: Callable[..., Any], needed: Iterable[str]) -> list[str]:
     return [name for name in needed if name not in required(function)]
 
 
-def call(function: Callable[..., Any], **given: Any) -> Any:
+def call_by_name(function: Callable[..., Any], **given: Any) -> Any:
     """Call it by names; parameters without a default that are not given are None."""
     rest = {name: None for name, must in required(function).items() if must and name not in given}
     return function(**rest, **given)

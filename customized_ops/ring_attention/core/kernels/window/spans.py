@@ -1,4 +1,4 @@
-"""Where the parts that calls make of a tensor lie, and what they add up to."""
+"""Which tokens of a tensor the calls cover, and the sum of their results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .lowering import Range
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the calls' rows, or their keys, lie in the whole.
+    """Which of all rows, or keys, the calls cover.
 
     Attributes:
-        whole: whether there is one call, and it has everything at once.
-        fresh: of each call, whether it overlaps none before it. It is written where it belongs;
-            others are added or merged.
+        whole: whether there is one call, and it covers everything at once.
+        fresh: of each call, whether it overlaps no earlier one. The results of a fresh call are
+            written where they belong; those of others are added or merged.
         outside: what is in no fresh call.
-        most: calls that share a token, at most.
+        most: the largest number of calls that share a token.
     """
 
     whole: bool
@@ -32,8 +32,8 @@ class Spans:
 
     @classmethod
     def of(cls, ranges: list[Range], length: int, *, cut: bool = False) -> Spans:
-        """Those of ``ranges`` in [0, length), none of them empty. ``cut``: whether a call's batch
-        entries come one by one."""
+        """Of ``ranges`` in [0, length), none of them empty. ``cut``: whether a call's batch entries
+        come one by one."""
         starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         fresh = tuple(
             not ((starts[:n] < stop) & (stops[:n] > start)).any()
@@ -51,9 +51,9 @@ class Spans:
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the calls' results, of ``dtype``, are added up.
 
-        Where no token has more than two, that is their own: torch adds two numbers in fp32 and
-        rounds once, so the sum is the one of a wide tensor that is rounded in the end, at half the
-        bytes. A third would round the sum of two before it.
+        It is their own where no token has more than two: torch adds two numbers in fp32 and rounds
+        once, which gives the sum of a wide tensor rounded in the end, at half the bytes. A third
+        would be added to a rounded sum.
         """
         return dtype if self.most <= 2 else accumulation_dtype(dtype)
 
@@ -74,7 +74,7 @@ class Gradient:
                 self.total.narrow(1, start, stop - start).zero_()
 
     def takes(self, n: int) -> bool:
-        """Whether call ``n`` may write its part into the total itself."""
+        """Whether the library may write the part of call ``n`` into the total."""
         spans = self._spans
         return not spans.whole and spans.fresh[n] and self.total.dtype == self._dtype
 

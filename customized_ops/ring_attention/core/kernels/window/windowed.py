@@ -1,8 +1,8 @@
-"""Runs a kernel that knows windows over any pairs: call (``steps``), and put the parts together.
+"""Runs a library that knows windows over any pairs: calls it, and puts the results together.
 
-Rows and keys of a call are views: nothing is gathered. What no other call has is written where it
-belongs, by the library itself if it can. Where calls overlap, out and lse are merged and gradients
-added: in their own dtype where no token has more than two parts, else in fp32.
+Rows and keys of a call are views: nothing is gathered. What no earlier call covers is written
+where it belongs, by the library itself if it can. Where calls overlap, out and lse are merged and
+gradients added: in their own dtype where no token has more than two parts, else in fp32.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from torch import Tensor
 
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
+from ..operands import BackwardOperands, Grads, OutLse
 from ..pairs import Pairs
 from ..scoring import Scoring, Tokens
-from .library_calls import LibraryCall, Packing, steps
-from .lowering import Window
+from .library_calls import LibraryCall, LibraryCalls
+from .lse_gradient import widened
 from .spans import Gradient
+from .widths import cut_to, operands_of_same_width, same_width
+
+LSE_COLUMNS = 8  # by which dlse widens v for libraries that take no dlse: they want multiples of 8
 
 
 class Attend(Protocol):
@@ -30,8 +34,8 @@ class Attend(Protocol):
     without keys may be either infinity.
 
     Args:
-        into: where out and lse belong, views whose last dim is dense. They are returned if they
-            were written; who cannot do that leaves them alone.
+        into: where out and lse belong, views whose last dim is dense. A library that can write
+            there returns them; any other ignores them.
     """
 
     def __call__(
@@ -39,12 +43,11 @@ class Attend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        window: Window,
-        packing: Packing | None,
+        call: LibraryCall,
         scoring: Scoring,
         *,
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+        into: OutLse | None = None,
+    ) -> OutLse: ...
 
 
 class AttendBackward(Protocol):
@@ -57,20 +60,13 @@ class AttendBackward(Protocol):
 
     def __call__(
         self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        window: Window,
-        packing: Packing | None,
+        given: BackwardOperands,
+        call: LibraryCall,
         scoring: Scoring,
         *,
-        dlse: Tensor | None,
         deterministic: bool,
         into: tuple[Tensor | None, ...] = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> Grads: ...
 
 
 def forward(
@@ -83,15 +79,15 @@ def forward(
     *,
     gaps: bool = True,
     wide_right: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """:meth:`.protocol.Kernel.forward` through ``attend``.
 
     Args:
         gaps, wide_right: see :func:`.lowering.lower`.
     """
-    todo = steps(pairs, (q, k, v), gaps, wide_right)
+    todo = LibraryCalls.of(pairs, (q, k, v), gaps, wide_right)
     if todo.rows.whole:
-        return _attend(attend, todo.steps[0], q, k, v, scoring)
+        return _attend(attend, todo.calls[0], q, k, v, scoring)
     b, rows, h, _ = q.shape
     dtype, wide = todo.rows.dtype(q.dtype), accumulation_dtype(q.dtype)
     out = q.new_empty((b, rows, h, v.shape[-1]), dtype=dtype)
@@ -99,138 +95,115 @@ def forward(
     for start, stop in todo.rows.outside:
         out.narrow(1, start, stop - start).zero_()
         lse.narrow(2, start, stop - start).fill_(-torch.inf)
-    for step in todo.steps:
-        place = step.cut_rows(out), step.cut_stats(lse)
-        if not todo.rows.fresh[step.call]:
-            merge_(*place, *_attend(attend, step, q, k, v, scoring))
-        elif dtype == q.dtype and step.stats_are_views:
-            _attend(attend, step, q, k, v, scoring, place)
+    for call in todo.calls:
+        place = call.cut_rows(out), call.cut_stats(lse)
+        if not todo.rows.fresh[call.number]:
+            merge_(*place, *_attend(attend, call, q, k, v, scoring))
+        elif dtype == q.dtype and call.stats_are_views:
+            _attend(attend, call, q, k, v, scoring, place)
         else:
-            for mine, part in zip(place, _attend(attend, step, q, k, v, scoring), strict=True):
-                mine.copy_(part)
+            for whole, part in zip(place, _attend(attend, call, q, k, v, scoring), strict=True):
+                whole.copy_(part)
     return out, lse
 
 
 def _attend(
     attend: Attend,
-    step: LibraryCall,
+    call: LibraryCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scoring: Scoring,
-    place: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    place: OutLse | None = None,
+) -> OutLse:
     """out and lse of one call's rows; in their ``place`` if there is one."""
-    into = None if place is None else (step.pack(place[0]), step.pack_stats(place[1]))
-    if not step.plain:
-        q, k, v = step.cut_rows(q), step.cut_keys(k), step.cut_keys(v)
-        q, k, v = step.pack(q), step.pack(k), step.pack(v)
-    out, lse = attend(q, k, v, step.window, step.packing, scoring, into=into)
-    if step.skips_rows:  # some libraries write +inf there
+    into = None if place is None else (call.pack(place[0]), call.pack_stats(place[1]))
+    if not call.takes_all:
+        q, k, v = call.cut_rows(q), call.cut_keys(k), call.cut_keys(v)
+        q, k, v = call.pack(q), call.pack(k), call.pack(v)
+    out, lse = attend(q, k, v, call, scoring, into=into)
+    if call.skips_rows:  # some libraries write +inf there
         lse.masked_fill_(lse == torch.inf, -torch.inf)
     if into is not None and out is not into[0]:
         into[0].copy_(out)
         into[1].copy_(lse)
-    return place or (step.unpack(out), step.unpack_stats(lse))
+    return place or (call.unpack(out), call.unpack_stats(lse))
 
 
 def backward(
     attend_backward: AttendBackward,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
     gaps: bool = True,
     wide_right: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """:meth:`.protocol.Kernel.backward` through ``attend_backward``.
 
     Args:
         gaps, wide_right: see :func:`.lowering.lower`.
     """
-    todo = steps(pairs, (dout, q, k, v, out), gaps, wide_right)
-    if todo.rows.whole and todo.keys.whole and todo.steps[0].plain:
-        given = dout, q, k, v, out, lse, todo.steps[0].window, None, scoring
-        return attend_backward(*given, dlse=dlse, deterministic=deterministic)
-    dq, dk, dv = Gradient(q, todo.rows), Gradient(k, todo.keys), Gradient(v, todo.keys)
-    for step in todo.steps:
-        rows, keys, pack = step.cut_rows, step.cut_keys, step.pack
-        gradients = (dq, rows), (dk, keys), (dv, keys)
+    todo = LibraryCalls.of(pairs, given[:5], gaps, wide_right)
+    if todo.rows.whole and todo.keys.whole and todo.calls[0].takes_all:
+        return attend_backward(given, todo.calls[0], scoring, deterministic=deterministic)
+    dq = Gradient(given.q, todo.rows)
+    dk, dv = Gradient(given.k, todo.keys), Gradient(given.v, todo.keys)
+    for call in todo.calls:
+        places = call.cut_rows(dq.total), call.cut_keys(dk.total), call.cut_keys(dv.total)
         into = tuple(
-            pack(cut(gradient.total)) if gradient.takes(step.call) else None
-            for gradient, cut in gradients
+            call.pack(place) if gradient.takes(call.number) else None
+            for gradient, place in zip((dq, dk, dv), places, strict=True)
         )
         parts = attend_backward(
-            pack(rows(dout)),
-            pack(rows(q)),
-            pack(keys(k)),
-            pack(keys(v)),
-            pack(rows(out)),
-            step.pack_stats(step.cut_stats(lse)),
-            step.window,
-            step.packing,
-            scoring,
-            dlse=None if dlse is None else step.pack_stats(step.cut_stats(dlse)),
-            deterministic=deterministic,
-            into=into,
+            call.operands(given), call, scoring, deterministic=deterministic, into=into
         )
-        for (gradient, cut), part, written in zip(gradients, parts, into, strict=True):
+        for gradient, place, written, part in zip((dq, dk, dv), places, into, parts, strict=True):
             if part is not written:
-                gradient.add(step.call, step.unpack(part), cut(gradient.total))
+                gradient.add(call.number, call.unpack(part), place)
     return dq.total, dk.total, dv.total
 
 
 def kernel_of(
-    attend: Attend, attend_backward: AttendBackward, *, gaps: bool = True, wide_right: bool = True
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    attend: Attend,
+    attend_backward: AttendBackward,
+    *,
+    gaps: bool = True,
+    wide_right: bool = True,
+    same_widths: bool = False,
+) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
     """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
 
     Args:
         gaps, wide_right: see :func:`.lowering.lower`.
+        same_widths: for a library that wants q, k and v equally wide and takes no dlse. Its
+            ``Capabilities`` say ``lse_columns=LSE_COLUMNS``.
     """
 
     def kernel_forward(
         q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         """See :class:`~.protocol.Kernel`."""
-        return forward(attend, q, k, v, pairs, scoring, gaps=gaps, wide_right=wide_right)
+        v_dim = v.shape[-1]
+        if same_widths:
+            q, k, v = same_width(q, k, v)
+        out, lse = forward(attend, q, k, v, pairs, scoring, gaps=gaps, wide_right=wide_right)
+        return (out if out.shape[-1] == v_dim else out[..., :v_dim]), lse
 
     def kernel_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: BackwardOperands,
         pairs: Pairs,
         scoring: Scoring,
         tokens: Tokens | None,
         *,
-        dlse: Tensor | None = None,
         deterministic: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         """See :class:`~.protocol.Kernel`."""
-        return backward(
-            attend_backward,
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            pairs,
-            scoring,
-            dlse=dlse,
-            deterministic=deterministic,
-            gaps=gaps,
-            wide_right=wide_right,
-        )
+        inputs = given
+        if same_widths:
+            given = operands_of_same_width(widened(given, LSE_COLUMNS))
+        options = {"deterministic": deterministic, "gaps": gaps, "wide_right": wide_right}
+        return cut_to(backward(attend_backward, given, pairs, scoring, **options), inputs)
 
     return kernel_forward, kernel_backward

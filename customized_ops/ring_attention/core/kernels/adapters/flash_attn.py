@@ -1,0 +1,198 @@
+"""FlashAttention-2, the package ``flash_attn`` (Dao, arXiv:2307.08691, 2023), and FlashAttention-3
+for Hopper, the module ``flash_attn_interface`` (Shah et al., arXiv:2407.08608, 2024).
+
+FlashAttention-2's ALiBi counts distances from the bottom right corner of each call, not between
+tokens of the whole, and its dropout is drawn by torch's generator, so it does neither here.
+FlashAttention-3 has neither. Some of its versions take ``deterministic`` and ignore it, as release
+2.8 does. They cannot be recognised, so it is not declared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operands import BackwardOperands, Grads, OutLse
+from ..protocol import Capabilities
+from ..scoring import Scoring
+from ..window.library_calls import PACKED, LibraryCall, Packing
+from ..window.lowering import Window
+from ..window.signatures import call_by_name, lacking, required
+from ..window.windowed import LSE_COLUMNS, kernel_of
+
+INPUTS = ("q", "k", "v")
+BACKWARD = ("dout", *INPUTS, "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
+
+
+@dataclass(eq=False)
+class FlashAttention:
+    """A kernel, see :class:`~.protocol.Kernel`, through one of the two libraries.
+
+    Attributes:
+        LIBRARY: the module of its functions. install: how to get it. versions: which will do.
+        varlen: whether packed sequences have functions of their own.
+        wide_right: see :func:`~.lowering.lower`.
+        renames: whether the names of causal and window differ between functions and versions.
+        constants: further arguments of every call. forward_constants: of every forward.
+    """
+
+    NAME: str
+    CAPABILITIES: tuple[Capabilities, ...]
+    LIBRARY: str
+    install: str
+    versions: str
+    varlen: bool
+    wide_right: bool
+    renames: bool
+    constants: dict[str, Any] = field(default_factory=dict)
+    forward_constants: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.forward, self.backward = kernel_of(
+            self.attend, self.attend_backward, wide_right=self.wide_right, same_widths=True
+        )
+
+    @cache  # noqa: B019 - the two instances live as long as the process
+    def missing(self) -> str | None:
+        """See :class:`~.protocol.Kernel`."""
+        try:
+            library = self._library()
+        except Exception as error:  # a library built for another torch raises anything
+            return f"{self.LIBRARY} cannot be imported ({error}); {self.install}"
+        for of in ("forward", "backward"):
+            for packed in (False, True) if self.varlen else (True,):
+                lacks = ", ".join(self._lacks(library, of, packed))
+                if lacks:
+                    package = self.LIBRARY.partition(".")[0]
+                    return f"the {package} installed has no {lacks}; it must be {self.versions}"
+        return None
+
+    def _lacks(self, library: ModuleType, of: str, packed: bool) -> list[str]:
+        """The arguments that a function does not take, or its name if there is none."""
+        name = self._name(of, packed)
+        function = getattr(library, name, None)
+        if function is None:
+            return [name]
+        operands = BACKWARD if of == "backward" else (*INPUTS, *self.forward_constants)
+        options = self._options(function, Scoring(1.0))
+        return lacking(function, (*operands, *(PACKED if packed else ()), *options))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: LibraryCall,
+        scoring: Scoring,
+        *,
+        into: OutLse | None = None,
+    ) -> OutLse:
+        """See :class:`~.windowed.Attend`."""
+        function = self._function("forward", call.packing)
+        options = self._options(function, scoring, call.window, call.packing)
+        out, lse, *_ = call_by_name(function, q=q, k=k, v=v, **self.forward_constants, **options)
+        return out, lse
+
+    def attend_backward(
+        self,
+        given: BackwardOperands,
+        call: LibraryCall,
+        scoring: Scoring,
+        *,
+        deterministic: bool,
+        into: tuple[Tensor | None, ...] = (None, None, None),
+    ) -> Grads:
+        """See :class:`~.windowed.AttendBackward`."""
+        function = self._function("backward", call.packing)
+        dq, dk, dv = (t.new_empty(t.shape) for t in (given.q, given.k, given.v))
+        call_by_name(
+            function,
+            dout=given.dout,
+            q=given.q,
+            k=given.k,
+            v=given.v,
+            out=given.out,
+            softmax_lse=given.lse.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=deterministic,
+            **self._options(function, scoring, call.window, call.packing),
+        )
+        return dq, dk, dv
+
+    def _library(self) -> ModuleType:
+        return importlib.import_module(self.LIBRARY)
+
+    def _name(self, of: str, packed: bool) -> str:
+        return f"_flash_attn_varlen_{of}" if self.varlen and packed else f"_flash_attn_{of}"
+
+    def _function(self, of: str, packing: Packing | None) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._library(), self._name(of, packing is not None))
+        return function
+
+    def _options(
+        self,
+        function: Callable[..., Any],
+        scoring: Scoring,
+        window: Window = (-1, -1),
+        packing: Packing | None = None,
+    ) -> dict[str, Any]:
+        """What forward and backward are both given, under the names that ``function`` has."""
+        takes = required(function) if self.renames else ()
+        options = {
+            **self.constants,
+            "softmax_scale": scoring.softmax_scale,
+            "is_causal" if "is_causal" in takes else "causal": window == (-1, 0),
+        }
+        if "window_size" in takes:
+            options["window_size"] = window
+        else:
+            options |= {"window_size_left": window[0], "window_size_right": window[1]}
+        options["softcap"] = scoring.softcap
+        return options if packing is None else options | packing.arguments
+
+
+def _capabilities(arch: tuple[int, int], *more: str) -> tuple[Capabilities, ...]:
+    return (
+        Capabilities(
+            device="cuda",
+            dtypes=(torch.bfloat16, torch.float16),
+            features=("softcap", "window", "lse gradient", *more),
+            widths=((256, 256),),
+            multiple=8,
+            lse_columns=LSE_COLUMNS,
+            arch=arch,
+        ),
+    )
+
+
+flash2 = FlashAttention(
+    NAME="flash2",
+    CAPABILITIES=_capabilities((8, 0), "deterministic"),
+    LIBRARY="flash_attn.flash_attn_interface",
+    install="pip install flash-attn",
+    versions="2.7 or newer",
+    varlen=True,
+    wide_right=False,
+    renames=False,
+    constants={"dropout_p": 0.0, "alibi_slopes": None},
+    forward_constants={"return_softmax": False},
+)
+flash3 = FlashAttention(
+    NAME="flash3",
+    CAPABILITIES=_capabilities((9, 0)),
+    LIBRARY="flash_attn_interface",
+    install="build it from the folder hopper of the flash-attention repository",
+    versions="of 2025 or newer",
+    varlen=False,
+    wide_right=True,
+    renames=True,
+)

@@ -1,0 +1,80 @@
+"""Slices whose union is a slice become one: fewer slices are fewer calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...mask.slices import HI, K0, LO, Q0, Slices, areas
+
+Ints = npt.NDArray[np.int64]
+
+
+def join(slices: Slices) -> Slices:
+    """The same pairs in fewer slices, normalised, disjoint and in no particular order: two become
+    one where their union is a slice.
+
+    They do not become a single diagonal: documents of one token look like that, and they go with
+    any other documents as they are.
+    """
+    before = len(slices) + 1
+    while len(slices) < before:
+        before = len(slices)
+        for along in ("columns", "rows", "diagonals"):
+            slices = _join_along(along, slices)
+    return slices
+
+
+def _join_along(along: str, slices: Slices) -> Slices:
+    """Join in one direction for as long as that is possible. Each slice once at a time, so that the
+    blocks of a staircase all grow together."""
+    while len(slices) > 1:
+        a, b = _neighbours(along, slices)
+        hulls = _hulls(slices[a], slices[b])
+        pairs = areas(slices)
+        wide = hulls[:, LO] < hulls[:, HI]
+        exact = np.flatnonzero(wide & (areas(hulls) == pairs[a] + pairs[b]))
+        gone = np.zeros(len(slices), dtype=bool)
+        chosen = []
+        for n, first, second in zip(exact, a[exact], b[exact], strict=True):
+            if not (gone[first] or gone[second]):
+                gone[[first, second]] = True
+                chosen.append(n)
+        if not chosen:
+            break
+        slices = np.concatenate([slices[~gone], hulls[chosen]])
+    return slices
+
+
+def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
+    """Indices of slices a and b where b may continue a: in the next of the columns, rows or
+    diagonals.
+
+    What continues a starts beside where a's last column, row or diagonal starts, or one further.
+    Slices are disjoint, so a cell is in one at most, and a lookup finds b. The first cell of a
+    slice's first row and column is its top left corner, as bounds are tight.
+    """
+    q0, q1, k0, k1, lo, hi = slices.T
+    if along == "columns":
+        starts, (i, j), further = (q0, k0), (np.maximum(q0, k1 - 1 - hi), k1), (1, 0)
+    elif along == "rows":
+        starts, (i, j), further = (q0, k0), (q1, np.maximum(k0, q1 - 1 + lo)), (0, 1)
+    else:
+        starts, (i, j), further = (k0 - lo, k0), (q0, q0 + hi + 1), (-1, -1)
+    stride = int(k1.max()) + 2  # cells become numbers
+    have = starts[0] * stride + starts[1]
+    order = np.argsort(have)
+    found = []
+    for want in (i * stride + j, (i + further[0]) * stride + j + further[1]):
+        at = np.minimum(np.searchsorted(have, want, sorter=order), len(slices) - 1)
+        hit = np.flatnonzero(have[order[at]] == want)
+        found.append((hit, order[at[hit]]))
+    (a, b), (further_a, further_b) = found
+    return np.concatenate([a, further_a]), np.concatenate([b, further_b])
+
+
+def _hulls(a: Slices, b: Slices) -> Slices:
+    """The least slices that hold both. Bounds are tight, so if the union of two slices is a slice,
+    it is this one. As the two are disjoint, it is if the areas add up."""
+    least, most = np.minimum(a, b), np.maximum(a, b)
+    return np.stack([(least if n in (Q0, K0, LO) else most)[:, n] for n in range(6)], axis=1)
