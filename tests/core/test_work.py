@@ -20,9 +20,9 @@ from customized_ops.ring_attention.core.mask.slices import (
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan import work as work_module
 from customized_ops.ring_attention.core.plan.work import (
+    FEWER_BYTES,
     TEAM,
     TOLERANCE,
-    WORTH,
     area_per_team,
     cut_keys,
     cut_rows,
@@ -167,7 +167,7 @@ def test_rows_move_only_where_the_busiest_team_has_less(case, row_cost):
     before, after = (
         team_load(work, q_layout, k_layout, team_size, row_cost) for work in (at_home, near)
     )
-    assert after <= (before if near is at_home else WORTH * before)
+    assert after <= (before if near is at_home else FEWER_BYTES * before)
     event(f"rows move: {near is not at_home}")
 
 

@@ -8,16 +8,13 @@ many on each rank: not for this plan's choices alone. Call a row or a key of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..mask import AttnMask
 from ..mask.intervals import Table, spread
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .plan_value import PlanValue
 
 # The search cuts a cell into so many, and stops short of the exact minimum at so many cells.
 PARTS = 8
@@ -53,7 +50,7 @@ class Bounds:
 
 
 def lower_bounds(
-    plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
+    plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
 ) -> Bounds:
     """What ``plan.area`` and ``plan.forward_bytes`` cannot fall below, batch 1.
 

@@ -33,7 +33,7 @@ TEAM = 6
 TOLERANCE = 0.02
 # Rows move instead of keys where that saves at least a fifth of the bytes: their results come back
 # and are merged, and one step more is waited for.
-WORTH = 0.8
+FEWER_BYTES = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
 MAX_PARTS = 1 << 20
 # Teams between which work is shared, pair by pair, parts that lie between them, and turns for each
@@ -117,7 +117,7 @@ def _rows_move(here: Table, there: Table, parts: Slices, row_cost: float) -> npt
     pair = here * n + there
     away = here != there
     rows, keys = parts[:, [Q0, Q1]], parts[:, [K0, K1]]
-    slim = (rows[:, 1] - rows[:, 0]) * row_cost < WORTH * (keys[:, 1] - keys[:, 0])
+    slim = (rows[:, 1] - rows[:, 0]) * row_cost < FEWER_BYTES * (keys[:, 1] - keys[:, 0])
 
     def tokens(ranges: Table, which: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """[n, n]: tokens of these ranges per pair of teams."""
@@ -128,14 +128,14 @@ def _rows_move(here: Table, there: Table, parts: Slices, row_cost: float) -> npt
     all_keys, fat_keys = tokens(keys, away), tokens(keys, away & ~slim)
     all_rows, slim_rows = tokens(rows, away), tokens(rows, away & slim)
     whole, mixed = all_rows * row_cost, fat_keys + slim_rows * row_cost
-    worth = np.minimum(whole, mixed) < WORTH * all_keys
+    worth = np.minimum(whole, mixed) < FEWER_BYTES * all_keys
     every = worth & (whole <= mixed)
     some = worth & ~every
     keys_left = np.where(every, 0, np.where(some, fat_keys, all_keys))
     rows_sent = np.where(every, all_rows, np.where(some, slim_rows, 0))
     # Rows arrive at the one team, and about as many bytes of results come back to the other.
     load = keys_left.sum(1) + row_cost / 2 * (rows_sent.sum(0) + rows_sent.sum(1))
-    if load.max() > WORTH * all_keys.sum(1).max():
+    if load.max() > FEWER_BYTES * all_keys.sum(1).max():
         return np.zeros(len(parts), dtype=bool)
     return away & (every[here, there] | (some[here, there] & slim))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..mask.intervals import Table, spread, touched
-from ..mask.slices import K0, K1, Q0, Q1, Slices
-from ..plan import Plan, moves
-from ..plan.exchange import RECV, SEND, TOKEN0, TOKEN1
-from ..plan.work import MAX_PARTS, TEAM, cut_keys
+from ...mask.intervals import Table, spread, touched
+from ...mask.slices import K0, K1, Q0, Q1, Slices
+from .. import moves
+from ..exchange import RECV, SEND, TOKEN0, TOKEN1
+from ..plan_value import PlanValue
+from ..work import MAX_PARTS, TEAM, cut_keys
 
 Parts = tuple[Slices, Table, Table]  # slices, the team of each, the step of each
 Image = npt.NDArray[np.float64]  # [height, width, 3], between 0 and 1
@@ -19,7 +20,7 @@ PIXELS = 1024
 PERIOD, PALE = 24, 0.62
 
 
-def parts_by_step(plan: Plan) -> Parts:
+def parts_by_step(plan: PlanValue) -> Parts:
     """The plan's work cut by where its keys come from.
 
     Returns:
@@ -47,7 +48,7 @@ def parts_by_step(plan: Plan) -> Parts:
     return parts, teams, steps
 
 
-def paint(plan: Plan, parts: Parts, colors: Image, *, striped: bool) -> Image:
+def paint(plan: PlanValue, parts: Parts, colors: Image, *, striped: bool) -> Image:
     """The mask as an image of at most PIXELS each way, white where nothing is attended.
 
     Every pixel that a slice touches has its colour, so that thin ones are seen; a short sequence
