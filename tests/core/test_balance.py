@@ -14,10 +14,10 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.layout.balance import (
     TOLERANCE,
     Certificate,
+    assign,
     certify,
     chunk_work,
     crossing,
-    deal,
     imbalance,
     least_maximum,
 )
@@ -142,7 +142,7 @@ def best_maximum(areas, group_size):
 def deal_alike(areas, group_size):
     """A deal in which every chunk needs every other."""
     n = len(areas)
-    return deal(areas, np.ones((n, n), dtype=bool), np.ones(n, dtype=np.int64), group_size)
+    return assign(areas, np.ones((n, n), dtype=bool), np.ones(n, dtype=np.int64), group_size)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 3))
@@ -280,7 +280,7 @@ def test_least_maximum(areas, group_size, bound):
 def test_any_deal_is_even_and_not_below_the_bound(areas, group_size, seed):
     areas, n = np.array(areas), len(areas)
     need = np.random.default_rng(seed).random((n, n)) < 0.3
-    rank_of = deal(areas, need, np.full(n, 2), group_size)
+    rank_of = assign(areas, need, np.full(n, 2), group_size)
     assert_even_counts(rank_of, group_size)
     got = largest(areas, rank_of, group_size)
     assert got >= least_maximum(areas, group_size)
@@ -344,7 +344,7 @@ def test_interleaved_documents_are_brought_together():
     n, group_size = 32, 4
     family = np.random.default_rng(0).permutation(n) % group_size
     need = family[:, None] == family
-    rank_of = deal(np.ones(n, dtype=np.int64), need, np.ones(n, dtype=np.int64), group_size)
+    rank_of = assign(np.ones(n, dtype=np.int64), need, np.ones(n, dtype=np.int64), group_size)
     assert crossing(need, np.ones(n, dtype=np.int64), rank_of, group_size) == 0
 
 

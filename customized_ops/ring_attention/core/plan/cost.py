@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..mask.intervals import Table
+from ..arrays import Floats, Ints
 from ..mask.slices import areas
 from .exchange import Exchange
 from .plan_value import PlanValue
 
-Seconds = npt.NDArray[np.float64]
+Seconds = Floats
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class CostModel:
         spans: list[Span] = []
         link_free, now = 0.0, 0.0
 
-        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Table) -> float:
+        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Ints) -> float:
             """When it is complete; ``bytes_`` of a token as each rank computes it."""
             nonlocal link_free
             if what is None:

@@ -8,16 +8,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Bools, Ints
 from ..layout import Layout
 from ..mask import AttnMask
-from ..mask.intervals import Table, touched, union
+from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, areas
 from . import moves
 from .head_shares import HeadShare, head_shares
 from .rank_plan import RankPlan, rank_plan
-from .work import TEAM, Work
+from .work_parts import TEAM, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class PlanValue:
         return self.q_layout.group_size
 
     @cached_property
-    def q_needed(self) -> Table:
+    def q_needed(self) -> Ints:
         """int64[n, 3]: rows that each team computes some of: team, start, stop."""
         return union(self.work[:, TEAM], self.work[:, Q0], self.work[:, Q1])
 
     @cached_property
-    def kv_needed(self) -> Table:
+    def kv_needed(self) -> Ints:
         """int64[n, 3]: keys that each team attends: team, start, stop."""
         return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
 
@@ -90,7 +90,7 @@ class PlanValue:
         return bool((rows[1:, 1] < reach[:-1]).any())
 
     @cached_property
-    def area(self) -> npt.NDArray[np.int64]:
+    def area(self) -> Ints:
         """int64[P]: pairs that each rank computes, for its share of the heads."""
         teams = self.group_size // self.team_size
         per_team = np.zeros(teams, dtype=np.int64)
@@ -98,7 +98,7 @@ class PlanValue:
         return np.repeat(per_team, self.team_size)
 
     @cached_property
-    def kinds_of_calls(self) -> npt.NDArray[np.bool_]:
+    def kinds_of_calls(self) -> Bools:
         """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
         and over those of others; all rows of a slice of work count as attending all its keys."""
         team, size = self.work[:, TEAM], self.team_size
@@ -111,7 +111,7 @@ class PlanValue:
                 kinds[n, m, rank[rows[n] & keys[m]]] = True
         return kinds
 
-    def calls(self, kv_heads: int) -> Table:
+    def calls(self, kv_heads: int) -> Ints:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
         over own keys and over those of others; what attends keys of others is a call for each group
         of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are made, with
@@ -134,7 +134,7 @@ class PlanValue:
         """In how many stages, from the first on, any rank attends rows of others, if one does."""
         return 1 if self.one_call_each else self.n_stages
 
-    def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Table:
+    def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Ints:
         """int64[P, 2]: query and key heads that each rank computes.
 
         Raises:
@@ -180,24 +180,24 @@ class PlanValue:
             )
         return self._ranks[rank]
 
-    def kv_tokens(self) -> Table:
+    def kv_tokens(self) -> Ints:
         """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
         one share of the heads each."""
         return self._kv_tokens
 
-    def q_tokens(self) -> Table:
+    def q_tokens(self) -> Ints:
         """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
         return self._q_tokens
 
     @cached_property
-    def _kv_tokens(self) -> Table:
+    def _kv_tokens(self) -> Ints:
         return moves.counts(self.kv_needed, self.k_layout, self.team_size)
 
     @cached_property
-    def _q_tokens(self) -> Table:
+    def _q_tokens(self) -> Ints:
         return moves.counts(self.q_needed, self.q_layout, self.team_size)
 
-    def traffic(self) -> tuple[Table, Table]:
+    def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
         return (
             moves.traffic(self.kv_needed, self.k_layout, self.team_size),
@@ -206,7 +206,7 @@ class PlanValue:
 
     def forward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
-    ) -> Table:
+    ) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1.
 
         Keys and values go out; rows go out, their output and lse come back.
@@ -229,7 +229,7 @@ class PlanValue:
         reduce_itemsize: int | None = None,
         *,
         lse_gradient: bool = False,
-    ) -> Table:
+    ) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives in the backward pass, batch 1.
 
         k and v go out again, dk and dv come home; rows of q, out and dout with their lse go out, dq
@@ -249,19 +249,17 @@ class PlanValue:
         back = self._kv_bytes(g * (head_dim + v_dim) * home) + self._q_bytes(h * head_dim * home)
         return there + back[:, ::-1]
 
-    def _kv_bytes(self, size: Table) -> Table:
+    def _kv_bytes(self, size: Ints) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
         is to attend it receives ``size[r]``."""
         return moves.sizes(self.kv_needed, self._kv_tokens, size, self.team_size)
 
-    def _q_bytes(self, size: Table) -> Table:
+    def _q_bytes(self, size: Ints) -> Ints:
         """The same of query rows."""
         return moves.sizes(self.q_needed, self._q_tokens, size, self.team_size)
 
 
-def _own_and_others(
-    ranges: Table, rank: Table, layout: Layout
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _own_and_others(ranges: Ints, rank: Ints, layout: Layout) -> tuple[Bools, Bools]:
     """Whether each range of tokens has some that its rank holds, and some that others hold."""
     pieces = layout.pieces
     count = len(pieces)

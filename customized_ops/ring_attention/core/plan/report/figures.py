@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...mask.intervals import Table
+from ...arrays import Ints
 from ...mask.slices import areas
 from ..bounds import Bounds, lower_bounds
 from ..cost import H200, CostModel, Pass
@@ -29,15 +29,15 @@ class Measures:
         imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
     """
 
-    tokens: Table
-    pairs: Table
-    away_pairs: Table
-    calls: Table
-    slices: Table
-    kv_received: Table
-    rows_received: Table
-    sent_bytes: Table
-    received_bytes: Table
+    tokens: Ints
+    pairs: Ints
+    away_pairs: Ints
+    calls: Ints
+    slices: Ints
+    kv_received: Ints
+    rows_received: Ints
+    sent_bytes: Ints
+    received_bytes: Ints
     bounds: Bounds
     forward: Pass
     backward: Pass

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from ...mask.intervals import Table, spread, touched
+from ...arrays import Floats, Ints
+from ...mask.intervals import spread, touched
 from ...mask.slices import K0, K1, Q0, Q1, Slices
 from .. import moves
 from ..exchange import RECV, SEND, TOKEN0, TOKEN1
 from ..plan_value import PlanValue
-from ..work import MAX_PARTS, TEAM, cut_keys
+from ..work import MAX_PARTS
+from ..work_parts import TEAM, cut_keys
 
-Parts = tuple[Slices, Table, Table]  # slices, the team of each, the step of each
-Image = npt.NDArray[np.float64]  # [height, width, 3], between 0 and 1
+Parts = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
+Image = Floats  # [height, width, 3], between 0 and 1
 
 PIXELS = 1024
 # Stripes of parts whose keys are received: period in pixels, and how pale.
@@ -84,7 +85,7 @@ def _pixels(tokens: int) -> int:
     return tokens * max(PIXELS // tokens, 1) if 0 < tokens <= PIXELS else PIXELS
 
 
-def _covered(start: Table, stop: Table, scale: float) -> tuple[Table, Table]:
+def _covered(start: Ints, stop: Ints, scale: float) -> tuple[Ints, Ints]:
     """First pixel, and the one after the last, that token ranges touch."""
     first = np.floor(start * scale).astype(np.int64)
     return first, np.ceil(stop * scale).astype(np.int64)

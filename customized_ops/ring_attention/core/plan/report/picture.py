@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arrays import Ints
 from ...layout import Layout
-from ...mask.intervals import Table
 from ..cost import H200, CostModel
 from ..plan_value import PlanValue
 from .figures import measures
@@ -102,7 +102,7 @@ def rank_colors(ranks: int) -> Image:
 
 def link_bytes(
     plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
-) -> tuple[Table, Table]:
+) -> tuple[Ints, Ints]:
     """(keys, rows): int64[P, P] bytes from rank [s] to rank [r] in the forward pass, batch 1: keys
     with values, and rows with the results that come back. Together they are ``forward_bytes``."""
     h, g = plan.heads_of_ranks(q_heads, kv_heads).T  # a rank receives, and sends home, its share
@@ -190,7 +190,7 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     axes.axis("off")
 
 
-def _draw_links(axes: Axes, keys: Table, rows: Table) -> None:
+def _draw_links(axes: Axes, keys: Ints, rows: Ints) -> None:
     total = keys + rows
     unit = format_bytes(int(total.max(initial=0))).split()[1]
     scale = 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
