@@ -19,7 +19,6 @@ import numpy as np
 from ..arrays import Bools, Ints, Numbers
 from ..mask.slices import K0, K1, Q0, Q1, Slices, normalise
 from ..mask.slices import areas as areas_of
-from .balance_exact import EXACT_VARIABLES, PRECISION, solve
 from .balance_splits import even_out
 from .balance_swaps import Search
 
@@ -160,15 +159,12 @@ def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
     unit = float(np.sum(areas)) / int(work.sum()) if work.any() else 1.0
     largest, mean = int(_loads(work, rank_of, group_size).max()), int(work.sum()) / group_size
     least = least_maximum(work, group_size)
-    even = largest <= (1 + TOLERANCE) * mean
-    if not even and largest > least and len(work) * group_size <= EXACT_VARIABLES:
-        _, least = solve(work, group_size, least)
     return Certificate(
         largest=largest * unit,
         mean=mean * unit,
         least=least * unit,
-        within_one_percent=even,
-        proven_best=largest <= least * (1 + 2 * PRECISION),
+        within_one_percent=largest <= (1 + TOLERANCE) * mean,
+        proven_best=largest <= least,
     )
 
 
@@ -216,8 +212,8 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
 
     - Every rank holds the same number of chunks, up to one.
     - The largest rank's area is within TOLERANCE of the mean if swapping chunks gets there. If not,
-      ranks' chunks are split anew two by two, and small assignments (EXACT_VARIABLES) are solved to
-      the optimum, as far as EXACT_EFFORT goes. :func:`certify` says how good an assignment is.
+      ranks' chunks are split anew two by two (:func:`.even_out`). :func:`certify` says how good
+      an assignment is.
     - Among such assignments one is sought that moves few keys.
 
     Two assignments are begun, in sequence order (keeps neighbours together, so it suits windows and
@@ -255,23 +251,12 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
         searches.append(Search(work, need, zigzag, group_size))
     best = min(searches, key=score)
     if best.loads.max() > enough:
-        even = Search(work, need, _evened(work, best.rank_of[:n], group_size, enough), group_size)
+        even = Search(work, need, even_out(work, best.rank_of[:n], group_size, enough), group_size)
         even.gather(max(enough, float(even.loads.max())))
         best = min(best, even, key=score)
     # Any numbering of the ranks is as good: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
-
-
-def _evened(work: Ints, rank_of: Ints, group_size: int, enough: float) -> Ints:
-    """``rank_of`` or a more even assignment; the best there is if the solver gets that far."""
-    even = even_out(work, rank_of, group_size, enough)
-    largest = _loads(work, even, group_size).max()
-    if largest > enough and len(work) * group_size <= EXACT_VARIABLES:
-        exact, _ = solve(work, group_size, least_maximum(work, group_size))
-        if exact is not None and _loads(work, exact, group_size).max() < largest:
-            return exact
-    return even
 
 
 def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:

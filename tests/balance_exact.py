@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..arrays import Ints
+from customized_ops.ring_attention.core.arrays import Ints
 
 # Up to this many variables (chunks * ranks) an assignment may be solved exactly, ...
 EXACT_VARIABLES = 400
