@@ -22,9 +22,9 @@ from .core.kernels.listing import listing
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import make_plan
+from .core.plan.report.picture import draw
 from .core.plan.work import ASSIGNMENTS
 from .core.report import report
-from .core.report.draw import draw
 from .core.run import te_cp
 from .doctor import doctor
 

@@ -14,7 +14,7 @@ from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_name
 from customized_ops.ring_attention.core.cost import CostModel
-from customized_ops.ring_attention.core.report.plan_report import measures
+from customized_ops.ring_attention.core.plan.report.figures import measures
 
 from .cases import Case
 from .ops import Op, plan_of

@@ -12,7 +12,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.layout.balance_documents import (
     CALL_PAIRS,
     EVEN,
-    deal_documents,
+    assign_documents,
     documents,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -81,7 +81,7 @@ def test_two_ranks_get_the_best_deal_of_few_documents(tokens):
         ),
         default=None,
     )
-    found = deal_documents([(mask.slices, 1.0)], mask.q_len, 2)
+    found = assign_documents([(mask.slices, 1.0)], mask.q_len, 2)
     if found is None or len(tokens) < 4:
         too_large = 2 * max(area, default=0) > EVEN * sum(area) or max(tokens) > sum(tokens) // 2
         assert best is None or too_large or len(tokens) < 4
@@ -137,7 +137,7 @@ def test_split_documents_lie_first():
     ],
 )
 def test_where_documents_cannot_be_dealt(mask, group_size):
-    assert deal_documents([(mask.slices, 1.0)], mask.q_len, group_size) is None
+    assert assign_documents([(mask.slices, 1.0)], mask.q_len, group_size) is None
     assert sum(Layout.balanced(mask, group_size, 1).sizes) == mask.q_len
 
 

@@ -9,9 +9,14 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.report import paint as paint_module
-from customized_ops.ring_attention.core.report.draw import PALETTE, draw, link_bytes, rank_colors
-from customized_ops.ring_attention.core.report.paint import PALE, PIXELS, paint, parts_by_step
+from customized_ops.ring_attention.core.plan.report import paint as paint_module
+from customized_ops.ring_attention.core.plan.report.paint import PALE, PIXELS, paint, parts_by_step
+from customized_ops.ring_attention.core.plan.report.picture import (
+    PALETTE,
+    draw,
+    link_bytes,
+    rank_colors,
+)
 
 CAUSAL = AttnMask.dense(64, causal=True)
 PLANS = {
@@ -133,7 +138,7 @@ def test_without_matplotlib_an_error_says_what_to_install(monkeypatch, tmp_path)
 
 def test_matplotlib_is_not_imported_before_a_picture_is_asked_for():
     code = (
-        "import sys, customized_ops.ring_attention.core.report.draw as d; "
+        "import sys, customized_ops.ring_attention.core.plan.report.picture as d; "
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

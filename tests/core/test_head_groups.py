@@ -15,7 +15,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
-from customized_ops.ring_attention.core.report.plan_report import measures
+from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 BETWEEN_HOSTS = replace(H200_NCCL, link_bytes=50e9)
@@ -60,7 +60,7 @@ def test_slow_links_and_long_shards_are_worth_groups():
         head_groups._seconds(plan, 0, count, BETWEEN_HOSTS, HEADS)
         for count in (1, plan.head_groups)
     ]
-    assert seconds[1] < head_groups.WORTH * seconds[0]
+    assert seconds[1] < head_groups.FASTER * seconds[0]
     assert (one.steps, one.head_groups) == (plan.steps, 1)
 
 

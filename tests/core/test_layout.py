@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.layout import Layout, LayoutError
-from customized_ops.ring_attention.core.layout.layout import FEW_RANGES
+from customized_ops.ring_attention.core.layout.layout_value import FEW_RANGES
 from customized_ops.ring_attention.core.mask import AttnMask
 
 CAUSAL_DOCS = AttnMask.varlen([0, 3, 30, 41], causal=True)

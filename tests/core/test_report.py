@@ -6,13 +6,13 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import lower_bounds
-from customized_ops.ring_attention.core.report import report
-from customized_ops.ring_attention.core.report.plan_report import (
+from customized_ops.ring_attention.core.plan.report.figures import measures
+from customized_ops.ring_attention.core.plan.report.text import (
     format_bytes,
     format_seconds,
     layout_name,
-    measures,
 )
+from customized_ops.ring_attention.core.report import report
 
 REPORT = """\
 mask      20 queries x 20 keys, 210 pairs (52.5%)

@@ -1,11 +1,11 @@
-"""Dealing chunks of a sequence to ranks: even work first, then little communication.
+"""Assigning chunks of a sequence to ranks: even work first, then little communication.
 
     areas, need = chunk_work(slices, total, chunk)    what each chunk computes, and with whose keys
-    rank_of = deal(areas, need, tokens, group_size)   int64[n]: the rank that holds each chunk
+    rank_of = assign(areas, need, tokens, group_size)   int64[n]: the rank that holds each chunk
 
-Every rank deals alone and must come to the same deal. So areas are whole numbers, whose sums do
-not depend on the order of adding; ties fall to the lower index; and effort is limited by counting
-steps, never by a clock.
+Every rank does so alone and must come to the same assignment. So areas are whole numbers, whose
+sums do not depend on the order of adding; ties fall to the lower index; and effort is limited by
+counting steps, never by a clock.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Bools, Ints, Numbers
 from ..mask.slices import K0, K1, Q0, Q1, Slices, normalise
 from ..mask.slices import areas as areas_of
-from .balance_exact import EXACT_VARIABLES, PRECISION, solve
 from .balance_splits import even_out
 from .balance_swaps import Search
-
-Ints = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.number]
 
 # The need of the mask with the most weight; need is in whole numbers, as areas are.
 NEED_UNITS = 64
@@ -38,7 +34,7 @@ ZIGZAG_CHUNKS = 8
 BATCH_ROWS = 1 << 20
 
 
-def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, Bools]:
     """The work of each chunk of query rows, and the chunks of keys that it needs.
 
     Args:
@@ -125,15 +121,15 @@ def least_maximum(areas: Numbers, group_size: int) -> float:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How even a deal is, and how even one can be.
+    """How even an assignment is, and how even one can be.
 
     Attributes:
         largest: area of the rank that has most.
         mean: over the ranks.
-        least: no deal with equal counts of chunks has a smaller ``largest``; proven.
+        least: no assignment with equal counts of chunks has a smaller ``largest``; proven.
         within_one_percent: whether ``largest`` is at most 1.01 * ``mean``.
-        proven_best: whether ``largest`` is ``least``. If not, the deal may be the best all the
-            same, without proof.
+        proven_best: whether ``largest`` is ``least``. If not, the assignment may still be the best,
+            without proof.
     """
 
     largest: float
@@ -149,29 +145,26 @@ class Certificate:
 
     @property
     def good(self) -> bool:
-        """Whether it is no use to look for a more even deal."""
+        """Whether it is no use to look for a more even assignment."""
         return self.within_one_percent or self.proven_best
 
 
 def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
-    """What is known of a deal of chunks with such areas.
+    """What is known of an assignment of chunks with such areas.
 
     Args:
-        areas: number[n], 0 or more. rank_of: int64[n], as :func:`deal` returns it.
+        areas: number[n], 0 or more. rank_of: int64[n], as :func:`assign` returns it.
     """
     work = _whole(areas)
     unit = float(np.sum(areas)) / int(work.sum()) if work.any() else 1.0
     largest, mean = int(_loads(work, rank_of, group_size).max()), int(work.sum()) / group_size
     least = least_maximum(work, group_size)
-    even = largest <= (1 + TOLERANCE) * mean
-    if not even and largest > least and len(work) * group_size <= EXACT_VARIABLES:
-        _, least = solve(work, group_size, least)
     return Certificate(
         largest=largest * unit,
         mean=mean * unit,
         least=least * unit,
-        within_one_percent=even,
-        proven_best=largest <= least * (1 + 2 * PRECISION),
+        within_one_percent=largest <= (1 + TOLERANCE) * mean,
+        proven_best=largest <= least,
     )
 
 
@@ -191,10 +184,10 @@ def is_even(weighted: Sequence[tuple[Slices, float]], sizes: Sequence[int]) -> b
     return bool(work.max() <= (1 + TOLERANCE) * work.mean())
 
 
-def deal_masks(
+def assign_masks(
     weighted: Sequence[tuple[Slices, float]], total: int, chunk: int, group_size: int
 ) -> tuple[Ints, Certificate]:
-    """:func:`deal` for the weighted sum of masks' work.
+    """:func:`assign` for the weighted sum of masks' work.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
@@ -210,22 +203,22 @@ def deal_masks(
         areas += weight / heaviest * own_areas
         need += max(1, round(NEED_UNITS * weight / heaviest)) * own_need
     tokens = np.minimum(chunk, total - chunk * np.arange(n))
-    rank_of = deal(areas, need, tokens, group_size)
+    rank_of = assign(areas, need, tokens, group_size)
     return rank_of, certify(areas, rank_of, group_size)
 
 
-def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
+def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
     """The rank of each chunk.
 
     - Every rank holds the same number of chunks, up to one.
     - The largest rank's area is within TOLERANCE of the mean if swapping chunks gets there. If not,
-      ranks' chunks are split anew two by two, and small deals (EXACT_VARIABLES) are solved to the
-      optimum, as far as EXACT_EFFORT goes. :func:`certify` says how good a deal is.
-    - Among such deals one is sought that moves few keys.
+      ranks' chunks are split anew two by two (:func:`.even_out`). :func:`certify` says how good
+      an assignment is.
+    - Among such assignments one is sought that moves few keys.
 
-    Two deals are begun, in sequence order (keeps neighbours together, so it suits windows and
+    Two assignments are begun, in sequence order (keeps neighbours together, so it suits windows and
     documents) and largest chunk first (even from the start); the better one is returned, or zigzag
-    where that is better than both: of long runs of chunks, as a causal mask is dealt best.
+    where that is better than both: its runs of chunks are long, which suits a causal mask best.
 
     Args:
         areas: number[n], 0 or more: the work in each chunk's rows.
@@ -258,23 +251,12 @@ def deal(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints:
         searches.append(Search(work, need, zigzag, group_size))
     best = min(searches, key=score)
     if best.loads.max() > enough:
-        even = Search(work, need, _evened(work, best.rank_of[:n], group_size, enough), group_size)
+        even = Search(work, need, even_out(work, best.rank_of[:n], group_size, enough), group_size)
         even.gather(max(enough, float(even.loads.max())))
         best = min(best, even, key=score)
-    # Ranks are alike: number them by their first chunk.
+    # Any numbering of the ranks is as good: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
-
-
-def _evened(work: Ints, rank_of: Ints, group_size: int, enough: float) -> Ints:
-    """``rank_of`` or a more even deal; the best there is if the solver gets that far."""
-    even = even_out(work, rank_of, group_size, enough)
-    largest = _loads(work, even, group_size).max()
-    if largest > enough and len(work) * group_size <= EXACT_VARIABLES:
-        exact, _ = solve(work, group_size, least_maximum(work, group_size))
-        if exact is not None and _loads(work, exact, group_size).max() < largest:
-            return exact
-    return even
 
 
 def _loads(work: Ints, rank_of: Ints, group_size: int) -> Ints:

@@ -1,4 +1,4 @@
-"""Dealing documents to ranks, whole as far as can be: then no key crosses a link for them, and each
+"""Assigning documents to ranks, whole where possible: then no key crosses a link for them, and each
 rank attends all its documents in one call.
 
 A document here is a stretch of tokens that attend nothing outside it, nor are attended from there.
@@ -8,7 +8,7 @@ until each rank holds exactly its number of tokens and about the mean area.
 
 What two ranks exchange is found by meeting in the middle (Horowitz and Sahni, 1974): all sums of
 one half of some of their documents are looked up among all sums of the other half, so that every
-way to deal FREE documents to two ranks is weighed, in the time of 2 ** (FREE / 2).
+way to assign FREE documents to two ranks is weighed, in the time of 2 ** (FREE / 2).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Floats, Ints
 from ..mask.intervals import union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, clip
 from .layout_tables import even_bounds, front_and_end
 
-Ints = npt.NDArray[np.int64]
 Weighted = Sequence[tuple[Slices, float]]  # a mask and how much its area counts
 
-# Documents of two ranks that are dealt anew at a time; those of the most area among them.
+# Documents of two ranks that are assigned anew at a time; those of the most area among them.
 FREE, LARGE = 22, 8
 # Steps to even out areas, and ranks that are tried in each.
 STEPS, OTHERS = 12, 2
@@ -56,23 +55,23 @@ def documents(slices: Slices, total: int) -> Ints:
     return np.unique(np.concatenate([[0], starts, lasts + 1, [total]]))
 
 
-class Deal(NamedTuple):
+class DocumentAssignment(NamedTuple):
     """Documents on ranks: int64[n, 3] ranges of tokens (rank, start, stop), by rank, each rank's
     chunks of split documents first; the area of the rank with the most over the mean; and whether
-    it is no use to look for a better deal."""
+    it is no use to look for a better assignment."""
 
     table: Ints
     imbalance: float
     good: bool
 
 
-def deal_documents(weighted: Weighted, total: int, group_size: int) -> Deal | None:
-    """Documents dealt so that ranks hold as many tokens as if all were in order.
+def assign_documents(weighted: Weighted, total: int, group_size: int) -> DocumentAssignment | None:
+    """Documents assigned so that ranks hold as many tokens as if all were in order.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
     Returns:
-        None where no such deal is found, or where there are too few documents to try.
+        None where no such assignment is found, or where there are too few documents to try.
     """
     bounds = documents(np.concatenate([slices for slices, _ in weighted]), total)
     if group_size == 1 or len(bounds) <= 2 * group_size or total > MOST_TOKENS:
@@ -98,9 +97,9 @@ def deal_documents(weighted: Weighted, total: int, group_size: int) -> Deal | No
 
 
 def _with_splits(
-    weighted: Weighted, bounds: Ints, area: npt.NDArray[np.float64], split: Ints, sizes: Ints
-) -> Deal | None:
-    """:func:`deal_documents` with these documents split."""
+    weighted: Weighted, bounds: Ints, area: Floats, split: Ints, sizes: Ints
+) -> DocumentAssignment | None:
+    """:func:`assign_documents` with these documents split."""
     chunks = _chunks(bounds[split], bounds[split + 1], len(sizes))
     rank, start, stop = chunks.T
     of_chunks = np.zeros(len(chunks))
@@ -109,23 +108,23 @@ def _with_splits(
         of_chunks += weight * np.array([areas(part).sum() for part in parts])
     unit = AREA_UNITS / area.sum()
     whole = np.setdiff1d(np.arange(len(area)), split)
-    deal = _Deal(
+    assigned = _Assignment(
         np.diff(bounds)[whole],
         np.rint(unit * area[whole]).astype(np.int64),
         sizes - np.bincount(rank, stop - start, minlength=len(sizes)).astype(np.int64),
         np.bincount(rank, np.rint(unit * of_chunks), minlength=len(sizes)).astype(np.float64),
     )
-    if not deal.level():
+    if not assigned.level():
         return None
-    deal.even_out()
-    held = np.stack([deal.rank_of, bounds[whole], bounds[whole + 1]], axis=1)
+    assigned.even_out()
+    held = np.stack([assigned.rank_of, bounds[whole], bounds[whole + 1]], axis=1)
     # Split documents first: their rows, which alone attend others' keys, lie side by side.
     table = np.concatenate([chunks[np.argsort(start, kind="stable")], held])
-    imbalance = float(deal.loads.max() / deal.loads.mean())
+    imbalance = float(assigned.loads.max() / assigned.loads.mean())
     mean_pairs = area.sum() / (len(sizes) * sum(weight for _, weight in weighted))
     free = 0 if len(split) else CALL_PAIRS / mean_pairs
     in_order = np.argsort(table[:, 0], kind="stable")
-    return Deal(table[in_order], imbalance, imbalance <= max(EVEN, 1 + free))
+    return DocumentAssignment(table[in_order], imbalance, imbalance <= max(EVEN, 1 + free))
 
 
 def _chunks(start: Ints, stop: Ints, group_size: int) -> Ints:
@@ -136,7 +135,7 @@ def _chunks(start: Ints, stop: Ints, group_size: int) -> Ints:
     return front_and_end(start[:, None] + cuts)
 
 
-class _Deal:
+class _Assignment:
     """The rank of each whole document.
 
     Args:
@@ -144,15 +143,13 @@ class _Deal:
             hold. base: float64[P], area that it has besides.
     """
 
-    def __init__(
-        self, tokens: Ints, area: Ints, sizes: Ints, base: npt.NDArray[np.float64]
-    ) -> None:
+    def __init__(self, tokens: Ints, area: Ints, sizes: Ints, base: Floats) -> None:
         self.tokens, self.area, self.sizes, self.base = tokens, area, sizes, base
         middle = np.cumsum(tokens) - (tokens + 1) // 2
         self.rank_of = np.searchsorted(np.cumsum(sizes), middle, side="right")
 
     @property
-    def loads(self) -> npt.NDArray[np.float64]:
+    def loads(self) -> Floats:
         """Area on each rank."""
         return self.base + np.bincount(self.rank_of, self.area, minlength=len(self.sizes))
 
@@ -180,7 +177,7 @@ class _Deal:
                 self.rank_of = before.copy()
 
     def _exchange(self, rank: int, other: int, load: float, step: int = 0) -> bool:
-        """Deal documents of two ranks anew so that ``rank`` holds its number of tokens and, as
+        """Assign documents of two ranks anew so that ``rank`` holds its number of tokens and, as
         nearly as can be, has this load; whether there is a way."""
         both = np.flatnonzero((self.rank_of == rank) | (self.rank_of == other))
         free = self._free(both, step)

@@ -1,4 +1,4 @@
-"""Evening out a deal of chunks to ranks where swaps of two chunks do not: splits of two ranks.
+"""Evening out an assignment of chunks where swaps of two chunks do not: splits of two ranks.
 
 All that two ranks hold is split anew, as evenly as can be. That is repeated between the rank with
 the most work and the others; where it helps no more, a few ranks are shuffled and it begins again
@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from ..arrays import Ints
 
 # Up to so many chunks on two ranks every split is weighed (24310 of 18), else exchanges of two.
 ALL_SPLITS_CHUNKS = 18
@@ -39,7 +39,7 @@ def _halves(count: int) -> npt.NDArray[np.int8]:
 
 
 class Splits:
-    """A deal under improvement.
+    """An assignment under improvement.
 
     Attributes:
         work: int64[n + 1], of each chunk; the last is 0, so that -1 stands for no chunk.
@@ -70,7 +70,7 @@ class Splits:
             self._give(rank, other)
 
     def shuffle(self, draw: np.random.Generator) -> None:
-        """Deal what the rank with the most work and some others hold at random among them."""
+        """Shuffle what the rank with the most work and some others hold."""
         heaviest = int(self.loads.argmax())
         others = np.delete(np.arange(len(self.held)), heaviest)
         ranks = [heaviest, *draw.permutation(others)[: SHUFFLED_RANKS - 1].tolist()]
@@ -123,7 +123,7 @@ class Splits:
 
 
 def even_out(work: Ints, rank_of: Ints, group_size: int, enough: float) -> Ints:
-    """A deal whose largest load is at most that of ``rank_of``; sought until it is ``enough``.
+    """An assignment with a largest load of at most that of ``rank_of``, sought until ``enough``.
 
     Ranks that hold the same number of chunks, up to one, do so after.
     """

@@ -1,12 +1,10 @@
-"""Improving a deal of chunks to ranks by swapping two of them at a time."""
+"""Improving an assignment of chunks to ranks by swapping two of them at a time."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.number]
+from ..arrays import Ints, Numbers
 
 # Bounds on effort, in pairs of chunks weighed: by one step of levelling, by one pass of gathering.
 LEVEL_PAIRS = 1 << 16
@@ -16,7 +14,7 @@ NEVER = 1 << 62
 
 
 class Search:
-    """A deal under improvement by swaps of two chunks.
+    """An assignment under improvement by swaps of two chunks.
 
     Ranks that hold one chunk less than others get an empty one, so that giving a chunk away is a
     swap too; a rank never holds two empty ones. How well chunks sit together is measured by the

@@ -6,7 +6,6 @@ every token is without asking anybody.
     contiguous(8, 2)   rank 0: 0 1 2 3    rank 1: 4 5 6 7
     zigzag(8, 2)       rank 0: 0 1 6 7    rank 1: 2 3 4 5
     striped(8, 2)      rank 0: 0 2 4 6    rank 1: 1 3 5 7
-
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Ints
 from ..mask import AttnMask
 from . import balance
 from . import layout_tables as tables
-from .balance_documents import deal_documents
+from .balance_documents import assign_documents
 from .layout_arguments import (
     LayoutError,
     cumulative,
@@ -36,72 +34,16 @@ from .layout_arguments import (
     weighted_masks,
     whole,
 )
-from .layout_spec import read, write, write_ranges
-
-if TYPE_CHECKING:
-    import torch
-
-Ints = npt.NDArray[np.int64]
-
-# A shard of up to so many ranges is cut and joined; of more, gathered token by token.
-FEW_RANGES = 32
+from .layout_spec import read, write
+from .layout_value import LayoutValue
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Layout:
+class Layout(LayoutValue):
     """Token ranges per rank, in the rank's local order. Made by the static methods below.
 
-    Attributes:
-        table: int64[n, 3]: rank, start, stop of each range of global tokens, by rank and in its
-            local order; local token n of a rank is the n-th token of its ranges. No range is empty
-            or continues the one before it. Over all ranks they cover 0..total-1, each token once.
-        group_size: number of ranks; some may hold nothing.
-        given_spec: short form of :attr:`spec`, where there is one.
-
-    Two layouts are equal when every rank holds the same tokens in the same order.
-
-    Raises:
-        LayoutError: the ranges leave a token out or hold one twice; names the first such token.
+    Attributes and errors are those of :class:`.LayoutValue`.
     """
-
-    table: Ints
-    group_size: int
-    given_spec: str | None = None
-
-    def __post_init__(self) -> None:
-        table = tables.joined(self.table)
-        table.setflags(write=False)
-        object.__setattr__(self, "table", table)
-        tables.check_tiling(self.pieces)
-        for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
-            getattr(self, name)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.group_size, self.table.tobytes()))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self is other or (
-            self.group_size == other.group_size and np.array_equal(self.table, other.table)
-        )
-
-    def __fx_create_arg__(self, tracer: object) -> str:
-        """In a graph that becomes Python code: text."""
-        from annotations.codegen.constants import to_text
-
-        return to_text(self)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __str__(self) -> str:
-        """The spec, its end left out where it is long: for messages."""
-        return shorten(self.spec)
-
-    def __repr__(self) -> str:
-        return f"Layout({self})"
 
     @staticmethod
     def contiguous(total: int, group_size: int) -> Layout:
@@ -148,7 +90,7 @@ class Layout:
 
     @staticmethod
     def striped(total: int, group_size: int, block: int = 1) -> Layout:
-        """Token i on rank (i // block) % group_size: blocks are dealt like cards.
+        """Token i on rank (i // block) % group_size: blocks are assigned like cards.
 
         Under a causal mask ranks then have nearly the same work, in long packed documents too
         (Striped Attention, Brandon et al., 2023, arXiv:2311.09431).
@@ -167,26 +109,26 @@ class Layout:
         group_size: int,
         chunk: int | None = None,
     ) -> Layout:
-        """Tokens dealt to ranks so that each rank's attend the same number of pairs.
+        """Tokens assigned to ranks so that each rank's attend the same number of pairs.
 
         Ranks hold equal numbers of tokens all the same, as :meth:`contiguous` would give them or
         the same number of chunks, up to one: attention's work follows the pairs, but the rest of
         the model (its linear layers, its memory) follows the tokens. Within that rule the largest
-        rank's work is within 1% of the mean, or the least that can be, where such a deal is found;
-        where not, or where that is not proven, a warning gives the figures.
+        rank's work is within 1% of the mean, or the least that can be, where such an assignment is
+        found; where not, or where that is not proven, a warning gives the figures.
 
-        Packed documents are dealt whole, but for a few large ones (:mod:`.balance_documents`), so
-        that next to no key crosses ranks and each rank makes one or two kernel calls; if all stay
-        whole, work may also differ by what a call more would take. Other masks, or documents too
-        few for that, are left contiguous if that is as even, or dealt in chunks
-        (:func:`.balance.deal`), so that few keys cross ranks. A
-        rank holds its tokens in the order of the sequence, but those of split documents first.
+        Packed documents are assigned whole, but for a few large ones (:mod:`.balance_documents`),
+        so that next to no key crosses ranks and each rank makes one or two kernel calls; if all
+        stay whole, work may also differ by what a call more would take. Other masks, or documents
+        too few for that, are left contiguous if that is as even, or assigned in chunks
+        (:func:`.balance.assign`), so that few keys cross ranks. A rank holds its tokens in the
+        order of the sequence, but those of split documents first.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
                 ``[(full, 8), (window, 24)]``: then the weighted sum of the work is balanced.
             chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
-                None deals documents where they can be, else chunks of about
+                None assigns documents where they can be, else chunks of about
                 total / (16 * group_size), a multiple of 128 from there on.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
@@ -198,7 +140,7 @@ class Layout:
         slices = [(each.slices, weight) for each, weight in weighted]
         whole_documents = None
         if chunk is None:
-            whole_documents = deal_documents(slices, total, group_size)
+            whole_documents = assign_documents(slices, total, group_size)
             if whole_documents is not None and whole_documents.good:
                 return Layout(whole_documents.table, group_size)
             contiguous = Layout.contiguous(total, group_size)
@@ -207,7 +149,7 @@ class Layout:
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)
-        rank_of, certificate = balance.deal_masks(slices, total, chunk, group_size)
+        rank_of, certificate = balance.assign_masks(slices, total, chunk, group_size)
         if whole_documents is not None and whole_documents.imbalance <= certificate.imbalance:
             return Layout(whole_documents.table, group_size)
         if not certificate.good:
@@ -228,14 +170,14 @@ class Layout:
         """
         total, group_size = lengths("from_chunks", total, group_size)
         chunk = whole("Layout.from_chunks: chunk", chunk, 1)
-        dealt, chunks = integers(rank_of), -(-total // chunk)
-        if dealt is None or dealt.shape != (chunks,) or ((dealt < 0) | (dealt >= group_size)).any():
+        ranks, chunks = integers(rank_of), -(-total // chunk)
+        if ranks is None or ranks.shape != (chunks,) or ((ranks < 0) | (ranks >= group_size)).any():
             raise LayoutError(
                 f"Layout.from_chunks: rank_of must be {chunks} ranks below {group_size}, "
                 f"got {shorten(str(rank_of))}"
             )
-        spec = write("chunks", total, group_size, chunk, dealt.tolist())
-        return Layout(tables.of_chunks(total, chunk, dealt), group_size, spec)
+        spec = write("chunks", total, group_size, chunk, ranks.tolist())
+        return Layout(tables.of_chunks(total, chunk, ranks), group_size, spec)
 
     @staticmethod
     def from_sizes(sizes: Sequence[int]) -> Layout:
@@ -282,99 +224,6 @@ class Layout:
         """
         maker, arguments = read(spec)
         return getattr(Layout, maker)(*arguments)
-
-    @cached_property
-    def spec(self) -> str:
-        """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_spec`)."""
-        return self.given_spec or write_ranges(self.ranges)
-
-    @cached_property
-    def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each rank its global token ranges (start, stop) in local order, for people."""
-        return tuple(
-            tuple((start, stop) for start, stop in self._own(rank).tolist())
-            for rank in range(self.group_size)
-        )
-
-    @cached_property
-    def total(self) -> int:
-        """Number of tokens over all ranks."""
-        return sum(self.sizes)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of tokens on each rank."""
-        rank, start, stop = self.table.T
-        sizes = np.bincount(rank, weights=stop - start, minlength=self.group_size)
-        return tuple(sizes.astype(np.int64).tolist())
-
-    @cached_property
-    def pieces(self) -> Ints:
-        """int64[n, 4]: rank, start, stop, offset of ``start`` among the rank's own tokens.
-
-        Sorted by start: the pieces tile the sequence.
-        """
-        pieces = tables.by_start(self.table)
-        pieces.setflags(write=False)
-        return pieces
-
-    def _own(self, rank: int) -> Ints:
-        """int64[n, 2]: the rank's ranges."""
-        if not 0 <= rank < self.group_size:
-            raise LayoutError(f"rank must be in 0..{self.group_size - 1}, got {rank}")
-        first, last = np.searchsorted(self.table[:, 0], [rank, rank + 1])
-        return self.table[first:last, 1:]
-
-    def positions(self, rank: int) -> Ints:
-        """Global indices of rank's tokens in local order, int64: its position ids for RoPE."""
-        start, stop = self._own(rank).T
-        length = stop - start
-        before = np.cumsum(length) - length
-        return np.repeat(start - before, length) + np.arange(length.sum())
-
-    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """``rank``'s tokens of the whole tensor ``x``, whose dim ``dim`` is the sequence.
-
-        A view where the rank holds one range, else a copy; of more than FEW_RANGES, by an index
-        that is copied to the device of ``x``. Differentiable.
-
-        Raises:
-            LayoutError: ``x`` is not as long as the layout, or ``rank`` is not one of its ranks.
-        """
-        import torch
-
-        if x.shape[dim] != self.total:
-            raise LayoutError(
-                f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
-            )
-        own = self._own(rank)
-        if len(own) > FEW_RANGES:
-            return x.index_select(dim, torch.from_numpy(self.positions(rank)).to(x.device))
-        parts = [x.narrow(dim, start, stop - start) for start, stop in own.tolist()]
-        if not parts:
-            return x.narrow(dim, 0, 0)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole tensor, from every rank's shard in rank order. Differentiable.
-
-        Raises:
-            LayoutError: the shards are not as long as the layout says.
-        """
-        import torch
-
-        given = tuple(shard.shape[dim] for shard in shards)
-        if given != self.sizes:
-            raise LayoutError(f"shards have {given} tokens, layout {self} gives {self.sizes}")
-        if len(self.pieces) > FEW_RANGES:
-            held = np.concatenate([self.positions(rank) for rank in range(self.group_size)])
-            index = torch.from_numpy(np.argsort(held)).to(shards[0].device)
-            return torch.cat(list(shards), dim).index_select(dim, index)
-        parts = [
-            shards[rank].narrow(dim, offset, stop - start)
-            for rank, start, stop, offset in self.pieces.tolist()
-        ]
-        return torch.cat(parts, dim) if parts else shards[0]
 
 
 def _level_of_caller() -> int:

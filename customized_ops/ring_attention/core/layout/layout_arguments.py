@@ -6,12 +6,10 @@ import operator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Ints
 from ..mask import AttnMask, mask_arguments
 from .balance import Certificate
-
-Ints = npt.NDArray[np.int64]
 
 
 class LayoutError(ValueError):
@@ -64,7 +62,7 @@ def cumulative(cu_seqlens: object, total: int) -> Ints:
 
 
 def uneven(certificate: Certificate, chunk: int) -> str:
-    """What :meth:`Layout.balanced` says of a deal that may not be the best."""
+    """What :meth:`Layout.balanced` says of an assignment that may not be the best."""
     excess = certificate.largest / certificate.mean - 1
     return (
         f"Layout.balanced: the rank with the most work computes {certificate.largest:.6g} pairs, "

@@ -61,8 +61,8 @@ def _read_fields(kind: str, rest: str) -> tuple[str, list[Any]]:
         return "from_ranges", [[_pairs(own) for own in rest.split(";")]]
     fields = rest.split(":")
     if kind == "chunks":
-        total, ranks, chunk, dealt = fields
-        return "from_chunks", [int(total), int(ranks), int(chunk), _list(dealt)]
+        total, ranks, chunk, assigned = fields
+        return "from_chunks", [int(total), int(ranks), int(chunk), _list(assigned)]
     if kind == "zigzag" and len(fields) == 3:
         return "zigzag", [int(fields[0]), int(fields[1]), _list(fields[2])]
     if len(fields) != (3 if kind == "striped" else 2):

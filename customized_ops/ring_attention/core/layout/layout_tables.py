@@ -6,11 +6,9 @@ A table lists ranks one after another, and a rank's ranges in its local order.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Ints
 from .layout_arguments import LayoutError
-
-Ints = npt.NDArray[np.int64]
 
 
 def even_bounds(total: int, parts: int) -> Ints:

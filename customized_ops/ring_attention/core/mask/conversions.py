@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .mask_arguments import Integers, MaskError, count, ranges, shown
+from ..arrays import Ints
+from .mask_arguments import MaskError, count, ranges, shown
 from .mask_value import MaskValue
 from .overlap import require_disjoint
 from .row_runs import runs_of, slices_of_runs
@@ -153,7 +154,7 @@ class Conversions(MaskValue):
         return cls._disjoint(slices, q_len, k_len)
 
 
-def _range_types(types: Sequence[str | int] | npt.NDArray[np.integer]) -> Integers:
+def _range_types(types: Sequence[str | int] | npt.NDArray[np.integer]) -> Ints:
     """Indices into RANGE_TYPES."""
     known: dict[object, int] = {name: n for n, name in enumerate(RANGE_TYPES)}
     known.update({n: n for n in range(len(RANGE_TYPES))})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Table = npt.NDArray[np.int64]
+from ..arrays import Ints
 
 
-def spread(first: Table, last: Table) -> tuple[Table, Table]:
+def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """All n in first[x] .. last[x] - 1, for each x.
 
     Returns:
@@ -20,7 +19,7 @@ def spread(first: Table, last: Table) -> tuple[Table, Table]:
     return x, np.arange(len(x)) - (before - first)[x]
 
 
-def touched(start: Table, stop: Table, tiles: Table) -> tuple[Table, Table]:
+def touched(start: Ints, stop: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     """Which tiles each range meets: tiles first[x] .. last[x] - 1.
 
     Args:
@@ -32,7 +31,7 @@ def touched(start: Table, stop: Table, tiles: Table) -> tuple[Table, Table]:
     return first, last
 
 
-def union(group: Table, start: Table, stop: Table) -> Table:
+def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     """Merge the ranges of each group.
 
     Returns:
@@ -55,14 +54,14 @@ def union(group: Table, start: Table, stop: Table) -> Table:
     return np.stack([begin // stride, start, start + end - begin], axis=1)
 
 
-def depth(start: Table, stop: Table) -> int:
+def depth(start: Ints, stop: Ints) -> int:
     """The most ranges that hold one integer; none of them is empty."""
     begun = np.arange(1, len(start) + 1)
     ended = np.searchsorted(np.sort(stop), np.sort(start), side="right")
     return int((begun - ended).max(initial=0))
 
 
-def joined(places: Table) -> Table:
+def joined(places: Ints) -> Ints:
     """Join rows (start, stop, offset) that continue the one before in both numberings."""
     if len(places) == 0:
         return places

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Ints
 from .slices import UNBOUNDED
-
-Integers = npt.NDArray[np.int64]
 
 MOST = 2**63 - 1  # the largest int64
 
@@ -91,7 +89,7 @@ def window_reach(window: object) -> tuple[int, int]:
     return reach("window[0]", window[0]), reach("window[1]", window[1])
 
 
-def integers(name: str, values: object, width: int | None = None) -> Integers:
+def integers(name: str, values: object, width: int | None = None) -> Ints:
     """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0.
 
     Raises:
@@ -133,7 +131,7 @@ def _require_entries(name: str, values: Sequence[Any], width: int | None) -> Non
             raise MaskError(f"{name}[{n}] must be {wanted} of 64 bits, got {shown(entry)}")
 
 
-def cumulative(name: str, values: object) -> Integers:
+def cumulative(name: str, values: object) -> Ints:
     """Cumulative lengths int64[documents + 1].
 
     Raises:
@@ -156,7 +154,7 @@ def cumulative(name: str, values: object) -> Integers:
     return lengths
 
 
-def ranges(name: str, values: object, length: int | None) -> Integers:
+def ranges(name: str, values: object, length: int | None) -> Ints:
     """Token ranges (start, stop) inside ``length`` tokens, if given, as int64[n, 2].
 
     Raises:

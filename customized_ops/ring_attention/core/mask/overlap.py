@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .mask_arguments import Integers, MaskError
+from ..arrays import Ints
+from .mask_arguments import MaskError
 from .slices import HI, K0, K1, LO, Q0, Q1, Slices, tighten
 
 # Candidates tested at a time: bounds the memory to some 10 MB.
@@ -52,14 +53,14 @@ def require_disjoint(slices: Slices, name: Callable[[int], str]) -> None:
         raise MaskError(f"{a} and {b} cover the same pairs; a mask is a disjoint list")
 
 
-def _meetings(start: Integers, stop: Integers) -> tuple[Integers, Integers]:
+def _meetings(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """Intervals by start: their order, and for each how many of the following ones it meets."""
     order = np.argsort(start, kind="stable")
     until = np.searchsorted(start[order], stop[order], side="left")
     return order, np.maximum(until - np.arange(1, len(order) + 1), 0)
 
 
-def _candidates(meetings: Integers) -> Iterator[tuple[Integers, Integers]]:
+def _candidates(meetings: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Each pair (x, y), x < y <= x + meetings[x], in chunks."""
     end = np.cumsum(meetings)
     total = int(end[-1]) if len(end) else 0

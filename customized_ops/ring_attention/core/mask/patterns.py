@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .mask_arguments import Integers, MaskError, count, integers, reach
+from ..arrays import Ints
+from .mask_arguments import MaskError, count, integers, reach
 from .mask_value import MaskValue
 from .slices import HI, K0, LO, Q0, UNBOUNDED, Slices, as_slices
 
@@ -47,7 +48,7 @@ def causal_local(n: int, left: int, block: int) -> Slices:
     return slices
 
 
-def causal_blocks(starts: Integers, stops: Integers) -> Slices:
+def causal_blocks(starts: Ints, stops: Ints) -> Slices:
     """One causal square [start, stop) per entry of two int64[n]."""
     zero = np.zeros_like(starts)
     return np.stack([starts, stops, starts, stops, zero - UNBOUNDED, zero], axis=1)

@@ -1,23 +1,21 @@
 """What no plan can do better, with proofs.
 
 A report sets a plan's figures beside these, so that what is left to gain is known. A bound on bytes
-holds for every layout with as many tokens on each rank, and for every way to deal pairs out with as
+holds for every layout with as many tokens on each rank, and for every way to assign pairs with as
 many on each rank: not for this plan's choices alone. Call a row or a key of the mask a line.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..arrays import Ints
 from ..mask import AttnMask
-from ..mask.intervals import Table, spread
+from ..mask.intervals import spread
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .plan_value import PlanValue
 
 # The search cuts a cell into so many, and stops short of the exact minimum at so many cells.
 PARTS = 8
@@ -38,8 +36,8 @@ class Bounds:
     """
 
     pairs: int
-    received: Table
-    moved: Table
+    received: Ints
+    moved: Ints
 
     @property
     def total(self) -> int:
@@ -53,7 +51,7 @@ class Bounds:
 
 
 def lower_bounds(
-    plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
+    plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
 ) -> Bounds:
     """What ``plan.area`` and ``plan.forward_bytes`` cannot fall below, batch 1.
 
@@ -84,12 +82,12 @@ def lower_bounds(
 def least_cost(
     rows: Lines,
     keys: Lines,
-    pairs: Table,
-    rows_held: Table,
-    keys_held: Table,
+    pairs: Ints,
+    rows_held: Ints,
+    keys_held: Ints,
     row_cost: int,
     key_cost: int,
-) -> Table:
+) -> Ints:
     """The least cost of the tokens that each rank lacks for the pairs it computes.
 
     Let a rank's A pairs touch R rows and C keys. A row has at most min(its sum in the mask, C) of
@@ -135,7 +133,7 @@ def least_cost(
     return best[which.reshape(-1)]
 
 
-def _fewest_rows(rows: Lines, keys: Lines, area: Table, touched: Table) -> Table:
+def _fewest_rows(rows: Lines, keys: Lines, area: Ints, touched: Ints) -> Ints:
     """Fewest rows that admit ``area`` pairs on ``touched`` keys by both sums; one more than there
     are where none do."""
     low = rows.fewest(area, touched)
@@ -148,7 +146,7 @@ def _fewest_rows(rows: Lines, keys: Lines, area: Table, touched: Table) -> Table
     return low
 
 
-def _cut(x: Table, low: Table, high: Table) -> tuple[Table, Table, Table]:
+def _cut(x: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     """Each cell in up to PARTS cells."""
     parts = np.minimum(high - low, PARTS)
     n, part = spread(np.zeros_like(parts), parts)
@@ -168,22 +166,22 @@ class Lines:
     """
 
     count: int
-    before: Table
-    as_large: Table
+    before: Ints
+    as_large: Ints
 
     @staticmethod
-    def of(sums: Table, length: int) -> Lines:
+    def of(sums: Ints, length: int) -> Lines:
         """From the pairs of each line, int64[count]."""
         before = np.concatenate([[0], np.cumsum(np.sort(sums)[::-1])])
         smaller = np.cumsum(np.bincount(sums, minlength=length + 1))[:length]
         return Lines(len(sums), before, len(sums) - np.concatenate([[0], smaller]))
 
-    def most(self, count: Table, cap: Table) -> Table:
+    def most(self, count: Ints, cap: Ints) -> Ints:
         """Pairs of the ``count`` largest lines, at most ``cap`` of each."""
         capped = np.minimum(count, self.as_large[cap])
         return capped * cap + self.before[count] - self.before[capped]
 
-    def fewest(self, pairs: Table, cap: Table) -> Table:
+    def fewest(self, pairs: Ints, cap: Ints) -> Ints:
         """The least count for which ``most(count, cap) >= pairs``; ``self.count + 1`` if none."""
         capped = self.as_large[cap]
         beyond = np.searchsorted(self.before, pairs - capped * cap + self.before[capped])
@@ -199,7 +197,7 @@ def lines(mask: AttnMask) -> tuple[Lines, Lines]:
     )
 
 
-def row_sums(slices: Slices, q_len: int) -> Table:
+def row_sums(slices: Slices, q_len: int) -> Ints:
     """int64[q_len]: pairs of each row, without a dense mask.
 
     Row i of a slice has min(k1 - 1, i + hi) - max(k0, i + lo) + 1 pairs: from row to row the first

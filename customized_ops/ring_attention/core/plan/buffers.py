@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..mask.intervals import Table, spread, touched
+from ..arrays import Ints
+from ..mask.intervals import spread, touched
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, normalise
 
 START, STOP, OFFSET = range(3)
 
 
-def over_buffers(slices: Slices, rows: Table, keys: Table) -> Slices:
+def over_buffers(slices: Slices, rows: Ints, keys: Ints) -> Slices:
     """``slices`` over two buffers, as few as can be.
 
     Args:
@@ -34,7 +35,7 @@ def over_buffers(slices: Slices, rows: Table, keys: Table) -> Slices:
     return joined_keys(_over_keys(parts, keys))
 
 
-def _over_keys(parts: Slices, keys: Table) -> Slices:
+def _over_keys(parts: Slices, keys: Ints) -> Slices:
     """``parts``, whose rows are in buffer positions already, cut at the places of keys.
 
     Places that all rows of a part see whole are not cut apart where they lie side by side in the
@@ -69,7 +70,7 @@ def _over_keys(parts: Slices, keys: Table) -> Slices:
     return np.concatenate(cut)
 
 
-def _moved(parts: Slices, q_by: Table | int = 0, k_by: Table | int = 0) -> Slices:
+def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:
     """``parts``, each with its own shift."""
     q0, q1, k0, k1, lo, hi = parts.T
     band = k_by - q_by

@@ -7,19 +7,17 @@ matters here, so the constants need to be right within a factor of two or so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..mask.intervals import Table
+from ..arrays import Floats, Ints
 from ..mask.slices import areas
+from .exchange import Exchange
+from .plan_value import PlanValue
 
-if TYPE_CHECKING:
-    from .plan import Plan
-    from .rank_plan import Exchange
-
-Seconds = npt.NDArray[np.float64]
+Seconds = Floats
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class CostModel:
         flops = np.asarray(pairs) * np.asarray(heads) * (2.0 * (head_dim + v_dim))
         return flops / self.forward_flops, 2.5 * flops / self.backward_flops
 
-    def _start_seconds(self, plan: Plan) -> Seconds:
+    def _start_seconds(self, plan: PlanValue) -> Seconds:
         """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
         once, and the results of rows go home."""
         rows = plan.q_tokens().any(axis=1)
@@ -98,7 +96,7 @@ class CostModel:
 
     def passes(
         self,
-        plan: Plan,
+        plan: PlanValue,
         q_heads: int,
         kv_heads: int,
         head_dim: int,
@@ -119,7 +117,7 @@ class CostModel:
 
     def forward_spans(
         self,
-        plan: Plan,
+        plan: PlanValue,
         rank: int,
         q_heads: int,
         kv_heads: int,
@@ -134,7 +132,7 @@ class CostModel:
         spans: list[Span] = []
         link_free, now = 0.0, 0.0
 
-        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Table) -> float:
+        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Ints) -> float:
             """When it is complete; ``bytes_`` of a token as each rank computes it."""
             nonlocal link_free
             if what is None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..mask.intervals import Table, joined, spread
+from ..arrays import Ints
+from ..mask.intervals import joined, spread
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
-Moves = Table  # int64[n, 5]
+Moves = Ints  # int64[n, 5]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Where:
 
     start: int
     count: int
-    indices: Table | None = None
+    indices: Ints | None = None
     _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> torch.Tensor:
@@ -53,9 +54,9 @@ class Exchange:
             receives, its share.
     """
 
-    send: Table
-    recv: Table
-    places: Table
+    send: Ints
+    recv: Ints
+    places: Ints
     tokens: int
     team_size: int = 1
 
@@ -75,12 +76,12 @@ class Exchange:
         return _by_peer(self.recv)
 
     @cached_property
-    def indices(self) -> Table:
+    def indices(self) -> Ints:
         """int64[tokens]: the global token at each buffer position."""
         return token_indices(self.places, self.tokens)
 
 
-def _by_peer(ranges: Table) -> dict[int, Where]:
+def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
     where = {}
     for peer in np.unique(ranges[:, 0]).tolist():
@@ -120,7 +121,7 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
     )
 
 
-def token_indices(places: Table | Sequence[Sequence[int]], tokens: int) -> Table:
+def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:
     """int64[tokens]: the global token at each position of a buffer with these places."""
     table = np.asarray(places, dtype=np.int64).reshape(-1, 3)
     indices = np.zeros(tokens, dtype=np.int64)

@@ -13,24 +13,20 @@ as long as its host, 200 us a call, and then one group is best.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..mask.slices import areas
 from .cost import CostModel
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
-    from .plan import Plan
+from .exchange import Exchange
+from .plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
-WORTH = 0.97  # of the time with one group: more only for less than that
+FASTER = 0.97  # of the time with one group: more groups only for less than that
 DIM, ITEMSIZE = 128, 2  # of a head, and of an element
 MEMORY_BYTES = 3e12  # a second, read and written: what setting groups' results side by side takes
 
 
-def best_head_groups(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> int:
+def best_head_groups(plan: PlanValue, costs: CostModel, heads: tuple[int, int]) -> int:
     """The count of groups that is the fastest, by the ranks with the busiest link and with the most
     work; 1 where no other spares 3 % of the time of a forward and a backward pass.
 
@@ -42,17 +38,19 @@ def best_head_groups(plan: Plan, costs: CostModel, heads: tuple[int, int]) -> in
     passes = costs.passes(plan, *heads, DIM, DIM, ITEMSIZE)
     link = passes[0].link + passes[1].link
     compute = passes[0].compute + passes[1].compute
-    if len(counts) == 1 or (1 - WORTH) * compute.max() > link.max():
+    if len(counts) == 1 or (1 - FASTER) * compute.max() > link.max():
         return 1  # nothing to hide
     ranks = {int(np.argmax(link)), int(np.argmax(compute))}
     seconds = [max(_seconds(plan, rank, n, costs, heads) for rank in ranks) for n in counts]
     least = min(seconds)
-    if least >= WORTH * seconds[0]:
+    if least >= FASTER * seconds[0]:
         return 1
     return next(n for n, each in zip(counts, seconds, strict=True) if each <= 1.01 * least)
 
 
-def _seconds(plan: Plan, rank: int, count: int, costs: CostModel, heads: tuple[int, int]) -> float:
+def _seconds(
+    plan: PlanValue, rank: int, count: int, costs: CostModel, heads: tuple[int, int]
+) -> float:
     """Of a forward and a backward pass of a rank whose peers are never late."""
     return sum(
         _pass_seconds(plan, rank, count, costs, heads, backward=backward)
@@ -61,7 +59,13 @@ def _seconds(plan: Plan, rank: int, count: int, costs: CostModel, heads: tuple[i
 
 
 def _pass_seconds(
-    plan: Plan, rank: int, count: int, costs: CostModel, heads: tuple[int, int], *, backward: bool
+    plan: PlanValue,
+    rank: int,
+    count: int,
+    costs: CostModel,
+    heads: tuple[int, int],
+    *,
+    backward: bool,
 ) -> float:
     """Kernels run one after the other, each when its rows and keys are here; what travels does so
     one after the other too."""

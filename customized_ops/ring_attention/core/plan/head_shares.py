@@ -42,8 +42,8 @@ class HeadShare(NamedTuple):
 def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare, ...]:
     """The heads of each rank of a team, in order.
 
-    Up to as many ranks as key heads, key heads are dealt out as evenly as can be. More ranks are
-    dealt out to key heads as evenly as can be, and the query heads of a key head to its ranks.
+    Up to as many ranks as key heads, key heads are assigned as evenly as can be. More ranks are
+    assigned to key heads as evenly as can be, and the query heads of a key head to its ranks.
 
     Raises:
         ValueError: ``q_heads`` is no multiple of ``kv_heads``, or is less than ``team_size``. One
@@ -53,7 +53,7 @@ def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare,
         return (HeadShare(0, q_heads, 0, kv_heads),)
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of key heads to be dealt out to {team_size} ranks, "
+            f"query heads must be a multiple of key heads to be assigned to {team_size} ranks, "
             f"got {q_heads} and {kv_heads}"
         )
     if not 1 <= team_size <= q_heads:
@@ -62,15 +62,15 @@ def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare,
     if team_size <= kv_heads:
         return tuple(
             HeadShare(start * group, stop * group, start, stop)
-            for start, stop in _dealt(kv_heads, team_size)
+            for start, stop in _even_ranges(kv_heads, team_size)
         )
     return tuple(
         HeadShare(kv * group + start, kv * group + stop, kv, kv + 1)
-        for kv, (first, end) in enumerate(_dealt(team_size, kv_heads))
-        for start, stop in _dealt(group, end - first)
+        for kv, (first, end) in enumerate(_even_ranges(team_size, kv_heads))
+        for start, stop in _even_ranges(group, end - first)
     )
 
 
-def _dealt(count: int, parts: int) -> list[tuple[int, int]]:
+def _even_ranges(count: int, parts: int) -> list[tuple[int, int]]:
     """Ranges (start, stop) of 0 .. count - 1, of lengths that differ by one at most."""
     return list(pairwise(n * count // parts for n in range(parts + 1)))

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..arrays import Ints
 from ..layout import Layout
-from ..mask.intervals import Table, spread, touched
+from ..mask.intervals import spread, touched
 from .exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
 
 
-def located(needed: Table, pieces: Table) -> Moves:
+def located(needed: Ints, pieces: Ints) -> Moves:
     """Cut token ranges that teams need by who holds them.
 
     Args:
@@ -32,7 +33,7 @@ def located(needed: Table, pieces: Table) -> Moves:
     return np.stack([needed[n, 0], pieces[p, 0], token0, token1, offset], axis=1)
 
 
-def of_rank(needed: Table, layout: Layout, rank: int, team_size: int) -> Moves:
+def of_rank(needed: Ints, layout: Layout, rank: int, team_size: int) -> Moves:
     """The moves that ``rank`` has a part in: what its team needs, and what others need of it."""
     own = needed[:, 0] == rank // team_size
     pieces = layout.pieces
@@ -41,7 +42,7 @@ def of_rank(needed: Table, layout: Layout, rank: int, team_size: int) -> Moves:
     return np.concatenate([into, out])
 
 
-def counts(needed: Table, layout: Layout, team_size: int) -> Table:
+def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     """int64[P, 2]: tokens that each rank sends and receives, for one share of the heads each.
 
     A rank receives what its team needs less what it holds of that, and sends each of its tokens to
@@ -67,7 +68,7 @@ def counts(needed: Table, layout: Layout, team_size: int) -> Table:
     return np.stack([sent, received], axis=1).astype(np.int64)
 
 
-def sizes(needed: Table, tokens: Table, size: Table, team_size: int) -> Table:
+def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
     """int64[P, 2]: :func:`counts` in other units, where shares of the heads differ.
 
     Args:
@@ -82,12 +83,12 @@ def sizes(needed: Table, tokens: Table, size: Table, team_size: int) -> Table:
     return np.stack([sent, tokens[:, 1] * size], axis=1)
 
 
-def _before(ranges: Table) -> Callable[[Table], Table]:
+def _before(ranges: Ints) -> Callable[[Ints], Ints]:
     """A function from tokens to how much of ``ranges`` lies before each, ranges added up."""
     starts, stops = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])
     sums = [np.concatenate([[0], np.cumsum(ends)]) for ends in (starts, stops)]
 
-    def before(token: Table) -> Table:
+    def before(token: Ints) -> Ints:
         n, m = np.searchsorted(starts, token), np.searchsorted(stops, token)
         # Each range that starts before the token adds token - start, each that stops takes back.
         return n * token - sums[0][n] - (m * token - sums[1][m])
@@ -95,7 +96,7 @@ def _before(ranges: Table) -> Callable[[Table], Table]:
     return before
 
 
-def traffic(needed: Table, layout: Layout, team_size: int) -> Table:
+def traffic(needed: Ints, layout: Layout, team_size: int) -> Ints:
     """int64[P, P]: tokens that rank [s, r] sends to rank r, for one share of the heads."""
     size = layout.group_size
     moves = located(needed, layout.pieces)
@@ -107,7 +108,7 @@ def traffic(needed: Table, layout: Layout, team_size: int) -> Table:
     return np.bincount(links, count[away], minlength=size**2).astype(np.int64).reshape(size, size)
 
 
-def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Table:
+def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:
     """Stage 1..stages of each move by ring distance from the receiving to the sending team; 0 for
     what a rank that shares heads with nobody holds itself."""
     teams = ranks // team_size

@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..mask.intervals import Table, depth, joined, union
+from ..arrays import Ints
+from ..mask.intervals import depth, joined, union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, shift
 from .buffers import over_buffers
 from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Exchange, Moves, exchange
@@ -133,7 +134,7 @@ class RankPlan:
         return _most_parts(parts)
 
 
-def _sent(send: Table, to: Table) -> list[Table]:
+def _sent(send: Ints, to: Ints) -> list[Ints]:
     """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
     ranges = np.stack([send[:, 1], send[:, 1] + send[:, 2]], axis=1)
     return [ranges[to == each] for each in np.unique(to).tolist()]
@@ -145,7 +146,7 @@ def _row_hull(slices: Slices) -> Range:
     return int(slices[:, Q0].min()), int(slices[:, Q1].max())
 
 
-def _most_parts(parts: Iterable[Table]) -> int:
+def _most_parts(parts: Iterable[Ints]) -> int:
     """The most of ``parts``, each some int64[n, 2] of ranges, that hold one token."""
     ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
     _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
@@ -157,8 +158,8 @@ def rank_plan(
     slices: Slices,
     q_moves: Moves,
     kv_moves: Moves,
-    stage_of: Table,
-    held: Table,
+    stage_of: Ints,
+    held: Ints,
     n_stages: int,
     *,
     team_size: int,

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..arrays import Ints
 from ..layout import Layout
-from ..mask.intervals import Table, spread, touched
+from ..mask.intervals import spread, touched
 from .exchange import Exchange
 
 
@@ -33,7 +34,7 @@ def gather(source: Layout, rank: int) -> Exchange:
     return wanted_exchange(wanted[wanted[:, 1] < wanted[:, 2]], source, rank)
 
 
-def wanted_exchange(wanted: Table, source: Layout, rank: int) -> Exchange:
+def wanted_exchange(wanted: Ints, source: Layout, rank: int) -> Exchange:
     """``rank``'s side of an exchange.
 
     Args:
@@ -59,7 +60,7 @@ def wanted_exchange(wanted: Table, source: Layout, rank: int) -> Exchange:
     )
 
 
-def _rolled(pieces: Table, shift: int, total: int) -> Table:
+def _rolled(pieces: Ints, shift: int, total: int) -> Ints:
     """The ranges (rank, start, stop, offset) of ``pieces`` moved back by ``shift``, cut where they
     pass the start of the sequence."""
     shift %= max(total, 1)

@@ -1,18 +1,15 @@
-"""A plan in figures, and as a text that sets them beside what no plan can do better."""
+"""A plan as a text that sets its figures beside what no plan can do better."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..layout import Layout
-from ..mask.intervals import Table
-from ..mask.slices import areas
-from ..plan import Plan
-from ..plan.bounds import Bounds, lower_bounds
-from ..plan.cost import H200, CostModel, Pass
+from ...layout import Layout
+from ..cost import H200, CostModel, Pass
+from ..plan_value import PlanValue
+from .figures import Measures, measures
 
 # Up to so many ranks have a line each; of more, those at both ends and the busiest do.
 ALL_RANKS = 16
@@ -20,103 +17,8 @@ ENDS = 4
 BUSIEST = 2
 
 
-@dataclass(frozen=True)
-class Measures:
-    """A plan's figures. Those of a rank are for its share of the heads.
-
-    Attributes:
-        tokens: int64[P]: rows that each rank holds.
-        pairs: int64[P]: that each rank computes.
-        away_pairs: int64[P]: those of them whose row another rank holds.
-        calls, slices: int64[P]: kernel calls in the forward pass, and slices in them.
-        kv_received, rows_received: int64[P]: tokens in the forward pass.
-        sent_bytes, received_bytes: int64[P]: forward, batch 1.
-        bounds: of ``pairs`` and ``received_bytes``.
-        forward, backward: predicted times.
-        imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
-    """
-
-    tokens: Table
-    pairs: Table
-    away_pairs: Table
-    calls: Table
-    slices: Table
-    kv_received: Table
-    rows_received: Table
-    sent_bytes: Table
-    received_bytes: Table
-    bounds: Bounds
-    forward: Pass
-    backward: Pass
-    imbalance: float
-
-    @property
-    def pairs_gap(self) -> float:
-        """Pairs of the largest rank over the least possible."""
-        return _ratio(self.pairs.max(), self.bounds.pairs)
-
-    @property
-    def bytes_gap(self) -> float:
-        """Bytes that all ranks receive over the least possible; infinite where that is 0."""
-        return _ratio(self.received_bytes.sum(), self.bounds.total)
-
-    @property
-    def busiest_gap(self) -> float:
-        """The same of the rank that receives most."""
-        return _ratio(self.received_bytes.max(), self.bounds.busiest)
-
-
-def _ratio(value: float, least: float) -> float:
-    if least:
-        return float(value / least)
-    return float("inf") if value else 1.0
-
-
-def measures(
-    plan: Plan,
-    q_heads: int = 1,
-    kv_heads: int = 1,
-    head_dim: int = 1,
-    v_dim: int | None = None,
-    itemsize: int = 2,
-    costs: CostModel = H200,
-    reduce_itemsize: int | None = None,
-) -> Measures:
-    """The figures of ``plan`` for tensors of these sizes, batch 1.
-
-    Args:
-        itemsize: bytes per element of q, k and v.
-        costs: rates that times are predicted by.
-        reduce_itemsize: bytes per element of gradients that travel; None is 4, or 8 beside fp64.
-    Raises:
-        ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.
-    """
-    v_dim = head_dim if v_dim is None else v_dim
-    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
-    moved = plan.forward_bytes(*sizes)
-    ranks = [plan.rank(r) for r in range(plan.group_size)]
-    at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
-    slices = [sum(len(s.own) + len(s.guest) for s in mine.stages) for mine in ranks]
-    forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
-    return Measures(
-        tokens=np.array(plan.q_layout.sizes),
-        pairs=plan.area,
-        away_pairs=plan.area - np.array(at_home),
-        calls=np.array([mine.calls(kv_heads) for mine in ranks]),
-        slices=np.array(slices),
-        kv_received=plan.kv_tokens()[:, 1],
-        rows_received=plan.q_tokens()[:, 1],
-        sent_bytes=moved[:, 0],
-        received_bytes=moved[:, 1],
-        bounds=lower_bounds(plan, *sizes),
-        forward=forward,
-        backward=backward,
-        imbalance=plan.imbalance(q_heads, kv_heads),
-    )
-
-
 def report(
-    plan: Plan,
+    plan: PlanValue,
     q_heads: int = 1,
     kv_heads: int = 1,
     head_dim: int = 1,
@@ -145,7 +47,7 @@ def report(
     return "\n".join(lines)
 
 
-def _teams(plan: Plan, q_heads: int, kv_heads: int) -> list[str]:
+def _teams(plan: PlanValue, q_heads: int, kv_heads: int) -> list[str]:
     """A line on how heads are split, if they are."""
     if plan.team_size == 1:
         return []
@@ -154,7 +56,7 @@ def _teams(plan: Plan, q_heads: int, kv_heads: int) -> list[str]:
     return [f"{line}: {' or '.join(f'{h}:{g}' for h, g in shares)} each"]
 
 
-def _header(plan: Plan, figures: Measures, sizes: str, teams: list[str]) -> list[str]:
+def _header(plan: PlanValue, figures: Measures, sizes: str, teams: list[str]) -> list[str]:
     mask = plan.mask
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     same = plan.q_layout == plan.k_layout
@@ -179,7 +81,7 @@ def _header(plan: Plan, figures: Measures, sizes: str, teams: list[str]) -> list
     ]
 
 
-def _groups(plan: Plan) -> str:
+def _groups(plan: PlanValue) -> str:
     return f"{plan.head_groups} of key heads: keys of one arrive while those before are attended"
 
 

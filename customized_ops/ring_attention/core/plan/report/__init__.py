@@ -1,5 +1,6 @@
 """A plan in figures, as a text and as a picture."""
 
-from .plan_report import Measures, measures, report
+from .figures import Measures, measures
+from .text import report
 
 __all__ = ["Measures", "measures", "report"]

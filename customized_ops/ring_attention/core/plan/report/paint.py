@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from ..mask.intervals import Table, spread, touched
-from ..mask.slices import K0, K1, Q0, Q1, Slices
-from ..plan import Plan, moves
-from ..plan.exchange import RECV, SEND, TOKEN0, TOKEN1
-from ..plan.work import MAX_PARTS, TEAM, cut_keys
+from ...arrays import Floats, Ints
+from ...mask.intervals import spread, touched
+from ...mask.slices import K0, K1, Q0, Q1, Slices
+from .. import moves
+from ..exchange import RECV, SEND, TOKEN0, TOKEN1
+from ..plan_value import PlanValue
+from ..work import MAX_PARTS
+from ..work_parts import TEAM, cut_keys
 
-Parts = tuple[Slices, Table, Table]  # slices, the team of each, the step of each
-Image = npt.NDArray[np.float64]  # [height, width, 3], between 0 and 1
+Parts = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
+Image = Floats  # [height, width, 3], between 0 and 1
 
 PIXELS = 1024
 # Stripes of parts whose keys are received: period in pixels, and how pale.
 PERIOD, PALE = 24, 0.62
 
 
-def parts_by_step(plan: Plan) -> Parts:
+def parts_by_step(plan: PlanValue) -> Parts:
     """The plan's work cut by where its keys come from.
 
     Returns:
@@ -47,7 +49,7 @@ def parts_by_step(plan: Plan) -> Parts:
     return parts, teams, steps
 
 
-def paint(plan: Plan, parts: Parts, colors: Image, *, striped: bool) -> Image:
+def paint(plan: PlanValue, parts: Parts, colors: Image, *, striped: bool) -> Image:
     """The mask as an image of at most PIXELS each way, white where nothing is attended.
 
     Every pixel that a slice touches has its colour, so that thin ones are seen; a short sequence
@@ -83,7 +85,7 @@ def _pixels(tokens: int) -> int:
     return tokens * max(PIXELS // tokens, 1) if 0 < tokens <= PIXELS else PIXELS
 
 
-def _covered(start: Table, stop: Table, scale: float) -> tuple[Table, Table]:
+def _covered(start: Ints, stop: Ints, scale: float) -> tuple[Ints, Ints]:
     """First pixel, and the one after the last, that token ranges touch."""
     first = np.floor(start * scale).astype(np.int64)
     return first, np.ceil(stop * scale).astype(np.int64)

@@ -1,15 +1,14 @@
-"""The best deal of few chunks to ranks, and a proof of how good it is, by integer programming."""
+"""The best assignment of few chunks to ranks, with a proven bound, by integer programming."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from customized_ops.ring_attention.core.arrays import Ints
 
-# Up to this many variables (chunks * ranks) a deal may be solved exactly, ...
+# Up to this many variables (chunks * ranks) an assignment may be solved exactly, ...
 EXACT_VARIABLES = 400
 # ... in at most so many branch-and-bound nodes, times variables: some seconds at worst.
 EXACT_EFFORT = 600_000
@@ -18,13 +17,13 @@ PRECISION = 1e-6
 
 
 def solve(work: Ints, group_size: int, least: float) -> tuple[Ints | None, float]:
-    """The deal with the least largest load, or the best found; and a proven bound of that load.
+    """The assignment with the least largest load, or the best found; and a proven bound of it.
 
     Args:
         work: int64[n], of each chunk, 0 or more and not all 0.
         least: a bound that is known already.
     Returns:
-        int64[n] ranks, None if the effort allowed found no deal; the bound, up to PRECISION.
+        int64[n] ranks, None if the effort allowed found no assignment; the bound, up to PRECISION.
     """
     return _solve(work.tobytes(), group_size, least)
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..layout import Layout
-from ..mask.intervals import Table
-from ..plan import Plan
-from ..plan.cost import H200, CostModel
+from ...arrays import Ints
+from ...layout import Layout
+from ..cost import H200, CostModel
+from ..plan_value import PlanValue
+from .figures import measures
 from .paint import PALE, PIXELS, Image, paint, parts_by_step
-from .plan_report import format_bytes, format_seconds, layout_name, measures
+from .text import format_bytes, format_seconds, layout_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ FEW = len(PALETTE)
 
 
 def draw(
-    plan: Plan,
+    plan: PlanValue,
     path: str | PathLike[str],
     q_heads: int = 1,
     kv_heads: int = 1,
@@ -46,7 +47,7 @@ def draw(
     predict it. With heads split, a colour is that of the first rank of a team.
 
     Args:
-        q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.report.measures`.
+        q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.measures`.
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: no such format, or the heads do not suit the plan.
@@ -72,7 +73,7 @@ def draw(
     figure.savefig(path)
 
 
-def _title(plan: Plan, sizes: tuple[int, int, int, int, int], costs: CostModel) -> str:
+def _title(plan: PlanValue, sizes: tuple[int, int, int, int, int], costs: CostModel) -> str:
     mask, figures = plan.mask, measures(plan, *sizes, costs)
     names = [layout_name(layout).partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
@@ -100,8 +101,8 @@ def rank_colors(ranks: int) -> Image:
 
 
 def link_bytes(
-    plan: Plan, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
-) -> tuple[Table, Table]:
+    plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
+) -> tuple[Ints, Ints]:
     """(keys, rows): int64[P, P] bytes from rank [s] to rank [r] in the forward pass, batch 1: keys
     with values, and rows with the results that come back. Together they are ``forward_bytes``."""
     h, g = plan.heads_of_ranks(q_heads, kv_heads).T  # a rank receives, and sends home, its share
@@ -110,7 +111,7 @@ def link_bytes(
     return keys * g * (head_dim + v_dim) * itemsize, rows * h * head_dim * itemsize + results
 
 
-def _draw_mask(axes: Axes, plan: Plan, colors: Image) -> None:
+def _draw_mask(axes: Axes, plan: PlanValue, colors: Image) -> None:
     from matplotlib.patches import Patch
 
     mask = plan.mask
@@ -136,7 +137,7 @@ def _draw_mask(axes: Axes, plan: Plan, colors: Image) -> None:
     _legend(axes, plan, colors, Patch, steps=int(parts[2].max(initial=0)))
 
 
-def _legend(axes: Axes, plan: Plan, colors: Image, patch: Any, steps: int) -> None:
+def _legend(axes: Axes, plan: PlanValue, colors: Image, patch: Any, steps: int) -> None:
     """Ranks by colour, and what stripes mean."""
     step, ranks = plan.team_size, plan.group_size
     handles = []
@@ -189,7 +190,7 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     axes.axis("off")
 
 
-def _draw_links(axes: Axes, keys: Table, rows: Table) -> None:
+def _draw_links(axes: Axes, keys: Ints, rows: Ints) -> None:
     total = keys + rows
     unit = format_bytes(int(total.max(initial=0))).split()[1]
     scale = 1024 ** ("B", "KiB", "MiB", "GiB").index(unit)
@@ -220,7 +221,7 @@ def _draw_links(axes: Axes, keys: Table, rows: Table) -> None:
 
 def _draw_times(
     axes: Axes,
-    plan: Plan,
+    plan: PlanValue,
     colors: Image,
     sizes: tuple[int, int, int, int, int],
     costs: CostModel,

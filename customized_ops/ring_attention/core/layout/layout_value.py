@@ -1,0 +1,171 @@
+"""A layout as a value: what it holds, how it compares and prints, and how tensors are cut by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import Ints
+from . import layout_tables as tables
+from .layout_arguments import LayoutError, shorten
+from .layout_spec import write_ranges
+
+if TYPE_CHECKING:
+    import torch
+
+# A shard of up to so many ranges is cut and joined; of more, gathered token by token.
+FEW_RANGES = 32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayoutValue:
+    """Token ranges per rank, in the rank's local order; :class:`.Layout` is the class for users.
+
+    Attributes:
+        table: int64[n, 3]: rank, start, stop of each range of global tokens, by rank and in its
+            local order; local token n of a rank is the n-th token of its ranges. No range is empty
+            or continues the one before it. Over all ranks they cover 0..total-1, each token once.
+        group_size: number of ranks; some may hold nothing.
+        given_spec: short form of :attr:`spec`, where there is one.
+
+    Two layouts are equal when every rank holds the same tokens in the same order.
+
+    Raises:
+        LayoutError: the ranges leave a token out or hold one twice; names the first such token.
+    """
+
+    table: Ints
+    group_size: int
+    given_spec: str | None = None
+
+    def __post_init__(self) -> None:
+        table = tables.joined(self.table)
+        table.setflags(write=False)
+        object.__setattr__(self, "table", table)
+        tables.check_tiling(self.pieces)
+        for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
+            getattr(self, name)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.group_size, self.table.tobytes()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayoutValue):
+            return NotImplemented
+        return self is other or (
+            self.group_size == other.group_size and np.array_equal(self.table, other.table)
+        )
+
+    def __fx_create_arg__(self, tracer: object) -> str:
+        """In a graph that becomes Python code: text."""
+        from annotations.codegen.constants import to_text
+
+        return to_text(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        """The spec, its end left out where it is long: for messages."""
+        return shorten(self.spec)
+
+    def __repr__(self) -> str:
+        return f"Layout({self})"
+
+    @cached_property
+    def spec(self) -> str:
+        """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_spec`)."""
+        return self.given_spec or write_ranges(self.ranges)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank its global token ranges (start, stop) in local order, for people."""
+        return tuple(
+            tuple((start, stop) for start, stop in self._own(rank).tolist())
+            for rank in range(self.group_size)
+        )
+
+    @cached_property
+    def total(self) -> int:
+        """Number of tokens over all ranks."""
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of tokens on each rank."""
+        rank, start, stop = self.table.T
+        sizes = np.bincount(rank, weights=stop - start, minlength=self.group_size)
+        return tuple(sizes.astype(np.int64).tolist())
+
+    @cached_property
+    def pieces(self) -> Ints:
+        """int64[n, 4]: rank, start, stop, offset of ``start`` among the rank's own tokens.
+
+        Sorted by start: the pieces tile the sequence.
+        """
+        pieces = tables.by_start(self.table)
+        pieces.setflags(write=False)
+        return pieces
+
+    def _own(self, rank: int) -> Ints:
+        """int64[n, 2]: the rank's ranges."""
+        if not 0 <= rank < self.group_size:
+            raise LayoutError(f"rank must be in 0..{self.group_size - 1}, got {rank}")
+        first, last = np.searchsorted(self.table[:, 0], [rank, rank + 1])
+        return self.table[first:last, 1:]
+
+    def positions(self, rank: int) -> Ints:
+        """Global indices of rank's tokens in local order, int64: its position ids for RoPE."""
+        start, stop = self._own(rank).T
+        length = stop - start
+        before = np.cumsum(length) - length
+        return np.repeat(start - before, length) + np.arange(length.sum())
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """``rank``'s tokens of the whole tensor ``x``, whose dim ``dim`` is the sequence.
+
+        A view where the rank holds one range, else a copy; of more than FEW_RANGES, by an index
+        that is copied to the device of ``x``. Differentiable.
+
+        Raises:
+            LayoutError: ``x`` is not as long as the layout, or ``rank`` is not one of its ranks.
+        """
+        import torch
+
+        if x.shape[dim] != self.total:
+            raise LayoutError(
+                f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
+            )
+        own = self._own(rank)
+        if len(own) > FEW_RANGES:
+            return x.index_select(dim, torch.from_numpy(self.positions(rank)).to(x.device))
+        parts = [x.narrow(dim, start, stop - start) for start, stop in own.tolist()]
+        if not parts:
+            return x.narrow(dim, 0, 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """The whole tensor, from every rank's shard in rank order. Differentiable.
+
+        Raises:
+            LayoutError: the shards are not as long as the layout says.
+        """
+        import torch
+
+        given = tuple(shard.shape[dim] for shard in shards)
+        if given != self.sizes:
+            raise LayoutError(f"shards have {given} tokens, layout {self} gives {self.sizes}")
+        if len(self.pieces) > FEW_RANGES:
+            held = np.concatenate([self.positions(rank) for rank in range(self.group_size)])
+            index = torch.from_numpy(np.argsort(held)).to(shards[0].device)
+            return torch.cat(list(shards), dim).index_select(dim, index)
+        parts = [
+            shards[rank].narrow(dim, offset, stop - start)
+            for rank, start, stop, offset in self.pieces.tolist()
+        ]
+        return torch.cat(parts, dim) if parts else shards[0]

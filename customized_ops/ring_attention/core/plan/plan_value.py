@@ -1,0 +1,270 @@
+"""A plan as a value: its tables, what moves, kernel calls and bytes. It knows neither times nor
+how it was chosen nor how it is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Bools, Ints
+from ..layout import Layout
+from ..mask import AttnMask
+from ..mask.intervals import touched, union
+from ..mask.slices import K0, K1, Q0, Q1, areas
+from . import moves
+from .head_shares import HeadShare, head_shares
+from .rank_plan import RankPlan, rank_plan
+from .work_parts import TEAM, Work
+
+
+@dataclass(frozen=True, eq=False)
+class PlanValue:
+    """What every rank moves and computes.
+
+    Attributes:
+        work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
+        team_size: ranks that share out the heads of the same work; 1 where heads are not split.
+            Team t is ranks t * team_size and following; the n-th of a team has the n-th share
+            (:mod:`.head_shares`).
+        steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
+            once; else in how many steps they arrive.
+        head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
+            of fewer key heads, each is a group.
+        on_device: what the executor has copied to devices for this plan; goes with it.
+    """
+
+    mask: AttnMask
+    q_layout: Layout
+    k_layout: Layout
+    work: Work
+    team_size: int
+    steps: int
+    head_groups: int = 1
+    on_device: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks."""
+        return self.q_layout.group_size
+
+    @cached_property
+    def q_needed(self) -> Ints:
+        """int64[n, 3]: rows that each team computes some of: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, Q0], self.work[:, Q1])
+
+    @cached_property
+    def kv_needed(self) -> Ints:
+        """int64[n, 3]: keys that each team attends: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
+
+    @cached_property
+    def rows_move(self) -> bool:
+        """Whether a rank computes rows of another."""
+        return bool(self.q_tokens().any())
+
+    @cached_property
+    def keys_move(self) -> bool:
+        """Whether a rank attends keys of another."""
+        return bool(self.kv_tokens().any())
+
+    @cached_property
+    def gathered(self) -> bool:
+        """Whether keys are gathered first; where none move they are read in place."""
+        return self.steps == 0 and self.keys_move
+
+    @cached_property
+    def n_stages(self) -> int:
+        """Stages that each rank runs; all ranks run the same number, empty ones included."""
+        moving = not self.gathered and self.keys_move
+        return 1 + self.steps if moving else 1
+
+    @cached_property
+    def shared_rows(self) -> bool:
+        """Whether some row is computed by more than one team, so that results are merged."""
+        rows = self.q_needed[np.argsort(self.q_needed[:, 1], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, 2])
+        return bool((rows[1:, 1] < reach[:-1]).any())
+
+    @cached_property
+    def area(self) -> Ints:
+        """int64[P]: pairs that each rank computes, for its share of the heads."""
+        teams = self.group_size // self.team_size
+        per_team = np.zeros(teams, dtype=np.int64)
+        np.add.at(per_team, self.work[:, TEAM], areas(self.work[:, :TEAM]))
+        return np.repeat(per_team, self.team_size)
+
+    @cached_property
+    def kinds_of_calls(self) -> Bools:
+        """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
+        and over those of others; all rows of a slice of work count as attending all its keys."""
+        team, size = self.work[:, TEAM], self.team_size
+        kinds = np.zeros((2, 2, self.group_size), dtype=bool)
+        for member in range(size):
+            rank = team * size + member
+            rows = _own_and_others(self.work[:, [Q0, Q1]], rank, self.q_layout)
+            keys = _own_and_others(self.work[:, [K0, K1]], rank, self.k_layout)
+            for n, m in np.ndindex(2, 2):
+                kinds[n, m, rank[rows[n] & keys[m]]] = True
+        return kinds
+
+    def calls(self, kv_heads: int) -> Ints:
+        """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
+        over own keys and over those of others; what attends keys of others is a call for each group
+        of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are made, with
+        keys as if they came in one step. A call of many slices may be several of a library."""
+        own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
+        groups = min(self.head_groups, kv_heads)
+        if self.gathered:
+            return groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
+        own_keys, keys_of_others = own_rows + rows_of_others
+        return own_keys + groups * keys_of_others
+
+    @cached_property
+    def one_call_each(self) -> bool:
+        """Whether all that travels home in the backward is a single call's: no rank attends rows of
+        others over keys that it received."""
+        return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
+
+    @property
+    def guest_stages(self) -> int:
+        """In how many stages, from the first on, any rank attends rows of others, if one does."""
+        return 1 if self.one_call_each else self.n_stages
+
+    def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Ints:
+        """int64[P, 2]: query and key heads that each rank computes.
+
+        Raises:
+            ValueError: these heads cannot be split so many ways; see :func:`.head_shares`.
+        """
+        shares = head_shares(q_heads, kv_heads, self.team_size)
+        of_team = np.array([[share.q_heads, share.kv_heads] for share in shares])
+        return np.tile(of_team, (self.group_size // self.team_size, 1))
+
+    def largest_share(self, q_heads: int, kv_heads: int) -> HeadShare:
+        """The heads of the rank that has the most; errors are those of :meth:`heads_of_ranks`."""
+        shares = head_shares(q_heads, kv_heads, self.team_size)
+        return max(shares, key=lambda share: share.q_heads)
+
+    def imbalance(self, q_heads: int, kv_heads: int) -> float:
+        """Pairs times heads of the largest rank over the mean; 1 where there are none."""
+        work = self.area * self.heads_of_ranks(q_heads, kv_heads)[:, 0]
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def rank(self, rank: int) -> RankPlan:
+        """What ``rank`` does; made on first use."""
+        if rank not in self._ranks:
+            size = self.team_size
+            kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
+            stage_of = (
+                np.zeros(len(kv_moves), dtype=np.int64)
+                if self.gathered
+                else moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
+            )
+            pieces = self.k_layout.pieces
+            self._ranks[rank] = rank_plan(
+                rank,
+                self.work[self.work[:, TEAM] == rank // size, :TEAM],
+                moves.of_rank(self.q_needed, self.q_layout, rank, size),
+                kv_moves,
+                stage_of,
+                pieces[pieces[:, 0] == rank, 1:],
+                self.n_stages,
+                team_size=size,
+                gathered=self.gathered,
+                shared_rows=self.shared_rows,
+                head_groups=self.head_groups,
+            )
+        return self._ranks[rank]
+
+    def kv_tokens(self) -> Ints:
+        """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
+        one share of the heads each."""
+        return self._kv_tokens
+
+    def q_tokens(self) -> Ints:
+        """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
+        return self._q_tokens
+
+    @cached_property
+    def _kv_tokens(self) -> Ints:
+        return moves.counts(self.kv_needed, self.k_layout, self.team_size)
+
+    @cached_property
+    def _q_tokens(self) -> Ints:
+        return moves.counts(self.q_needed, self.q_layout, self.team_size)
+
+    def traffic(self) -> tuple[Ints, Ints]:
+        """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
+        return (
+            moves.traffic(self.kv_needed, self.k_layout, self.team_size),
+            moves.traffic(self.q_needed, self.q_layout, self.team_size),
+        )
+
+    def forward_bytes(
+        self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
+    ) -> Ints:
+        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1.
+
+        Keys and values go out; rows go out, their output and lse come back.
+        """
+        h, g = self.heads_of_ranks(q_heads, kv_heads).T
+        v_dim = head_dim if v_dim is None else v_dim
+        stat = max(itemsize, 4)  # lse is fp32, fp64 beside fp64
+        keys = self._kv_bytes(g * (head_dim + v_dim) * itemsize)
+        there = self._q_bytes(h * head_dim * itemsize)
+        back = self._q_bytes(h * (v_dim * itemsize + stat))[:, ::-1]
+        return keys + there + back
+
+    def backward_bytes(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None,
+        itemsize: int,
+        reduce_itemsize: int | None = None,
+        *,
+        lse_gradient: bool = False,
+    ) -> Ints:
+        """int64[P, 2]: bytes that each rank sends and receives in the backward pass, batch 1.
+
+        k and v go out again, dk and dv come home; rows of q, out and dout with their lse go out, dq
+        comes home.
+
+        Args:
+            reduce_itemsize: bytes per element of gradients that come home; None is that of the
+                inputs where :attr:`one_call_each`, else 4, or 8 beside fp64.
+            lse_gradient: whether the gradient of lse goes out with the rows.
+        """
+        h, g = self.heads_of_ranks(q_heads, kv_heads).T
+        v_dim = head_dim if v_dim is None else v_dim
+        wide = max(itemsize, 4)
+        home = reduce_itemsize or (itemsize if self.one_call_each else wide)
+        row = (head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide
+        there = self._kv_bytes(g * (head_dim + v_dim) * itemsize) + self._q_bytes(h * row)
+        back = self._kv_bytes(g * (head_dim + v_dim) * home) + self._q_bytes(h * head_dim * home)
+        return there + back[:, ::-1]
+
+    def _kv_bytes(self, size: Ints) -> Ints:
+        """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
+        is to attend it receives ``size[r]``."""
+        return moves.sizes(self.kv_needed, self._kv_tokens, size, self.team_size)
+
+    def _q_bytes(self, size: Ints) -> Ints:
+        """The same of query rows."""
+        return moves.sizes(self.q_needed, self._q_tokens, size, self.team_size)
+
+
+def _own_and_others(ranges: Ints, rank: Ints, layout: Layout) -> tuple[Bools, Bools]:
+    """Whether each range of tokens has some that its rank holds, and some that others hold."""
+    pieces = layout.pieces
+    count = len(pieces)
+    of_holders = np.sort(pieces[:, 0] * count + np.arange(count))  # by holder, then in order
+    first, last = touched(ranges[:, 0], ranges[:, 1], pieces[:, 1:3])
+    own = np.searchsorted(of_holders, rank * count + last)
+    own -= np.searchsorted(of_holders, rank * count + first)
+    return own > 0, own < last - first

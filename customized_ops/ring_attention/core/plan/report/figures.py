@@ -1,0 +1,108 @@
+"""A plan in figures, beside what no plan can do better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...arrays import Ints
+from ...mask.slices import areas
+from ..bounds import Bounds, lower_bounds
+from ..cost import H200, CostModel, Pass
+from ..plan_value import PlanValue
+
+
+@dataclass(frozen=True)
+class Measures:
+    """A plan's figures. Those of a rank are for its share of the heads.
+
+    Attributes:
+        tokens: int64[P]: rows that each rank holds.
+        pairs: int64[P]: that each rank computes.
+        away_pairs: int64[P]: those of them whose row another rank holds.
+        calls, slices: int64[P]: kernel calls in the forward pass, and slices in them.
+        kv_received, rows_received: int64[P]: tokens in the forward pass.
+        sent_bytes, received_bytes: int64[P]: forward, batch 1.
+        bounds: of ``pairs`` and ``received_bytes``.
+        forward, backward: predicted times.
+        imbalance: pairs times heads of the largest rank over the mean; 1 where there are none.
+    """
+
+    tokens: Ints
+    pairs: Ints
+    away_pairs: Ints
+    calls: Ints
+    slices: Ints
+    kv_received: Ints
+    rows_received: Ints
+    sent_bytes: Ints
+    received_bytes: Ints
+    bounds: Bounds
+    forward: Pass
+    backward: Pass
+    imbalance: float
+
+    @property
+    def pairs_gap(self) -> float:
+        """Pairs of the largest rank over the least possible."""
+        return _ratio(self.pairs.max(), self.bounds.pairs)
+
+    @property
+    def bytes_gap(self) -> float:
+        """Bytes that all ranks receive over the least possible; infinite where that is 0."""
+        return _ratio(self.received_bytes.sum(), self.bounds.total)
+
+    @property
+    def busiest_gap(self) -> float:
+        """The same of the rank that receives most."""
+        return _ratio(self.received_bytes.max(), self.bounds.busiest)
+
+
+def _ratio(value: float, least: float) -> float:
+    if least:
+        return float(value / least)
+    return float("inf") if value else 1.0
+
+
+def measures(
+    plan: PlanValue,
+    q_heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 1,
+    v_dim: int | None = None,
+    itemsize: int = 2,
+    costs: CostModel = H200,
+    reduce_itemsize: int | None = None,
+) -> Measures:
+    """The figures of ``plan`` for tensors of these sizes, batch 1.
+
+    Args:
+        itemsize: bytes per element of q, k and v.
+        costs: rates that times are predicted by.
+        reduce_itemsize: as for :meth:`.PlanValue.backward_bytes`.
+    Raises:
+        ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.
+    """
+    v_dim = head_dim if v_dim is None else v_dim
+    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+    moved = plan.forward_bytes(*sizes)
+    ranks = [plan.rank(r) for r in range(plan.group_size)]
+    at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
+    slices = [sum(len(s.own) + len(s.guest) for s in mine.stages) for mine in ranks]
+    forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
+    return Measures(
+        tokens=np.array(plan.q_layout.sizes),
+        pairs=plan.area,
+        away_pairs=plan.area - np.array(at_home),
+        calls=np.array([mine.calls(kv_heads) for mine in ranks]),
+        slices=np.array(slices),
+        kv_received=plan.kv_tokens()[:, 1],
+        rows_received=plan.q_tokens()[:, 1],
+        sent_bytes=moved[:, 0],
+        received_bytes=moved[:, 1],
+        bounds=lower_bounds(plan, *sizes),
+        forward=forward,
+        backward=backward,
+        imbalance=plan.imbalance(q_heads, kv_heads),
+    )

@@ -1,0 +1,128 @@
+"""Rows given away by teams with too much work."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+
+from ..arrays import Floats, Ints
+from ..layout import Layout
+from ..mask.intervals import spread
+from ..mask.slices import Q0, Slices
+from .work_parts import (
+    TEAM,
+    TILE_ROWS,
+    TOLERANCE,
+    Work,
+    area_per_cell,
+    area_per_team,
+    cut_rows,
+    with_team,
+)
+
+
+def evened(work: Work, layout: Layout, team_size: int) -> Work:
+    """Teams with more than the mean area give rows that they hold to teams with less.
+
+    Surpluses and deficits are matched largest first, so that at most one transfer fewer than there
+    are teams is made, and each is cut from one end of a piece: the end where the rows are denser,
+    because then fewer rows move.
+    """
+    teams = layout.group_size // team_size
+    area = area_per_team(work, teams)
+    mean = area.sum() / teams
+    if area.max(initial=0) <= (1 + TOLERANCE) * mean:
+        return work
+    pieces = layout.pieces
+    piece = np.searchsorted(pieces[:, 1], work[:, Q0], side="right") - 1
+    giveable = work[:, TEAM] == pieces[piece, 0] // team_size
+    given = work[giveable, :TEAM]
+    cells, cell_area = _cells(given, layout, TOLERANCE * mean)
+    holder = pieces[np.searchsorted(pieces[:, 1], cells[:, 0], side="right") - 1, 0] // team_size
+    computes = _assign(cells, holder, cell_area, area - mean, TOLERANCE / 2 * mean)
+    # Neighbouring cells that stay together are one range again.
+    edge = np.ones(len(cells), dtype=bool)
+    edge[1:] = (computes[1:] != computes[:-1]) | (holder[1:] != holder[:-1])
+    heads = np.flatnonzero(edge)
+    ranges = np.stack([cells[heads, 0], np.append(cells[heads[1:], 0], layout.total)], axis=1)
+    _, n, parts = cut_rows(given, ranges)
+    after = np.concatenate([work[~giveable], with_team(parts, computes[heads][n])])
+    return after if area_per_team(after, teams).max() < area.max() else work
+
+
+def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Ints, Floats]:
+    """The sequence cut where work may be: at the layout's pieces, at multiples of 128 to suit
+    kernels' tiles, and finer where a cell would hold an area above ``most``; with areas."""
+    pieces = layout.pieces
+    grid = np.arange(0, layout.total, TILE_ROWS)
+    bounds = np.sort(np.concatenate([grid, pieces[:, 1], [layout.total]]), kind="stable")
+    bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
+    area = area_per_cell(slices, bounds)
+    parts = np.minimum(np.ceil(area / most), np.diff(bounds)).astype(np.int64).clip(1)
+    if (parts > 1).any():
+        x, n = spread(np.zeros_like(parts), parts)
+        inner = bounds[x] + (bounds[x + 1] - bounds[x]) * n // parts[x]
+        bounds = np.append(inner, layout.total)
+        area = area_per_cell(slices, bounds)
+    return np.stack([bounds[:-1], bounds[1:]], axis=1), area
+
+
+def _assign(cells: Ints, holder: Ints, cell_area: Floats, excess: Ints, slack: float) -> Ints:
+    """The team that computes each cell, after teams with an excess of area have given some away."""
+    computes = holder.copy()
+    before = [0.0, *np.cumsum(cell_area).tolist()]  # area of the cells before a cell
+    rows = [*cells[:, 0].tolist(), int(cells[-1, 1])]
+    breaks = np.flatnonzero(holder[1:] != holder[:-1]) + 1
+    spans: dict[int, list[list[int]]] = {}
+    for c0, c1 in zip([0, *breaks.tolist()], [*breaks.tolist(), len(cells)], strict=True):
+        spans.setdefault(int(holder[c0]), []).append([c0, c1])
+    givers = [(-e, team) for team, e in enumerate(excess.tolist()) if e > slack]
+    takers = [(e, team) for team, e in enumerate(excess.tolist()) if e < -slack]
+    heapq.heapify(givers)
+    heapq.heapify(takers)
+    while givers and takers:
+        (surplus, giver), (deficit, taker) = givers[0], takers[0]
+        surplus, deficit = -surplus, -deficit  # heaps give the smallest first
+        amount = min(surplus, deficit)
+        for c0, c1 in _give(spans.get(giver, []), before, rows, amount, slack):
+            computes[c0:c1] = taker
+        for heap, left, team in (
+            (givers, surplus - amount, giver),
+            (takers, deficit - amount, taker),
+        ):
+            heapq.heappop(heap)
+            if left > slack:
+                heapq.heappush(heap, (-left, team))
+    return computes
+
+
+def _give(
+    spans: list[list[int]], before: list[float], rows: list[int], amount: float, slack: float
+) -> list[tuple[int, int]]:
+    """Cut cells worth about ``amount`` off ``spans``, in place; returns the ranges of cells."""
+    given = []
+    for span in reversed(spans):
+        if amount <= slack:
+            break
+        c0, c1 = span
+        if before[c1] == before[c0]:
+            continue
+        tail = _closest(before, before[c1] - amount, c0, c1)
+        head = _closest(before, before[c0] + amount, c0, c1)
+        if rows[c1] - rows[tail] <= rows[head] - rows[c0]:
+            cut, span[1] = (tail, c1), tail
+        else:
+            cut, span[0] = (c0, head), head
+        if cut[0] < cut[1]:
+            given.append(cut)
+            amount -= before[cut[1]] - before[cut[0]]
+    return given
+
+
+def _closest(before: list[float], area: float, c0: int, c1: int) -> int:
+    """The cell boundary in c0..c1 with nearest to ``area`` before it."""
+    low = min(max(bisect_right(before, area, c0, c1 + 1) - 1, c0), c1)
+    high = min(max(bisect_left(before, area, c0, c1 + 1), c0), c1)
+    return low if area - before[low] <= before[high] - area else high

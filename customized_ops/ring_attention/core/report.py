@@ -1,0 +1,5 @@
+"""A plan in figures and as a text: see :mod:`.plan.report`."""
+
+from .plan.report import Measures, measures, report
+
+__all__ = ["Measures", "measures", "report"]
