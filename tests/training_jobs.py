@@ -89,7 +89,10 @@ def norm_of_parts(norm_type: float, max_norm: float) -> tuple[float, list[Tensor
         for g, place in zip(whole_grads(), cut, strict=True)
     ]
     norm = norms.total_norm(grads, norm_type)
-    norms.clip(grads, norm, max_norm)
+    for grad in grads:
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad
+        nn.utils.clip_grads_with_norm_(parameter, max_norm, norm)
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     return norm.item(), [g.cpu() for g in whole]
 

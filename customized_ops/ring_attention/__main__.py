@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from annotations.progress import counted, stage
+
 from .core.kernels.listing import listing
 from .core.layout import Layout
 from .core.mask import AttnMask
@@ -45,16 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _plan(options: argparse.Namespace) -> str:
     """Make the plan, draw it if asked to, and return its report."""
     mask = _mask(options)
-    layout = _layout(options, mask)
-    plan = make_plan(
-        mask,
-        layout,
-        assignment=options.assignment,
-        stages=options.stages,
-        heads=options.heads,
-        team_size=options.team_size,
-        head_groups=options.head_groups,
-    )
+    with stage(f"layout {options.layout}"):
+        layout = _layout(options, mask)
+    with stage("planning"):
+        plan = make_plan(
+            mask,
+            layout,
+            assignment=options.assignment,
+            stages=options.stages,
+            heads=options.heads,
+            team_size=options.team_size,
+            head_groups=options.head_groups,
+        )
+    for rank in counted(range(options.ranks), "plans of ranks"):
+        plan.rank(rank)
     sizes = (*options.heads, options.head_dim, options.v_dim, options.itemsize)
     if options.draw is not None:
         draw(plan, options.draw, *sizes)

@@ -127,7 +127,9 @@ def test_plans_given_back(two_ranks: Pool, tmp_path: Path) -> None:
     first, said = replies[0]
     assert said["file"] == first
     assert json.loads(said["first layer open"])["splits"]["ring_attn_1"] == "l"
-    assert said["heads"].startswith("PolicyError: the plan has ring_attn as Lying(split=('hd',)")
+    assert said["heads"].startswith(
+        "PolicyError: the plan has ring_attn as OpPlacements(split=('hd',)"
+    )
     assert "R R R -> R R\n" in said["heads"] and "(split l)" in said["heads"]
     assert said["at odds"].startswith(
         "PolicyError: the plan's splits have ring_attn on ('g',), and its ops on ('l',)"

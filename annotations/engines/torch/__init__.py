@@ -1,13 +1,12 @@
 """The embedded engine: torch.export and DTensor, nothing else to install.
 
-capture -> strategies -> planner -> execute       -> lowered            report: the plan as a table
-(graph)    (per op)      (one each)  (on DTensors)   (on plain tensors)  entry: parallelize
-                                                                         module: ParallelModule
+capture -> strategies -> plan           ->  run                        report: a plan as a table
+(graph)    (of each op)  (one of each)      (on DTensors, or lowered    module: ParallelModule, and
+                                             to plain tensors)           parallelize in entry
 
-In between, label_shift takes slices off logits, and hoist puts a sequence in another order, once:
-order_cut says which ops run in it, axes and op_axes which ops may, and reorder rewrites the graph.
+In between, permute puts a sequence in another order, once, so that contiguous parts are even work.
 
-rates: speeds, measured    rehearsal: plans without ranks    replay: plans given back
+plan: rates (speeds, measured), dry_run (plans without ranks), saved_plan (plans as policies)
 
 .. include:: ../../docs/planning.md
 .. include:: ../../docs/training.md

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..config import ComputeConfig
 from .plan.dry_run import plan_without_ranks
+from .plan.meshes import axis_names, mesh_of_copies
 from .plan.rates import calibrate, rates_file
 
 
@@ -32,11 +32,7 @@ def measure(arguments: argparse.Namespace) -> None:
     copies = dist.get_world_size() // math.prod(shape)
     if copies * math.prod(shape) != dist.get_world_size():
         raise SystemExit(f"--mesh {shape}: the {dist.get_world_size()} ranks are no multiple of it")
-    axes = tuple(f"axis{n}" for n in range(len(shape)))
-    whole = init_device_mesh(
-        "cuda" if cuda else "cpu", (copies, *shape), mesh_dim_names=("copy", *axes)
-    )
-    mesh = whole[axes] if len(axes) > 1 else whole[axes[0]]
+    mesh = mesh_of_copies("cuda" if cuda else "cpu", copies, shape)[axis_names(shape)]
     rates = calibrate(mesh, copies)
     if dist.get_rank() == 0:
         print(rates)
@@ -47,25 +43,25 @@ def measure(arguments: argparse.Namespace) -> None:
 def plan(arguments: argparse.Namespace) -> None:
     """In one process: print the plan of a model."""
     model, example = _model(arguments.model)
-    told: dict[str, object] = {"mesh_shape": tuple(arguments.mesh)}
+    settings: dict[str, object] = {"mesh_shape": tuple(arguments.mesh)}
     if arguments.memory:
-        told["memory_bytes"] = arguments.memory
+        settings["memory_bytes"] = arguments.memory
     ranks = math.prod(arguments.mesh)
-    config = ComputeConfig(ranks, ranks * arguments.copies, pas_config=told)
+    config = ComputeConfig(ranks, ranks * arguments.copies, pas_config=settings)
     found = plan_without_ranks(model, example, arguments.policy, config)
     print(found)
     if arguments.json:
         Path(arguments.json).write_text(found.to_json())
 
 
-def _model(place: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+def _model(path: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     """What ``module:function`` returns."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     made = getattr(importlib.import_module(module), name)()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         return made
     raise SystemExit(
-        f"plan: {place} must return a module and example arguments of its forward by name, e.g. "
+        f"plan: {path} must return a module and example arguments of its forward by name, e.g. "
         f"(model, {{'tokens': tokens}}), but returned {type(made).__name__}"
     )
 

@@ -1,16 +1,19 @@
 """``parallelize``: what a call asks for is checked and compared over all ranks, and only then made.
 
-What one rank alone would refuse all of them hear of, so that none waits for it for ever.
+What one rank refuses, every rank raises, so that none waits for it for ever.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from annotations.progress import stage
 
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
@@ -38,7 +41,7 @@ def parallelize(
 ) -> ParallelModule:
     """Cut a single-device module over ranks, by the embedded engine.
 
-    Every rank calls this alike, after ``torch.distributed.init_process_group``. The module is
+    Every rank makes the same call, after ``torch.distributed.init_process_group``. The module is
     copied; all copies start from rank 0's weights.
 
     Args:
@@ -56,7 +59,7 @@ def parallelize(
             tuple for one word an axis. A function makes that mapping from the annotated ops
             (:class:`~.policies.OpSite`) and the config. A plan made before, or the path of one in
             a file (``plan.to_json()``), is followed where it says something.
-        compute_config: how many ranks, as which mesh, and what the planner is told.
+        compute_config: how many ranks, as which mesh, and settings of the planner.
         module_dtype: convert the copy to this dtype first.
         compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
             with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
@@ -87,83 +90,102 @@ def parallelize(
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
         VerificationError: with ``verify``, something differs from the single module; names it.
     """
-    options = {
-        "module_dtype": module_dtype,
-        "compute_dtype": compute_dtype,
-        "verify": verify if isinstance(verify, bool) else "on arguments",
-        "lowered": lowered,
-        "compile": compile,
-    }
-    module = module_or_module_class
-    problem: Exception | None = None
-    try:
-        given = _checked(module, dummy_forward_args, pas_policy, compute_config, nnscaler_only)
-        if isinstance(verify, Mapping) and compute_config.plan_ngpus > 1:
-            bound_arguments(given, verify, "verify's arguments")
-        if compile and not lowered:
+    request = _Request(
+        module_or_module_class, dummy_forward_args, pas_policy, compute_config, module_dtype,
+        compute_dtype, verify, lowered, compile, nnscaler_only,
+    )  # fmt: skip
+    module = request.agreed()
+    example = verify if isinstance(verify, Mapping) else dummy_forward_args
+    parallel = request.made(module, example)
+    if verify and compute_config.ranks > 1:
+        alone = copy.deepcopy(module)
+        same_weights(alone)
+        with stage("verifying"):
+            same_as_alone(parallel, alone, example)
+    return parallel if example is dummy_forward_args else request.made(module, dummy_forward_args)
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """The arguments of :func:`parallelize`, of any type until they are checked."""
+
+    module: Any
+    example: Any
+    policy: Any
+    config: ComputeConfig
+    module_dtype: Any
+    compute_dtype: Any
+    verify: bool | Mapping[str, Any]
+    lowered: bool
+    compile: bool
+    nnscaler_only: Mapping[str, Any]
+
+    def agreed(self) -> torch.nn.Module:
+        """The module in its dtype, where all ranks ask for the same, and none refuses it."""
+        module, problem = self.module, None
+        try:
+            self._check()
+            if self.module_dtype is not None:
+                module = copy.deepcopy(module).to(self.module_dtype)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem = error
+        options = {
+            "module_dtype": self.module_dtype,
+            "compute_dtype": self.compute_dtype,
+            "verify": self.verify if isinstance(self.verify, bool) else "on arguments",
+            "lowered": self.lowered,
+            "compile": self.compile,
+        }
+        alone = _nobody_to_ask(self.config)
+        if alone is None and self.config.ranks > 1:
+            same_request(self.config, self.policy, module, options, problem)
+        problem = problem or alone
+        if problem is not None:
+            raise problem
+        return module
+
+    def made(self, module: torch.nn.Module, example: Mapping[str, Any]) -> ParallelModule:
+        """The parallel module for these example arguments."""
+        given = module, example, self.policy, self.config, self.compute_dtype
+        return ParallelModule(*given, lowered=self.lowered, compile=self.compile)
+
+    def _check(self) -> None:
+        """Raises what :func:`parallelize` raises of its arguments."""
+        for name, value in self.nnscaler_only.items():
+            if name not in NNSCALER_OPTIONS:
+                raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+            if value != NNSCALER_OPTIONS[name]:
+                raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+        check_embedded(self.config)
+        self._check_module()
+        if not isinstance(self.policy, EnginePlan) and not is_path(self.policy):
+            named(self.policy)
+        if isinstance(self.verify, Mapping) and self.config.plan_ngpus > 1:
+            bound_arguments(self.module, self.verify, "verify's arguments")
+        if self.compile and not self.lowered:
             raise ValueError(
                 "parallelize: compile=True needs lowered=True: what is compiled is lowered"
             )
         for name in ("module_dtype", "compute_dtype"):
-            if not isinstance(options[name], torch.dtype | None):
-                raise TypeError(
-                    f"parallelize: {name} must be a torch.dtype or None, got {options[name]!r}"
-                )
-        if module_dtype is not None:
-            module = copy.deepcopy(given).to(module_dtype)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem = error
-    unheard = _nobody_to_ask(compute_config)
-    if unheard is None and compute_config.ranks > 1:
-        same_request(compute_config, pas_policy, module, options, problem)
-    problem = problem or unheard
-    if problem is not None:
-        raise problem
-    assert isinstance(module, torch.nn.Module)
+            dtype = getattr(self, name)
+            if not isinstance(dtype, torch.dtype | None):
+                raise TypeError(f"parallelize: {name} must be a torch.dtype or None, got {dtype!r}")
 
-    def made(example: Mapping[str, Any]) -> ParallelModule:
-        given = module, example, pas_policy, compute_config, compute_dtype
-        return ParallelModule(*given, lowered=lowered, compile=compile)
-
-    example = verify if isinstance(verify, Mapping) else dummy_forward_args
-    parallel = made(example)
-    if verify and compute_config.ranks > 1:
-        alone = copy.deepcopy(module)
-        same_weights(alone)
-        same_as_alone(parallel, alone, example)
-    return parallel if example is dummy_forward_args else made(dummy_forward_args)
-
-
-def _checked(
-    module: object,
-    dummy_forward_args: object,
-    policy: AnyPolicy,
-    config: ComputeConfig,
-    nnscaler_only: Mapping[str, Any],
-) -> torch.nn.Module:
-    """The module, where :func:`parallelize` raises nothing of its arguments."""
-    for name, value in nnscaler_only.items():
-        if name not in NNSCALER_OPTIONS:
-            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-        if value != NNSCALER_OPTIONS[name]:
-            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
-    check_embedded(config)
-    if not isinstance(module, torch.nn.Module):
-        raise NotImplementedError(
-            "parallelize: module classes are not supported yet; pass a module"
-        )
-    if any(isinstance(part, ParallelModule) for part in module.modules()):
-        raise ValueError("parallelize: the module, or a part of it, is parallelized already")
-    if not isinstance(dummy_forward_args, Mapping):
-        raise TypeError(
-            "parallelize: dummy_forward_args must map forward's argument names to example values, "
-            f"got {type(dummy_forward_args).__name__}"
-        )
-    if config.plan_ngpus > 1:  # whole copies are not captured
-        bound_arguments(module, dummy_forward_args)
-    if not isinstance(policy, EnginePlan) and not is_path(policy):
-        named(policy)
-    return module
+    def _check_module(self) -> None:
+        """And its example arguments."""
+        if not isinstance(self.module, torch.nn.Module):
+            raise NotImplementedError(
+                "parallelize: module classes are not supported yet; pass a module"
+            )
+        if any(isinstance(part, ParallelModule) for part in self.module.modules()):
+            raise ValueError("parallelize: the module, or a part of it, is parallelized already")
+        if not isinstance(self.example, Mapping):
+            raise TypeError(
+                "parallelize: dummy_forward_args must map forward's argument names to example "
+                f"values, got {type(self.example).__name__}"
+            )
+        if self.config.plan_ngpus > 1:  # whole copies are not captured
+            bound_arguments(self.module, self.example)
 
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:

@@ -2,7 +2,7 @@
 
     .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
 
-A backward that is one graph (:mod:`.lowered`) tells of a gradient before it is in .grad: a bucket
+A backward that is one graph (:mod:`.lowered`) reports a gradient before it is in .grad: a bucket
 starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
 
 A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
@@ -112,37 +112,33 @@ class Reducer:
         self._started = 0
         self._hooks: list[Any] = []
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
-        self._told: dict[Parameter, tuple[int, int]] = {}
+        self._reported: dict[Parameter, tuple[int, int]] = {}
         self._forwards = 0
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Take these parameters, before the backward; all ranks alike."""
+        """Take these parameters, before the backward; every rank takes the same."""
         parameters = [p for p in parameters if p.requires_grad]
-        same = len(parameters) == len(self._watched) and all(
-            a is b for a, b in zip(parameters, self._watched, strict=True)
-        )
-        if same and not self._recast():
+        same = list(map(id, parameters)) == list(map(id, self._watched))
+        # Another dtype since: buckets are of one.
+        recast = any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
+        if same and not recast:
             return
         for hook in self._hooks:
             hook.remove()
-        self._watched = list(parameters)
+        self._watched = parameters
         # The backward comes to the last parameters first.
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
         self._started = 0
         self._hooks = []
         self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
-        self._told = {}
+        self._reported = {}
         if self._overlap:
             for p in self._places:
                 self._hooks.append(p.register_hook(partial(self._complete, p)))
                 self._hooks.append(p.register_post_accumulate_grad_hook(self._accumulated))
 
-    def _recast(self) -> bool:
-        """Whether the module was converted to another dtype since."""
-        return any(len({p.dtype for p in bucket.parameters}) > 1 for bucket in self._buckets)
-
     def forward(self) -> None:
-        """A forward runs whose backward may tell of gradients."""
+        """A forward runs whose backward may report gradients."""
         self._forwards += 1
 
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
@@ -154,14 +150,13 @@ class Reducer:
         # Autograd adds up what several forwards find, and hooks may change it.
         alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
         if self._overlap and not self._paused and alone and parameter in self._places:
-            self._told[parameter] = gradient.data_ptr(), gradient._version
+            self._reported[parameter] = gradient.data_ptr(), gradient._version
             self._take(parameter, gradient)
 
     def _complete(self, parameter: Parameter, gradient: Tensor) -> None:
         """Autograd has all of a gradient, and adds it to ``.grad`` next."""
-        told = self._told.get(parameter)
-        same = local(gradient)
-        if told is not None and (same.data_ptr(), same._version) != told:
+        reported, now = self._reported.get(parameter), local(gradient)
+        if reported is not None and (now.data_ptr(), now._version) != reported:
             raise RuntimeError(
                 f"a parameter {tuple(parameter.shape)} has a gradient from outside of the module "
                 "too, or from a backward that did not put it into .grad (torch.autograd.grad), but "
@@ -172,7 +167,7 @@ class Reducer:
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
         self._forwards = 0
-        if self._told.pop(parameter, None) is not None:
+        if self._reported.pop(parameter, None) is not None:
             bucket, n = self._places[parameter]
             bucket.early.pop(n, None)
         elif not self._paused:
@@ -209,7 +204,7 @@ class Reducer:
 
     def sync(self) -> None:
         """Start what has not started yet, and wait for all."""
-        if self._told:
+        if self._reported:
             raise RuntimeError(
                 "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
                 "or backward(inputs=...)), and they are being added up over ranks: run it in "

@@ -6,13 +6,14 @@ and over ranks, and the optimizer, see the dtype of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 def cast(attribute: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -34,25 +35,19 @@ def call(
     return torch.func.functional_call(module, values, args, dict(kwargs))
 
 
-@contextmanager
-def in_dtype(module: Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """The module has copies of its parameters in the dtype to compute in, tied ones tied."""
+def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """While inside, the module has copies of its parameters in the dtype to compute in, tied ones
+    tied."""
     if dtype is None:
-        yield
-        return
-    before = [(m, dict(m._parameters)) for m in module.modules()]
-    copies: dict[Parameter, Parameter] = {}
-    try:
-        for owner, parameters in before:
-            for name, p in parameters.items():
-                if p is not None and _is_cast(p, dtype):
-                    if p not in copies:
-                        copies[p] = Parameter(p.detach().to(dtype), p.requires_grad)
-                    owner._parameters[name] = copies[p]
-        yield
-    finally:
-        for owner, parameters in before:
-            owner._parameters.update(parameters)
+        return nullcontext()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    copies = {
+        p: Parameter(p.detach().to(dtype), p.requires_grad)
+        for p in set(named.values())
+        if _is_cast(p, dtype)
+    }
+    values: dict[str, Tensor] = {name: copies[p] for name, p in named.items() if p in copies}
+    return _reparametrize_module(module, values, stack_weights=True)
 
 
 def _is_cast(value: Tensor, dtype: torch.dtype) -> bool:

@@ -8,32 +8,30 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
-from ..capture.capture import Captured, CaptureError, capture
+from ..capture.capture import Captured, CaptureError
 from ..capture.dropout import draw_seed
-from ..capture.label_shift import whole_logits
-from ..plan.planning import AnyPolicy, shaped, shared_plan, shared_policy
+from ..plan.meshes import axis_names, mesh_of_copies
+from ..plan.planning import AnyPolicy, Planning, captured_in, shared_plan, shared_policy
 from ..plan.rates import known_rates
 from ..report.engine_plan import EnginePlan, whole_copies
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Places
-from . import mixed_precision as computing
+from . import mixed_precision
 from .arrivals import Arrivals
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
 from .rank_agreement import same_batch, same_examples
 from .sharded_parameters import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
-
-_meshes: dict[tuple[str, int, int], tuple[Any, DeviceMesh, DeviceMesh]] = {}
 
 
 class ParallelModule(TrainingModule):
@@ -89,20 +87,27 @@ class ParallelModule(TrainingModule):
         self._lowered, self._compile = lowered, compile
         self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
         self._plans: dict[tuple[bool, ...], EnginePlan] = {}
-        self._register_load_state_dict_pre_hook(self._fit_state)
+        self._register_load_state_dict_pre_hook(cut_to_fit, with_module=True)
         if config.ranks > 1:
-            self._mesh, copies = _mesh(config, next(tensors_of(self), None))
-            self._policy = shared_policy(policy)
-            self._plan_mesh = shaped(self._mesh, config)
-            same_examples(dummy_forward_args)
-            same_weights(self)
-            cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
-            group = copies.get_group() if config.num_scale_units > 1 else None
-            self._reducer = Reducer(cap, group, overlap=config.use_async_reducer)
+            self._join(policy)
         if config.plan_ngpus > 1:
             self._program()
         else:
             self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
+
+    def _join(self, policy: AnyPolicy) -> None:
+        """Meshes of all ranks, which then have one policy and one set of weights."""
+        config, like = self.compute_config, next(tensors_of(self), None)
+        where = "cpu" if like is None else like.device.type, config.num_scale_units
+        self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
+        copies = mesh_of_copies(*where, config.mesh_shape)
+        self._plan_mesh = copies[axis_names(config.mesh_shape)]
+        self._policy = shared_policy(policy)
+        same_examples(self._dummy_forward_args)
+        same_weights(self)
+        cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
+        group = copies["copy"].get_group() if config.num_scale_units > 1 else None
+        self._reducer = Reducer(cap, group, overlap=config.use_async_reducer)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +130,7 @@ class ParallelModule(TrainingModule):
                 self._arrivals.watch(parameters)
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training
-            return computing.call(self._original, self.compute_dtype, args, kwargs)
+            return mixed_precision.call(self._original, self.compute_dtype, args, kwargs)
         program = self._program()
         on_cpu = self._mesh.device_type == "cpu"
         named = functools.partial(self._named, args, kwargs)
@@ -163,9 +168,6 @@ class ParallelModule(TrainingModule):
         dropouts = [m for m in self.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
         return any(m.training and m.p > 0 for m in dropouts)
 
-    def _fit_state(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        cut_to_fit(self, state, prefix)
-
     def _refuse_autocast(self) -> None:
         device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
         if device and torch.is_autocast_enabled(device):
@@ -175,17 +177,14 @@ class ParallelModule(TrainingModule):
             )
 
     def _attribute(self, name: str) -> Tensor:
-        owner, _, leaf = name.rpartition(".")
-        return as_read(getattr(self.get_submodule(owner), leaf))
+        return as_read(attrgetter(name)(self))
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
         if self._reducer is not None:
-            owner, _, leaf = name.rpartition(".")
-            parameter = self.get_submodule(owner).get_parameter(leaf)
-            self._reducer.arrived(parameter, gradient)
+            self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
-        """The planned graph for the present modes; made on first use, on all ranks alike."""
+        """The planned graph for the present modes; made on first use, on all ranks."""
         modes = tuple(module.training for module in self.modules())
         if modes not in self._programs:
             program = self._build()
@@ -203,17 +202,18 @@ class ParallelModule(TrainingModule):
         self._original.training = self.training
         captured = self._captured()
         trained = dict(self.named_parameters(remove_duplicate=False))
-        planned = shared_plan(
+        planning = Planning(
             captured,
-            mesh=self._plan_mesh,
-            policy=self._policy,
-            config=self.compute_config,
+            self._plan_mesh,
+            self._policy,
+            self.compute_config,
             parameters={name: p.dtype for name, p in trained.items()},
             rates=self.compute_config.pas_config.get("rates")
             or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
             device=next(iter(trained.values())).device if trained else "cpu",
             kept=self._kept,
         )
+        planned = shared_plan(planning)
         self.plan, self._kept = planned.report, planned.parameters
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
         captured = planned.graph_of(captured)
@@ -227,23 +227,7 @@ class ParallelModule(TrainingModule):
         """The graph in the present modes; its parameters need no data if some are in parts."""
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
-            stack.enter_context(computing.in_dtype(self._original, self.compute_dtype))
-            captured = capture(self._original, self._dummy_forward_args, mode)
-        whole_logits(captured.graph)
-        return captured
-
-
-def _mesh(config: ComputeConfig, like: Tensor | None) -> tuple[DeviceMesh, DeviceMesh]:
-    """The ranks of this rank's copy, and those of its place in every copy, as meshes."""
-    device = "cpu" if like is None else like.device.type
-    # One mesh for all modules of this shape: DTensor's caches take equal meshes for the same one,
-    # so with several, ranks could end up in different ones and wait for each other for ever.
-    key = (device, config.num_scale_units, config.plan_ngpus)
-    world = dist.group.WORLD
-    if key not in _meshes or _meshes[key][0] is not world:
-        mesh = init_device_mesh(device, key[1:], mesh_dim_names=("copy", "plan"))
-        _meshes[key] = (world, mesh["plan"], mesh["copy"])
-    return _meshes[key][1:]
+            return captured_in(self.compute_dtype, self._original, self._dummy_forward_args, mode)
 
 
 def same_weights(module: torch.nn.Module) -> None:

@@ -11,17 +11,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from ..strategies.placements import Places, cut_axes
-from ..strategies.reshard import brought
+
+
+def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that is whole and the same on every rank, as a DTensor."""
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def keep_in_parts(
     module: torch.nn.Module, parameters: Mapping[str, Places], mesh: DeviceMesh
 ) -> None:
-    """Replace all parameters, whole and the same on every rank, by DTensors: some that lie as
-    given, the others whole. Where none is given, nothing is replaced.
+    """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
+    placements, the others whole. Where none is given, nothing is replaced.
 
     Optimizers and norms that take many tensors at once take either plain ones or DTensors. A
     parameter with several names stays one.
@@ -35,20 +41,14 @@ def keep_in_parts(
         if isinstance(whole, DTensor):
             continue
         places = given.get(id(whole), everywhere)
-        replicated = DTensor.from_local(whole.detach(), mesh, everywhere, run_check=False)
-        local = brought(replicated, places).to_local()
+        part: Tensor = distribute_tensor(whole.detach(), mesh, places, src_data_rank=None)
         if places != everywhere:
-            local = local.clone()  # a view would keep the whole alive
-        made = torch.nn.Parameter(
-            DTensor.from_local(
-                local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
-            ),
-            requires_grad=whole.requires_grad,
-        )
+            part = part.clone()  # a view would keep the whole alive
+        made = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
         made.__dict__.update(whole.__dict__)  # what users note on their parameters
-        for other, parameter in owners.items():
-            if parameter is whole:
-                _set(module, other, made)
+        NamedMemberAccessor(module).set_tensors_dict(
+            {name: made for name, parameter in owners.items() if parameter is whole}
+        )
 
 
 def as_read(parameter: Tensor) -> Tensor:
@@ -66,17 +66,17 @@ def as_read(parameter: Tensor) -> Tensor:
     return value
 
 
-def cut_to_fit(module: torch.nn.Module, state: dict[str, Any], prefix: str = "") -> None:
-    """Replace whole tensors of a state by this rank's part, where ``module`` has DTensors."""
+def cut_to_fit(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace whole tensors of a state by this rank's part, where ``module`` has DTensors: a hook
+    before ``load_state_dict``."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor):
             if isinstance(given, DTensor) or given.shape != parameter.shape:
-                continue  # as it lies, or for torch to refuse
-            mesh = parameter.device_mesh
-            whole = given.to(parameter.device)
-            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            state[prefix + name] = brought(replicated, tuple(parameter.placements))
+                continue  # sharded already, or for torch to refuse
+            mesh, places = parameter.device_mesh, parameter.placements
+            whole = given.detach().to(parameter.device)
+            state[prefix + name] = distribute_tensor(whole, mesh, places, src_data_rank=None)
 
 
 @contextmanager
@@ -85,24 +85,18 @@ def whole_without_data(
 ) -> Iterator[FakeTensorMode]:
     """While inside, ``module`` has parameters and buffers of the whole shapes and no data.
 
-    To be captured again, which needs no values, where it is kept in parts or was never in memory.
+    A capture needs no values: so a module is captured that is in parts, or was never in memory.
 
     Args:
         dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    fakes: dict[int, Tensor] = {}
-    try:
-        for name, tensor in (*parameters.items(), *buffers.items()):
-            if id(tensor) not in fakes:
-                fakes[id(tensor)] = _fake(mode, tensor, dtype)
-            _set(module, name, fakes[id(tensor)])
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= module.named_buffers(remove_duplicate=False)
+    fakes = {id(tensor): _fake(mode, tensor, dtype) for tensor in named.values()}
+    values = {name: fakes[id(tensor)] for name, tensor in named.items()}
+    with _reparametrize_module(module, values, stack_weights=True):
         yield mode
-    finally:
-        for name, tensor in (*parameters.items(), *buffers.items()):
-            _set(module, name, tensor)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -118,10 +112,3 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype | None) -> Te
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, tensor.requires_grad)
     return made
-
-
-def _set(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    place = owner._parameters if leaf in owner._parameters else owner._buffers
-    place[leaf] = tensor  # type: ignore[assignment]

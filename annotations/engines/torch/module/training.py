@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
-from . import norms
 from .arrivals import Arrivals
 from .gradient_sync import Reducer
+from .norms import total_norm
 
 
 class TrainingModule(torch.nn.Module):
@@ -81,9 +81,9 @@ class TrainingModule(torch.nn.Module):
             )
         self.sync_grad()
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = norms.total_norm(grads, norm_type)
+        norm = total_norm(grads, norm_type)
         if max_norm:
-            norms.clip(grads, norm, max_norm)
+            torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm, grads
 
     def train_step(

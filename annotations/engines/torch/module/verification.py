@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import mixed_precision as computing
+from . import mixed_precision
 
 # Largest difference, as a share of the largest value: summing in another order costs so much. Of
 # gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
@@ -29,36 +29,31 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     """Compare results and every gradient of one step; leaves no gradients behind.
 
     Raises:
-        VerificationError: names the first that differs and by how much, on every rank alike.
+        VerificationError: names the first that differs and by how much, on every rank.
     """
     if parallel.draws:
         raise VerificationError(
             "verify=True cannot compare a module that drops elements at random: call .eval() first"
         )
-    copies = parallel.compute_config.num_scale_units
-    want, want_grads = _step(alone, example, lambda: None, parallel.compute_dtype)
+    dtype, copies = parallel.compute_dtype, parallel.compute_config.num_scale_units
+    want, want_grads = _step(alone, example, lambda: None, dtype)
     got, got_grads = _step(parallel, example, parallel.sync_grad)
-    found = [
-        _differing(f"result {n}", a, b, dtype=parallel.compute_dtype)
-        for n, (a, b) in enumerate(zip(got, want, strict=True))
-    ]
     # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
     # and their gradients were added up.
+    found = [
+        _differing(f"result {n}", a, b, dtype)
+        for n, (a, b) in enumerate(zip(got, want, strict=True))
+    ]
     largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
     found += [
         _differing(
-            f"the gradient of {name}",
-            got_grads.get(name),
-            grad,
-            copies,
-            parallel.compute_dtype,
-            NOISE * largest,
+            f"the gradient of {name}", got_grads.get(name), grad, dtype, copies, NOISE * largest
         )
         for name, grad in want_grads.items()
     ]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, next(filter(None, found), ""))
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    first: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(first, next(filter(None, found), ""))
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(first) if text]
     if wrong:
         raise VerificationError("the parallel module differs from the one alone; " + wrong[0])
 
@@ -66,7 +61,9 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
 def _step(
     module: Any, example: Mapping[str, Any], sync: Any, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    results = pytree.tree_leaves(computing.call(module, dtype, (), copy.deepcopy(dict(example))))
+    results = pytree.tree_leaves(
+        mixed_precision.call(module, dtype, (), copy.deepcopy(dict(example)))
+    )
     floating = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
     losses = [x if x.ndim == 0 else x.square().sum() for x in floating if x.requires_grad]
     if losses:
@@ -82,12 +79,16 @@ def _differing(
     what: str,
     got: Any,
     want: Any,
+    dtype: torch.dtype | None,
     copies: int = 1,
-    dtype: torch.dtype | None = None,
     least: float = 0.0,
 ) -> str:
-    """What is wrong, empty if nothing; ``dtype`` is what is computed in, if not ``want``'s, and
-    ``least`` what the largest value counts as at least."""
+    """What is wrong, empty if nothing.
+
+    Args:
+        dtype: what is computed in, if not ``want``'s. copies: how often ``want`` is in ``got``.
+        least: what the largest value counts as at least.
+    """
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
         nothing = all(x is None or not x.abs().max() for x in (got, want))

@@ -1,4 +1,4 @@
-"""Planning without ranks, devices or memory: what a model would be cut into on so many ranks.
+"""Planning without ranks, devices or memory: the plan of a model for any number of ranks.
 
 with torch.device("meta"):
     model = Llama(...)
@@ -18,13 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...config import ComputeConfig, check_embedded
-from ..capture.capture import capture
-from ..capture.label_shift import whole_logits
-from ..module import mixed_precision as computing
 from ..module.sharded_parameters import whole_without_data
 from ..report.engine_plan import EnginePlan
 from .engine_cost import Rates
-from .planning import AnyPolicy, plan_graph
+from .meshes import axis_names
+from .planning import AnyPolicy, Planning, captured_in
 from .saved_plan import as_plan
 
 
@@ -72,23 +70,21 @@ def plans_without_ranks(
     compute_dtype: torch.dtype | None = None,
 ) -> list[EnginePlan]:
     """:func:`plan_without_ranks` for several sets of ranks; the module is captured once."""
-    policy, found = as_plan(pas_policy), []
+    policy, plans = as_plan(pas_policy), []
     with whole_without_data(module, module_dtype) as mode:
         parameters = {n: p.dtype for n, p in module.named_parameters(remove_duplicate=False)}
-        with computing.in_dtype(module, compute_dtype):
-            captured = capture(module, dummy_forward_args, mode)
-        whole_logits(captured.graph)
+        captured = captured_in(compute_dtype, module, dummy_forward_args, mode)
         for config in compute_configs:
             check_embedded(config)
-            with _ranks_that_are_not(config.mesh_shape) as mesh:
+            with _fake_mesh(config.mesh_shape) as mesh:
                 speeds = rates or config.pas_config.get("rates") or Rates()
-                planned = plan_graph(captured, mesh, policy, config, parameters, speeds)
-            found.append(planned.report)
-    return found
+                planning = Planning(captured, mesh, policy, config, parameters, speeds)
+                plans.append(planning.plan().report)
+    return plans
 
 
 @contextmanager
-def _ranks_that_are_not(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+def _fake_mesh(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
     """A mesh of which only this process exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,7 +94,6 @@ def _ranks_that_are_not(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
         )
     dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
     try:
-        axes = tuple(f"axis{n}" for n in range(len(shape)))
-        yield init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        yield init_device_mesh("cpu", shape, mesh_dim_names=axis_names(shape))
     finally:
         dist.destroy_process_group()

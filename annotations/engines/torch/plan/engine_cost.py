@@ -68,19 +68,18 @@ def compute_seconds(
         return 0.0
     record = record_of(node.target)
     attends = record is not None and record.rule.flops is not None
-    forward = max(
-        _moved_bytes(node) / rates.memory_bytes_per_second,
-        flops(node)
-        / (rates.attention_flops_per_second if attends else rates.matmul_flops_per_second),
-    )
+    read = sum(size_bytes(x.meta["val"]) for x in tensor_inputs(node))
+    moved = read + sum(map(size_bytes, values_of(node)))
+    per_second = rates.attention_flops_per_second if attends else rates.matmul_flops_per_second
+    forward = max(moved / rates.memory_bytes_per_second, flops(node) / per_second)
     for axis, divided in enumerate(strategy.divided):
         if divided:
             forward *= strategy.inner[axis].imbalance / parts[axis]
-    backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
     seconds = _with_inner(forward, strategy, "forward_bytes", rates)
-    return seconds + (
-        _with_inner(backward, strategy, "backward_bytes", rates) if differentiated else 0
-    )
+    if not differentiated:
+        return seconds
+    backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
+    return seconds + _with_inner(backward, strategy, "backward_bytes", rates)
 
 
 def _with_inner(seconds: float, strategy: Strategy, side: str, rates: Rates) -> float:
@@ -112,7 +111,7 @@ def steps_seconds(steps: Sequence[ReshardStep], value: Tensor, rates: Rates) -> 
 
 def _copied_bytes(step: ReshardStep, value: Tensor) -> float:
     """Read and written to put in its place what arrives along a dim that is not the first; parts of
-    the first lie in one piece."""
+    the first are contiguous."""
     if step.kind not in ("all-gather", "reduce-scatter"):
         return 0.0
     [dim] = {p.dim for p in (step.before[step.axis], step.after[step.axis]) if isinstance(p, Shard)}
@@ -160,8 +159,3 @@ def is_view(node: Node) -> bool:
 def size_bytes(value: Any) -> int:
     """Of a tensor; 0 of anything else."""
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-
-
-def _moved_bytes(node: Node) -> int:
-    read = sum(size_bytes(x.meta["val"]) for x in tensor_inputs(node))
-    return read + sum(map(size_bytes, values_of(node)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import Shard
@@ -16,13 +15,11 @@ from annotations.registry import record_of
 
 from ...config import ComputeConfig
 from ..capture.capture import tensor_inputs
+from ..strategies.choices import Choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
 from .policies import Force, OpSite, Policy, PolicyError, cannot
 from .repeats import module_of
-
-if TYPE_CHECKING:
-    from ..strategies.choices import Choices
 
 Keep = Callable[[Strategy], bool]
 
@@ -70,130 +67,121 @@ def limits_of(policy: Policy, parameters: str, choices: Choices, config: Compute
     chosen = policy(choices.ops, config)
     if not isinstance(chosen, Mapping):
         raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
-    limits, free = Limits(), set()
+    forcing = _Forcing(name, choices, config)
     for pattern, force in chosen.items():
-        free |= _force(limits, choices, pattern, force, name, config)
-    _limit_parameters(limits, choices, parameters, free)
-    return limits
+        forcing.apply(pattern, force)
+    forcing.limit_parameters(parameters)
+    return forcing.limits
 
 
-def _force(
-    limits: Limits, choices: Choices, pattern: str, force: Force, name: str, config: ComputeConfig
-) -> set[Node]:
-    """Limit all that ``pattern`` names; returns the parameters among it."""
-    stored = [n for n, path in choices.parameters.items() if fnmatch.fnmatchcase(path, pattern)]
-    ops = [op for op in choices.ops if _called(pattern, op.name, op.module)]
-    by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
-    if ops and (by_identifier or not stored):
-        for op in ops:
-            _force_op(limits, choices, op, force, name, config)
-        return set()
-    others = stored or [
-        node
-        for node in choices.strategies
-        if node.op == "call_function"
-        and record_of(node.target) is None
-        and _called(pattern, node.name, module_of(node))
-    ]
-    if by_identifier or not others:
-        names = ", ".join(op.name for op in choices.ops) or "none"
-        raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
-    for node in others:
-        if not limits.keep(node, choices, lambda s: _lies(s.outputs[0], force)):
-            shown = dict.fromkeys(_shown(s.outputs[0]) for s in choices.strategies[node])
-            raise PolicyError(
-                f"policy {name!r}: {_title(node, choices)} cannot be cut on {force!r} over a mesh "
-                f"of {choices.parts}; its result can lie: {'; '.join(shown)}"
-            )
-    return set(stored)
+@dataclass
+class _Forcing:
+    """What the policy of a name forces.
+
+    Attributes:
+        named: the parameters that the policy has named so far.
+    """
+
+    name: str
+    choices: Choices
+    config: ComputeConfig
+    limits: Limits = field(default_factory=Limits)
+    named: set[Node] = field(default_factory=set)
+
+    def apply(self, pattern: str, force: Force) -> None:
+        """Limit all that ``pattern`` names."""
+        choices = self.choices
+        parameters = [n for n, p in choices.parameters.items() if fnmatch.fnmatchcase(p, pattern)]
+        ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
+        each = force if isinstance(force, tuple) else (force,)
+        by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in each)
+        if ops and (by_identifier or not parameters):
+            for op in ops:
+                self._force_op(op, force)
+            return
+        others = parameters or [
+            node
+            for node in choices.strategies
+            if node.op == "call_function"
+            and record_of(node.target) is None
+            and _is_called(pattern, node.name, module_of(node))
+        ]
+        if by_identifier or not others:
+            names = ", ".join(op.name for op in choices.ops) or "none"
+            raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
+        for node in others:
+            if not self.limits.keep(node, choices, lambda s: _is_placed(s.outputs[0], force)):
+                title = f"{node.name} in {module_of(node) or 'the module'}"
+                if node in choices.parameters:
+                    title = f"parameter {choices.parameters[node]}"
+                can = dict.fromkeys(_shown(s.outputs[0]) for s in choices.strategies[node])
+                raise PolicyError(
+                    f"policy {self.name!r}: {title} cannot be cut on {force!r} over a mesh of "
+                    f"{choices.parts}; its result can be: {'; '.join(can)}"
+                )
+        self.named.update(parameters)
+
+    def _force_op(self, op: OpSite, force: Force) -> None:
+        choices = self.choices
+        node = next(n for n in choices.strategies if n.name == op.name)
+        if self.limits.keep(node, choices, lambda s: _fits(force, s.split)):
+            return
+        for wanted in force if isinstance(force, tuple) else (force,):
+            if isinstance(wanted, str) and wanted not in op.splits:
+                _check_annotation(self.name, op, wanted, self.config)
+                raise PolicyError(cannot(self.name, op, wanted, self.config))
+        can = dict.fromkeys(str(s.split) for s in choices.strategies[node])
+        raise PolicyError(
+            f"policy {self.name!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be "
+            f"split on {force!r} over a mesh of {choices.parts}; it can on: {', '.join(can)}"
+        )
+
+    def limit_parameters(self, how: str) -> None:
+        """Limit the parameters that the policy did not name."""
+        choices, keep = self.choices, self.limits.keep
+        readers: dict[Node, list[tuple[Node, int]]] = {}
+        for edge in choices.edges:
+            if edge.producer in choices.parameters:
+                readers.setdefault(edge.producer, []).append((edge.consumer, edge.slot))
+        for node in choices.parameters:
+            if node in self.named or how == "free":
+                continue
+            reads = readers.get(node, [])
+            if how == "cut" and reads and all(_is_weight(*read) for read in reads):
+                self.limits.used_as_kept.add(node)
+                if not keep(node, choices, lambda s: all(s.divided)):
+                    keep(node, choices, lambda s: any(s.divided))
+                continue
+            keep(node, choices, lambda s: not any(s.divided))
+            if how == "read whole":
+                for reader, slot in reads:
+                    keep(reader, choices, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
+                    if _is_weight(reader, slot):
+                        keep(reader, choices, _are_tokens_cut(reader))
 
 
-def _title(node: Node, choices: Choices) -> str:
-    """What users call a node: a parameter's path, or its name and module."""
-    if node in choices.parameters:
-        return f"parameter {choices.parameters[node]}"
-    return f"{node.name} in {module_of(node) or 'the module'}"
-
-
-def _called(pattern: str, name: str, module: str) -> bool:
+def _is_called(pattern: str, name: str, module: str) -> bool:
     return any(fnmatch.fnmatchcase(x, pattern) for x in (name, module) if x)
 
 
-def _each(force: Force) -> tuple[str | int | None, ...]:
-    return force if isinstance(force, tuple) else (force,)
-
-
-def _force_op(
-    limits: Limits,
-    choices: Choices,
-    op: OpSite,
-    force: Force,
-    name: str,
-    config: ComputeConfig,
-) -> None:
-    node = next(n for n in choices.strategies if n.name == op.name)
-    if limits.keep(node, choices, lambda s: _is_split(s.split, force)):
-        return
-    for wanted in _each(force):
-        if isinstance(wanted, str) and wanted not in op.splits:
-            _check_annotation(name, op, wanted, config)
-            raise PolicyError(cannot(name, op, wanted, config))
-    can = dict.fromkeys(str(s.split) for s in choices.strategies[node])
-    raise PolicyError(
-        f"policy {name!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
-        f"{force!r} over a mesh of {choices.parts}; it can on: {', '.join(can)}"
-    )
-
-
-def _is_split(split: Sequence[str | None], force: Force) -> bool:
+def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
+    """Whether what is cut along each axis, None for nothing, is as forced."""
     if isinstance(force, tuple):
         wanted = [None if x == "whole" else x for x in force]
-        return len(wanted) == len(split) and all(
-            w in ("any", s) for w, s in zip(wanted, split, strict=True)
+        return len(wanted) == len(axes) and all(
+            w in ("any", a) for w, a in zip(wanted, axes, strict=True)
         )
-    if force in (None, "whole"):
-        return not any(split)
-    return force in split
+    return not any(a is not None for a in axes) if force in (None, "whole") else force in axes
 
 
-def _lies(places: Places, force: Force) -> bool:
-    dims = [p.dim if isinstance(p, Shard) else None for p in places]
-    if isinstance(force, tuple):
-        wanted = [None if x == "whole" else x for x in force]
-        pairs = zip(wanted, dims, strict=False)
-        return len(wanted) == len(dims) and all(w in ("any", d) for w, d in pairs)
-    if force == "any":
-        return True
+def _is_placed(places: Places, force: Force) -> bool:
     if force in (None, "whole"):
         return all(p.is_replicate() for p in places)
-    return force in dims
+    return force == "any" or _fits(force, [p.dim if isinstance(p, Shard) else None for p in places])
 
 
 def _shown(places: Places) -> str:
     return ", ".join(f"cut on {p.dim}" if isinstance(p, Shard) else "whole" for p in places)
-
-
-def _limit_parameters(limits: Limits, choices: Choices, how: str, free: set[Node]) -> None:
-    """Those that the policy did not name."""
-    readers: dict[Node, list[tuple[Node, int]]] = {}
-    for edge in choices.edges:
-        if edge.producer in choices.parameters:
-            readers.setdefault(edge.producer, []).append((edge.consumer, edge.slot))
-    for node in choices.parameters:
-        if node in free or how == "free":
-            continue
-        reads = readers.get(node, [])
-        if how == "cut" and reads and all(_is_weight(*read) for read in reads):
-            limits.used_as_kept.add(node)
-            if not limits.keep(node, choices, lambda s: all(s.divided)):
-                limits.keep(node, choices, lambda s: any(s.divided))
-            continue
-        limits.keep(node, choices, lambda s: not any(s.divided))
-        if how == "read whole":
-            for reader, slot in reads:
-                limits.keep(reader, choices, lambda s, n=slot: _lies(s.inputs[n], None))  # type: ignore[misc]
-                if _is_weight(reader, slot):
-                    limits.keep(reader, choices, _are_tokens_cut(reader))
 
 
 def _are_tokens_cut(reader: Node) -> Keep:

@@ -3,7 +3,7 @@
 Parameters, their gradients and the optimizer's state are counted exactly, in the dtype that the
 parameters are kept in. Those that are computed with in another are cast at the start of a forward,
 and what was cast is counted as held until its backward is over. Of activations, what an op reads is
-kept where its backward needs it, each tensor once for each way in which it lies. What an op
+kept where its backward needs it, each tensor once for each of its placements. What an op
 receives, it holds only while it runs; that of the op that receives most is added.
 """
 
@@ -112,7 +112,7 @@ def held(
     parts: Shape,
     budget: Budget,
 ) -> Held:
-    """Of parameters, as they are kept and read, and activations, each with how it lies."""
+    """Of parameters, as they are kept and read, and activations, each with its placements."""
     each = [parameter_bytes(*of, parts, budget) for of in stored]
     sums = [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0, 0]
     activations = sum(local_bytes(value, places, parts) for value, places in kept)

@@ -6,13 +6,14 @@ an op that chooses how it is kept: whole, its gradient then added up over all ra
 ``sync_grad``; or in parts. Splits that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
-arXiv:2201.12023, 2022, section 4.2). Layers that are alike share their variables.
+arXiv:2201.12023, 2022, section 4.2). Equal layers share their variables.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,20 +56,17 @@ def _refused_by_dtensor(
     """Strategies on several axes that DTensor runs on each of them, but not on all at once."""
     if mesh.ndim == 1:
         return set()
-    through_dtensor = {
+    return {
         (node, s)
         for node, s in chosen.items()
         if like[node] is node and sum(s.divided) > 1 and not s.local and not any(s.split)
-        and node.op == "call_function"
+        and node.op == "call_function" and not confirms(node, s.inputs, s.outputs, mesh)
     }  # fmt: skip
-    return {
-        (node, s) for node, s in through_dtensor if not confirms(node, s.inputs, s.outputs, mesh)
-    }
 
 
 @dataclass
 class _Value:
-    """A tensor and all that read it, for one of the blocks that are alike.
+    """A tensor and all that read it, of one of several equal blocks.
 
     Attributes:
         count: in how many blocks it is read so.
@@ -93,8 +91,8 @@ class _Problem:
         budget: Budget,
         refused: set[tuple[Node, Strategy]],
     ) -> None:
-        self._choices, self._rates, self._budget = choices, rates, budget
-        self._limits = limits
+        self._choices, self._limits = choices, limits
+        self._rates, self._budget = rates, budget
         self.like = representatives(choices.captured, limits.described())
         self._counts = Counter(self.like.values())
         self._options = {
@@ -126,19 +124,19 @@ class _Problem:
         variables = []
         for s in self._options[node]:
             if node in choices.parameters:
-                seconds = self._stored_seconds(node, s)
+                variable = self._program.add(count * self._sync_seconds(node, s), binary=True)
+                stored, read = choices.stored[node], node.meta["val"]
+                held = parameter_bytes(stored, read, s.outputs[0], choices.parts, self._budget)
+                self._memory.append((variable, count * sum(held)))
             else:
                 differentiated = choices.differentiated[node]
                 seconds = compute_seconds(node, s, choices.parts, self._rates, differentiated)
-            variables.append(self._program.add(count * seconds, binary=True))
-            if node in choices.parameters:
-                stored, read = choices.stored[node], node.meta["val"]
-                held = parameter_bytes(stored, read, s.outputs[0], choices.parts, self._budget)
-                self._memory.append((variables[-1], count * sum(held)))
+                variable = self._program.add(count * seconds, binary=True)
+            variables.append(variable)
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
 
-    def _stored_seconds(self, node: Node, strategy: Strategy) -> float:
+    def _sync_seconds(self, node: Node, strategy: Strategy) -> float:
         """To add up what is left of a parameter's gradient after the backward."""
         choices = self._choices
         if not choices.differentiated[node]:
@@ -156,11 +154,11 @@ class _Problem:
             reader = (like[edge.consumer], edge.slot)
             readers.setdefault((edge.producer, edge.index), set()).add(reader)
         order = {node: n for n, node in enumerate(like)}
-        alike = Counter(
+        counts = Counter(
             (like[p], index, tuple(sorted(r, key=lambda x: (order[x[0]], x[1]))))
             for (p, index), r in readers.items()
         )
-        return [_Value(p, index, count, r) for (p, index, r), count in alike.items()]
+        return [_Value(p, index, count, r) for (p, index, r), count in counts.items()]
 
     def _add_value(self, value: _Value) -> None:
         """What it costs to bring a tensor to each of its readers: each way of reading it once."""
@@ -193,30 +191,31 @@ class _Problem:
         return shared
 
     def _pair(self, value: _Value, reader: Node, slot: int) -> dict[tuple[Places, Reading], int]:
-        """One variable a way to lie and to be read; its two marginals are the two ops' choices."""
+        """A variable for each placement and way to be read; the two marginals are the two ops'
+        choices."""
         key = (value.producer, value.index, reader, slot)
         if key in self._pairs:
             return self._pairs[key]
-        left: dict[Places, list[int]] = {}
-        right: dict[Reading, list[int]] = {}
-        for v, s in zip(
-            self._variables[value.producer], self._options[value.producer], strict=True
-        ):
-            left.setdefault(s.outputs[value.index], []).append(v)
-        for v, s in zip(self._variables[reader], self._options[reader], strict=True):
-            right.setdefault((s.inputs[slot], s.grads[slot]), []).append(v)
+        left: dict[Places, list[tuple[int, float]]] = {}
+        right: dict[Reading, list[tuple[int, float]]] = {}
+        for v, s in self._taking(value.producer):
+            left.setdefault(s.outputs[value.index], []).append((v, -1.0))
+        for v, s in self._taking(reader):
+            right.setdefault((s.inputs[slot], s.grads[slot]), []).append((v, -1.0))
         as_kept = value.producer in self._limits.used_as_kept
-        pairs = {
-            (p, q): self._program.add(0.0) for p in left for q in right if not as_kept or p == q[0]
-        }
-        for p, chosen in left.items():
-            terms = [(pairs[p, q], 1.0) for q in right if (p, q) in pairs]
-            self._program.equal([*terms, *((v, -1.0) for v in chosen)], 0.0)
-        for q, chosen in right.items():
-            terms = [(pairs[p, q], 1.0) for p in left if (p, q) in pairs]
-            self._program.equal([*terms, *((v, -1.0) for v in chosen)], 0.0)
-        self._pairs[key] = pairs
+        pairs = self._pairs[key] = {}
+        for (p, of_left), (q, of_right) in itertools.product(left.items(), right.items()):
+            if not as_kept or p == q[0]:
+                pairs[p, q] = self._program.add(0.0)
+                of_left.append((pairs[p, q], 1.0))
+                of_right.append((pairs[p, q], 1.0))
+        for terms in (*left.values(), *right.values()):
+            self._program.equal(terms, 0.0)
         return pairs
+
+    def _taking(self, node: Node) -> Iterator[tuple[int, Strategy]]:
+        """The variables of an op, each with the strategy that it stands for."""
+        return zip(self._variables[node], self._options[node], strict=True)
 
     def _move_seconds(self, value: _Value, source: Places, target: Places, grad: Places) -> float:
         tensor = value_of(value.producer, value.index)
@@ -227,8 +226,8 @@ class _Problem:
         assert self._budget.limit_bytes is not None
         passing = [
             (v, float(passing_bytes(s)))
-            for node, options in self._options.items()
-            for v, s in zip(self._variables[node], options, strict=True)
+            for node in self._options
+            for v, s in self._taking(node)
             if passing_bytes(s)
         ]
         if passing:
@@ -241,9 +240,8 @@ class _Problem:
 
     def _why_none(self) -> str:
         """The error where nothing fits: how much the smallest plan needs."""
-        limit, least = self._budget.limit_bytes, None
-        if limit is not None:
-            least = self._least_bytes()
+        limit = self._budget.limit_bytes
+        least = None if limit is None else self._least_bytes()
         if limit is None or least is None:
             return "no plan satisfies all that the policy forces at once"
         return (

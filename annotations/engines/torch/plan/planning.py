@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from annotations.progress import stage
 
 from ...config import ComputeConfig
-from ..capture.capture import Captured
+from ..capture.capture import Captured, capture
+from ..capture.label_shift import whole_logits
+from ..module.mixed_precision import in_dtype
 from ..module.rank_agreement import same_graph
-from ..permute.model_shuffles import (
-    axis_of_shuffles,
-    ordered,
-    shuffles,
-    without_shuffles,
-)
+from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
 from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
-from ..report.engine_plan import EnginePlan
+from ..report.engine_plan import EnginePlan, Split, to_plain
 from ..report.plan_summary import cut, graph_hash, make_report
 from ..strategies.choices import Choices, find_choices
 from ..strategies.op_strategies import Strategy
@@ -33,12 +33,10 @@ from .limits import Limits, limits_of
 from .memory import ADAM_BYTES, Budget
 from .planner import choose
 from .policies import Force, Policy, PolicyError, named
-from .saved_plan import as_plan, is_path, limits_of_plan
+from .saved_plan import as_plan, each_axis, is_path, limits_of_plan
 from .solver import PlanningError
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
-
-_meshes: dict[Any, tuple[Any, DeviceMesh]] = {}
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ class Planned:
     """A plan, in terms that go from rank to rank.
 
     Attributes:
+        permutations: what puts the graph's sequences in another order, one after the other.
+        strategies: of each op, by its name in the graph, thereafter.
+        parameters: placements of those that are kept in parts, by their names in the module.
         shuffled: whether the model's own shuffles are in the graph, see
             :mod:`..permute.model_shuffles`.
-        hoistings: what puts the graph's sequences in another order, one after the other.
-        strategies: of each op, by its name in the graph, thereafter.
-        parameters: how those lie that are kept in parts, by their names in the module.
     """
 
-    hoistings: Sequence[SequencePermutation]
+    permutations: Sequence[SequencePermutation]
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, Places]
     report: EnginePlan
@@ -63,23 +61,146 @@ class Planned:
         """The graph that the plan is of."""
         if shuffles(captured):
             captured = ordered(captured) if self.shuffled else without_shuffles(captured)
-        return functools.reduce(reordered, self.hoistings, captured)
+        return functools.reduce(reordered, self.permutations, captured)
+
+    def noted(self, notes: Sequence[str]) -> Planned:
+        """The same with these lines below the plan's title."""
+        return replace(self, report=replace(self.report, notes=tuple(notes)))
 
 
-def shaped(mesh: DeviceMesh, config: ComputeConfig) -> DeviceMesh:
-    """The ranks of a copy as ``config.mesh_shape`` says; every rank of the run calls this."""
-    shape = config.mesh_shape
-    if len(shape) == 1:
-        return mesh
-    key = mesh.device_type, config.num_scale_units, shape
-    world = dist.group.WORLD
-    if key not in _meshes or _meshes[key][0] is not world:
-        axes = tuple(f"axis{n}" for n in range(len(shape)))
-        whole = init_device_mesh(
-            mesh.device_type, (config.num_scale_units, *shape), mesh_dim_names=("copy", *axes)
-        )
-        _meshes[key] = world, whole[axes]
-    return _meshes[key][1]
+@dataclass(frozen=True, eq=False)
+class Planning:
+    """A graph and all that its plan depends on.
+
+    Attributes:
+        parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
+        device: what the ranks compute on.
+        kept: placements of parameters that are kept in parts already.
+    """
+
+    captured: Captured
+    mesh: DeviceMesh
+    policy: AnyPolicy
+    config: ComputeConfig
+    parameters: Mapping[str, torch.dtype]
+    rates: Rates
+    device: torch.device | str = "cpu"
+    kept: Mapping[str, Places] | None = None
+
+    def plan(self) -> Planned:
+        """Find the plan; communicates nothing.
+
+        Raises:
+            PartitionError: see :func:`~..permute.model_shuffles.ordered`.
+        """
+        captured, policy, own = self.captured, self.policy, shuffles(self.captured)
+        if not own:
+            return self._in_best_order(captured, policy)
+        if isinstance(policy, EnginePlan) and policy.graph == self._identity:
+            if any(node.name in policy.ops for node in own):
+                return replace(self._in_best_order(ordered(captured), policy), shuffled=True)
+            return self._in_best_order(without_shuffles(captured), policy)
+        splits = dict(self._in_best_order(captured, policy).report.splits)
+        axis = axis_of_shuffles(captured, splits)
+        if axis is None:
+            # Of what the policy decides, all but the shuffles.
+            for node in own:
+                splits.pop(node.name, None)
+            policy = policy if isinstance(policy, str) else splits
+            return self._in_best_order(without_shuffles(captured), policy)
+        ndim = self.mesh.ndim
+        along = to_plain(tuple("l" if n == axis else None for n in range(ndim)))
+        splits |= {node.name: along for node in own}
+        return replace(self._in_best_order(ordered(captured), policy, splits), shuffled=True)
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        """The hash of the graph that was captured."""
+        return graph_hash(self.captured)
+
+    def _in_best_order(
+        self, captured: Captured, policy: AnyPolicy, splits: Mapping[str, Split] | None = None
+    ) -> Planned:
+        """The plan of a graph of which the order of tokens is known.
+
+        Args:
+            splits: of annotated ops, where they are decided.
+        """
+        policy, settings = self._policy_here(captured, policy), self.config.pas_config
+        if isinstance(policy, EnginePlan):
+            permutations, notes = hoisted_as(policy, captured, self.rates, settings)
+            return self._planned(captured, policy, permutations, {}).noted(notes)
+        natural = self._planned(captured, policy, (), splits or {})
+        splits, shape = natural.report.splits, tuple(self.mesh.shape)
+        permutations, notes = hoisted(captured, splits, shape, self.rates, settings)
+        if not permutations:
+            return natural.noted(notes)
+        always = settings.get("hoist")
+        try:
+            permuted = self._planned(captured, policy, permutations, splits)
+        except PlanningError:
+            if always:
+                raise
+            return natural.noted(["kept natural order: another would need more memory"])
+        slower = permuted.report.seconds > natural.report.seconds
+        if policy == "auto" and slower and not always:
+            return natural.noted(["kept natural order: another would make the whole step slower"])
+        return permuted.noted(notes)
+
+    def _policy_here(self, captured: Captured, policy: AnyPolicy) -> AnyPolicy:
+        """The policy; of a plan for another mode of the module, with other ops, its splits."""
+        if not isinstance(policy, EnginePlan) or policy.graph == self._identity:
+            return policy
+        if self.kept is None:
+            raise PolicyError("the plan is for another module, or for inputs of other shapes")
+        here = {node.name for node in captured.graph.nodes}
+        return {name: split for name, split in policy.splits.items() if name in here}
+
+    def _planned(
+        self,
+        captured: Captured,
+        policy: AnyPolicy,
+        permutations: Sequence[SequencePermutation],
+        splits: Mapping[str, Split],
+    ) -> Planned:
+        """The plan of the graph in this order of its sequences.
+
+        Args:
+            splits: of the annotated ops, which keep those that the order was chosen for.
+        """
+        graph = functools.reduce(reordered, permutations, captured)
+        choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
+        if isinstance(policy, EnginePlan):
+            limits = limits_of_plan(policy, choices)
+        else:
+            limits = limits_of(*named(policy), choices, self.config)
+        if self.kept is not None:
+            _keep(limits, choices, self.kept)
+        _split_so(limits, choices, splits)
+        auto = policy == "auto"
+        # Memory that nobody named limits only a plan that can do something about it.
+        budget = budget_of(self.config, self.device if auto else "cpu")
+        # What a policy leaves open is planned so that the fewest bytes move, small as the model is.
+        rates = self.rates if auto else self.rates.by_bytes()
+        with stage("solving for the plan"):
+            chosen = choose(choices, limits, rates, budget, self.mesh)
+        report = make_report(choices, chosen, self.rates, budget)
+        report = replace(report, graph=self._identity, hoisted=bool(permutations))
+        stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
+        return Planned(permutations, {n.name: s for n, s in chosen.items()}, stored, report)
+
+
+def captured_in(
+    dtype: torch.dtype | None,
+    module: torch.nn.Module,
+    example: Mapping[str, Any],
+    mode: FakeTensorMode | None,
+) -> Captured:
+    """The graph of a module that computes in ``dtype``; None is that of its parameters."""
+    with stage("capturing the graph"), in_dtype(module, dtype):
+        captured = capture(module, example, mode)
+        whole_logits(captured.graph)
+    return captured
 
 
 def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
@@ -96,176 +217,41 @@ def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
     return Budget(limit, optimizer)
 
 
-def plan_graph(
-    captured: Captured,
-    mesh: DeviceMesh,
-    policy: AnyPolicy,
-    config: ComputeConfig,
-    parameters: Mapping[str, torch.dtype],
-    rates: Rates,
-    device: torch.device | str = "cpu",
-    kept: Mapping[str, Places] | None = None,
-) -> Planned:
-    """Find the plan of a graph; communicates nothing.
-
-    Args:
-        parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
-        device: what the ranks compute on.
-        kept: how parameters lie already that are kept in parts.
-    Raises:
-        PartitionError: see :func:`~..permute.model_shuffles.ordered`.
-    """
-    plan = functools.partial(
-        _plan,
-        mesh=mesh,
-        config=config,
-        parameters=parameters,
-        rates=rates,
-        device=device,
-        kept=kept,
-        identity=graph_hash(captured),
-    )
-    own = shuffles(captured)
-    if not own:
-        return plan(captured, policy)
-    if isinstance(policy, EnginePlan) and policy.graph == graph_hash(captured):
-        if any(node.name in policy.ops for node in own):
-            return replace(plan(ordered(captured), policy), shuffled=True)
-        return plan(without_shuffles(captured), policy)
-    splits = plan(captured, policy).report.splits
-    axis = axis_of_shuffles(captured, splits)
-    if axis is None:
-        # Of what the policy decides, all but the shuffles.
-        left = {n: s for n, s in splits.items() if n not in {node.name for node in own}}
-        return plan(without_shuffles(captured), policy if isinstance(policy, str) else left)
-    for node in own:
-        each = ["l" if n == axis else None for n in range(mesh.ndim)]
-        splits = {**splits, node.name: each[0] if mesh.ndim == 1 else tuple(each)}
-    return replace(plan(ordered(captured), policy, splits=splits), shuffled=True)
-
-
-def _plan(
-    captured: Captured,
-    policy: AnyPolicy,
-    mesh: DeviceMesh,
-    config: ComputeConfig,
-    parameters: Mapping[str, torch.dtype],
-    rates: Rates,
-    device: torch.device | str,
-    kept: Mapping[str, Places] | None,
-    identity: str,
-    splits: Mapping[str, Any] | None = None,
-) -> Planned:
-    """:func:`plan_graph` of a graph of which the order of tokens is known.
-
-    Args:
-        identity: the hash of the graph that was captured.
-        splits: of annotated ops, where they are decided.
-    """
-    given = splits or {}
-
-    def planned(hoistings: Sequence[SequencePermutation], splits: Mapping[str, Any]) -> Planned:
-        graph = functools.reduce(reordered, hoistings, captured)
-        choices = find_choices(graph, mesh, parameters, config.num_scale_units)
-        limits = _limits(policy, choices, config)
-        if kept is not None:
-            _keep(limits, choices, kept)
-        _split_so(limits, choices, splits)
-        found = _cheapest(choices, limits, policy, config, rates, device, mesh)
-        report = replace(found.report, graph=identity, hoisted=bool(hoistings))
-        return replace(found, hoistings=hoistings, report=report)
-
-    if isinstance(policy, EnginePlan) and policy.graph != identity:
-        if kept is None:
-            raise PolicyError("the plan is for another module, or for inputs of other shapes")
-        # Another mode of the module, with other ops: those that are annotated are split as before.
-        here = {node.name for node in captured.graph.nodes}
-        policy = {name: split for name, split in policy.splits.items() if name in here}
-    if isinstance(policy, EnginePlan):
-        hoistings, notes = hoisted_as(policy, captured, rates, config.pas_config)
-        return _noted(planned(hoistings, {}), notes)
-    found = planned((), given)
-    splits = found.report.splits
-    hoistings, notes = hoisted(captured, splits, tuple(mesh.shape), rates, config.pas_config)
-    if hoistings:
-        always = config.pas_config.get("hoist")
-        try:
-            other = planned(hoistings, splits)
-        except PlanningError:
-            if always:
-                raise
-            return _noted(found, ["kept natural order: another would need more memory"])
-        if policy != "auto" or always or other.report.seconds <= found.report.seconds:
-            return _noted(other, notes)
-        notes = ["kept natural order: another would make the whole step slower"]
-    return _noted(found, notes)
-
-
-def _cheapest(
-    choices: Choices,
-    limits: Limits,
-    policy: AnyPolicy,
-    config: ComputeConfig,
-    rates: Rates,
-    device: torch.device | str,
-    mesh: DeviceMesh,
-) -> Planned:
-    # Memory that nobody named limits only a plan that can do something about it.
-    budget = budget_of(config, device if policy == "auto" else "cpu")
-    # What a policy leaves open is planned so that the fewest bytes move, small as the model may be.
-    chosen = choose(choices, limits, rates if policy == "auto" else rates.by_bytes(), budget, mesh)
-    report = make_report(choices, chosen, rates, budget)
-    stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
-    return Planned((), {node.name: s for node, s in chosen.items()}, stored, report)
-
-
-def _noted(planned: Planned, notes: Sequence[str]) -> Planned:
-    return replace(planned, report=replace(planned.report, notes=tuple(notes)))
-
-
-def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Any]) -> None:
-    """Annotated ops stay split as they were when an order was chosen for them."""
+def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Split]) -> None:
     for node in choices.strategies:
         if node.name in splits:
-            wanted = splits[node.name]
-            each = wanted if isinstance(wanted, tuple) else (wanted,)
-            found = limits.keep(node, choices, lambda s, w=each: s.split == w)  # type: ignore[misc]
+            wanted = each_axis(splits[node.name])
+            found = limits.keep(node, choices, lambda s, w=wanted: s.split == w)  # type: ignore[misc]
             assert found, f"{node.name} cannot be split as it was"
 
 
-def _limits(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:
-    if isinstance(policy, EnginePlan):
-        return limits_of_plan(policy, choices)
-    return limits_of(*named(policy), choices, config)
-
-
 def _keep(limits: Limits, choices: Choices, kept: Mapping[str, Places]) -> None:
-    """Parameters stay as they lie, whatever else is planned anew."""
+    """Parameters stay as they are kept, whatever else is planned anew."""
     for node, name in choices.parameters.items():
         whole = choices.strategies[node][0].outputs[0]
         limits.kept.pop(node, None)
         limits.used_as_kept.discard(node)
         wanted = kept.get(name, whole)
         found = limits.keep(node, choices, lambda s, w=wanted: s.outputs[0] == w)  # type: ignore[misc]
-        assert found, f"{name} lies as no strategy has it"
+        assert found, f"{name} is kept as no strategy has it"
 
 
-def shared_plan(captured: Captured, **given: Any) -> Planned:
-    """:func:`plan_graph` on rank 0, for all ranks; every rank calls this.
+def shared_plan(planning: Planning) -> Planned:
+    """The plan, found on rank 0 for all ranks; every rank calls this.
 
     Raises:
-        Exception: what planning raised, on every rank alike.
+        Exception: what planning raised, on every rank.
         CaptureError: ranks captured different graphs.
     """
-    same_graph(graph_hash(captured), captured.constants)
-    return _on_rank_0(lambda: plan_graph(captured, **given))
+    same_graph(graph_hash(planning.captured), planning.captured.constants)
+    return _on_rank_0(planning.plan)
 
 
 def shared_policy(policy: AnyPolicy) -> AnyPolicy:
     """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or is no plan, on every rank alike.
+        OSError, ValueError: the file cannot be read, or is no plan, on every rank.
     """
     return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
 
@@ -276,7 +262,7 @@ def _on_rank_0(make: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             made = [make()]
-        except Exception as error:  # every rank must hear of it, or the others wait for ever
+        except Exception as error:  # the other ranks would wait for ever
             made = [_sendable(error)]
     dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], Exception):

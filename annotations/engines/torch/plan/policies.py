@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 
 from annotations.binding import BoundAnnotation
 from annotations.registry import record_of
-from annotations.rules import PartitionRule
 
 from ...config import ComputeConfig
 from ..capture.nodes import arguments_of
@@ -58,24 +57,25 @@ def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Fo
     """``"cp"``: split every op that communicates inside on its sequence: ``l``, or ``lq`` where
     only that of q is to be cut; one that has neither, on the first that communicates, by name."""
     chosen: dict[str, Force] = {}
-    for op in ops:
+    for op in filter(_communicates, ops):
         inside = [split for split in ("l", "lq", *op.communicates) if split in op.splits]
-        if op.communicates:
-            if not inside:
-                raise PolicyError(cannot("cp", op, " or ".join(op.communicates), config))
-            chosen[op.name] = inside[0]
+        if not inside:
+            raise PolicyError(cannot("cp", op, " or ".join(op.communicates), config))
+        chosen[op.name] = inside[0]
     return _some("cp", chosen, "no op that communicates inside is called")
 
 
 def shard_batch(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
     """``"dp"``: split every op that communicates otherwise on its batch."""
-    chosen: dict[str, Force] = {}
-    for op in ops:
-        if op.communicates:
-            if "b" not in op.splits:
-                raise PolicyError(cannot("dp", op, "b", config))
-            chosen[op.name] = "b"
+    for op in filter(_communicates, ops):
+        if "b" not in op.splits:
+            raise PolicyError(cannot("dp", op, "b", config))
+    chosen: dict[str, Force] = {op.name: "b" for op in filter(_communicates, ops)}
     return _some("dp", chosen, "no op that communicates inside is called")
+
+
+def _communicates(op: OpSite) -> bool:
+    return bool(op.communicates)
 
 
 def shard_heads(policy: str) -> Policy:
@@ -167,15 +167,15 @@ def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSit
         record = record_of(node.target)
         if record is None:
             continue
-        rule: PartitionRule = record.rule
-        splits = dict.fromkeys(name for s in strategies[node] for name in s.split if name)
         found.append(
             OpSite(
                 name=node.name,
                 op=record.title,
                 module=module_of(node),
-                splits=tuple(splits),
-                communicates=tuple(sorted(rule.communicates)),
+                splits=tuple(
+                    dict.fromkeys(name for s in strategies[node] for name in s.split if name)
+                ),
+                communicates=tuple(sorted(record.rule.communicates)),
                 bindings=record.bindings(arguments_of(node, record)),
             )
         )
@@ -189,10 +189,9 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
         PolicyError: no policy has this name, or it is something else.
     """
     if isinstance(policy, Mapping):
-        forced = dict(policy)
 
         def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
-            return forced
+            return policy
 
         return mapping, "whole"
     if callable(policy):

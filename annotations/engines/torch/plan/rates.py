@@ -43,8 +43,7 @@ def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:
         return Rates()
     try:
         given = json.loads(path.read_text())["rates"]
-        links = tuple(Link(**link) for link in given.pop("links"))
-        return Rates(**given, links=links)
+        return Rates(**{**given, "links": tuple(Link(**link) for link in given["links"])})
     except (ValueError, KeyError, TypeError) as error:
         _logger.warning("%s is not a file of rates (%s); planning with round numbers", path, error)
         return Rates()
@@ -58,7 +57,7 @@ def rates_file(mesh: DeviceMesh, copies: int = 1) -> Path:
 
 
 def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
-    """Measure for a second or two, on all ranks of the run at once; rank 0 keeps what was found.
+    """Measure for a second or two, on all ranks of the run at once; rank 0 saves the rates.
 
     Args:
         mesh: the ranks of this rank's copy. copies: of the model, data parallel.
@@ -127,17 +126,12 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
         return Link().seconds, Link().bytes_per_second
     starts, speeds = [], []
     for collective, share in _collectives(group, ranks):
-        small, whole = (
-            _seconds(functools.partial(collective, _bytes(n, ranks, device)), device)
-            for n in (ranks * 8, large)
-        )
+        # Of fp32, as many for each rank.
+        tensors = [torch.zeros(n // 4 // ranks * ranks, device=device) for n in (ranks * 8, large)]
+        small, whole = (_seconds(functools.partial(collective, x), device) for x in tensors)
         starts.append(small)
         speeds.append(share * large / max(whole - small, 1e-9))
     return max(starts), min(speeds)
-
-
-def _bytes(count: int, ranks: int, device: torch.device) -> Tensor:
-    return torch.zeros(count // 4 // ranks * ranks, device=device)
 
 
 def _collectives(group: Any, ranks: int) -> list[tuple[Callable[[Tensor], Any], float]]:
@@ -157,18 +151,12 @@ def _collectives(group: Any, ranks: int) -> list[tuple[Callable[[Tensor], Any], 
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the fastest of a few."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    call()
-    wait()
+    """Of one call, the fastest of a few after one to warm up."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(1 + REPEATS):
         start = time.perf_counter()
         call()
-        wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+    return max(min(times[1:]), 1e-9)

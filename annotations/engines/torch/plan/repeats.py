@@ -1,9 +1,9 @@
-"""Layers that are alike: a model's blocks are planned once, however often they stand in it.
+"""Equal layers: a model's blocks are planned once, however often they occur in it.
 
     blocks.0.attention.wq   blocks.1.attention.wq   ...   ->   one representative, the first
 
-A block is all that the graph does under one module path up to its first number. Blocks are alike if
-they do the same ops on the same shapes, wired alike, and may run in the same ways.
+A block is all that the graph does under one module path up to its first number. Blocks are equal if
+they do the same ops on the same shapes, wired in the same way, and may run in the same ways.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ SOLVER_SECONDS = 60
 
 Terms = Sequence[tuple[int, float]]
 
-
 INFEASIBLE = 2  # scipy's number for it
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..plan.memory import Held
+from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
 
 Split = str | None | tuple[str | None, ...]
@@ -21,7 +22,7 @@ class Row:
 
     Attributes:
         op: what runs, or whose result moves. split: what it is cut on.
-        moves: what moves, and between which ways to lie.
+        moves: what moves, and between which placements.
         seconds: predicted, forward and backward.
     """
 
@@ -34,18 +35,26 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Lying:
+class OpPlacements:
     """How one op of a plan runs.
 
     Attributes:
         split: what an annotated op is split on, for each axis.
-        inputs, outputs: how its tensors lie: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P``
-            a partial sum; e.g. ``"S1,R"``.
+        inputs, outputs: placements of its tensors, for each axis ``R`` whole, ``S1`` cut on dim 1,
+            ``P`` a partial sum; e.g. ``"S1,R"``.
     """
 
     split: tuple[str | None, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> OpPlacements:
+        """Those of a strategy."""
+        inputs, outputs = (
+            tuple(map(places_text, each)) for each in (strategy.inputs, strategy.outputs)
+        )
+        return cls(strategy.split, inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class EnginePlan:
         rows: with how often each occurs; the gradient sync is the last.
         mesh_shape: of the ranks of a copy.
         ops: how each op of the graph runs, by its name.
-        parameters: how those lie that are kept in parts, by their names in the module.
+        parameters: placements of those that are kept in parts, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
         graph: hash of the graph that it is for.
@@ -72,7 +81,7 @@ class EnginePlan:
     splits: Mapping[str, Split]
     rows: Sequence[tuple[Row, int]]
     mesh_shape: tuple[int, ...] = ()
-    ops: Mapping[str, Lying] = field(default_factory=dict)
+    ops: Mapping[str, OpPlacements] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     held: Held | None = None
     limit_bytes: float | None = None
@@ -148,23 +157,19 @@ class EnginePlan:
         try:
             given = json.loads(text)
             given.pop("predicted_seconds", None)
-            rows = [({**row}, row["count"]) for row in given.pop("rows")]
-            for row, _ in rows:
-                row.pop("count")
-            ops = {n: Lying(*map(tuple, op.values())) for n, op in given.pop("ops").items()}
-            held = given.pop("held")
-            return cls(
-                **{
-                    **given,
-                    "splits": {n: tuple(s) if isinstance(s, list) else s
-                               for n, s in given["splits"].items()},
-                    "mesh_shape": tuple(given["mesh_shape"]),
-                    "notes": tuple(given["notes"]),
-                },
-                rows=[(Row(**row), n) for row, n in rows],
-                ops=ops,
-                held=Held(**held) if held else None,
-            )  # fmt: skip
+            counts = [(row.pop("count"), row) for row in given["rows"]]
+            given["rows"] = [(Row(**row), count) for count, row in counts]
+            given["splits"] = {
+                name: tuple(split) if isinstance(split, list) else split
+                for name, split in given["splits"].items()
+            }
+            given["ops"] = {
+                name: OpPlacements(*map(tuple, op.values())) for name, op in given["ops"].items()
+            }
+            given["held"] = Held(**given["held"]) if given["held"] else None
+            for name in ("mesh_shape", "notes"):
+                given[name] = tuple(given[name])
+            return cls(**given)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
 
@@ -178,14 +183,14 @@ def places_text(places: Places) -> str:
 
 
 def place_words(place: Placement) -> str:
-    """How a tensor lies along one axis, in words."""
+    """A placement along one axis, in words."""
     if isinstance(place, Shard):
         return f"cut on dim {place.dim}"
     return {Replicate: "whole", Partial: "partial sum"}.get(type(place), str(place))
 
 
 def places_words(places: Places) -> str:
-    """How a tensor lies along all axes; in words where there is but one."""
+    """Placements along all axes; in words where there is but one."""
     return place_words(places[0]) if len(places) == 1 else places_text(places)
 
 

@@ -1,7 +1,7 @@
-"""Running a planned graph: each op on DTensors that lie as its strategy wants them.
+"""Running a planned graph: each op on DTensors with the placements of its strategy.
 
-Moves between strategies are paths of collectives (:mod:`.moves`); what an annotated op moves inside
-is its own business, through the rule that it was registered with.
+Moves between strategies are paths of collectives (:mod:`..strategies.reshard`). What an annotated
+op moves inside is its own affair, through the rule that it was registered with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.fx import Node
 from ..capture import checkpointed
 from ..capture.capture import Captured, with_inputs
 from ..capture.nodes import is_getitem, resolve
-from ..module import mixed_precision as computing
+from ..module import mixed_precision
+from ..module.sharded_parameters import replicated
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, share, unsplit
 from ..strategies.reshard import Move, brought
@@ -39,7 +40,7 @@ class PartsOfGradient(torch.autograd.Function):
         ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Places
     ) -> Any:
         """The parameter as it is read; nothing moves."""
-        return brought(_replicated(parameter.detach(), mesh), places)
+        return brought(replicated(parameter.detach(), mesh), places)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -51,8 +52,8 @@ class PartsOfGradient(torch.autograd.Function):
         local = local / copies if copies > 1 else local
         if not any(p.is_shard() for p in places):
             return local, None, None
-        whole = local.new_zeros(grad.shape)
-        part = whole
+        # DTensor's compute_local_shape_and_global_offset cannot be traced: it reads a tensor.
+        part = whole = local.new_zeros(grad.shape)
         for axis, place in enumerate(places):
             if isinstance(place, Shard):
                 size, n, r = part.shape[place.dim], mesh.size(axis), mesh.get_local_rank(axis)
@@ -86,7 +87,7 @@ class Program:
 
     Attributes:
         strategies: how each op runs; ``getitem`` nodes follow their producer.
-        parameters: how each parameter that is kept in parts lies, by its name in the module.
+        parameters: placements of those that are kept in parts, by their names in the module.
         compute_dtype: what parameters are cast to where they are read; None leaves them.
         traced: whether a graph is made of the run, in which checkpointed calls are marked.
     """
@@ -108,7 +109,7 @@ class Program:
 
         Args:
             attribute: a parameter or buffer by its name in the module; those in ``parameters`` are
-                DTensors that lie so.
+                DTensors with these placements.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
         Returns:
             The flat results, whole on every rank.
@@ -137,13 +138,13 @@ class Program:
             local: Any
             if node.name in captured.attributes:
                 local = attribute(captured.attributes[node.name])
-                local = computing.cast(local, self.compute_dtype)
+                local = mixed_precision.cast(local, self.compute_dtype)
             else:
                 local = given.get(node.name, captured.constants.get(node.name))
             if isinstance(local, torch.nn.Parameter | DTensor):
                 values[node, 0] = local
             elif local is not None:
-                values[node, 0] = _replicated(local, mesh)
+                values[node, 0] = replicated(local, mesh)
         return values
 
 
@@ -205,12 +206,8 @@ class _Run:
             if not isinstance(value, DTensor):
                 value = PartsOfGradient.apply(value, self._program.mesh, places)
             else:
-                lying = tuple(value.placements)
-                if lying != places or tuple(map(unsplit, lying)) != grads:
+                source = tuple(value.placements)
+                if source != places or tuple(map(unsplit, source)) != grads:
                     value = Move.apply(value, places)
             self._moved[key] = value
         return self._moved[key]
-
-
-def _replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

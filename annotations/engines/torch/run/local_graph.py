@@ -148,8 +148,8 @@ class _Order:
     def __init__(self, graph: Graph) -> None:
         self.taken: dict[Node, None] = {}
         self._place = {node: n for n, node in enumerate(graph.nodes)}
-        self._talking = [node for node in graph.nodes if communicates(node)]
-        self._talking.reverse()  # the next one last
+        self._communicating = [node for node in graph.nodes if communicates(node)]
+        self._communicating.reverse()  # the next one last
         self._deferred: set[Node] = set()
 
     def may_wait(self, node: Node) -> bool:
@@ -167,13 +167,13 @@ class _Order:
         for each in sorted(self._missing(node), key=self._place.__getitem__):
             self.taken[each] = None
             self._deferred.discard(each)
-        while self._talking and self._talking[-1] in self.taken:
-            self._talking.pop()
+        while self._communicating and self._communicating[-1] in self.taken:
+            self._communicating.pop()
 
     def start_collectives(self) -> None:
         """Take the next ops that communicate, as long as all that is missing is for them alone."""
-        while self._talking and _starts(self._talking[-1]):
-            node = self._talking[-1]
+        while self._communicating and _starts(self._communicating[-1]):
+            node = self._communicating[-1]
             missing = self._missing(node)
             if any(_is_wanted_by_others(each, missing) for each in missing - {node}):
                 return

@@ -6,7 +6,7 @@ The program runs once on tensors without data. What its DTensors do to the tenso
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
 filled in. What runs afterwards makes no DTensor and decides nothing. AOTAutograd does the tracing
 and gives autograd one node for the whole backward. Autograd puts gradients into ``.grad`` when that
-node is through; so that they can travel before, its graph says of each when it is there.
+node is through; so that they can travel before, its graph reports each when it is there.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import (
-    default_partition,
-    min_cut_rematerialization_partition,
-)
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy
 
-from ..capture.checkpointed import region_of
+from annotations.progress import stage
+
 from .execute import Program
-from .local_graph import communicates, drop_unused, output_of, overlap, results_of, simplify
+from .local_graph import output_of, overlap, simplify
+from .partition import save_all, save_least, save_regions
 
 Arrived = Callable[[str, Tensor], None]
 
@@ -72,24 +69,17 @@ class Lowered:
         Raises:
             LoweringError: the program could not be traced.
         """
-        given = self._given(attribute, flat_inputs)
-        return self._trace(given)(list(given.values()))
-
-    def _given(
-        self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]
-    ) -> dict[str, Tensor]:
-        """The tensors by placeholder."""
         captured = self.captured
         given = {name: attribute(of) for name, of in captured.attributes.items()}
         given |= captured.constants
         pairs = zip(captured.user_inputs, flat_inputs, strict=True)
-        return given | {name: value for name, value in pairs if name}
-
-    def _trace(self, given: dict[str, Tensor]) -> Trace:
-        kind = _kind(list(given.values()))
+        given |= {name: value for name, value in pairs if name}
+        tensors = list(given.values())
+        kind = _kind(tensors)
         if kind not in self._traces:
-            self._traces[kind] = Trace(self._program, given, self._compiled, self._arrived)
-        return self._traces[kind]
+            with stage("compiling" if self._compiled else "lowering"):
+                self._traces[kind] = Trace(self._program, given, self._compiled, self._arrived)
+        return self._traces[kind](tensors)
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -116,22 +106,21 @@ class Trace:
     """
 
     def __init__(
-        self,
-        program: Program,
-        given: dict[str, Tensor],
-        compiled: bool,
-        arrived: Arrived | None = None,
+        self, program: Program, given: dict[str, Tensor], compiled: bool, arrived: Arrived | None
     ) -> None:
         self.graphs: list[Graph] = []
         traced: Any = _AsModule(program, given)
-        parameters = {n for n, t in given.items() if isinstance(t, Parameter)}
-        plain = {n for n in parameters if not isinstance(given[n], DTensor)}
-        names = [program.captured.attributes.get(n) if n in plain else None for n in given]
-        tell = partial(_tell, names=names, arrived=arrived) if arrived else None
+        names = [
+            program.captured.attributes.get(name)
+            if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor)
+            else None
+            for name, tensor in given.items()
+        ]
+        report = partial(_report_gradients, names=names, arrived=arrived) if arrived else None
         options: dict[str, Any] = {
             "fw_compiler": partial(self._code, compiled=compiled),
-            "bw_compiler": partial(self._code, compiled=compiled, tell=tell),
-            "partition_fn": _save_regions if program.checkpoints else _save_all,
+            "bw_compiler": partial(self._code, compiled=compiled, report=report),
+            "partition_fn": save_regions if program.checkpoints else save_all,
         }
         try:
             with ExitStack() as stack:
@@ -161,13 +150,13 @@ class Trace:
         inputs: Sequence[Any],
         *,
         compiled: bool,
-        tell: Callable[[Graph], None] | None = None,
+        report: Callable[[Graph], None] | None = None,
     ) -> Any:
         """What runs a graph: a function of a list of inputs, which it empties."""
         simplify(module.graph)
         overlap(module.graph)
-        if tell is not None:
-            tell(module.graph)
+        if report is not None:
+            report(module.graph)
         module.recompile()
         self.graphs.append(module.graph)
         return _by_inductor(module, inputs) if compiled else _by_python(module)
@@ -187,7 +176,7 @@ class _AsModule(torch.nn.Module):
         super().__init__()
         self.results: list[Any] = []
         self._program, self._names = program, list(given)
-        self._is_parameter = [isinstance(t, torch.nn.Parameter) for t in given.values()]
+        self._is_parameter = [isinstance(t, Parameter) for t in given.values()]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         for tensor, is_parameter in zip(tensors, self._is_parameter, strict=True):
@@ -201,16 +190,14 @@ class _AsModule(torch.nn.Module):
             captured=dataclasses.replace(captured, constants=constants),
             traced=True,
         )
-        placeholder = {of: name for name, of in captured.attributes.items()}
-        results = program(
-            lambda of: given[placeholder[of]],
-            [given[name] if name else None for name in captured.user_inputs],
-        )
+        attributes = {of: given[name] for name, of in captured.attributes.items()}
+        inputs = [given[name] if name else None for name in captured.user_inputs]
+        results = program(attributes.__getitem__, inputs)
         self.results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
         return tuple(x for x in results if isinstance(x, Tensor))
 
 
-def _tell(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
+def _report_gradients(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
     """Have a backward call ``arrived`` as soon as it has a gradient.
 
     Args:
@@ -218,7 +205,7 @@ def _tell(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
     """
     [gradients] = output_of(graph).args
 
-    def tell(name: str, gradient: Tensor) -> None:
+    def report(name: str, gradient: Tensor) -> None:
         arrived(name, gradient)
 
     # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
@@ -227,66 +214,7 @@ def _tell(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
     for name, gradient in zip(names, gradients, strict=True):  # type: ignore[arg-type]
         if name is not None and isinstance(gradient, Node):
             with graph.inserting_after(gradient):
-                graph.call_function(tell, (name, gradient))
-
-
-def _save_all(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    """Save what the backward needs, as autograd does: nothing is computed again."""
-    simplify(joint.graph)
-    return _checked(*default_partition(joint, inputs, **options))
-
-
-def _save_regions(
-    joint: GraphModule, inputs: Any, **options: Any
-) -> tuple[GraphModule, GraphModule]:
-    """Save what the backward needs, but of checkpointed calls only what ops that communicate have
-    returned, and what is read outside; the rest is computed again."""
-    simplify(joint.graph)
-    _tag_regions(joint.graph, others=True)
-    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
-
-
-def _tag_regions(graph: Graph, *, others: bool) -> None:
-    """Say to the partitioner what is computed again: checkpointed calls, but for what ops that
-    communicate have returned. ``others``: all else is saved, rather than what is cheapest."""
-    of_backward: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if tangent or any(source in of_backward for source in node.all_input_nodes):
-            of_backward.add(node)
-        elif node.op == "call_function":
-            region = region_of(node)
-            if region is None and not others:
-                continue
-            again = region is not None and not communicates(node)
-            node.meta["ac_graph_id"] = -1 if region is None else region
-            node.meta["recompute"] = (
-                CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-            )
-    for node in graph.nodes:
-        if communicates(node) and node not in of_backward:
-            for result in results_of(node):
-                result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-                result.meta.setdefault("ac_graph_id", -1)
-
-
-def _save_least(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-    """Save the fewest bytes that spare all that is not cheap once it is compiled; checkpointed
-    calls are computed again, and nothing that communicates is."""
-    simplify(joint.graph)
-    _tag_regions(joint.graph, others=False)
-    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
-
-
-def _checked(forward: GraphModule, backward: GraphModule) -> tuple[GraphModule, GraphModule]:
-    """Nothing that communicates may run again: ranks could differ in what they save."""
-    names = []
-    for graph in (forward.graph, backward.graph):
-        drop_unused(graph)
-        names.append({node.name for node in graph.nodes if communicates(node)})
-    first, second = names
-    assert not first & second, f"run again in the backward: {sorted(first & second)}"
-    return forward, backward
+                graph.call_function(report, (name, gradient))
 
 
 def _by_python(module: GraphModule) -> Callable[[list[Any]], Any]:
@@ -310,7 +238,7 @@ def _for_inductor() -> Iterator[dict[str, Any]]:
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with V.set_fake_mode(fake_mode), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        yield {"partition_fn": _save_least, "decompositions": select_decomp_table()}
+        yield {"partition_fn": save_least, "decompositions": select_decomp_table()}
 
 
 def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
+from annotations.progress import counted
+
 from ..capture.capture import Captured, tensor_inputs
 from ..capture.nodes import is_getitem, resolve, values_of
 from ..plan.policies import OpSite, sites
@@ -70,7 +72,7 @@ def find_choices(
     edges = []
     names: dict[Node, str] = {}
     differentiated: dict[Node, bool] = {}
-    for node in captured.graph.nodes:
+    for node in counted(list(captured.graph.nodes), "strategies of ops"):
         if is_getitem(node):
             continue
         name = captured.attributes.get(node.name, "")
