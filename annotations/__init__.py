@@ -9,7 +9,8 @@ from .engines.config import ComputeConfig
 from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from .groups import group_named
 from .parallel import parallelize
-from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
+from .record import AnnotatedOp, OpRecord
+from .registry import record_of, register_op, registered_ops
 from .rules import Communicates, InnerCost, Order, Orders, PartitionRule, SplitSite, Told
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..binding import BoundAnnotation
 from ..errors import PartitionError
 from ..grammar import Shape
-from ..registry import AnnotatedOp, OpRecord, annotated_ops
+from ..record import AnnotatedOp, OpRecord
+from ..registry import annotated_ops
 from ..rules import SplitSite, check_parts
 
 Arguments = Mapping[str, Any]  # arguments by name

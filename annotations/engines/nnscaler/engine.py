@@ -40,7 +40,7 @@ from annotations.codegen.public_call import PublicCall, qualified, without_data
 from annotations.engines.nnscaler import graph_report, placement
 from annotations.engines.nnscaler.following import follow, ways_of
 from annotations.errors import PartitionError
-from annotations.registry import AnnotatedOp
+from annotations.record import AnnotatedOp
 from annotations.rules import PartitionRule, SplitSite
 
 _logger = logging.getLogger(__name__)
