@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..binding import BoundAnnotation
 from ..errors import AnnotationError
@@ -32,6 +31,7 @@ from ..record import AnnotationLike, OpRecord, as_tuple
 from ..rules import PartitionRule
 from .autograd import WANTED, OpAutograd
 from .cached_calls import cached
+from .function_checks import check_results, watched
 
 # A Library unregisters its ops when it is collected, so they are kept.
 _libraries: dict[str, torch.library.Library] = {}
@@ -77,11 +77,9 @@ def define(
         forward=getattr(ops, op_name).default,
         backward=getattr(ops, f"{op_name}_backward").default,
     )
-    forward_kernel = _register_forward(lib, record, function)
-    backward_kernel = _register_backward(
-        lib, record, backward or _derived_backward(function, record)
-    )
-    autograd = OpAutograd(record, forward_kernel, backward_kernel)
+    backward = backward or _derived_backward(function, record)
+    kernels = _register_forward(lib, record, function), _register_backward(lib, record, backward)
+    autograd = OpAutograd(record, *kernels)
     autograd.register(lib)
     return record, autograd.fast_path
 
@@ -114,11 +112,11 @@ def _register_forward(
             if values[n] is not None:
                 values[n] = values[n].shape, values[n].dtype
         bound = cached(known, tuple(values), lambda: record.bind(arguments))
-        with _watched(record, arguments) if first else nullcontext():
+        with watched(record, arguments) if first else nullcontext():
             returned = function(**arguments)
         first = False
         results = _own(as_tuple(returned), tensors, record.fake is None)
-        _check_results(record, bound, results)
+        check_results(record, bound, results)
         return _returned(results)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -160,46 +158,6 @@ def _returned(results: tuple[Any, ...]) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-@contextmanager
-def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse two silent mistakes: a function that changes its arguments, which others in a graph
-    use, and one that draws random numbers although it is run again for its gradient."""
-    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
-    versions = {name: tensor._version for name, tensor in tensors.items()}
-    draws = _Draws()
-    with nullcontext() if record.saves_results else draws:
-        yield
-    changed = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
-    if changed:
-        raise AnnotationError(
-            f"the function changed its argument {', '.join(changed)} in place",
-            details=["expected: a new tensor as the result"],
-            op=record.title,
-        )
-    if draws.noticed:
-        raise AnnotationError(
-            f"the function drew random numbers ({draws.noticed}), and would draw others when it is "
-            "run again for its gradient",
-            details=["expected: the numbers, or a seed, as an argument; or a backward= of its own"],
-            op=record.title,
-        )
-
-
-class _Draws(TorchDispatchMode):
-    """Notices an op that draws random numbers in this thread."""
-
-    noticed = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            with self:  # dropout, for one, draws only in training: look at the ops it is made of
-                made = func.decompose(*args, **(kwargs or {}))
-            if made is not NotImplemented:
-                return made
-            self.noticed = str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
     """The forward's arguments by name, from the backward op's arguments."""
     names = record.signature.parameters
@@ -221,19 +179,6 @@ def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
     if isinstance(value, Tensor):
         return value.new_zeros(value.shape)
     return next(arg for arg in args if isinstance(arg, Tensor)).new_empty(0)
-
-
-def _check_results(record: OpRecord, bound: BoundAnnotation, results: Sequence[Tensor]) -> None:
-    """Refuse results of other shapes than the annotation declares."""
-    expected = bound.output_shapes()
-    if len(results) != len(expected):
-        problem = f"the outputs in the annotation are {len(expected)}, the results {len(results)}"
-        raise AnnotationError(problem, bound.annotation.text, op=record.title)
-    for n, (result, shape) in enumerate(zip(results, expected, strict=True)):
-        scalar = result.ndim == 0 and shape == (1,)
-        if shape is not None and tuple(result.shape) != shape and not scalar:
-            problem = f"result {n} has shape {tuple(result.shape)}, but the annotation says {shape}"
-            raise AnnotationError(f"{problem}: {bound.annotation}", op=record.title)
 
 
 def _own(results: Sequence[Any], given: Iterable[Tensor | None], contiguous: bool) -> Any:
