@@ -1,4 +1,4 @@
-"""Annotated ops: one line says how an op may be cut, and engines do the rest.
+"""Annotated ops: one line says how an op may be cut, and engines cut it.
 
 .. include:: docs/annotations.md
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The embedded engine is imported on first use: it needs DTensor and scipy, ops do not."""
+    """Import the embedded engine on first use: it needs scipy and torch.export, ops do not."""
     if name == "ParallelModule":
         from .engines.torch import ParallelModule
 

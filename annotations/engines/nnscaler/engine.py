@@ -82,7 +82,7 @@ def _register_parts(signature: str, name: str, call: PublicCall) -> None:
 
 
 def _imports(name: str) -> str:
-    ours = [f"annotations.{module}" for module in ("constants", "groups", "shares")]
+    ours = [f"annotations.{m}" for m in ("codegen.constants", "codegen.gradient_shares", "groups")]
     modules = [*ours, name.rpartition(".")[0]]
     return "\n".join(f"import {module}" for module in modules if module != "__main__")
 
@@ -380,8 +380,8 @@ def example_inputs(node: OpNode) -> tuple[Any, ...]:
     sites = _sites(node, node.inputs())
     for site in sites:
         arguments |= {n: v for n, v in call.arguments(site).items() if n in arguments}
-    if call.rehearse is not None:
-        arguments |= call.rehearse(arguments, sites)
+    if call.fake_peers is not None:
+        arguments |= call.fake_peers(arguments, sites)
     rest = {name: value for name, value in arguments.items() if name not in node.names}
     return *(arguments[name] for name in node.names), _Rest(call.function, node.names, rest)
 
