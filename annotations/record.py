@@ -131,15 +131,10 @@ class AnnotatedOp:
 
     Attributes:
         record: what engines read.
-        fast_path: the op for cached calls, from a :class:`~.library.autograd.CachedCall` and the
-            tensor arguments to the results. Only valid if
-            :func:`~.library.bypass.can_bypass_dispatcher`.
     """
 
-    def __init__(
-        self, record: OpRecord, function: Callable[..., Any], fast_path: Callable[..., Any]
-    ) -> None:
-        self.record, self.fast_path = record, fast_path
+    def __init__(self, record: OpRecord, function: Callable[..., Any]) -> None:
+        self.record = record
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ def register_op(
             parsed = Annotation.parse(text)
             check_declaration(called, parsed, signature.parameters, n_outputs, splits)
         tensors = [p.name for p in signature.parameters.values() if _is_tensor(p.annotation)]
-        record, fast_path = define(
+        record = define(
             function,
             name=qualified,
             title=called,
@@ -119,7 +119,7 @@ def register_op(
             backward=backward,
         )
         dtensor.install(record)
-        _OPS[record.forward] = op = AnnotatedOp(record, function, fast_path)
+        _OPS[record.forward] = op = AnnotatedOp(record, function)
         return op
 
     return decorate

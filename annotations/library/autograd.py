@@ -3,16 +3,12 @@
 ``torch.library.register_autograd`` would do, but adds 130 us to each call that needs a gradient, as
 much as a kernel of some thousand tokens takes on a GPU. This is the same, made for ops whose
 arguments are tensors, numbers and strings.
-
-A cached call (:class:`CachedCall`) bypasses the dispatcher too, if that would only come back here
-(:mod:`.bypass`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +20,7 @@ from .bypass import gradients_can_bypass, only_backend
 WANTED = "wanted"
 
 # Gradients of the arguments of the autograd.Function that come before the tensors.
-_NO_GRADIENTS = (None,) * 4
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class CachedCall:
-    """What an op does in calls that differ only in the values of their tensors.
-
-    Attributes:
-        numbers: the arguments that are not tensors, in order.
-        forward: from the tensor arguments to the results, each in memory of its own.
-        backward: from the results' gradients, the tensor arguments and the results to the gradients
-            of the differentiable arguments.
-    """
-
-    numbers: list[Any]
-    forward: Callable[..., Any]
-    backward: Callable[..., tuple[Tensor | None, ...]]
+_NO_GRADIENTS = (None,) * 3
 
 
 class OpAutograd:
@@ -65,8 +45,6 @@ class OpAutograd:
         # Position of each argument in (*tensors, *numbers).
         self.order = [(*self.tensor_at, *self.number_at).index(n) for n in range(len(self.names))]
         self.tensor_names = [self.names[n] for n in self.tensor_at]
-        gradients = {name: n for n, name in enumerate(record.differentiable)}
-        self.gradient_at = [gradients.get(name) for name in self.tensor_names]
         # In autograd's graph, and in profiles, a call has its op's name.
         methods = {"forward": staticmethod(self._forward), "backward": staticmethod(self._backward)}
         op_name = record.name.split("::")[1]
@@ -81,20 +59,12 @@ class OpAutograd:
         if self.record.differentiable:  # otherwise torch would take the gradients for constants
             _refuse_second(self.record)
 
-    def fast_path(self, call: CachedCall, *tensors: Tensor | None) -> Any:
-        """The op's results for a cached call; the caller has seen that it can bypass the
-        dispatcher."""
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return self.fast_apply(call.forward, call.numbers, True, call, *tensors)
-        with torch._C._AutoDispatchBelowAutograd():
-            return call.forward(*tensors)
-
     def _call(self, keyset: Any, *inputs: Any) -> Any:
         if len(inputs) < len(self.names):  # the dispatcher leaves out arguments at their defaults
             inputs += tuple(self.defaults[len(inputs) :])
         bypass = only_backend(keyset)
 
-        def below_autograd(*_: Any) -> Any:
+        def below_autograd() -> Any:
             if bypass:
                 return self.forward_kernel(*inputs)
             keys = keyset & torch._C._after_autograd_keyset
@@ -105,7 +75,7 @@ class OpAutograd:
             tensors = [inputs[n] for n in self.tensor_at]
             numbers = [inputs[n] for n in self.number_at]
             apply = self.fast_apply if bypass else self.apply
-            return apply(below_autograd, numbers, bypass, None, *tensors)
+            return apply(below_autograd, numbers, bypass, *tensors)
         with torch._C._AutoDispatchBelowAutograd():
             return below_autograd()
 
@@ -115,13 +85,12 @@ class OpAutograd:
         run: Callable[..., Any],
         numbers: list[Any],
         bypass: bool,
-        call: CachedCall | None,
         *tensors: Tensor | None,
     ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            results = run(*tensors)
+            results = run()
         ctx.set_materialize_grads(False)
-        ctx.numbers, ctx.bypass, ctx.call = numbers, bypass, call
+        ctx.numbers, ctx.bypass = numbers, bypass
         ctx.save_for_backward(*tensors, *(as_tuple(results) if self.record.saves_results else ()))
         return results
 
@@ -130,13 +99,9 @@ class OpAutograd:
         if not self.record.differentiable or all(grad is None for grad in grads):
             return _NO_GRADIENTS + (None,) * n_tensors
         saved, bypass = ctx.saved_tensors, ctx.bypass and gradients_can_bypass(grads)
-        if bypass and ctx.call is not None:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = ctx.call.backward(*grads, *saved)
-            return (*_NO_GRADIENTS, *[None if n is None else found[n] for n in self.gradient_at])
         given = [*saved[:n_tensors], *ctx.numbers]
         inputs = [given[n] for n in self.order]
-        needs = dict(zip(self.tensor_names, ctx.needs_input_grad[4:], strict=True))
+        needs = dict(zip(self.tensor_names, ctx.needs_input_grad[3:], strict=True))
         if WANTED in self.names:
             inputs[self.names.index(WANTED)] = [needs[n] for n in self.record.differentiable]
         kernel = self.backward_kernel if bypass else self.record.backward

@@ -48,12 +48,8 @@ def define(
     differentiable: tuple[str, ...],
     fake: Callable[..., Any] | None,
     backward: Callable[..., Any] | None,
-) -> tuple[OpRecord, Callable[..., Any]]:
-    """Register the forward and the backward op.
-
-    Returns:
-        their record, and the op for cached calls (:meth:`~.autograd.OpAutograd.fast_path`).
-    """
+) -> OpRecord:
+    """Register the forward and the backward op."""
     namespace, op_name = name.split("::")
     schema = torch.library.infer_schema(function, mutates_args=())
     n_outputs = schema.rpartition("->")[2].count("Tensor")
@@ -79,9 +75,8 @@ def define(
     )
     backward = backward or _derived_backward(function, record)
     kernels = _register_forward(lib, record, function), _register_backward(lib, record, backward)
-    autograd = OpAutograd(record, *kernels)
-    autograd.register(lib)
-    return record, autograd.fast_path
+    OpAutograd(record, *kernels).register(lib)
+    return record
 
 
 def _backward_schema(schema: str, n_outputs: int, n_gradients: int, saves_results: bool) -> str:

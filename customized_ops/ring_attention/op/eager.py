@@ -58,7 +58,9 @@ def attend(
         if name not in _SHARED:
             raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
     options = Options(**own, **shared)
-    watched = torch.compiler.is_compiling() or not can_bypass_dispatcher(q, k, v, *_tensors_of(options))
+    watched = torch.compiler.is_compiling() or not can_bypass_dispatcher(
+        q, k, v, *_tensors_of(options)
+    )
     if watched:
         given = _checked(op, q, k, v, source, options, process_group, return_attn_probs)
         out, lse = op.forward(*given.values(), group_name(process_group))
