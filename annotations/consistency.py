@@ -63,8 +63,8 @@ class Statements:
             all_gather: from this rank's object to those of all ranks, in rank order.
         """
         text = None if problem is None else str(problem)
-        told = all_gather((dict(facts), dict(labels or {}), text))
-        every_facts, every_labels, problems = zip(*told, strict=True)
+        every = all_gather((dict(facts), dict(labels or {}), text))
+        every_facts, every_labels, problems = zip(*every, strict=True)
         refused = {rank: text for rank, text in enumerate(problems) if text is not None}
         return cls(every_facts, every_labels, refused)
 
