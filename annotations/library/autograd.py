@@ -51,7 +51,7 @@ class OpAutograd:
         function: Any = type(op_name, (torch.autograd.Function,), methods)
         self.apply = function.apply
         # What ``apply`` does without a functorch transform, 10 us sooner.
-        self.fast_apply = super(torch.autograd.Function, function).apply
+        self.fast_apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def register(self, lib: torch.library.Library) -> None:
         """Register with ``torch.library``."""
