@@ -1,4 +1,4 @@
-"""Annotated ops: one line says how an op may be cut, and engines do the rest.
+"""Annotated ops: one line says how an op may be cut, and engines cut it.
 
 .. include:: docs/annotations.md
 """
@@ -9,7 +9,8 @@ from .engines.config import ComputeConfig
 from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from .groups import group_named
 from .parallel import parallelize
-from .registry import AnnotatedOp, OpRecord, record_of, register_op, registered_ops
+from .record import AnnotatedOp, OpRecord
+from .registry import record_of, register_op, registered_ops
 from .rules import Communicates, InnerCost, Order, Orders, PartitionRule, SplitSite, Told
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The embedded engine is imported on first use: it needs DTensor and scipy, ops do not."""
+    """Import the embedded engine on first use: it needs scipy and torch.export, ops do not."""
     if name == "ParallelModule":
         from .engines.torch import ParallelModule
 

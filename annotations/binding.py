@@ -22,10 +22,10 @@ from .solving import (
 
 
 class Spread(enum.Enum):
-    """How a tensor that a split does not cut lies on the ranks."""
+    """The placement of a tensor that a split does not cut."""
 
     REPLICATE = "replicate"  # each rank holds all of it
-    PARTIAL = "partial"  # the tensor is the sum of what the ranks hold
+    PARTIAL = "partial"  # the tensor is the sum over the ranks
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Split:
 
     An int in ``inputs`` and ``outputs`` is the tensor dim that is cut. Inputs without the
     identifier are replicated; outputs without it are partial if it is marked '+', else replicated.
-    ``grad_reduce`` tells, per input, whether its gradient is reduced over the ranks.
+    ``grad_reduce`` says of each input whether its gradient is reduced over the ranks.
     """
 
     identifier: str
@@ -54,7 +54,7 @@ class BoundAnnotation:
     sizes: Mapping[str, int] = field(hash=False)
 
     def output_shapes(self) -> tuple[TensorShape | None, ...]:
-        """The shape of each output; None where the annotation says '?'. '1' alone gives (1,)."""
+        """The shape of each output; None if the annotation says '?'. '1' alone gives (1,)."""
         return self._output_shapes
 
     @cached_property
@@ -117,7 +117,7 @@ class BoundAnnotation:
         )
 
     def _twice(self, identifier: str) -> Shape | None:
-        """The first tensor with ``identifier`` in two dims: cutting both drops its other blocks."""
+        """The first tensor with ``identifier`` in two dims: cutting both would lose blocks."""
         shapes = (*self.annotation.inputs, *self.annotation.outputs)
         return next((shape for shape in shapes if len(shape.dims_of(identifier)) > 1), None)
 

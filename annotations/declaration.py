@@ -1,4 +1,4 @@
-"""What can be seen wrong with a declared op before it is ever called."""
+"""Mistakes in the declaration of an op that can be found before any call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check_declaration(
     n_outputs: int,
     rule: PartitionRule,
 ) -> None:
-    """Refuse an annotation that no call can fit, or that some split of it would make wrong.
+    """Refuse an annotation that no call can fit, or of which some split would be wrong.
 
     Args:
         arguments: names of the function's. n_outputs: tensors that it returns.
     Raises:
-        AnnotationError: says what, and what would do.
+        AnnotationError: says what is wrong, and what would be accepted.
     """
     names = list(arguments)
     if len(annotation.inputs) > len(names):
@@ -65,14 +65,14 @@ def check_declaration(
 
 
 def check_reduced(title: str, annotation: Annotation, rule: PartitionRule) -> None:
-    """Refuse a dim that may be split although no result shows it and nothing is said to become of
-    it: each rank's result would be that of its part alone.
+    """Refuse a dim that may be split but is in no result, not marked '+', and without a rule: each
+    rank's result would be that of its part alone.
 
     Raises:
-        AnnotationError: there is one; says how to mark it.
+        AnnotationError: says how to mark it.
     """
     if any(shape.ignored for shape in annotation.outputs):
-        return  # a result of any shape may do with it what it likes
+        return  # a result of any shape may contain it
     outputs = reduces_of(annotation.outputs)
     for name, reduce in reduces_of(annotation.inputs).items():
         settled = name in outputs or name in rule.communicates or name in rule.told

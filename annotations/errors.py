@@ -1,4 +1,4 @@
-"""The errors a user of an annotated op can meet. Each shows the annotation with a caret:
+"""The errors of annotated ops. Each shows the annotation with a caret:
 
     wrap_ring_attn_func: argument 'k' does not fit the annotation
         b l g hd^, b l g hd^, b l g vd^ -> b l g vd^
@@ -34,12 +34,12 @@ class AnnotationError(ValueError):
         """
         Args:
             problem: what is wrong, in one line.
-            text: the annotation; empty where there is none to show.
+            text: the annotation; empty if there is none to show.
             span: first and one-past-last character of ``text`` to underline; None for no caret.
             details: further lines: what was received, what would be accepted.
-            op: the op's name, where it is known.
+            op: the op's name, if known.
         """
-        # All of them go to `args`, so that the error survives pickling between processes.
+        # `args` holds them all, so that the error can be pickled between processes.
         super().__init__(problem, text, span, tuple(details), op)
         self.problem = problem
         self.text = text
@@ -54,7 +54,7 @@ class AnnotationError(ValueError):
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.problem}" if self.op else self.problem]
         if self.text:
-            # One column per character, or the caret would miss in an annotation of several lines.
+            # One column per character keeps the caret right in an annotation of several lines.
             lines.append("    " + re.sub(r"\s", " ", self.text).rstrip())
         if self.text and self.span is not None:
             start, end = self.span

@@ -41,7 +41,7 @@ _NOWHERE: Span = (0, 0)
 
 
 class Reduce(enum.Enum):
-    """How a dim may be split; the value is the mark after its name."""
+    """How a dim may be split. The value is the mark after its name."""
 
     SPLIT = ""
     SUM = "+"
@@ -99,7 +99,7 @@ class Shape:
         return next((dim for dim in self.dims if dim.identifiers == ("*",)), None)
 
     def expand(self, star: tuple[Dim, ...]) -> Shape:
-        """This with '*' replaced by the dims ``star``, which errors then show as this '*'."""
+        """This with '*' replaced by the dims ``star``; errors about these point at the '*'."""
         if self.star is None:
             return self
         at, span = self.dims.index(self.star), self.star.span
@@ -277,7 +277,7 @@ def _check_marks(annotation: Annotation) -> None:
 
 
 def _freeze_inner(annotation: Annotation) -> Annotation:
-    """Freeze, everywhere, what is inner in any dim: a cut of it would not be one run of the dim."""
+    """Freeze every name that is inner in some dim: a cut of it would not be one run of the dim."""
     shapes = (*annotation.inputs, *annotation.outputs)
     inner = {name for shape in shapes for dim in shape.dims for name in dim.inner}
 

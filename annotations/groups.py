@@ -1,4 +1,4 @@
-"""Process groups from the global ranks in them, made on first use, and known in graphs by name.
+"""Process groups from their global ranks, made on first use.
 
 In a graph a group is its name, because ops take only tensors, numbers and strings.
 """
@@ -29,7 +29,7 @@ _times_made: dict[tuple[int, ...], int] = {}
 def name_of_ranks(ranks: Sequence[int]) -> str:
     """The name of the group of these global ranks; ``""`` for a single one.
 
-    The group is made on first use, and only its members need to ask, in any order.
+    The group is made on first use. Only its members need to call this, in any order.
 
     Args:
         ranks: in increasing order.
@@ -45,7 +45,7 @@ def name_of_ranks(ranks: Sequence[int]) -> str:
 
 
 def group_named(name: str) -> Any:
-    """The process group of a name that an op is told.
+    """The process group of a name.
 
     Raises:
         GroupError: no group has this name.
@@ -70,7 +70,7 @@ def _checked(ranks: object) -> tuple[int, ...]:
 
 
 def group_of_ranks(ranks: tuple[int, ...]) -> Any:
-    """The process group of these global ranks, this one among them; made on first use.
+    """The process group of these global ranks, which include this one; made on first use.
 
     Raises:
         GroupError: torch.distributed is not initialised.
@@ -92,9 +92,9 @@ def group_of_ranks(ranks: tuple[int, ...]) -> Any:
 def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
     """Make torch name the next group after ``ranks`` alone.
 
-    The members of a group find each other by its name, and torch puts into it how many groups the
-    rank has made before. Ranks that differ in that, say 0 and 2 after 1 and 2 have made a group,
-    would wait for each other for ever.
+    The members of a group find each other by its name, and torch puts into it the number of groups
+    that the rank has made before. Ranks with different numbers, say 0 and 2 after 1 and 2 have made
+    a group, would wait for each other for ever.
     """
     number = _times_made[ranks] = _times_made.get(ranks, -1) + 1
     text = f"seqshard {ranks} {number}"
@@ -109,10 +109,10 @@ def _name_from(ranks: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Make torch connect the next group by itself.
+    """Make torch connect the next group separately.
 
-    Where the world is bound to a device, torch splits new NCCL groups off the world's communicator,
-    which ends only when all ranks take part.
+    If the world is bound to a device, torch splits new NCCL groups off the world's communicator,
+    and waits until all ranks take part.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

@@ -1,4 +1,4 @@
-"""``parallelize``: one call, whichever engine does it."""
+"""``parallelize``: one call for all engines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .engines.config import EMBEDDED_PAS_CONFIG, NNSCALER_OPTIONS, only_nnscaler
 _logger = logging.getLogger(__name__)
 
 REPOSITORY = "https://github.com/msrasys/nnscaler"
-# Modules with ``parallelize`` and ``as_config`` by the engine's name; imported when asked for.
+# Modules with ``parallelize`` and ``as_config`` by the engine's name; imported on first use.
 ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.engines.torch"}
 
-# Policies by name that only nnscaler has, its own and this package's. Both engines have "tp" and
+# Policies by name for nnscaler alone, its own and this package's. Both engines have "tp" and
 # "hybrid".
 NNSCALER_POLICIES = ("cp_follow", "autodist", "pp", "data", "fsdp")
 
@@ -35,7 +35,7 @@ def parallelize(
 ) -> Any:
     """Cut a single-device module over ranks. The same call as nnscaler's.
 
-    Every rank calls this alike, after ``torch.distributed.init_process_group``. The model's
+    Every rank makes the same call, after ``torch.distributed.init_process_group``. The model's
     attention calls ``wrap_*_attn_func`` without a group.
 
     Args:
@@ -43,25 +43,25 @@ def parallelize(
         dummy_forward_args: example arguments of ``forward`` by name.
         pas_policy: ``"cp"`` cuts attention on its sequence, in both engines: the embedded one plans
             the rest to move the fewest bytes, nnscaler leaves it to autodist. ``"cp_follow"``, with
-            nnscaler, has the other ops follow without a search. Else a policy of the engine's own:
-            see :class:`~annotations.engines.torch.OpSite` and nnscaler's policies.
-        compute_config: :class:`ComputeConfig`, this package's or nnscaler's; either serves either
-            engine. Fields that an engine does not support are refused where they are set.
+            nnscaler, cuts the other ops as their neighbours, without a search. Or a policy of the
+            engine: see :class:`~annotations.engines.torch.OpSite` and nnscaler's policies.
+        compute_config: :class:`ComputeConfig`, this package's or nnscaler's, for either engine.
+            An engine refuses fields that are set and that it does not support.
         engine: ``"torch"`` is the embedded one, ``"nnscaler"`` needs it installed. ``"auto"`` is
-            nnscaler where the call asks for something of nnscaler's: its ComputeConfig, a field of
-            it that only it acts on, one of its keyword arguments or policies; else the embedded
-            one. So what a call does never changes because a package was installed. Which engine it
-            is and why, is logged.
+            nnscaler if the call has something of nnscaler's: its ComputeConfig, a field that only
+            nnscaler acts on, one of its keyword arguments or policies; else the embedded one. So
+            what a call does never changes because a package was installed. The engine and the
+            reason are logged.
         options: ``module_dtype``; ``compute_dtype`` of the embedded engine; with nnscaler its other
             keyword arguments.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step, and with
-        ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what
-        ``load_module`` and a class ask for).
+        ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what it
+        returns for ``load_module`` and for a class).
 
     Raises:
         ValueError: unknown engine, or what the engine raises. TypeError: no ComputeConfig.
-        ModuleNotFoundError: nnscaler was asked for and is not installed; says how to install it.
+        ModuleNotFoundError: nnscaler is not installed; says how to install it.
     """
     if engine not in ("auto", *ENGINES):
         known = ", ".join(("auto", *ENGINES))
@@ -88,7 +88,7 @@ def parallelize(
 
 
 def _choose(policy: Any, config: Any, options: Mapping[str, Any]) -> tuple[str, str]:
-    """The engine that can do what a call asks for, and why it."""
+    """The engine for a call, and the reason."""
     if type(config).__module__.partition(".")[0] == "nnscaler":
         return "nnscaler", "compute_config is nnscaler's"
     if isinstance(policy, str) and policy in NNSCALER_POLICIES:

@@ -1,10 +1,10 @@
 """Random numbers that are a pure function of a counter and a key: Philox4x32-10.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. It makes four random 32-bit
-words of a 128-bit counter. There is no state to keep, hand on or restore: the backward makes the
-forward's numbers again, and no cut and no kernel changes them.
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A 128-bit counter gives four
+random 32-bit words. There is no state to keep or restore: the backward computes the forward's
+numbers again, and they do not depend on how tensors are cut or on the kernel.
 
-Words are int64 tensors that hold 32 bits: torch has little arithmetic on unsigned ones.
+Words are int64 tensors that hold 32 bits: torch has little arithmetic on unsigned integers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def threshold(p: float) -> int:
-    """Words below it, a share of p of all, are dropped."""
+    """Words below it, a fraction p of all, are dropped."""
     return round(p * 2**32)
 
 
 def _product(x: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """High and low word of the 64-bit product. int64 wraps to the right bits; the mask after the
-    shift takes off the sign that an arithmetic shift drags in."""
+    shift removes the sign bits of an arithmetic shift."""
     product = x * multiplier
     return (product >> 32) & LOW, product & LOW

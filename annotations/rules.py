@@ -1,9 +1,9 @@
-"""What a split of an op means beyond its annotation: does it communicate inside, at what cost.
+"""What a split of an op means beyond its annotation: whether it communicates inside, at what cost.
 
-An annotation says which dims may be cut. Most cuts leave an op alone: each rank runs it on its
-part. Some cut something the op needs whole (attention's sequence), and the op then communicates
-inside. Those are declared here, so that an engine can hand the op its group, and cost the split,
-without knowing what the op does.
+An annotation says which dims may be cut. After most cuts each rank runs the op on its part. Some
+cut what the op needs whole (attention's sequence), and the op then communicates inside. A rule
+declares those, so that an engine can pass the op its group, and cost the split, without knowing
+what the op does.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .errors import PartitionError
 
 @dataclass(frozen=True)
 class SplitSite:
-    """Where a split happens.
+    """How one identifier is split, and which part a rank holds.
 
     Attributes:
-        identifier: what is cut, e.g. ``l``.
+        identifier: e.g. ``l``.
         size: its whole size.
-        parts: number of ranks it is cut over; rank r gets ceil(size / parts) of it, as DTensor's
-            ``Shard`` cuts, so the last ranks may get less.
+        parts: number of ranks it is cut over; each holds ceil(size / parts) of it, as DTensor's
+            ``Shard`` cuts, so the last ranks may hold less.
         group: name of the process group of these ranks, ``""`` if there is none.
-        index: which of the parts this rank holds; 0 where costs are asked for.
-        ranks: global ranks of the parts in order, where an engine knows them.
+        index: the part that this rank holds; 0 for costs.
+        ranks: global ranks of the parts in order, if the engine knows them.
     """
 
     identifier: str
@@ -40,13 +40,13 @@ class SplitSite:
 
 @dataclass(frozen=True)
 class InnerCost:
-    """What an op moves inside when split, for the busiest rank.
+    """What a split op moves inside, for the busiest rank.
 
     Attributes:
         what: short text for plans, e.g. ``k, v``.
         forward_bytes, backward_bytes: received by the rank that receives most.
         imbalance: largest rank's work over the mean.
-        overlaps: whether the op computes while that moves.
+        overlaps: whether the op computes meanwhile.
     """
 
     what: str = ""
@@ -65,18 +65,17 @@ class Communicates:
     """A split that communicates inside the op.
 
     A result that the split leaves whole (a mean over all tokens, say) is the same on every rank,
-    and so is its gradient. Yet an all-reduce in the backward adds up what all ranks bring, and
-    engines add up the gradients of inputs that are whole: each would count it once a rank. So each
-    rank's backward is given its share of it, 1 / parts, as one derived from the function needs.
+    and so is its gradient. But an all-reduce in the backward sums over all ranks, and engines sum
+    the gradients of whole inputs: each would count that gradient once a rank. So each rank's
+    backward gets 1 / parts of it, which a backward derived from the function needs.
 
     Attributes:
-        arguments: from the site to the op arguments that tell the op about it (its group, its
-            layout), by name.
-        cost: from the bound annotation, the site, the op's arguments by name and the bytes of an
-            element to what moves inside.
+        arguments: the shard's arguments of the op (its group, its layout) by name, from the site.
+        cost: what moves inside, from the bound annotation, the site, the op's arguments by name and
+            the bytes of an element.
         whole_gradients: the op's own backward takes the whole gradient of such a result on every
-            rank instead, and sees to it itself that the gradients that it returns are right: cut
-            as their inputs, or where the split leaves an input whole, parts that add up.
+            rank instead, and returns the right gradients itself: cut as their inputs, or partial
+            sums of the gradients of whole inputs.
     """
 
     arguments: Arguments
@@ -86,11 +85,11 @@ class Communicates:
 
 @dataclass(frozen=True)
 class Told:
-    """A split of which the op must know what part a rank holds; nothing moves inside.
+    """A split of a shard-aware op: it must know which part a rank holds; nothing moves inside.
 
     Attributes:
-        arguments: from the site to the op arguments that say so, by name.
-        cost: as of :class:`Communicates`, where the parts are not equal work; None where they are.
+        arguments: the shard's arguments of the op by name, from the site.
+        cost: as of :class:`Communicates`, if the parts are not equal work; else None.
     """
 
     arguments: Arguments
@@ -99,11 +98,11 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """An order in which the positions of a sequence can lie.
+    """An order of the positions of a sequence.
 
     Attributes:
         name: for plans, e.g. ``zigzag``.
-        tokens: int64[n] numpy array: which position of the sequence stands at each place.
+        tokens: int64[n] numpy array: the position of the sequence at each index.
     """
 
     name: str
@@ -149,18 +148,18 @@ def _cannot_follow(name: str, given: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Orders:
-    """An identifier whose positions may come in another order, if the op is told of it.
+    """An identifier whose positions may come in another order, which the op's arguments name.
 
-    So an engine may permute a sequence once, before the first op, and cut it then. Other than the
-    splits that need no word to the op, to which no order matters anyway.
+    So an engine may permute a sequence once, before the first op, and cut it then. (An op that is
+    not shard-aware works in any order.)
 
     Attributes:
-        wanted: from the bound annotation, the site and the op's arguments by name to an order whose
-            contiguous parts are more even work, or None if there is none or it is not known.
-        told: from the op's arguments and an order to the arguments, by name, that tell the whole op
-            that its positions lie so; None where it cannot be told.
-        cut: from the site and the arguments of an op that was told so, or was not, to what it is
-            told where it is cut, over what the rule says without.
+        wanted: an order whose contiguous parts are more even work, from the bound annotation, the
+            site and the op's arguments by name; None if there is none or it is not known.
+        told: from the op's arguments and an order to the arguments, by name, that say the order to
+            the whole op; None if the op has none that can.
+        cut: from the site and the whole op's arguments to further shard's arguments, over those of
+            the rule.
         follow: from the name of an order of :class:`Reorders` and the op's arguments by name,
             tensors by anything that stands for them, to how the op takes it, or why it cannot.
     """
@@ -177,10 +176,9 @@ class PartitionRule:
 
     Attributes:
         communicates: identifiers whose split communicates inside the op.
-        told: identifiers whose split does not, but of which the op must know what part a rank
-            holds.
+        told: identifiers whose split does not, but whose part on a rank the op must know.
         flops: forward floating-point operations of the whole op from its bound annotation and
-            arguments, or None where moving its bytes is what takes the time.
+            arguments; None if the op is bound by memory.
         orders: those of ``communicates`` and ``told`` whose positions may come in another order.
         reorders: what order the op puts positions in where it is cut; None if in none.
     """
@@ -192,10 +190,10 @@ class PartitionRule:
     reorders: Reorders | None = None
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
-        """Of each result, whether a rank's backward is given a share of its gradient, 1 / parts.
+        """Whether a rank's backward gets 1 / parts of the gradient, of each result.
 
-        It is where every rank computes the result whole, unless the op takes whole gradients, or
-        has no input of which gradients are added up, inside the op or after it.
+        It does if every rank computes the result whole, unless the op takes whole gradients, or no
+        input's gradient is summed over the ranks, inside the op or after it.
         """
         inside = self.communicates.get(split.identifier)
         if inside is not None:
@@ -208,11 +206,11 @@ class PartitionRule:
     def arguments(
         self, op: str, site: SplitSite, given: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Op arguments to replace when ``site`` is how the op is split.
+        """The shard's arguments: those to replace in the op that ``site`` splits.
 
         Args:
-            given: the op's arguments by name, which may tell of another order of its positions;
-                None where they cannot.
+            given: the whole op's arguments by name, which may name another order of its positions;
+                None if they cannot.
         Raises:
             PartitionError: the split communicates and the site has no group.
         """
@@ -239,7 +237,7 @@ class PartitionRule:
     def cost(
         self, bound: BoundAnnotation, site: SplitSite, arguments: Mapping[str, Any], itemsize: int
     ) -> InnerCost:
-        """What the op moves inside when ``site`` is how it is split, and how uneven its parts are.
+        """What the op that ``site`` splits moves inside, and how uneven its parts are.
 
         Args:
             arguments: the op's, by name; tensors may be without data.
@@ -252,10 +250,10 @@ class PartitionRule:
 
 
 def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
-    """Refuse a cut that would tear inner dims apart.
+    """Refuse a cut through inner dims.
 
-    A plain dim may be cut unevenly. ``(g 4)`` may not: its parts must stay whole multiples of 4,
-    and line up with the parts of ``g`` elsewhere.
+    A dim of one name may be cut unevenly. ``(g 4)`` may not: its parts must be multiples of 4 that
+    match the parts of ``g`` elsewhere.
 
     Raises:
         PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.

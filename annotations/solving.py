@@ -110,7 +110,7 @@ def solve(
         for here, dim, size in argument.dims():
             if len(dim.identifiers) == 1:
                 alone.setdefault(dim.identifiers[0], Known(size, here))
-    # Keywords tell how a dim is made up; a dim of one identifier tells its own size.
+    # Keywords give sizes inside brackets; a dim of one identifier gives its own size.
     hints = {**alone, **keywords}
     known: dict[str, Known] = {}
     for argument in arguments:
@@ -128,7 +128,7 @@ def solve(
 
 
 def _solve_dim(here: str, dim: Dim, size: int, known: dict[str, Known]) -> str:
-    """Learn from one dim the identifier that is unknown in it, or say what the dim must be."""
+    """Add the dim's unknown identifier to ``known``; or return what the dim must be."""
     unknown = [name for name in dim.identifiers if name not in known]
     given = [name for name in dim.identifiers if name in known]
     product = math.prod(known[name].size for name in given)
@@ -152,7 +152,7 @@ def _solve_dim(here: str, dim: Dim, size: int, known: dict[str, Known]) -> str:
 def _suggestion(
     arguments: Sequence[Argument], wrong: Argument, keywords: Mapping[str, Known]
 ) -> list[str]:
-    """The shape that the other arguments ask of ``wrong``, if with it they all fit."""
+    """The shape of ``wrong`` that fits the other arguments, if there is one."""
     try:
         others = solve([a for a in arguments if a is not wrong], keywords, suggest=False)
         sizes = {name: entry.size for name, entry in others.items()}

@@ -1,1 +1,1 @@
-"""What engines that generate code need: public calls, constants, shares of gradients."""
+"""For engines that generate code: public calls, constants and divided gradients."""

@@ -12,12 +12,12 @@ _MARK = "seqshard constant: "
 
 
 def to_text(value: Any) -> str:
-    """``value`` as text that :func:`from_text` takes back."""
+    """``value`` as text, for :func:`from_text`."""
     return _MARK + base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
 def is_text(value: Any) -> bool:
-    """Whether this is what :func:`to_text` made."""
+    """Whether this is a result of :func:`to_text`."""
     return isinstance(value, str) and value.startswith(_MARK)
 
 

@@ -9,19 +9,18 @@ from torch import Tensor
 
 
 def divided(results: Any, parts: Sequence[int]) -> Any:
-    """What an op has just returned; its backward will get gradients that are divided.
-
-    Nothing is copied, and the results may be changed in place afterwards.
+    """Have the gradients of an op's results divided before its backward gets them.
 
     Args:
-        results: a tensor or a tuple of tensors.
-        parts: by how much the gradient of each is divided.
+        results: a tensor or a tuple of tensors, as the op returned them. Nothing is copied, and
+            they may be changed in place afterwards.
+        parts: the divisor of each gradient.
     Returns:
         ``results``.
     """
     each = (results,) if isinstance(results, Tensor) else results
     for result, n in zip(each, parts, strict=True):
         if n > 1 and result.requires_grad:
-            # Of a result that is not used, the gradient is None.
+            # The gradient of an unused result is None.
             result.register_hook(lambda grad, n=n: grad if grad is None else grad / n)
     return results

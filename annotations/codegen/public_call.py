@@ -1,8 +1,8 @@
-"""Public functions as engines see them: which op a call is, and how a cut changes the call.
+"""Public functions as engines see them: which op a call makes, and how a cut changes the call.
 
-Users call ``wrap_*_attn_func(q, k, v, ...)``. Inside a torch graph that becomes an op
-(:mod:`.registry`). An engine that generates code works on the call itself: it takes the function
-for one op, cuts its tensors, and writes calls of the same function with other arguments.
+Users call ``wrap_*_attn_func(q, k, v, ...)``. In a torch graph that becomes an op of
+:mod:`~annotations.registry`. An engine that generates code works on the call itself: to it the
+function is one op, whose tensors it cuts and which it calls with other arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from ..binding import BoundAnnotation
 from ..errors import PartitionError
 from ..grammar import Shape
-from ..registry import AnnotatedOp, OpRecord, annotated_ops
+from ..record import AnnotatedOp, OpRecord
+from ..registry import annotated_ops
 from ..rules import SplitSite, check_parts
 
 Arguments = Mapping[str, Any]  # arguments by name
@@ -28,19 +29,20 @@ Arguments = Mapping[str, Any]  # arguments by name
 
 @dataclass(frozen=True, eq=False)
 class PublicCall:
-    """A function that stands for one op.
+    """A function that an engine treats as one op.
 
     Attributes:
-        function: what users call.
-        op: from the call's arguments to the op that it makes, and to what the op's annotation
-            depends on, by the op's argument names (tensors may be without data). Raises
+        function: the function that users call.
+        op: from the call's arguments to the op that it makes, and to the arguments that the op's
+            annotation depends on, by the op's names (tensors may be without data). Raises
             NotImplementedError for a call that cannot be cut.
         outputs: how many of the op's results the call returns, from its arguments.
-        arguments: from how the op is split to the call's arguments that say so.
-        when_cut: the function to call instead once a split communicates inside.
-        rehearse: from a part's arguments (with data, of any values) and how it was cut to the
-            arguments to change, so that a call on one rank does what it would do among the others.
-        names: the op's names of tensor arguments that it calls otherwise.
+        arguments: the shard's arguments of the call, from how the op is split.
+        when_cut: the function to call instead if a split communicates inside.
+        fake_peers: from a part's arguments (with data, of any values) and how it was cut to the
+            arguments to change so that one rank can call it without the others and does the same
+            work.
+        names: the op's names of tensor arguments, where they differ from the call's.
         follow: from a split that communicates inside, and the code of each argument, to the code of
             those that tell the call its tokens are in the order of
             :class:`~annotations.rules.Reorders`; None where it cannot be told.
@@ -51,18 +53,18 @@ class PublicCall:
     outputs: Callable[[Arguments], int]
     arguments: Callable[[SplitSite], Arguments]
     when_cut: Callable[..., Any] | None = None
-    rehearse: Callable[[Arguments, Sequence[SplitSite]], Arguments] | None = None
+    fake_peers: Callable[[Arguments, Sequence[SplitSite]], Arguments] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     follow: Callable[[SplitSite, Mapping[str, str]], Mapping[str, str]] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """Of the function."""
+        """The function's."""
         return inspect.signature(self.function)
 
     @property
     def name(self) -> str:
-        """Where the function is found: ``package.module.function``."""
+        """``package.module.function``."""
         return qualified(self.function)
 
     def shapes(self, arguments: Arguments, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
@@ -70,7 +72,7 @@ class PublicCall:
 
         Args:
             arguments: all of the call's, by name; tensors may be without data.
-            ranks: how many ranks the op may be cut over, which decides between alternatives.
+            ranks: ranks that the op may be cut over, which decides between alternatives.
         Raises:
             BindingError: the shapes do not fit.
         """
@@ -89,14 +91,14 @@ class PublicCall:
 def qualified(function: Any) -> str:
     """``package.module.name`` of a function or an op.
 
-    A process that multiprocessing spawns runs the main script again, under another module's name.
+    A process that multiprocessing spawns runs the main script again, as module ``__mp_main__``.
     """
     module = function.__module__
     return f"{'__main__' if module == '__mp_main__' else module}.{function.__name__}"
 
 
 def _fitting(alternatives: tuple[BoundAnnotation, ...], ranks: int) -> BoundAnnotation:
-    """The first in which every split goes over ``ranks``; the first of all if none."""
+    """The first alternative all of whose splits are possible over ``ranks``; else the first."""
     for bound in alternatives:
         try:
             for split in bound.splits():
@@ -135,10 +137,10 @@ def _is_named(op: AnnotatedOp) -> bool:
 
 
 def call_of(op: AnnotatedOp) -> PublicCall:
-    """An op called directly stands for itself. To be timed it runs on its part, with no group."""
+    """The call of an op by its own name. It is timed on its part, with no group."""
     record = op.record
 
-    def alone(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+    def without_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         return {
             name: ""
             for site in sites
@@ -151,10 +153,10 @@ def call_of(op: AnnotatedOp) -> PublicCall:
         op=lambda given: (record, given),
         outputs=lambda given: record.n_outputs,
         arguments=lambda site: record.rule.arguments(record.title, site),
-        rehearse=alone,
+        fake_peers=without_group,
     )
 
 
 def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor that has only a shape and a dtype."""
+    """A tensor that has only a shape and a dtype, on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""How many devices a plan spans, with nnscaler's names, so that one call serves both engines."""
+"""``ComputeConfig``, with nnscaler's names, so that one call serves both engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-# Fields that the embedded engine acts on, and one that says how nnscaler runs functions while
-# tracing, where the embedded engine runs none. Of the others only the defaults are accepted.
+# Fields that the embedded engine acts on, and one about how nnscaler runs functions while tracing,
+# when the embedded engine runs none. Other fields must have their defaults.
 EMBEDDED_FIELDS = (
     "plan_ngpus",
     "runtime_ngpus",
@@ -28,8 +28,7 @@ EMBEDDED_PAS_CONFIG = (
     "hoist",
 )
 
-# Keyword arguments of nnscaler's parallelize that mean something to it alone; the embedded engine
-# takes the defaults.
+# Keyword arguments of parallelize that only nnscaler has, with their defaults.
 NNSCALER_OPTIONS: dict[str, Any] = {
     "gen_savedir": "./.nnscaler",
     "reuse": "match",
@@ -52,25 +51,25 @@ class ComputeConfig:
         runtime_ngpus: all ranks, a multiple of ``plan_ngpus``; None reads ``WORLD_SIZE``. The model
             is copied ``runtime_ngpus / plan_ngpus`` times, each copy with its own batch
             (data parallelism outside the plan).
-        use_async_reducer: add gradients up while the backward runs, bucket by bucket. Run all
-            backwards of a step but the last within ``no_sync()`` then (with nnscaler: in its
+        use_async_reducer: add up gradients while the backward runs, bucket by bucket. Then run all
+            backwards of a step but the last within ``no_sync()`` (with nnscaler: in its
             ``accum_mode``).
-        use_end2end: the module is to have ``train_step`` and ``infer_step``.
+        use_end2end: whether the module has ``train_step`` and ``infer_step``.
         reducer_bucket_cap_mb: largest gradient bucket in MiB; None or 0 means 25 (with nnscaler:
             25 for its asynchronous reducer, else no limit).
-        pas_config: what the planner is told. The embedded engine knows ``"mesh_shape"``, the ranks
-            of a copy as a mesh of several axes (its product is ``plan_ngpus``; by default one axis;
-            ranks next to each other are along the last); ``"memory_bytes"``, what a rank may hold
-            (by default, with ``"auto"`` on CUDA, all of its device, else no limit);
+        pas_config: the planner's settings. The embedded engine has ``"mesh_shape"``, the ranks of a
+            copy as a mesh of several axes (their product is ``plan_ngpus``; by default one axis;
+            adjacent ranks are along the last); ``"memory_bytes"``, what a rank may hold (by
+            default, with ``"auto"`` on CUDA, all of its device, else no limit);
             ``"optimizer_bytes_per_parameter"``, the optimizer's state for each element (by default
             8, two fp32 copies, as Adam has); ``"rates"``, speeds to plan with (an
             ``annotations.engines.torch.Rates``; by default those measured on this machine, if any);
-            and ``"hoist"``, whether a sequence is put in an order in which its parts are even work,
-            once, before the first layer: always (True) or never (False), by default where it is
+            and ``"hoist"``, whether to permute a sequence once, before the first layer, into an
+            order whose parts are even work: always (True) or never (False), by default if that is
             predicted to be faster.
 
-    The other fields are nnscaler's, and act only there: the embedded engine refuses a value that is
-    not the default (``trace_strategy`` apart, which is about tracing with nnscaler).
+    Only nnscaler acts on the other fields: the embedded engine refuses a value that is not the
+    default, except of ``trace_strategy``, which is about tracing with nnscaler.
 
     Raises:
         ValueError: counts that are not positive or do not divide.
@@ -112,7 +111,7 @@ class ComputeConfig:
 
     @property
     def ranks(self) -> int:
-        """``runtime_ngpus``, known."""
+        """``runtime_ngpus``, which is not None after initialisation."""
         assert self.runtime_ngpus is not None
         return self.runtime_ngpus
 
@@ -142,7 +141,7 @@ class ComputeConfig:
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """The fields of a config, of either kind, that are not at their defaults."""
+    """The fields of a config, this package's or nnscaler's, that are not at their defaults."""
     found = {}
     for item in fields(config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -153,7 +152,7 @@ def changed(config: Any) -> dict[str, Any]:
 
 
 def as_own(config: Any) -> ComputeConfig:
-    """This package's form of a config of either kind.
+    """A config of this package or of nnscaler as this package's.
 
     Raises:
         NotImplementedError: nnscaler's has a field that this package does not know, and it is set.
@@ -168,11 +167,11 @@ def as_own(config: Any) -> ComputeConfig:
 
 
 def check_embedded(config: ComputeConfig) -> None:
-    """Refuse what the embedded engine would leave undone.
+    """Refuse settings that the embedded engine would ignore.
 
     Raises:
         NotImplementedError: a field that only nnscaler acts on is set; names it.
-        ValueError: a setting has a value that it cannot have.
+        ValueError: a setting has an invalid value.
     """
     for name, value in only_nnscaler(config).items():
         known = f"; its keys are {', '.join(EMBEDDED_PAS_CONFIG)}" if "[" in name else ""
@@ -186,7 +185,7 @@ def check_embedded(config: ComputeConfig) -> None:
 
 
 def only_nnscaler(config: Any) -> dict[str, Any]:
-    """What is set in a config, of either kind, that the embedded engine does not act on."""
+    """The settings, of a config of this package or nnscaler, that the embedded engine ignores."""
     found = {n: value for n, value in changed(config).items() if n not in EMBEDDED_FIELDS}
     given = found.pop("pas_config", {})
     if not isinstance(given, Mapping):

@@ -1,1 +1,1 @@
-"""The ``torch.library`` side of a declaration: schema, kernels, autograd, DTensor's rule."""
+"""The ``torch.library`` and DTensor sides of a declaration: schema, kernels, autograd, sharding."""

@@ -1,7 +1,7 @@
-"""Whether a call is a plain one: tensors with data, and nobody who wants to see or change it.
+"""Whether a call can bypass torch's dispatcher, because only autograd and our kernel would run.
 
-What decides where torch's dispatcher takes a call are the keys of its tensors and of the thread.
-Of the few sets of keys that there are in a program, what they mean is found out once.
+The dispatcher decides by the keys of the tensors and of the thread. A program has only a few sets
+of keys, so the answer is cached for each.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from torch import Tensor
 _KEYS: Any = torch._C.DispatchKey
 _BACKENDS = (_KEYS.CPU, _KEYS.CUDA)
 _AUTOGRAD = (_KEYS.AutogradCPU, _KEYS.AutogradCUDA)
-# Ours are no ops to be autocast, have their tensors to be told the device by, and make no views.
-_WITHOUT_US = [key for name, key in _KEYS.__members__.items() if name.startswith("Autocast")] + [
+# Keys that do nothing for our ops: these are not autocast, take their device from their tensors,
+# and make no views.
+_IGNORED = [key for name, key in _KEYS.__members__.items() if name.startswith("Autocast")] + [
     _KEYS.BackendSelect,
     _KEYS.ADInplaceOrView,
 ]
 
-_backends: dict[int, bool] = {}
-_straight: dict[tuple[int, ...], bool] = {}
+_only_backend: dict[int, bool] = {}
+_can_bypass: dict[tuple[int, ...], bool] = {}
 
 
-def goes_straight(*tensors: Tensor) -> bool:
-    """Whether the dispatcher would take an op of ours through autograd to the function for tensors
-    with data, with nobody looking on: no subclass, mode, transform, tracer or profiler.
+def can_bypass_dispatcher(*tensors: Tensor) -> bool:
+    """Whether the dispatcher would only run autograd and the kernel of an op of ours: all tensors
+    have data, and there is no subclass, mode, transform, tracer or profiler.
 
-    What is no tensor does not.
+    False for an argument that is not a tensor.
     """
     if torch._C._is_torch_function_mode_enabled() or torch.autograd._profiler_enabled():
         return False
@@ -42,34 +43,32 @@ def goes_straight(*tensors: Tensor) -> bool:
     except TypeError:
         return False
     key = (included.raw_repr(), excluded.raw_repr(), *sets)
-    found = _straight.get(key)
+    found = _can_bypass.get(key)
     if found is None:
         keys = included
         for t in tensors:
             keys = keys | keys_of(t)
-        found = _straight[key] = _is_straight(keys - excluded)
+        keys = keys - excluded
+        for ignored in _IGNORED:
+            keys = keys.remove(ignored)
+        autograd_first = keys.highestPriorityTypeId() in _AUTOGRAD
+        found = _can_bypass[key] = autograd_first and only_backend(keys)
     return found
-
-
-def _is_straight(keys: Any) -> bool:
-    for key in _WITHOUT_US:
-        keys = keys.remove(key)
-    return keys.highestPriorityTypeId() in _AUTOGRAD and only_backend(keys)
 
 
 def only_backend(keys: Any) -> bool:
-    """Whether nothing but a backend's kernel is left of a call, once autograd is done."""
+    """Whether only a backend's kernel is left to run after autograd."""
     key = keys.raw_repr()
-    found = _backends.get(key)
+    found = _only_backend.get(key)
     if found is None:
         left = (keys & torch._C._after_autograd_keyset).remove(_KEYS.ADInplaceOrView)
-        found = _backends[key] = left.highestPriorityTypeId() in _BACKENDS
+        found = _only_backend[key] = left.highestPriorityTypeId() in _BACKENDS
     return found
 
 
-def plain_gradients(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether these are tensors with data, with no mode looking on, and not to be differentiated
-    again."""
+def gradients_can_bypass(grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether a backward can bypass the dispatcher: its gradients have data, no mode is on, and
+    autograd does not record it."""
     if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return False
     for grad in grads:

@@ -6,34 +6,34 @@ forward's arguments, then its results:
     ring_attn(q, k, v, ...) -> (out, lse)
     ring_attn_backward(dout, dlse, q, k, v, ..., out, lse) -> (dq, dk, dv)
 
-The results are left out where the backward is derived from the function. A forward may have a last
-argument ``wanted: Sequence[bool] | None = None``, which callers leave alone: in it the backward op
-is told which of the differentiable arguments need a gradient, and can spare itself the others.
+The results are left out if the backward is derived from the function. A forward may have a last
+argument ``wanted: Sequence[bool] | None = None``, which callers leave alone: the backward op finds
+in it which of the differentiable arguments need a gradient, and need not compute the others.
 
 Compilers plan memory by the schema and the fake, so real results keep to both: no result is
-another tensor's memory, and what has a fake of our own is contiguous.
+another tensor's memory, and the results of an op without its own ``fake`` are contiguous.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..binding import BoundAnnotation
 from ..errors import AnnotationError
-from ..registry import AnnotationLike, OpRecord
+from ..record import AnnotationLike, OpRecord, as_tuple
 from ..rules import PartitionRule
-from .autograd import WANTED, differentiate
-from .cached_calls import remembered
+from .autograd import WANTED, OpAutograd
+from .cached_calls import cached
+from .function_checks import check_results, watched
 
-# A Library unregisters its ops when it is collected, so they are kept for good.
+# A Library unregisters its ops when it is collected, so they are kept.
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -48,28 +48,17 @@ def define(
     differentiable: tuple[str, ...],
     fake: Callable[..., Any] | None,
     backward: Callable[..., Any] | None,
-) -> tuple[OpRecord, Callable[..., Any]]:
-    """Register the forward and the backward op.
-
-    Returns:
-        their record, and the op for calls that are alike (:func:`~.gradients.differentiate`).
-    """
+) -> OpRecord:
+    """Register the forward and the backward op."""
     namespace, op_name = name.split("::")
     schema = torch.library.infer_schema(function, mutates_args=())
-    arguments, results = _split_schema(schema)
-    n_outputs = results.count("Tensor")
-    grads = [f"Tensor? grad_{n}" for n in range(n_outputs)]
-    # A derived backward runs the function again, so only a custom one is given its results.
-    outputs = [f"Tensor result_{n}" for n in range(n_outputs)] if backward else []
-    # Defaults may only stand at the end of a schema; the backward op is called with everything.
-    plain = [re.sub(r"=.*$", "", argument) for argument in arguments if argument != "*"]
+    n_outputs = schema.rpartition("->")[2].count("Tensor")
     lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
-    lib.define(f"{op_name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    lib.define(
-        f"{op_name}_backward({', '.join(grads + plain + outputs)})"
-        f" -> ({', '.join(['Tensor'] * len(differentiable))})",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
+    tags = (torch.Tag.pt2_compliant_tag,)
+    lib.define(f"{op_name}{schema}", tags=tags)
+    # A derived backward runs the function again, so it does not need the results.
+    backward_schema = _backward_schema(schema, n_outputs, len(differentiable), backward is not None)
+    lib.define(f"{op_name}_backward{backward_schema}", tags=tags)
     ops = getattr(torch.ops, namespace)
     record = OpRecord(
         name=name,
@@ -84,30 +73,32 @@ def define(
         forward=getattr(ops, op_name).default,
         backward=getattr(ops, f"{op_name}_backward").default,
     )
-    both = _implement(lib, record, function, backward or _derived_backward(function, record))
-    return record, differentiate(lib, record, *both)
+    backward = backward or _derived_backward(function, record)
+    kernels = _register_forward(lib, record, function), _register_backward(lib, record, backward)
+    OpAutograd(record, *kernels).register(lib)
+    return record
 
 
-def _split_schema(schema: str) -> tuple[list[str], str]:
-    match = re.fullmatch(r"\((.*)\) -> (.*)", schema)
+def _backward_schema(schema: str, n_outputs: int, n_gradients: int, saves_results: bool) -> str:
+    match = re.fullmatch(r"\((.*)\) -> .*", schema)
     assert match is not None, schema
-    return [argument for argument in match[1].split(", ") if argument], match[2]
+    grads = [f"Tensor? grad_{n}" for n in range(n_outputs)]
+    # A schema allows defaults only at its end; the backward op is called with all arguments.
+    arguments = [re.sub(r"=.*$", "", a) for a in match[1].split(", ") if a not in ("", "*")]
+    results = [f"Tensor result_{n}" for n in range(n_outputs)] if saves_results else []
+    inputs = ", ".join(grads + arguments + results)
+    return f"({inputs}) -> ({', '.join(['Tensor'] * n_gradients)})"
 
 
-def _implement(
-    lib: torch.library.Library,
-    record: OpRecord,
-    function: Callable[..., Any],
-    backward: Callable[..., Any],
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Register what the forward and the backward op do; returns the first, and the second with None
-    where no gradient is wanted."""
+def _register_forward(
+    lib: torch.library.Library, record: OpRecord, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns what the op does to tensors with data."""
     op_name = record.name.split("::")[1]
-
     first = True
     known: dict[Any, BoundAnnotation] = {}
 
-    def checked(*args: Any) -> Any:
+    def kernel(*args: Any) -> Any:
         nonlocal first
         arguments = record.arguments(args, {})
         values = list(arguments.values())
@@ -115,82 +106,51 @@ def _implement(
         for n in record.tensor_at:
             if values[n] is not None:
                 values[n] = values[n].shape, values[n].dtype
-        bound = remembered(known, tuple(values), lambda: record.bind(arguments))
-        with _watched(record, arguments) if first else nullcontext():
-            given = function(**arguments)
+        bound = cached(known, tuple(values), lambda: record.bind(arguments))
+        with watched(record, arguments) if first else nullcontext():
+            returned = function(**arguments)
         first = False
-        results = _own(_as_tuple(given), tensors, record.fake is None)
-        _check_results(record, bound, results)
-        return results if record.n_outputs > 1 else results[0]
+        results = _own(as_tuple(returned), tensors, record.fake is None)
+        check_results(record, bound, results)
+        return _returned(results)
 
-    def fake_forward(*args: Any, **kwargs: Any) -> Any:
-        results = record.empty_results(record.arguments(args, kwargs))
-        return results if record.n_outputs > 1 else results[0]
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return _returned(record.empty_results(record.arguments(args, kwargs)))
 
-    def fake_backward(*args: Any) -> Any:
-        results = tuple(_zeros(value, args) for value in _differentiated(record, args).values())
-        return results if len(results) != 1 else results[0]
+    lib.impl(op_name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(record.name, fake, lib=lib)
+    return kernel
 
-    def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+
+def _register_backward(
+    lib: torch.library.Library, record: OpRecord, backward: Callable[..., Any]
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Returns what the op does to tensors with data, with None where no gradient is wanted."""
+
+    def kernel(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = _differentiated(record, args).values()
         grads = [
-            value.new_zeros(value.shape) if grad is None and value is not None else grad
-            for grad, value in zip(_as_tuple(backward(*args)), wanted, strict=True)
+            None if value is None else value.new_zeros(value.shape) if grad is None else grad
+            for grad, value in zip(as_tuple(backward(*args)), wanted, strict=True)
         ]
-        kept = [None if value is None else grad for grad, value in zip(grads, wanted, strict=True)]
         n, last = record.n_outputs, record.n_outputs + len(record.signature.parameters)
         tensors = (*args[:n], *[args[n + at] for at in record.tensor_at], *args[last:])
-        return _own(kept, tensors, contiguous=True)
+        return _own(grads, tensors, contiguous=True)
 
-    def real_backward(*args: Any) -> Any:
-        results = tuple(_zeros(None, args) if x is None else x for x in gradients(*args))
-        return results if len(results) != 1 else results[0]
+    def real(*args: Any) -> Any:
+        return _returned(tuple(_zeros(None, args) if x is None else x for x in kernel(*args)))
 
-    lib.impl(op_name, checked, "CompositeExplicitAutograd")
-    lib.impl(f"{op_name}_backward", real_backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(record.name, fake_forward, lib=lib)
-    torch.library.register_fake(f"{record.name}_backward", fake_backward, lib=lib)
-    return checked, gradients
+    def fake(*args: Any) -> Any:
+        return _returned(tuple(_zeros(x, args) for x in _differentiated(record, args).values()))
 
-
-@contextmanager
-def _watched(record: OpRecord, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse what would go wrong without a word: a function that changes its arguments, which a
-    graph holds for others, and one that draws random numbers and is run again for its gradient."""
-    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and not x.is_inference()}
-    versions = {name: tensor._version for name, tensor in tensors.items()}
-    draws = _Draws()
-    with nullcontext() if record.saves_results else draws:
-        yield
-    changed = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
-    if changed:
-        raise AnnotationError(
-            f"the function changed its argument {', '.join(changed)} in place",
-            details=["expected: a new tensor as the result"],
-            op=record.title,
-        )
-    if draws.noticed:
-        raise AnnotationError(
-            f"the function drew random numbers ({draws.noticed}), and would draw others when it is "
-            "run again for its gradient",
-            details=["expected: the numbers, or a seed, as an argument; or a backward= of its own"],
-            op=record.title,
-        )
+    name = f"{record.name}_backward"
+    lib.impl(name.split("::")[1], real, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=lib)
+    return kernel
 
 
-class _Draws(TorchDispatchMode):
-    """Notices an op that draws random numbers in this thread; others may draw as they like."""
-
-    noticed = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            with self:  # what it is made of tells: dropout, say, draws only while training
-                made = func.decompose(*args, **(kwargs or {}))
-            if made is not NotImplemented:
-                return made
-            self.noticed = str(func)
-        return func(*args, **(kwargs or {}))
+def _returned(results: tuple[Any, ...]) -> Any:
+    return results[0] if len(results) == 1 else results
 
 
 def _named_inputs(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -210,31 +170,14 @@ def _differentiated(record: OpRecord, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _zeros(value: Any, args: tuple[Any, ...]) -> Tensor:
-    """No gradient, as an op must return it; of no size where none is wanted."""
+    """A gradient of zeros for ``value``; a tensor of no size if no gradient is wanted."""
     if isinstance(value, Tensor):
         return value.new_zeros(value.shape)
     return next(arg for arg in args if isinstance(arg, Tensor)).new_empty(0)
 
 
-def _check_results(record: OpRecord, bound: BoundAnnotation, results: Sequence[Tensor]) -> None:
-    """A function that returns other shapes than it declared is found at its first call."""
-    expected = bound.output_shapes()
-    if len(results) != len(expected):
-        problem = f"the outputs in the annotation are {len(expected)}, the results {len(results)}"
-        raise AnnotationError(problem, bound.annotation.text, op=record.title)
-    for n, (result, shape) in enumerate(zip(results, expected, strict=True)):
-        scalar = result.ndim == 0 and shape == (1,)
-        if shape is not None and tuple(result.shape) != shape and not scalar:
-            problem = f"result {n} has shape {tuple(result.shape)}, but the annotation says {shape}"
-            raise AnnotationError(f"{problem}: {bound.annotation}", op=record.title)
-
-
-def _as_tuple(results: Any) -> tuple[Any, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
-
-
 def _own(results: Sequence[Any], given: Iterable[Tensor | None], contiguous: bool) -> Any:
-    """``results``, copied where they share memory with what was given or with each other."""
+    """``results``, copied where they share memory with ``given`` or with each other."""
     taken = {_memory(tensor) for tensor in given if tensor is not None}
     owned = []
     for result in results:
@@ -256,7 +199,8 @@ def _derived_backward(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """Run the function again under autograd and differentiate it.
 
-    The backward raises AnnotationError where the function cuts the graph, with ``detach`` say.
+    The backward raises AnnotationError if no result depends on an argument for autograd, for
+    example after ``detach``.
     """
 
     def backward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -267,7 +211,7 @@ def _derived_backward(
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         }
         with autograd_on():
-            results = _as_tuple(function(**{**inputs, **leaves}))
+            results = as_tuple(function(**{**inputs, **leaves}))
             if not any(result.requires_grad for result in results):
                 problem = f"no result depends on {', '.join(leaves)} for autograd"
                 remedy = "expected: differentiable=() for no gradients, or a backward= of its own"

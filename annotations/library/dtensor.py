@@ -1,8 +1,8 @@
 """The DTensor side of a declaration: how an annotated op runs on sharded tensors.
 
-From the annotation and where the inputs are cut follows everything: which identifier each mesh axis
-splits, how the other inputs must lie, how results and gradients lie. Where the split communicates
-inside the op, the mesh axis's group is passed on in the op's arguments.
+Everything follows from the annotation and the placements of the inputs: which identifier each mesh
+axis splits, and the placements of the other inputs, the results and the gradients. If the split
+communicates inside the op, the mesh axis's group is passed on in the op's arguments.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..binding import BoundAnnotation, Split, Spread
 from ..errors import AnnotationError, PartitionError, Span
 from ..grammar import Dim
-from ..registry import OpRecord
+from ..record import OpRecord
 from ..rules import PartitionRule, SplitSite, check_parts
 
 Cut = int | Spread
 
 
 def placement(cut: Cut) -> Placement:
-    """How a tensor lies along one mesh axis."""
+    """A tensor's placement along one mesh axis."""
     if isinstance(cut, int):
         return Shard(cut)
     return Partial() if cut is Spread.PARTIAL else Replicate()
 
 
 def gradient_placement(cut: Cut, reduce: bool) -> Placement:
-    """How the gradient of a tensor that lies as ``cut`` lies.
+    """The placement of a tensor's gradient along one mesh axis.
 
-    A replicated input of a split op gets a part of its gradient from each rank; the gradient of a
-    partial sum is the same for each of its parts.
+    A replicated input of a split op gets a partial sum of its gradient from each rank; the gradient
+    of a partial sum is the same on every rank.
     """
     if isinstance(cut, int):
         return Shard(cut)
@@ -63,49 +63,60 @@ def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) ->
     arguments = record.arguments(inputs, {})
     mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
     bound, splits = _allowed(record, arguments, mesh)
-    whole = dict(arguments)
-    for site in _sites(bound, mesh, splits):
-        told = record.rule.arguments(record.title, site, whole)
-        if unknown := ", ".join(map(repr, told.keys() - set(names))):
-            raise AnnotationError(
-                f"the rule for splits of {site.identifier!r} gives {unknown}, which the op has not",
-                details=[f"expected: arguments of the op: {', '.join(names)}"],
-                op=record.title,
-            )
-        arguments.update(told)
+    arguments |= _shard_arguments(record, bound, mesh, splits, arguments)
+    shapes = {name: tuple(v.shape) for name, v in arguments.items() if isinstance(v, Tensor)}
 
     n_annotated = len(bound.annotation.inputs)
-    spread = [_placements(splits, i, "inputs") for i in range(n_annotated)]
-    spread += [[Replicate()] * mesh.ndim] * (len(names) - n_annotated)
+    placements = [_placements(splits, i, "inputs") for i in range(n_annotated)]
+    placements += [[Replicate()] * mesh.ndim] * (len(names) - n_annotated)
     results = [_placements(splits, i, "outputs") for i in range(n)]
-    local = [_local(v, mesh, p) for v, p in zip(arguments.values(), spread, strict=True)]
+    local = [_local(v, mesh, p) for v, p in zip(arguments.values(), placements, strict=True)]
     if not backward:
-        outputs = func(*local)
-        shapes = bound.output_shapes()
-        return _wrap(outputs, mesh, results, shapes)
+        return _wrap(func(*local), mesh, results, bound.output_shapes())
     # A result that is a partial sum has the same gradient on every rank.
-    flowing = [[Replicate() if p.is_partial() else p for p in places] for places in results]
+    flowing = [[Replicate() if p.is_partial() else p for p in of_one] for of_one in results]
     outputs = func(
         *(
-            _share(_local(v, mesh, p), record.rule, splits, mesh, i)
+            _divided(_local(v, mesh, p), record.rule, splits, mesh, i)
             for i, (v, p) in enumerate(zip(grads, flowing, strict=True))
         ),
         *local,
         *(_local(v, mesh, p) for v, p in zip(saved, results, strict=record.saves_results)),
     )
-    places, wholes = [], []
-    for name in record.differentiable:
-        i = names.index(name)
-        places.append([_gradient_placement(s, i) for s in splits])
-        value = arguments[name]
-        wholes.append(tuple(value.shape) if isinstance(value, Tensor) else None)
-    return _wrap(outputs, mesh, places, wholes)
+    at = [names.index(name) for name in record.differentiable]
+    of_gradients = [[_gradient_placement(split, i) for split in splits] for i in at]
+    return _wrap(outputs, mesh, of_gradients, [shapes.get(n) for n in record.differentiable])
+
+
+def _shard_arguments(
+    record: OpRecord,
+    bound: BoundAnnotation,
+    mesh: DeviceMesh,
+    splits: list[Split | None],
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """The op's arguments that say which part of the whole this rank has."""
+    found: dict[str, Any] = {}
+    for axis, split in enumerate(splits):
+        if split is None:
+            continue
+        size, group = bound.sizes[split.identifier], mesh.get_group(axis).group_name
+        rank = mesh.get_local_rank(axis)
+        site = SplitSite(split.identifier, size, mesh.size(axis), group, index=rank)
+        found |= record.rule.arguments(record.title, site, arguments)
+        if unknown := ", ".join(repr(name) for name in found if name not in arguments):
+            raise AnnotationError(
+                f"the rule for splits of {site.identifier!r} gives {unknown}, which the op has not",
+                details=[f"expected: arguments of the op: {', '.join(arguments)}"],
+                op=record.title,
+            )
+    return found
 
 
 def _allowed(
     record: OpRecord, arguments: dict[str, Any], mesh: DeviceMesh
 ) -> tuple[BoundAnnotation, list[Split | None]]:
-    """The first alternative that allows how the inputs lie, and the split of each mesh axis.
+    """The first alternative that allows the inputs' placements, and the split of each mesh axis.
 
     Raises:
         PartitionError: none does; says why the first does not.
@@ -127,7 +138,7 @@ def _allowed(
 def splits_of(
     bound: BoundAnnotation, arguments: dict[str, Any], mesh: DeviceMesh
 ) -> list[Split | None]:
-    """What each mesh axis splits, read off the inputs' placements; None where nothing is cut.
+    """What each mesh axis splits, from the inputs' placements; None if it splits nothing.
 
     Raises:
         PartitionError: an input is cut where the annotation does not allow it, two inputs disagree,
@@ -151,7 +162,7 @@ def splits_of(
 
 
 def _leading(dim: Dim | None) -> str:
-    """The identifier that a cut of ``dim`` cuts; None is of a tensor that is not annotated."""
+    """The identifier that a cut of ``dim`` cuts; ``dim`` is None if the tensor is '?'."""
     if dim is None:
         return "?"
     return next((name for name in dim.identifiers if name != "1"), "1")
@@ -167,7 +178,7 @@ def _disagreeing(
     names = " and ".join(map(repr, found))
     possible = [split for split in bound.splits() if split.identifier in found] or bound.splits()
     fits = [_cut_on(split, arguments) for split in possible]
-    details = [_lying(arguments, mesh, axis)]
+    details = [_placed(arguments, mesh, axis)]
     if fits:
         details.append(f"expected: {' or '.join(fits)}; inputs that are whole fit any of them")
     problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
@@ -185,7 +196,7 @@ def _twice(
     span: Span,
 ) -> PartitionError:
     others = [repr(s.identifier) for s in bound.splits() if s.identifier != identifier]
-    details = [_lying(arguments, mesh, axis) for axis in axes]
+    details = [_placed(arguments, mesh, axis) for axis in axes]
     details.append(
         f"expected: {identifier!r} along one of them, and along the other "
         + ", ".join([*others, "or nothing" if others else "nothing"])
@@ -194,10 +205,10 @@ def _twice(
     return PartitionError(problem, bound.annotation.text, span, details, bound.op)
 
 
-def _lying(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
-    """How every input lies along a mesh axis, in words."""
+def _placed(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
+    """Every input's placement along a mesh axis, in words."""
 
-    def place(value: Tensor) -> str:
+    def in_words(value: Tensor) -> str:
         where = value.placements[axis] if isinstance(value, DTensor) else Replicate()
         if isinstance(where, Shard):
             return f"cut on dim {where.dim}"
@@ -205,8 +216,8 @@ def _lying(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
 
     name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
-    lying = ", ".join(f"{n} is {place(v)}" for n, v in tensors.items())
-    return f"along mesh axis {name!r} over {mesh.size(axis)} ranks: {lying}"
+    placed = ", ".join(f"{n} is {in_words(v)}" for n, v in tensors.items())
+    return f"along mesh axis {name!r} over {mesh.size(axis)} ranks: {placed}"
 
 
 def _cut_on(split: Split, arguments: dict[str, Any]) -> str:
@@ -214,20 +225,6 @@ def _cut_on(split: Split, arguments: dict[str, Any]) -> str:
     cuts = zip(arguments, split.inputs, strict=False)
     dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
     return f"{split.identifier!r} ({dims})"
-
-
-def _sites(bound: BoundAnnotation, mesh: DeviceMesh, splits: list[Split | None]) -> list[SplitSite]:
-    return [
-        SplitSite(
-            split.identifier,
-            bound.sizes[split.identifier],
-            mesh.size(axis),
-            mesh.get_group(axis).group_name,
-            index=mesh.get_local_rank(axis),
-        )
-        for axis, split in enumerate(splits)
-        if split is not None
-    ]
 
 
 def _placements(splits: list[Split | None], index: int, side: str) -> list[Placement]:
@@ -242,10 +239,10 @@ def _gradient_placement(split: Split | None, index: int) -> Placement:
     return gradient_placement(split.inputs[index], split.grad_reduce[index])
 
 
-def _share(
+def _divided(
     grad: Any, rule: PartitionRule, splits: list[Split | None], mesh: DeviceMesh, index: int
 ) -> Any:
-    """The gradient of a result that the rule has divided among the ranks that compute it whole."""
+    """A result's gradient, divided by the number of ranks if the rule says so."""
     for axis, split in enumerate(splits):
         if grad is not None and split is not None and rule.divides_gradients(split)[index]:
             grad = grad / mesh.size(axis)
@@ -256,7 +253,8 @@ def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
     if not isinstance(value, DTensor):
         return value
     if tuple(value.placements) != tuple(placements):
-        # Detached: inside an op nothing is recorded, and torch 2.11 fails to move what asks for it.
+        # Inside an op autograd records nothing, and torch 2.11 cannot redistribute a tensor that
+        # requires a gradient.
         value = value.detach().redistribute(mesh, placements)  # type: ignore[attr-defined]
     return value.to_local()
 
@@ -267,7 +265,7 @@ def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:
     for local, places, shape in zip(
         (outputs,) if single else outputs, placements, shapes, strict=True
     ):
-        # What the annotation leaves open is not cut; '1' may stand for no dim.
+        # A result that the annotation leaves open is not cut; '1' may be a result of no dims.
         whole = local.shape if shape is None or local.ndim == 0 else torch.Size(shape)
         stride = torch.empty(whole, device="meta").stride()
         wrapped.append(

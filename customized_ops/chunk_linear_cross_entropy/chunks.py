@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ring_attention.core.merge.merge import accumulation_dtype
 
-# Of a chunk's logits, where the user names no chunk size. dW is read and written once a chunk: on
+# Size of a chunk's logits, if the user gives no chunk size. dW is read and written once a chunk: on
 # an H200, with 131072 rows, half as much takes 13 % more time, twice as much 5 % less.
 CHUNK_BYTES = 1 << 29
 
@@ -30,7 +30,7 @@ class Head:
 
     Attributes:
         weight: [v, d], this rank's rows; bias: [v] or None.
-        first: the first of them among all rows.
+        first: index of the first of them among all rows.
         softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
         chunk_size: tokens at a time; 0 chooses.
     """
@@ -42,7 +42,7 @@ class Head:
     chunk_size: int
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Rows of the tokens to work on at a time; none where there are no logits."""
+        """The tokens of each chunk; no chunk if there are no logits."""
         rows, wide = len(self.weight), accumulation_dtype(self.weight.dtype)
         step = self.chunk_size or max(1, CHUNK_BYTES // (max(1, rows) * wide.itemsize))
         for start in range(0, tokens if rows else 0, step):
@@ -56,18 +56,18 @@ class Head:
         return z.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else z
 
     def columns(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each token's target is in its row of logits, [chunk, 1], and whether it is there;
-        0 where it is not."""
+        """Column of each token's target in the logits, [chunk, 1], and whether this rank has it;
+        the column is 0 if not."""
         column = (target - self.first).unsqueeze(1)
         here = (column >= 0) & (column < len(self.weight))
         return column.masked_fill(~here, 0), here
 
 
 def statistics(head: Head, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """lse and the target's logit of each token, over this rank's rows: -inf and 0 of none.
+    """lse and the target's logit of each token over this rank's rows; -inf and 0 over no rows.
 
-    Where all logits are -inf, lse is too; only of a token without any other on any rank are loss
-    and gradients NaN, as torch's are.
+    lse is -inf if all logits are. Loss and gradients are NaN, as torch's are, only if that is so on
+    all ranks.
 
     Args:
         hidden: [l, d]. target: int64[l].
@@ -94,12 +94,12 @@ def gradients(
     hidden_dtype: torch.dtype,
     wanted: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden (what comes from this rank's rows), weight and bias.
+    """Gradients of hidden (the part from this rank's rows), weight and bias.
 
     Args:
         lse: [l], over the rows of all ranks. g, s: [l], gradients of the loss and of lse.
         hidden_dtype: of the first result; the others are in the dtype of accumulation.
-        wanted: which of the three to compute; the others are None, as that of a bias not given.
+        wanted: which of the three to compute; the others are None, as is that of no bias.
     """
     weight = head.weight
     dtypes = (hidden_dtype, lse.dtype, lse.dtype)
@@ -134,8 +134,8 @@ def gradients(
 
 
 def finite(top: Tensor) -> Tensor:
-    """The largest of some logits, or 0 where all are -inf: to subtract before exp, without the
-    NaN of -inf - -inf."""
+    """``top``, the largest logits, with 0 for -inf: subtracted before exp it never makes the NaN of
+    -inf - -inf."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
@@ -156,12 +156,12 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _scale(g: Tensor, s: Tensor) -> Tensor:
-    """The power of two that lifts gradients of logits into the range of fp16, a scalar.
+    """The power of two that brings gradients of logits into the range of fp16, a scalar.
 
     They are rounded to the weight's dtype before they are multiplied, and fp16 has nothing below
-    6e-8: of a mean over many tokens most would be 0. None is above ``|g| + |s|`` of its token, so
-    with the largest of these between 2^14 and 2^15 none overflows. (bf16 reaches as far down as
-    fp32.) Tokens whose gradient is not finite do not count. The host does not wait.
+    6e-8: for a mean over many tokens most would be 0. None exceeds ``|g| + |s|`` of its token, so
+    with the largest of these between 2^14 and 2^15 none overflows. (bf16 has fp32's range.) Tokens
+    whose gradient is not finite do not count. The host does not wait.
     """
     largest = (g.abs() + s.abs()).nan_to_num(0, 0).amax()
     exponent = torch.frexp(largest).exponent  # largest < 2 ** exponent
@@ -169,6 +169,6 @@ def _scale(g: Tensor, s: Tensor) -> Tensor:
 
 
 def _mixed(t: Tensor) -> bool:
-    """Whether the device multiplies this low precision with sums in fp32; elsewhere it is
-    converted, a chunk of tokens and the weight at a time."""
+    """Whether the device multiplies this low precision with sums in fp32; on others a chunk of
+    tokens and the weight are converted first."""
     return t.is_cuda and t.dtype in (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotations.codegen.public_call import PublicCall, declare_call
 from annotations.groups import GroupError
-from annotations.registry import OpRecord
+from annotations.record import OpRecord
 from annotations.rules import SplitSite
 
 from ..ring_attention.core.comm.comm_groups import GroupLike, comm_by_name, group_name
@@ -42,7 +42,7 @@ def chunk_linear_cross_entropy(
 
     ``cross_entropy(linear(hidden, weight, bias), target)`` with logits for one chunk of tokens at a
     time. The forward keeps two numbers a token, its loss and the log-sum-exp of its logits; the
-    backward makes each chunk's logits again. Frozen inputs cost it nothing.
+    backward computes each chunk's logits again. Frozen inputs cost it nothing.
 
         logits, l = 4, v = 6      l cut over two ranks      v cut over two ranks
             x x x x x x           rank 0: x x x x x x       rank 0: x x x     rank 1: x x x
@@ -52,10 +52,10 @@ def chunk_linear_cross_entropy(
 
     Args:
         hidden: [*, l, d], any strides; any number of leading dims.
-        weight: [v, d]. bias: [v], which may be -inf, say where v is padded. Both in hidden's dtype:
-            under torch.autocast give ``weight.to(hidden.dtype)``.
-        target: int64 [*, l], rows of weight, or ``ignore_index``. Of any other target loss and
-            gradients are NaN, on every device: raising would make the host wait for the device.
+        weight: [v, d]. bias: [v]; it may be -inf, for example where v is padded. Both in hidden's
+            dtype: under torch.autocast give ``weight.to(hidden.dtype)``.
+        target: int64 [*, l], rows of weight, or ``ignore_index``. Loss and gradients of any other
+            target are NaN, on every device: raising would make the host wait for the device.
         ignore_index: the target of tokens that are left out. Their loss and its gradient are 0.
         reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``. The mean of no
             tokens is 0 with gradients 0 (torch has NaN).
@@ -65,28 +65,29 @@ def chunk_linear_cross_entropy(
             so ``(lse ** 2).mean()`` is the z-loss. Tokens that are left out have one too.
         vocab_group: ranks over which v is cut: a ProcessGroup, its global ranks in increasing
             order, or None. hidden and target are the same on each of them.
-        vocab_size: with ``vocab_group`` v over all its ranks. Rank r holds the r-th
-            ceil(vocab_size / ranks) rows; the last ranks may hold less, or none.
+        vocab_size: with ``vocab_group``, v over all its ranks. Rank r holds the r-th
+            ceil(vocab_size / ranks) rows; the last ranks may hold fewer, or none.
         token_group: ranks over which tokens are cut, in any way; only for a mean. Each rank then
-            returns its share of the mean: its tokens' sum over the number of all ranks' tokens.
-            The shares add up to the mean; without it each rank has the mean of its own tokens.
+            returns its part of the mean: the sum over its tokens over the number of all ranks'
+            tokens. The parts add up to the mean; without a group each rank has the mean of its own
+            tokens.
 
         Leave the last three at None under DTensor and under auto-parallelizers, which cut tokens or
-        v as they like. Under DTensor all tensors are DTensors.
+        v themselves. Under DTensor all tensors are DTensors.
     Returns:
         A scalar, or [*, l] for ``"none"``, in fp32 (fp64 for fp64); with ``return_lse`` also lse
-        [*, l], natural log. As in torch the loss is inf where the target's logit is -inf, and NaN
-        where all are.
+        [*, l], natural log. As in torch the loss is inf if the target's logit is -inf, and NaN if
+        all logits are.
 
     Low precision: on GPUs gradients of logits are rounded to the inputs' dtype and products summed
-    in fp32, elsewhere all is fp32. For fp16 they are first scaled by a power of two, so neither a
-    mean over many tokens underflows here nor a large loss scale overflows. The gradients returned
-    are fp16 again: what is small in them needs a loss scale, as after any op.
+    in fp32; on other devices everything is fp32. For fp16 they are first scaled by a power of two,
+    so neither a mean over many tokens underflows here nor a large loss scale overflows. The
+    returned gradients are fp16 again: small ones need a loss scale, as after any op.
 
     Communication: with v cut, the forward all-reduces three numbers a token, and every rank of
     vocab_group has the same loss. The backward adds up the gradient of hidden over vocab_group
-    (under DTensor it is a partial sum), those of weight and bias stay with their rows. With tokens
-    cut the gradients of weight and bias are those of the rank's tokens: add up over token_group.
+    (under DTensor it is a partial sum); those of weight and bias stay with their rows. With tokens
+    cut, the gradients of weight and bias are those of the rank's tokens: add up over token_group.
 
     Raises:
         ValueError: shapes, dtypes, groups or options do not fit; says what would. Before anything
@@ -136,27 +137,24 @@ def checked_losses(
     token_group: GroupLike,
     reduce_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and lse of each token, [*, l] both, before any reduction: all that engines which
-    generate code see of :func:`chunk_linear_cross_entropy`, whose arguments and errors these are.
+    """Loss and lse of each token, [*, l] both, before any reduction. An engine that generates code
+    sees this call for one of :func:`chunk_linear_cross_entropy`, whose arguments and errors it has.
 
     Args:
-        reduce_hidden: whether the gradient of hidden is added up over vocab_group here.
+        reduce_hidden: whether to add up the gradient of hidden over vocab_group here.
     """
     vocab_name = _name_of("vocab_group", vocab_group)
     _name_of("token_group", token_group)
+    tensors = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
 
     def check() -> tuple[int, float]:
-        sharded = _check_tensors(hidden, weight, target, bias)
+        sharded = _check_tensors(hidden, {n: x for n, x in tensors.items() if x is not None})
         _check_options(ignore_index, reduction, chunk_size)
         flag_of(TITLE, "return_lse", return_lse)
         if not torch.compiler.is_compiling():
-            token_losses.record.bind(
-                {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-            )
-        if sharded:
-            _refuse_groups(vocab_group, token_group)
-        rows = _check_groups(len(weight), reduction, vocab_group, vocab_size, token_group)
-        return rows, softcap_of(TITLE, softcap)
+            token_losses.record.bind(tensors)
+        _check_groups(sharded, reduction, vocab_group, vocab_size, token_group)
+        return _rows_of_all(len(weight), vocab_group, vocab_size), softcap_of(TITLE, softcap)
 
     def facts(checked: tuple[int, float]) -> dict[str, str]:
         return {
@@ -167,29 +165,8 @@ def checked_losses(
         }
 
     rows, cap = checked(TITLE, token_group, lambda: checked(TITLE, vocab_group, check, facts))
-    return token_losses(
-        hidden,
-        weight,
-        target,
-        bias,
-        int(ignore_index),
-        cap,
-        int(chunk_size or 0),
-        rows,
-        vocab_name,
-        reduce_hidden,
-    )
-
-
-def _told_of_vocab(site: SplitSite) -> dict[str, Any]:
-    # The engine adds up what hidden gets from each rank, where and when it likes.
-    ranks = list(site.ranks)
-    return {"vocab_group": ranks, "vocab_size": site.size, "reduce_hidden": False}
-
-
-def _rehearsed(given: Mapping[str, Any], sites: Sequence[SplitSite]) -> dict[str, Any]:
-    inside = next((site for site in sites if site.group), None)
-    return {} if inside is None else {"vocab_group": FakeComm(0, inside.parts)}
+    numbers = int(ignore_index), cap, int(chunk_size or 0), rows, vocab_name, reduce_hidden
+    return token_losses(hidden, weight, target, bias, *numbers)
 
 
 def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
@@ -203,13 +180,24 @@ def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
     return token_losses.record, {name: given[name] for name in names}
 
 
+def _vocab_arguments(site: SplitSite) -> dict[str, Any]:
+    # The engine itself adds up the gradients of hidden of all ranks.
+    ranks = list(site.ranks)
+    return {"vocab_group": ranks, "vocab_size": site.size, "reduce_hidden": False}
+
+
+def _with_fake_peers(given: Mapping[str, Any], sites: Sequence[SplitSite]) -> dict[str, Any]:
+    inside = next((site for site in sites if site.group), None)
+    return {} if inside is None else {"vocab_group": FakeComm(0, inside.parts)}
+
+
 declare_call(
     PublicCall(
         checked_losses,
         op=_op,
         outputs=lambda given: 2,
-        arguments=_told_of_vocab,
-        rehearse=_rehearsed,
+        arguments=_vocab_arguments,
+        fake_peers=_with_fake_peers,
     )
 )
 
@@ -221,10 +209,8 @@ def _name_of(argument: str, group: GroupLike) -> str:
         raise GroupError(f"{TITLE}: {argument}: {error}") from None
 
 
-def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> bool:
+def _check_tensors(hidden: Any, given: Mapping[str, Any]) -> bool:
     """Whether they are DTensors."""
-    given = {"hidden": hidden, "weight": weight, "target": target}
-    given |= {} if bias is None else {"bias": bias}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
@@ -237,8 +223,8 @@ def _check_tensors(hidden: Any, weight: Any, target: Any, bias: Any) -> bool:
             raise ArgumentError(f"{TITLE}: {dtypes}; give one dtype, say {name}.to(hidden.dtype)")
     if not hidden.dtype.is_floating_point:
         raise ArgumentError(f"{TITLE}: hidden must be floating point, got {hidden.dtype}")
-    if target.dtype != torch.int64:
-        raise ArgumentError(f"{TITLE}: target must be int64, got {target.dtype}")
+    if given["target"].dtype != torch.int64:
+        raise ArgumentError(f"{TITLE}: target must be int64, got {given['target'].dtype}")
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]
     if plain and len(plain) < len(given):
         other = next(name for name in given if name not in plain)
@@ -261,23 +247,19 @@ def _check_options(ignore_index: object, reduction: object, chunk_size: object) 
         )
 
 
-def _refuse_groups(vocab_group: GroupLike, token_group: GroupLike) -> None:
-    for name, group in (("vocab_group", vocab_group), ("token_group", token_group)):
-        if group is not None:
-            raise ArgumentError(
-                f"{TITLE}: {name} goes with plain tensors; DTensors know over which ranks they are "
-                "cut, leave it None"
-            )
-
-
 def _check_groups(
-    rows: int,
+    sharded: bool,
     reduction: str,
     vocab_group: GroupLike,
     vocab_size: int | None,
     token_group: GroupLike,
-) -> int:
-    """The rows of the whole weight."""
+) -> None:
+    for name, group in (("vocab_group", vocab_group), ("token_group", token_group)):
+        if sharded and group is not None:
+            raise ArgumentError(
+                f"{TITLE}: {name} goes with plain tensors; DTensors know over which ranks they are "
+                "cut, leave it None"
+            )
     if token_group is not None and reduction != "mean":
         raise ArgumentError(
             f"{TITLE}: token_group goes with reduction='mean'; reduction={reduction!r} needs "
@@ -289,12 +271,16 @@ def _check_groups(
             f"rows, and how many rows they hold in all; got vocab_size={vocab_size!r} with "
             f"{'no' if vocab_group is None else 'a'} vocab_group"
         )
+
+
+def _rows_of_all(rows: int, vocab_group: GroupLike, vocab_size: int | None) -> int:
+    """The rows of the whole weight, of which this rank holds ``rows``."""
     if vocab_size is None:
         if not rows:
             raise ArgumentError(f"{TITLE}: weight has no rows; give [v, d] with v of 1 or more")
         return rows
     if not is_integer(vocab_size, 1):
         raise ArgumentError(f"{TITLE}: vocab_size must be 1 or more, got {vocab_size!r}")
-    if not torch.compiler.is_compiling():  # the op looks again
+    if not torch.compiler.is_compiling():  # in a graph only the op checks
         first_row(rows, int(vocab_size), comm_by_name(group_name(vocab_group)))
     return int(vocab_size)

@@ -30,24 +30,24 @@ TITLE = "chunk_linear_cross_entropy"
 
 
 def first_row(rows: int, vocab_size: int, comm: Comm) -> int:
-    """The first of this rank's rows of the weight, which are cut as DTensor's ``Shard`` cuts.
+    """The first of this rank's rows of the weight, which is cut as DTensor's ``Shard`` cuts.
 
     Raises:
         ArgumentError: this rank should hold another number of rows.
     """
     each = -(-vocab_size // comm.size)
     first = min(comm.rank * each, vocab_size)
-    share = min(each, vocab_size - first)
-    if rows != share:
+    expected = min(each, vocab_size - first)
+    if rows != expected:
         raise ArgumentError(
             f"{TITLE}: weight has {rows} rows, but of vocab_size={vocab_size} rank {comm.rank} of "
-            f"{comm.size} holds {share}: {each} on each rank, the last ones less"
+            f"{comm.size} holds {expected}: {each} on each rank, the last ones less"
         )
     return first
 
 
 def _annotation(hidden: Tensor, bias: Tensor | None, **_: Any) -> str:
-    lead = "b" if hidden.ndim == 3 else "*"  # a batch by its name, for policies
+    lead = "b" if hidden.ndim == 3 else "*"  # policies know a batch by this name
     tokens = f"{lead} l"
     return f"{tokens} d^, v d^, {tokens}{', v' if bias is not None else ''} -> {tokens}, {tokens}"
 
@@ -58,7 +58,7 @@ def _fake(hidden: Tensor, target: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _vocab_arguments(site: SplitSite) -> dict[str, Any]:
-    # The engine adds up what hidden gets from each rank, where and when it likes.
+    # The engine itself adds up the gradients of hidden of all ranks.
     return {"vocab_group": site.group, "reduce_hidden": False}
 
 
@@ -103,7 +103,7 @@ def _backward(
     add_up = reduce_hidden and comm.size > 1
     flat = target.reshape(-1)
     g, s = (lse.new_zeros(flat.shape) if x is None else x.reshape(-1) for x in (dloss, dlse))
-    g = _without(g, flat, ignore_index, vocab_size)
+    g = _masked(g, flat, ignore_index, vocab_size)
     want_hidden, want_weight, want_bias = wanted or (True, True, True)
     dhidden, dweight, dbias = gradients(
         head,
@@ -113,7 +113,7 @@ def _backward(
         g,
         s,
         lse.dtype if add_up else hidden.dtype,
-        # What is added up is computed in any case: a rank must not leave others waiting.
+        # A gradient that is added up is always computed: otherwise other ranks would wait.
         (want_hidden or add_up, want_weight, want_bias),
     )
     if add_up and dhidden is not None:
@@ -154,7 +154,8 @@ def token_losses(
         chunk_size: tokens at a time, 0 to choose.
         vocab_size: rows of the whole weight, of which ``weight`` are this rank's of vocab_group.
         reduce_hidden: whether the gradient of hidden is added up over vocab_group here.
-        wanted: for the backward, which of hidden, weight and bias need a gradient; never given.
+        wanted: for the backward, which of hidden, weight and bias need a gradient; callers leave
+            it None.
     """
     comm = comm_by_name(vocab_group)
     head = Head(weight, bias, first_row(len(weight), vocab_size, comm), softcap, chunk_size)
@@ -164,15 +165,12 @@ def token_losses(
         top = finite(comm.all_reduce(lse.clone(), "max"))
         total, at = comm.all_reduce(torch.stack([(lse - top).exp_(), at]), "sum")
         lse = total.log().add_(top)
-    loss = _without(lse - at, flat, ignore_index, vocab_size)
+    loss = _masked(lse - at, flat, ignore_index, vocab_size)
     return loss.view(target.shape), lse.view(target.shape)
 
 
-def _without(x: Tensor, target: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
-    """``x`` of each token, 0 of those left out and NaN of those whose target does not exist.
-
-    To raise for these would make the host wait for the device; so they show.
-    """
+def _masked(x: Tensor, target: Tensor, ignore_index: int, vocab_size: int) -> Tensor:
+    """``x`` of each token; 0 for tokens left out, NaN for those whose target does not exist."""
     missing = (target < 0) | (target >= vocab_size)
     return x.masked_fill(missing, torch.nan).masked_fill(target == ignore_index, 0.0)
 

@@ -3,6 +3,7 @@
 Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 """
 
+from annotations.consistency import DisagreementError
 from annotations.groups import GroupError
 
 from . import public_calls as public_calls  # declares the functions below to engines
@@ -20,7 +21,6 @@ from .layout_ops import (
 )
 from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
-from .op.agreement import DisagreementError
 from .op.arguments import ArgumentError
 from .op.uncompiled import make_plan
 from .ring_attn import wrap_ring_attn_func

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from annotations.codegen.public_call import PublicCall, declare_call, qualified, without_data
-from annotations.registry import OpRecord
+from annotations.record import OpRecord
 from annotations.rules import SplitSite
 
 from .core.comm.fake_comm import FakeComm
@@ -79,10 +79,10 @@ def _attention(
         arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 
-    def rehearse(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+    def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         """As the last part, which in causal attention has most to do."""
         parts = {site.identifier: site.parts for site in sites}
-        changed = dict(_rehearse_group(given, sites))
+        changed = dict(_fake_group(given, sites))
         if "lq" in parts:
             changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
         keys = given["k"].shape[0] * parts.get("l", 1)
@@ -94,7 +94,7 @@ def _attention(
         op,
         outputs=lambda given: 2 if given["return_lse"] else 1,
         arguments=_attention_arguments,
-        rehearse=rehearse,
+        fake_peers=with_fake_peers,
         names={"cu_seqlens": "cu_seqlens_q"},
         follow=_layout_code,
     )
@@ -147,7 +147,7 @@ def _move(
             "total": UNKNOWN,
         }
 
-    return PublicCall(function, op, _one, _group_only, when_cut, _rehearse_group)
+    return PublicCall(function, op, _one, _group_only, when_cut, _fake_group)
 
 
 def _documents(function: Callable[..., Any]) -> PublicCall:
@@ -155,12 +155,12 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
         _refuse_without_ring(function, given)
         return shuffle_documents.record, {**given, "back": function is wrap_maybe_unshuffle}
 
-    def rehearse(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+    def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         parts = next((site.parts for site in sites if site.group), 1)
         tokens = given["hidden_states"].shape[0] * parts
-        return {**_rehearse_group(given, sites), **_one_document(given, tokens, tokens)}
+        return {**_fake_group(given, sites), **_one_document(given, tokens, tokens)}
 
-    return PublicCall(function, op, _one, _group_only, rehearse=rehearse)
+    return PublicCall(function, op, _one, _group_only, fake_peers=with_fake_peers)
 
 
 def _one(given: Arguments) -> int:
@@ -171,7 +171,7 @@ def _group_only(site: SplitSite) -> Arguments:
     return {"process_group": list(site.ranks)}
 
 
-def _rehearse_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+def _fake_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
     inside = next((site for site in sites if site.group), None)
     return {} if inside is None else {"process_group": FakeComm(inside.parts - 1, inside.parts)}
 

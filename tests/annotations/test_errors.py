@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from annotations import binding, declaration, grammar, registry, rules, solving
+from annotations import binding, declaration, grammar, record, registry, rules, solving
 from annotations.binding import bind
 from annotations.errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from annotations.grammar import Annotation
@@ -756,7 +756,9 @@ def missed_raises(module, cases) -> list[int]:
     return [r.lineno for r in raises if not reached & {*range(r.lineno, r.end_lineno + 1)}]
 
 
-@pytest.mark.parametrize("module", [grammar, binding, solving, rules, registry, declaration])
+@pytest.mark.parametrize(
+    "module", [grammar, binding, solving, rules, record, registry, declaration]
+)
 def test_every_raise_has_a_whole_text(module):
     assert missed_raises(module, CASES) == []
 

@@ -60,7 +60,7 @@ def test_auto(
     monkeypatch.setattr(embedded, "parallelize", lambda *args, **kwargs: "torch")
     if chosen == "nnscaler" and installed:
         pytest.importorskip("nnscaler", reason="nnscaler is not installed: see CONTRIBUTING.md")
-        from annotations.engines.nnscaler import engine as nnscaler
+        from annotations.engines import nnscaler
 
         monkeypatch.setattr(nnscaler, "parallelize", lambda *args, **kwargs: "nnscaler")
     given = torch.nn.Linear(3, 3), {}, pas, ComputeConfig(2, 2, **config)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from ranks import Pool
 
-from annotations.engines.nnscaler.engine import constraints
+from annotations.engines.nnscaler.sequence_policies import constraints
 from on_nnscaler import attention_models as models
 from on_nnscaler import autodist, jobs, policies
 from on_nnscaler.attention_models import groups_of, training

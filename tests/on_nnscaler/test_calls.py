@@ -12,7 +12,8 @@ import torch
 from ranks import Pool
 
 from annotations import parallelize
-from annotations.engines.nnscaler.engine import OpNode, constraints
+from annotations.engines.nnscaler import OpNode
+from annotations.engines.nnscaler.sequence_policies import constraints
 from annotations.errors import PartitionError
 from on_nnscaler import attention_models as models
 from on_nnscaler import autodist, jobs, policies

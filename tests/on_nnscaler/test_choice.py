@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines import nnscaler as engine
 from annotations.engines.config import as_own
-from annotations.engines.nnscaler import engine as engine
 from on_nnscaler import models
 from on_nnscaler.cpu import on_cpu
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import customized_ops.ring_attention as public
 from annotations.codegen.public_call import declared_calls, qualified
-from annotations.engines.nnscaler import engine as engine
+from annotations.engines import nnscaler as engine
 from customized_ops.ring_attention.core.kernels import KERNELS
 from on_nnscaler import attention_models as models
 from on_nnscaler import jobs
@@ -39,7 +39,7 @@ def test_registering_again_does_nothing() -> None:
     engine.register()  # other tests may have declared ops since the first time
     before = dict(CustomizedOps.kOpMap)
     engine.register()
-    assert importlib.import_module("annotations.engines.nnscaler.engine") is engine
+    assert importlib.import_module("annotations.engines.nnscaler") is engine
     assert CustomizedOps.kOpMap == before
 
 

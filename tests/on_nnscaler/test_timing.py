@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from annotations.engines.nnscaler.engine import OpNode, example_inputs, timed
+from annotations.engines.nnscaler import OpNode
+from annotations.engines.nnscaler.timing import example_inputs, timed
 from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel
 from customized_ops.ring_attention.core.mask.slices import areas

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from annotations.consistency import DisagreementError
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,
@@ -27,7 +28,6 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.maybe_shuffle import shuffle_documents
-from customized_ops.ring_attention.op.agreement import DisagreementError
 from customized_ops.ring_attention.op.arguments import ArgumentError
 from customized_ops.ring_attention.op.token_move import move_tokens
 

@@ -1,7 +1,7 @@
-"""Which ops of an nnscaler graph go along with a cut of some of them.
+"""Cuts of the other ops of an nnscaler graph that follow from the cuts of some.
 
 Attention's sequence is cut; the linears before it and the norms after it should be cut the same
-way, so that nothing moves between them. Works on nnscaler's nodes, but imports none of it.
+way, so that nothing moves between them. Takes nnscaler's nodes, but imports none of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Way:
     """One way to cut an op: by ``cut``, and what that does to its tensors.
 
     Attributes:
-        inputs, outputs: by the whole tensor, the dim that is cut; None for whole on every rank.
+        inputs, outputs: the dim that is cut, by whole tensor; None if it is whole on every rank.
         partial: whether some result is then a partial sum.
     """
 
@@ -59,8 +59,8 @@ def _dims(tensors: Sequence[Any], splits: Sequence[Any]) -> dict[Any, int | None
 def follow(nodes: Sequence[Any], fixed: Mapping[Any, Cut], ranks: int) -> dict[Any, Cut | None]:
     """A cut for each op, None for whole on every rank.
 
-    First backwards: what an op wants cut, its producer makes cut. Then forwards: what arrives cut
-    is taken on cut, if all that arrives can be.
+    First backwards: an op is cut so that its results are cut as their readers want them. Then
+    forwards: an op is cut as its inputs are, if one cut fits all of them.
 
     Args:
         nodes: in order of execution. fixed: the ops whose cut is given.

@@ -1,4 +1,4 @@
-"""What became of the ops of an nnscaler graph, as a table. Imports nothing of nnscaler."""
+"""How the ops of an nnscaler graph were cut, as a table. Imports nothing of nnscaler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def table(nodes: Iterable[Any], ranks: int) -> str:
-    """One line for all ops that are cut alike: name, how many, what they are cut on.
+    """One line for all ops of one name and cut: name, how many, what they are cut on.
 
     Args:
         nodes: the parts of all ops, each with a device. ranks: of a scale unit.
     """
-    cuts: dict[tuple[str, Any], str] = {}  # by name and first whole result, so once an op
+    cuts: dict[tuple[str, Any], str] = {}  # by name and first whole result, so one for each op
     for node in nodes:
         results = [t.parent for t in node.outputs() if hasattr(t, "parent")]
         if results and hasattr(node, "anno"):

@@ -1,6 +1,7 @@
-"""How a part of an nnscaler op was cut, and where the parts lie that it belongs with.
+"""How a part of an nnscaler op was cut, and the devices of the other parts of its group.
 
-Works on nnscaler's nodes, but imports none of it. A part's tensors say which of the whole they are.
+Takes nnscaler's nodes, but imports none of it. A part's tensors say which part of the whole they
+are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy as np
 from annotations.errors import PartitionError
 from annotations.rules import PartitionRule, SplitSite
 
-_MADE_AT_RUN_TIME = "the group's name"  # stands for it in arguments until the code is written
+_MADE_AT_RUN_TIME = "the group's name"  # in arguments, until the code is written
 
 
 def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[SplitSite]:
-    """How a part with ``inputs`` is cut, as far as its op must know of it; without the ranks."""
+    """The splits of a part with ``inputs`` that its op must know; without the ranks."""
     found: dict[str, SplitSite] = {}
     for dim, tensor, n in _dims(annotation, inputs):
         part, whole = tensor.shape[n], tensor.parent.shape[n]
@@ -35,10 +36,10 @@ def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[S
 def divisors(
     annotation: Any, outputs: Sequence[Any], cut: Iterable[SplitSite], rule: PartitionRule
 ) -> tuple[int, ...]:
-    """By how much to divide each result's gradient before the backward of a part with ``outputs``.
+    """The divisor of each result's gradient before the backward of a part with ``outputs``.
 
-    It reaches each part that makes the result whole, and the backward is to be given a share of it
-    (:class:`~annotations.rules.Communicates`).
+    Every part that computes the result whole gets the whole gradient, but its backward takes
+    1 / parts of it (:class:`~annotations.rules.Communicates`).
     """
     shared = [
         site
@@ -60,23 +61,23 @@ def leading(dim: Any) -> str:
 
 
 def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...]:
-    """The devices of the parts that differ from ``node`` in their share of the split alone.
+    """The devices of the parts that differ from ``node`` only in their part of the split.
 
-    Where a part is copied, the n-th copies of all parts belong together.
+    If parts are replicated, the n-th copies of all parts are a group.
 
     Args:
         placed: all parts that have a device, of this op and others.
     Raises:
-        PartitionError: they do not lie in increasing order, or not each on as many.
+        PartitionError: the devices are not in increasing order, or not as many for each part.
     """
     others = _place(node, site.identifier)[1]
-    lying: dict[int, list[int]] = {index: [] for index in range(site.parts)}
+    devices_of: dict[int, list[int]] = {index: [] for index in range(site.parts)}
     for other in placed:
         if _twin(node, other):
             index, rest = _place(other, site.identifier)
             if rest == others:
-                lying[index].extend(other.device)
-    copies = [sorted(set(on)) for on in lying.values()]
+                devices_of[index].extend(other.device)
+    copies = [sorted(set(on)) for on in devices_of.values()]
     mine = copies[site.index].index(node.device[0])
     if all(len(on) == len(copies[0]) for on in copies):
         ranks = tuple(on[mine] for on in copies)
@@ -129,7 +130,7 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
 
 
 def _twin(node: Any, other: Any) -> bool:
-    """Whether two nodes are parts of one: only these make the same results."""
+    """Whether two nodes are parts of one op, and so of the same results."""
     return other.base == node.base and all(
         a.parent is b.parent
         for a, b in zip(node.outputs(), other.outputs(), strict=False)
@@ -138,7 +139,7 @@ def _twin(node: Any, other: Any) -> bool:
 
 
 def _place(node: Any, identifier: str) -> tuple[int, tuple[int, ...]]:
-    """Which part of ``identifier`` a node has, and which of everything else."""
+    """The index of a node's part of ``identifier``, and where its other dims start."""
     index, others = 0, []
     for dim, tensor, n in _dims(node.anno, node.inputs()):
         start = tensor.indmap[n][0]
@@ -150,7 +151,7 @@ def _place(node: Any, identifier: str) -> tuple[int, tuple[int, ...]]:
 
 
 def _dims(annotation: Any, inputs: Sequence[Any]) -> Iterator[tuple[Any, Any, int]]:
-    """The annotated dims of tensors: each with its tensor and its number there."""
+    """The annotated dims of tensors: each with its tensor and its index there."""
     for shape, tensor in zip(annotation.inputs(), inputs, strict=True):
         if hasattr(tensor, "indmap") and not shape.ignore:
             for n, dim in enumerate(shape.dims):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from annotations.library.cached_calls import remembered
+from annotations.library.cached_calls import cached
 
 from ..core.comm import Comm
 from ..core.kernels import check_name
@@ -57,7 +57,7 @@ def bind(op: AttentionOp, given: Arguments, comm: Comm, *, compare: bool) -> Bou
         if bound is None:
             bound = _bind(call, given, comm)
             if not isinstance(bound.kernel, te_cp.ContextParallel):  # which keeps its group
-                remembered(known, call, lambda: bound, MOST_BOUND)
+                cached(known, call, lambda: bound, MOST_BOUND)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled(comm):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from annotations.library.bypass import goes_straight, plain_gradients
-from annotations.library.cached_calls import alike, remembered
+from annotations.library.bypass import can_bypass_dispatcher, gradients_can_bypass
+from annotations.library.cached_calls import cached, typed_key
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
@@ -58,7 +58,9 @@ def attend(
         if name not in _SHARED:
             raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
     options = Options(**own, **shared)
-    watched = torch.compiler.is_compiling() or not goes_straight(q, k, v, *_tensors_of(options))
+    watched = torch.compiler.is_compiling() or not can_bypass_dispatcher(
+        q, k, v, *_tensors_of(options)
+    )
     if watched:
         given = _checked(op, q, k, v, source, options, process_group, return_attn_probs)
         out, lse = op.forward(*given.values(), group_name(process_group))
@@ -94,7 +96,7 @@ def _attend_eagerly(
         bound = bind(op, {**given, "group": name}, comm, compare=True)
         # TransformerEngine's own context parallelism keeps its group, which must not be kept here.
         if key is not None and not isinstance(bound.kernel, te_cp.ContextParallel):
-            remembered(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
+            cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *optional):
         return _recorded(op.name)(op, bound, comm, name, q, k, v, *optional)
     with torch._C._AutoDispatchBelowAutograd():
@@ -132,7 +134,7 @@ def _key(
         k.device,
         v.device,
         said,
-        alike((*options.numbers, probs)),
+        typed_key((*options.numbers, probs)),
         *optional,
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -228,7 +230,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if all(grad is None for grad in grads):
         return (*nothing, *[None] * 6)
     q, k, v, *optional, out, lse = ctx.saved_tensors
-    if plain_gradients(grads):
+    if gradients_can_bypass(grads):
         with torch._C._AutoDispatchBelowAutograd():
             found = bound.backward(comm, grads, q, k, v, optional, out, lse)
         dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from annotations.library.cached_calls import alike
+from annotations.library.cached_calls import typed_key
 
 from ..core.comm import Comm
 from ..core.layout import Layout
@@ -154,7 +154,7 @@ class OneSequence(MaskSource):
     }
 
     def key(self) -> Any:
-        return alike(
+        return typed_key(
             (self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens)
         )
 
@@ -210,7 +210,7 @@ class Documents(MaskSource):
         if q_values is None or k_values is None:
             return None
         said = self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens
-        return q_values, k_values, alike(said)
+        return q_values, k_values, typed_key(said)
 
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors: dict[str, Tensor] = {}

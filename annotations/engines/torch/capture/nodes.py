@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from annotations.registry import OpRecord
+from annotations.record import OpRecord
 
 from .capture import with_inputs
 

@@ -1,10 +1,8 @@
-"""What the ranks must have in common before they start, compared over a group."""
+"""What the ranks of a module compare: calls of ``parallelize``, examples, batches, graphs."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from annotations.consistency import Statements, check_setting, described, digest
 
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
@@ -40,18 +40,18 @@ def same_request(
         CaptureError: says who has what, or what another rank refused. A rank with a problem raises
             that.
     """
-    told: dict[str, Any] = {
+    said: dict[str, Any] = {
         f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
     }
     if isinstance(config.pas_config, Mapping):
-        told["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)
+        said["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)
     if isinstance(policy, Mapping):
-        told["pas_policy"] = _sorted(policy)
+        said["pas_policy"] = _sorted(policy)
     elif is_path(policy):
-        told["pas_policy"] = "a file"
+        said["pas_policy"] = "a file"
     else:
-        told["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
-    facts = {name: repr(value) for name, value in {**told, **options}.items()}
+        said["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
+    facts = {name: repr(value) for name, value in {**said, **options}.items()}
     tensors: list[Tensor] = []
     if problem is None:
         try:
@@ -69,8 +69,8 @@ def _held(module: torch.nn.Module) -> dict[str, str]:
     facts = {}
     for name, p in module.named_parameters():
         notes = [" frozen"] * (not p.requires_grad) + [" without data"] * p.is_meta
-        facts[f"parameter {name}"] = _kind(p) + "".join(notes)
-    return facts | {f"buffer {name}": _kind(b) for name, b in module.named_buffers()}
+        facts[f"parameter {name}"] = described(p) + "".join(notes)
+    return facts | {f"buffer {name}": described(b) for name, b in module.named_buffers()}
 
 
 def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
@@ -81,7 +81,7 @@ def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManage
 
 
 def _sorted(given: Mapping[Any, Any], without: Sequence[str] = ()) -> dict[Any, Any]:
-    """By key, in whatever order it was written."""
+    """The entries in the order of their keys."""
     return {key: given[key] for key in sorted(given, key=repr) if key not in without}
 
 
@@ -91,7 +91,7 @@ def same_examples(examples: Mapping[str, Any]) -> None:
     Raises:
         CaptureError: says who has what.
     """
-    _compare("example arguments", _each(dict(examples), _kind), None)
+    _compare("example arguments", _each(dict(examples), described), None)
 
 
 def same_batch(arguments: Callable[[], Mapping[str, Any]], group: Any, *, on_cpu: bool) -> None:
@@ -103,8 +103,9 @@ def same_batch(arguments: Callable[[], Mapping[str, Any]], group: Any, *, on_cpu
     Raises:
         CaptureError: says which argument differs, on every rank of the group.
     """
-    if os.environ.get("SEQSHARD_CHECK", str(int(on_cpu))) not in ("", "0"):
-        _compare("batches of one copy", _each(dict(arguments()), _digest), group)
+    setting = check_setting()
+    if on_cpu if setting is None else setting:
+        _compare("batches of one copy", _each(dict(arguments()), digest), group)
 
 
 def same_graph(hashed: str, constants: Mapping[str, Tensor]) -> None:
@@ -114,7 +115,7 @@ def same_graph(hashed: str, constants: Mapping[str, Tensor]) -> None:
     Raises:
         CaptureError: says who has which.
     """
-    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), _digest)}, None)
+    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), digest)}, None)
 
 
 def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
@@ -125,35 +126,23 @@ def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
     }
 
 
-def _kind(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+def _compare(
+    what: str, facts: dict[str, str], group: Any, problem: Exception | None = None
+) -> None:
+    def all_gather(mine: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group=group)
+        return gathered
 
-
-def _digest(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = dense.reshape(-1).view(torch.uint8).numpy()
-    return f"{_kind(value)} #{hashlib.sha256(data).hexdigest()[:8]}"
-
-
-def _compare(what: str, mine: dict[str, str], group: Any, problem: Exception | None = None) -> None:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (mine, None if problem is None else str(problem)), group=group)
+    said = Statements.gather(all_gather, facts, problem)
     if problem is not None:
         return
-    refused = [
-        f"    rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None
-    ]
-    if refused:
-        raise CaptureError("\n".join([f"{what}: refused on another rank", *refused]))
-    every = [facts for facts, _ in told]
-    names = dict.fromkeys(name for each in every for name in each)
-    differing = [n for n in names if len({each.get(n, "none") for each in every}) > 1]
-    if differing:
-        lines = [
-            f"    {name}: "
-            + ", ".join(f"rank {rank} {each.get(name, 'none')}" for rank, each in enumerate(every))
-            for name in differing
-        ]
-        raise CaptureError("\n".join([f"the ranks' {what} must be the same, but differ", *lines]))
+    if said.problems:
+        lines = [f"{what}: refused on another rank", *said.refusals()]
+        raise CaptureError("\n    ".join(lines))
+    if differing := said.differing():
+        lines = [f"the ranks' {what} must be the same, but differ"]
+        for name in differing:
+            each = (f"rank {r} {facts.get(name, 'none')}" for r, facts in enumerate(said.facts))
+            lines.append(f"{name}: {', '.join(each)}")
+        raise CaptureError("\n    ".join(lines))

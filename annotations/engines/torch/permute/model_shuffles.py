@@ -19,7 +19,8 @@ import torch
 from torch.fx import Node
 
 from annotations.errors import PartitionError
-from annotations.registry import OpRecord, record_of
+from annotations.record import OpRecord
+from annotations.registry import record_of
 
 from ..capture.capture import Captured, tensor_inputs
 from ..capture.nodes import arguments_of, is_getitem, resolve

@@ -16,7 +16,8 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation, Split, Spread, bind
 from annotations.errors import PartitionError
 from annotations.library.dtensor import gradient_placement, placement
-from annotations.registry import OpRecord, record_of
+from annotations.record import OpRecord
+from annotations.registry import record_of
 from annotations.rules import check_parts
 
 from ..capture.nodes import arguments_of, values_of

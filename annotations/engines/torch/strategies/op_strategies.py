@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.fx import Node
 
-from annotations.library.cached_calls import remembered
-from annotations.registry import OpRecord, record_of
+from annotations.library.cached_calls import cached
+from annotations.record import OpRecord
+from annotations.registry import record_of
 from annotations.rules import InnerCost, SplitSite
 
 from ..capture.capture import tensor_inputs
@@ -88,7 +89,7 @@ def _along_axis(
         known[key], more = along_axis(node, inputs, mesh.size(axis), stored)
         if more:
             asked = (mesh.device_type, *key)
-            known[key] += remembered(_asked, asked, lambda: ask_dtensor(node, inputs, mesh, axis))
+            known[key] += cached(_asked, asked, lambda: ask_dtensor(node, inputs, mesh, axis))
     return known[key]
 
 

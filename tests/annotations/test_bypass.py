@@ -1,4 +1,4 @@
-"""Which calls are plain: those that torch's dispatcher would take straight to their function."""
+"""Which calls can bypass the dispatcher: those that it would take straight to their function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from annotations.library.bypass import goes_straight
+from annotations.library.bypass import can_bypass_dispatcher
 
 
 class Dispatch(TorchDispatchMode):
@@ -37,7 +37,7 @@ def plain() -> Tensor:
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, lambda: torch.autocast("cpu")])
 def test_tensors_with_data_go_straight(context: Callable[[], AbstractContextManager[Any]]) -> None:
     with context():
-        assert goes_straight(plain(), torch.nn.Parameter(torch.ones(2)), torch.ones(2))
+        assert can_bypass_dispatcher(plain(), torch.nn.Parameter(torch.ones(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_tensors_with_data_go_straight(context: Callable[[], AbstractContextMana
     ],
 )
 def test_others_do_not(other: Callable[[], Any]) -> None:
-    assert goes_straight(plain(), plain())
-    assert not goes_straight(plain(), other())
-    assert not goes_straight(other(), plain())
+    assert can_bypass_dispatcher(plain(), plain())
+    assert not can_bypass_dispatcher(plain(), other())
+    assert not can_bypass_dispatcher(other(), plain())
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_nor_does_any_that_somebody_looks_at(
     looks_on: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     with looks_on():
-        assert not goes_straight(torch.ones(2))
-    assert goes_straight(torch.ones(2))
+        assert not can_bypass_dispatcher(torch.ones(2))
+    assert can_bypass_dispatcher(torch.ones(2))
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize])
@@ -82,7 +82,7 @@ def test_nor_inside_a_transform(transform: Callable[..., Any]) -> None:
     found = []
 
     def look(t: Tensor) -> Tensor:
-        found.append(goes_straight(t))
+        found.append(can_bypass_dispatcher(t))
         return t * 2
 
     transform(look)(torch.ones(2))

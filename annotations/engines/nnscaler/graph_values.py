@@ -1,0 +1,50 @@
+"""Values of arguments, as nnscaler's graph and generated code hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from nnscaler.ir.cten import IRObject, IRTensor
+
+from annotations.codegen.constants import from_text, is_text, to_text
+from annotations.codegen.public_call import without_data
+
+# Types that generated code can write as Python reads them.
+_WRITTEN = (int, float, bool, str, bytes, type(None))
+
+
+def traced(x: Any) -> Any:
+    """``x`` with values that nnscaler computes at run time as they were while tracing."""
+    if isinstance(x, dict):
+        return {key: traced(each) for key, each in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)([traced(each) for each in x])
+    return x.value if isinstance(x, IRObject) and not isinstance(x, IRTensor) else x
+
+
+def on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as they were while tracing, with tensors without data."""
+    return {
+        name: without_data(tuple(x.shape), x.dtype) if isinstance(x, IRTensor) else x
+        for name, x in traced(dict(arguments)).items()
+    }
+
+
+def writable(value: Any) -> Any:
+    """``value`` as generated code can hold it: text, if Python does not write it as it reads it."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, IRObject | torch.dtype) or type(value) in _WRITTEN:
+        return to_text(value) if value != value else value  # Python writes NaN as a name
+    if type(value) in (list, tuple):
+        each = [writable(x) for x in value]
+        return to_text(value) if any(map(is_text, each)) else type(value)(each)
+    return to_text(value)
+
+
+def restored(value: Any) -> Any:
+    """The value from which :func:`writable` made this."""
+    return from_text(value) if is_text(value) else value

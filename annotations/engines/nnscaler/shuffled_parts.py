@@ -1,0 +1,52 @@
+"""Which calls of an nnscaler graph run on tokens that the model itself shuffled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nnscaler.policies
+from nnscaler.ir.cten import IRTensor
+
+from annotations.rules import PartitionRule
+
+from . import placement
+from .following_order import TokenOrders
+from .graph_values import on_meta, restored, traced
+from .op_node import OpNode
+
+
+def token_orders(graph: Any) -> TokenOrders:
+    """The order of tokens of every value, before the graph is cut."""
+
+    def rule_of(node: Any) -> PartitionRule | None:
+        return node.rule if isinstance(node, OpNode) else None
+
+    def original(node: OpNode, name: str) -> Any:
+        call, given = node.call, node.arguments()
+        if name == "back":
+            return call.op(on_meta({n: restored(v) for n, v in given.items()}))[1][name]
+        own = [n for n in given if call.names.get(n, n) == name]
+        value = given[own[-1]] if own else None
+        return value.parent if isinstance(value, IRTensor) else restored(traced(value))
+
+    return TokenOrders(nnscaler.policies.get_pas_ops(graph), graph.outputs(), rule_of, original)
+
+
+def mark_shuffled(orders: TokenOrders, graph: Any) -> None:
+    """Mark the parts of a cut graph whose code names the order of their tokens.
+
+    Raises:
+        PartitionError: see :meth:`.TokenOrders.check`.
+    """
+    if not orders.shuffles:
+        return
+    groups: dict[Any, frozenset[tuple[int, ...]]] = {}
+    parts = graph.select(ntype=OpNode)
+    for part in parts:
+        inside = [site for site in part.sites() if site.group]
+        ranks = {placement.devices(part, site, part.placed) for site in inside}
+        whole = part.outputs()[0].parent
+        groups[whole] = groups.get(whole, frozenset()) | ranks
+    if orders.check(groups):
+        for part in parts:
+            part.shuffled = part.outputs()[0].parent in orders.told

@@ -1,0 +1,80 @@
+"""What nnscaler runs to trace a call without data, and to time a part on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nnscaler.ir.cten import IRTensor
+from torch import Tensor
+
+from annotations.codegen.public_call import PublicCall
+
+from .graph_values import restored, traced
+
+
+def fake_of(call: PublicCall) -> Callable[..., Any]:
+    """A function with results of the call's shapes, which computes nothing."""
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        bound = call.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        record, given = call.op(bound.arguments)
+        results = record.empty_results({**dict.fromkeys(record.signature.parameters), **given})
+        requires_grad = any(
+            isinstance(given.get(name), Tensor) and given[name].requires_grad
+            for name in record.differentiable
+        )
+        for result in results:  # without this nnscaler would leave the backward out
+            result.requires_grad_(requires_grad and result.is_floating_point())
+        results = results[: call.outputs(bound.arguments)]
+        return results if len(results) > 1 else results[0]
+
+    return fake
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What a timed call needs beside its node's inputs; the last argument of :func:`timed`.
+
+    Attributes:
+        names: of the inputs. arguments: all others.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    arguments: Mapping[str, Any]
+
+
+def timed(*inputs: Any, **as_in_code: Any) -> Any:
+    """What nnscaler runs to time any op, with :func:`example_inputs`."""
+    *given, rest = inputs
+    return rest.function(**dict(zip(rest.names, given, strict=True)), **rest.arguments)
+
+
+def example_inputs(node: Any) -> tuple[Any, ...]:
+    """Arguments to time a part with (an :class:`~.op_node.OpNode`): its inputs in order, then the
+    others in one.
+
+    The time excludes communication: one device has no peers, and most of it overlaps with kernels.
+    """
+    call, device = node.call, torch.cuda.current_device()
+
+    def example(value: Any) -> Any:
+        if not isinstance(value, IRTensor):
+            return restored(traced(value))
+        shape, dtype = tuple(value.shape), value.dtype
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.randn(shape, dtype=dtype, device=device, requires_grad=value.requires_grad)
+
+    arguments = {name: example(value) for name, value in node.arguments().items()}
+    sites = node.sites()
+    for site in sites:
+        arguments |= {n: v for n, v in call.arguments(site).items() if n in arguments}
+    if call.fake_peers is not None:
+        arguments |= call.fake_peers(arguments, sites)
+    rest = {name: value for name, value in arguments.items() if name not in node.names}
+    return *(arguments[name] for name in node.names), _Rest(call.function, node.names, rest)
