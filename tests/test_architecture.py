@@ -24,7 +24,6 @@ CORE_FOLDERS = {
     "mask": set(),
     "layout": {"mask"},
     "plan": {"mask", "layout"},
-    "report": {"mask", "layout", "plan"},
     "merge": set(),
     "kernels": {"mask", "merge"},
     "comm": {"mask", "layout", "plan", "merge"},
