@@ -166,7 +166,7 @@ def test_a_circle_through_a_package_is_noticed(tmp_path: Path) -> None:
         ("annotations.parallel", "def f():\n    import nnscaler.policies"),
         (f"{RING}.ring_attn", "import nnscaler"),
         (f"{CORE}.mask.slices", "from ..layout import Layout"),
-        (f"{CORE}.plan.plan", "from ..report import report"),
+        (f"{CORE}.plan.plan", "from ..run import executor"),
         (f"{CORE}.merge.merge", "from ..plan import Plan"),
         (f"{CORE}.kernels.choice", "from ..comm import Comm"),
         (f"{CORE}.comm.messages", "from ..run.executor import forward"),
