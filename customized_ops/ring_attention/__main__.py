@@ -164,7 +164,7 @@ def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
         return Layout.from_sizes(sizes)
     known = {"total": mask.q_len, "mask": mask, "group_size": options.ranks}
     make = LAYOUTS[options.layout]
-    # A chunk is a block where chunks are dealt like cards.
+    # What other layouts call a chunk is a block of a striped layout.
     name = "block" if "block" in inspect.signature(make).parameters else "chunk"
     return _call(f"--layout {options.layout}", make, known, {name: options.chunk})
 

@@ -159,8 +159,8 @@ def _kernels(device: torch.device) -> list[tuple[str, str]]:
     rows = []
     for name, kernel in KERNELS.items():
         problem = problem_of(kernel, device)
-        told = f"yes, {UNPROVEN[name]}" if name in UNPROVEN else "yes"
-        rows.append((name, told if problem is None else f"no: {problem}"))
+        answer = f"yes, {UNPROVEN[name]}" if name in UNPROVEN else "yes"
+        rows.append((name, answer if problem is None else f"no: {problem}"))
     return rows
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from annotations.binding import BoundAnnotation
 from annotations.rules import Follow, Order, Orders, SplitSite
 
+from ..core.arrays import Ints
 from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
-from ..core.layout.layout import Ints
 from ..core.mask import AttnMask
 from .cu_seqlens import on_host
 from .mask_source import Arguments, MaskSource, has_data

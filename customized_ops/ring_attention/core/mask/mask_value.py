@@ -23,7 +23,7 @@ class MaskValue:
     """Slices and lengths; see :class:`.mask.AttnMask`, the one class that is used.
 
     Attributes:
-        key: value identity, for caches; bytes remember their hash.
+        key: value identity, for caches; bytes cache their hash.
     """
 
     slices: Slices

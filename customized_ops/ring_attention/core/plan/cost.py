@@ -132,19 +132,14 @@ class CostModel:
         spans: list[Span] = []
         link_free, now = 0.0, 0.0
 
-        def exchange(kind: str, stage: int, what: Exchange | None, bytes_: Ints) -> float:
-            """When it is complete; ``bytes_`` of a token as each rank computes it."""
+        def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Ints) -> float:
+            """When it is complete."""
             nonlocal link_free
-            if what is None:
-                return now
-            out, into = (each[each[:, 0] != rank] for each in (what.send, what.recv))
-            sent = int((out[:, 2] * bytes_[out[:, 0]]).sum())
-            received = int(into[:, 2].sum() * bytes_[rank])
-            if not sent and not received:
+            bytes_ = moved_bytes(what, rank, token_bytes)
+            if not bytes_:
                 return now
             start = max(now, link_free)
-            seconds = max(sent, received) / self.link_bytes + self.step_seconds
-            link_free = start + seconds
+            link_free = start + (bytes_ / self.link_bytes + self.step_seconds)
             spans.append(Span(kind, stage, start, link_free))
             return link_free
 
@@ -171,6 +166,19 @@ class CostModel:
             if n + 1 == plan.guest_stages and (after is None or after[0] > n):
                 exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
         return spans
+
+
+def moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Ints) -> int:
+    """What a rank sends to others, or receives from them, whichever is more.
+
+    Args:
+        token_bytes: number[P]: of a token as each rank computes it.
+    """
+    if exchange is None:
+        return 0
+    out, into = (each[each[:, 0] != rank] for each in (exchange.send, exchange.recv))
+    sent = int((out[:, 2] * token_bytes[out[:, 0]]).sum())
+    return max(sent, int(into[:, 2].sum() * token_bytes[rank]))
 
 
 H200 = CostModel()

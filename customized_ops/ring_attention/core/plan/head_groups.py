@@ -16,8 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..mask.slices import areas
-from .cost import CostModel
-from .exchange import Exchange
+from .cost import CostModel, moved_bytes
 from .plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
@@ -72,7 +71,8 @@ def _pass_seconds(
     mine = plan.rank(rank)
     (h, g), row_bytes = heads, heads[0] * DIM * ITEMSIZE
     rows, rows_home = (3, 2) if backward else (1, 1)  # tensors; gradients of rows are wide
-    rows_link = _tokens(mine.q, rank) * row_bytes / costs.link_bytes
+    each = np.ones(plan.group_size, dtype=np.int64)
+    rows_link = moved_bytes(mine.q, rank, row_bytes * each) / costs.link_bytes
     link = rows * rows_link
     rows_here = link + costs.step_seconds if link else 0.0
     now, home, calls = 0.0, 0.0, 0
@@ -82,9 +82,9 @@ def _pass_seconds(
         pairs = areas(stage.own).sum() + areas(stage.guest).sum()
         kernels = float(costs.attend_seconds(pairs, h, DIM, DIM)[backward])
         if times > 1:
-            own, guest = (stop - start for start, stop in (stage.own_hull, stage.guest_hull))
-            kernels += 2 * (own + guest) * row_bytes / MEMORY_BYTES
-        keys = _tokens(stage.kv, rank) * 2 * g * DIM * ITEMSIZE / costs.link_bytes
+            own, remote = (stop - start for start, stop in (stage.own_hull, stage.guest_hull))
+            kernels += 2 * (own + remote) * row_bytes / MEMORY_BYTES
+        keys = moved_bytes(stage.kv, rank, 2 * g * DIM * ITEMSIZE * each) / costs.link_bytes
         calls += times * ((len(stage.own) > 0) + (len(stage.guest) > 0))
         for _ in range(times):
             link += keys / times
@@ -99,11 +99,3 @@ def _pass_seconds(
     if rows_link:
         home = max(link, now) + rows_home * rows_link + costs.step_seconds
     return max(now, home, calls * costs.call_seconds)
-
-
-def _tokens(exchange: Exchange | None, rank: int) -> int:
-    """That a rank sends to, or receives from, others, whichever is more."""
-    if exchange is None:
-        return 0
-    away = (each[each[:, 0] != rank, 2] for each in (exchange.send, exchange.recv))
-    return max(int(count.sum()) for count in away)

@@ -53,7 +53,7 @@ def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare,
         return (HeadShare(0, q_heads, 0, kv_heads),)
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of key heads to be assigned to {team_size} ranks, "
+            f"query heads must be a multiple of key heads to be dealt out to {team_size} ranks, "
             f"got {q_heads} and {kv_heads}"
         )
     if not 1 <= team_size <= q_heads:

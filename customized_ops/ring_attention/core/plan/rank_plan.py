@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part: exchange rows, attend stage by stage, send the guests' results home.
+    """One rank's part: exchange rows, attend stage by stage, send remote results home.
 
     Attributes:
         shared_rows: whether some row anywhere is computed by more than one team, so that results
