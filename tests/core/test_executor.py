@@ -315,7 +315,7 @@ def test_rows_of_several_teams_are_merged_at_home(name, team_size, stages):
     assert plan.shared_rows and plan.team_size == team_size
     ranks = [plan.rank(r) for r in range(plan.group_size)]
     assert any(len(mine.q.recv) for mine in ranks), "rows move"
-    assert any(len(stage.guest) for mine in ranks for stage in mine.stages)
+    assert any(len(stage.remote) for mine in ranks for stage in mine.stages)
     for kernel in ("torch", "reference"):
         check(plan, shape.draw(mask), kernel=kernel)
 

@@ -142,7 +142,7 @@ def attended(plan):
         assert local or all(stage.kv is not None for stage in stages)
         keys = own_keys if local else fetched([stage.kv for stage in stages], own_keys)
         for r, stage in enumerate(stages):
-            for rows, slices in ((own_rows[r], stage.own), (guest_rows[r], stage.guest)):
+            for rows, slices in ((own_rows[r], stage.own), (guest_rows[r], stage.remote)):
                 for one in slices:
                     seen = to_dense(one[None], len(rows), len(keys[r]))
                     count[r % plan.team_size][np.ix_(rows, keys[r])] += seen
@@ -575,7 +575,7 @@ def test_plans_are_deterministic():
         for mine in ranks:
             parts += [mine.q.send, mine.q.recv]
             for stage in mine.stages:
-                parts += [stage.own, stage.guest]
+                parts += [stage.own, stage.remote]
                 parts += [] if stage.kv is None else [stage.kv.send, stage.kv.recv]
         return plan, [part.tolist() for part in parts]
 

@@ -44,8 +44,8 @@ def test_hulls_and_parts(mask, layout):
             mine = plan.rank(rank)
             for stage in mine.stages:
                 assert_hull(stage.own, stage.own_hull, stage.own_in_hull)
-                assert_hull(stage.guest, stage.guest_hull, stage.guest_in_hull)
-            assert mine.guest_parts == counted([met(s.guest, 0) for s in mine.stages])
+                assert_hull(stage.remote, stage.remote_hull, stage.remote_in_hull)
+            assert mine.remote_parts == counted([met(s.remote, 0) for s in mine.stages])
             assert mine.row_parts == counted(row_parts(plan, rank))
             assert mine.key_parts == counted(key_parts(plan, rank))
 
@@ -88,7 +88,7 @@ def row_parts(plan: Plan, rank: int) -> list[np.ndarray]:
 def key_parts(plan: Plan, rank: int) -> list[np.ndarray]:
     def of(stage: Stage) -> list[np.ndarray]:
         if stage.kv is None:
-            return [met(stage.own, 1), met(stage.guest, 1)]
+            return [met(stage.own, 1), met(stage.remote, 1)]
         gathered = np.zeros(99, dtype=bool)
         if plan.gathered:  # the rank's own lie among the others, in their global order
             own = plan.k_layout.positions(rank)

@@ -91,7 +91,7 @@ def test_measures_are_those_of_the_plan(stages, team_size):
     assert got.pairs.tolist() == plan.area.tolist() == [mine.area for mine in ranks]
     assert got.tokens.tolist() == [128] * 4
     assert got.calls.tolist() == [mine.calls(1) for mine in ranks]
-    tables = [[t for stage in mine.stages for t in (stage.own, stage.guest)] for mine in ranks]
+    tables = [[t for stage in mine.stages for t in (stage.own, stage.remote)] for mine in ranks]
     assert got.slices.tolist() == [sum(map(len, mine)) for mine in tables]
     assert got.kv_received.tolist() == plan.kv_tokens()[:, 1].tolist()
     assert got.rows_received.tolist() == plan.q_tokens()[:, 1].tolist()

@@ -380,7 +380,7 @@ def test_pieces_of_a_mask_without_windows_need_none(data: st.DataObject) -> None
     for rank in range(3):
         for stage in plan.rank(rank).stages:
             assert_no_lo_binds(stage.own)
-            assert_no_lo_binds(stage.guest)
+            assert_no_lo_binds(stage.remote)
 
 
 def assert_no_lo_binds(slices: np.ndarray) -> None:

@@ -156,14 +156,14 @@ class CostModel:
             there = coming
             if after is not None:
                 coming = exchange("keys", after[0], after[1].kv, key_bytes / after[2])
-            for kind, slices in (("own", stage.own), ("guests", stage.guest)):
+            for kind, slices in (("own", stage.own), ("guests", stage.remote)):
                 if len(slices):
                     start = max(now, there, rows_there if kind == "guests" else 0.0)
                     pairs = areas(slices).sum() / groups
                     seconds, _ = self.attend_seconds(pairs, h[rank], head_dim, v_dim)
                     now = start + float(seconds)
                     spans.append(Span(kind, n, start, now))
-            if n + 1 == plan.guest_stages and (after is None or after[0] > n):
+            if n + 1 == plan.remote_stages and (after is None or after[0] > n):
                 exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
         return spans
 

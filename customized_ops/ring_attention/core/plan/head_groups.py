@@ -79,17 +79,17 @@ def _pass_seconds(
     work: list[tuple[float, float, float]] = []  # keys here, time in kernels, time of going home
     for stage in mine.stages:
         times = 1 if stage.kv is None else count
-        pairs = areas(stage.own).sum() + areas(stage.guest).sum()
+        pairs = areas(stage.own).sum() + areas(stage.remote).sum()
         kernels = float(costs.attend_seconds(pairs, h, DIM, DIM)[backward])
         if times > 1:
-            own, remote = (stop - start for start, stop in (stage.own_hull, stage.guest_hull))
+            own, remote = (stop - start for start, stop in (stage.own_hull, stage.remote_hull))
             kernels += 2 * (own + remote) * row_bytes / MEMORY_BYTES
         keys = moved_bytes(stage.kv, rank, 2 * g * DIM * ITEMSIZE * each) / costs.link_bytes
-        calls += times * ((len(stage.own) > 0) + (len(stage.guest) > 0))
+        calls += times * ((len(stage.own) > 0) + (len(stage.remote) > 0))
         for _ in range(times):
             link += keys / times
             here = link + costs.step_seconds if keys else 0.0
-            here = max(here, rows_here) if len(stage.guest) else here
+            here = max(here, rows_here) if len(stage.remote) else here
             work.append((here, kernels / times, keys / times if backward else 0.0))
     for here, kernels, away in work:
         now = max(now, here) + kernels

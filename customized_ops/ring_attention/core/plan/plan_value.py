@@ -130,7 +130,7 @@ class PlanValue:
         return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
 
     @property
-    def guest_stages(self) -> int:
+    def remote_stages(self) -> int:
         """In how many stages, from the first on, any rank attends rows of others, if one does."""
         return 1 if self.one_call_each else self.n_stages
 

@@ -27,17 +27,17 @@ class Stage:
     Attributes:
         kv: what to receive, or None where the rank's own key and value tensors are read in place.
         own: int64[n, 6] slices over (rows of the rank's own q, keys of this stage).
-        guest: the same over (rows of the received q, keys of this stage).
+        remote: the same over (rows of the received q, keys of this stage).
     """
 
     kv: Exchange | None
     own: Slices
-    guest: Slices
+    remote: Slices
 
     @property
     def area(self) -> int:
         """Pairs attended in this stage."""
-        return int(areas(self.own).sum() + areas(self.guest).sum())
+        return int(areas(self.own).sum() + areas(self.remote).sum())
 
     @cached_property
     def own_hull(self) -> Range:
@@ -46,9 +46,9 @@ class Stage:
         return _row_hull(self.own)
 
     @cached_property
-    def guest_hull(self) -> Range:
+    def remote_hull(self) -> Range:
         """The same of the received rows."""
-        return _row_hull(self.guest)
+        return _row_hull(self.remote)
 
     @cached_property
     def own_in_hull(self) -> Slices:
@@ -56,9 +56,9 @@ class Stage:
         return shift(self.own, -self.own_hull[0], 0)
 
     @cached_property
-    def guest_in_hull(self) -> Slices:
-        """:attr:`guest` with rows counted from the start of :attr:`guest_hull`."""
-        return shift(self.guest, -self.guest_hull[0], 0)
+    def remote_in_hull(self) -> Slices:
+        """:attr:`remote` with rows counted from the start of :attr:`remote_hull`."""
+        return shift(self.remote, -self.remote_hull[0], 0)
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class RankPlan:
 
     def calls(self, kv_heads: int) -> int:
         """Kernel calls in the forward pass, of so many key heads."""
-        calls = [(len(s.own) > 0) + (len(s.guest) > 0) for s in self.stages]
+        calls = [(len(s.own) > 0) + (len(s.remote) > 0) for s in self.stages]
         times = [1 if s.kv is None else min(self.head_groups, kv_heads) for s in self.stages]
         return sum(n * m for n, m in zip(calls, times, strict=True))
 
     @cached_property
-    def remote(self) -> list[tuple[int, Exchange]]:
+    def key_exchanges(self) -> list[tuple[int, Exchange]]:
         """The stages whose keys are received: their numbers, and what is received."""
         return [(n, stage.kv) for n, stage in enumerate(self.stages) if stage.kv is not None]
 
@@ -116,9 +116,9 @@ class RankPlan:
         return _most_parts(here + _sent(self.q.send[away], team[away]))
 
     @cached_property
-    def guest_parts(self) -> int:
+    def remote_parts(self) -> int:
         """The most stages that make a part of one received row."""
-        return _most_parts([stage.guest[:, [Q0, Q1]] for stage in self.stages])
+        return _most_parts([stage.remote[:, [Q0, Q1]] for stage in self.stages])
 
     @cached_property
     def key_parts(self) -> int:
@@ -128,7 +128,7 @@ class RankPlan:
         parts = []
         for stage in self.stages:
             if stage.kv is None:
-                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.guest)]
+                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.remote)]
             else:
                 parts += _sent(stage.kv.send, stage.kv.send[:, 0])
         return _most_parts(parts)
@@ -191,6 +191,6 @@ def rank_plan(
             kv = exchange(kv_moves[stage_of == n], rank, team_size, local=gathered)
             key_places = kv.places
         own_slices = over_buffers(slices, own_places, key_places)
-        guest_slices = over_buffers(slices, q.places, key_places)
-        stages.append(Stage(kv, own_slices, guest_slices))
+        remote_slices = over_buffers(slices, q.places, key_places)
+        stages.append(Stage(kv, own_slices, remote_slices))
     return RankPlan(rank, q, tuple(stages), shared_rows, head_groups)

@@ -77,7 +77,7 @@ class BackwardPass(RankPass):
 
     def _attend_stages(self, asked: Pending, stages: Arriving) -> None:
         remote = Queries(asked.wait(), remote=True)
-        remote_dq = Sum(remote.tensors[1], self.mine.guest_parts)
+        remote_dq = Sum(remote.tensors[1], self.mine.remote_parts)
         for n, stage, arriving in stages:
             attending = self.attending(stage, self._own, remote)
             for keys in arriving:
@@ -91,7 +91,7 @@ class BackwardPass(RankPass):
             for queries, results in attending:
                 (dq,) = concat_heads(results, 2)
                 if queries.remote:
-                    remote_dq.add(dq, counted_from(0, stage.guest_hull))
+                    remote_dq.add(dq, counted_from(0, stage.remote_hull))
                 else:
                     rows = counted_from(self.late_rows[0], stage.own_hull)
                     self.share.add(self._late_dq, dq, self.share.rows, rows)
@@ -119,7 +119,7 @@ class BackwardPass(RankPass):
         """Send gradients of received keys home; add up those of the rank's own keys."""
         if stage.kv is not None:
             self._add_at_home([dk, dv], [self._dk, self._dv], heads.keys, n)
-        elif len(stage.guest):
+        elif len(stage.remote):
             self.share.add(self._late_dk, dk.so_far(), self.share.keys)
             self.share.add(self._late_dv, dv.so_far(), self.share.keys)
 

@@ -52,7 +52,7 @@ class ForwardPass(RankPass):
 
     def _attend_stages(self, asked: Pending, stages: Arriving) -> None:
         own, remote = Queries([self._own_q]), Queries(asked.wait(), remote=True)
-        remote_results = Accumulator(remote.tensors[0].shape[1], self.mine.guest_parts)
+        remote_results = Accumulator(remote.tensors[0].shape[1], self.mine.remote_parts)
         for n, stage, arriving in stages:
             attending = self.attending(stage, own, remote)
             for keys in arriving:
@@ -61,7 +61,7 @@ class ForwardPass(RankPass):
             for queries, results in attending:
                 out, lse = concat_heads(results, 2, 1)
                 if queries.remote:
-                    remote_results.add(out, lse, counted_from(0, stage.guest_hull))
+                    remote_results.add(out, lse, counted_from(0, stage.remote_hull))
                 else:
                     self._late.add(out, lse, counted_from(self.late_rows[0], stage.own_hull))
             if self.remote_queries_done(n):

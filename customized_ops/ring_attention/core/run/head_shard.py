@@ -120,8 +120,8 @@ class HeadShard:
         known = self._plan.on_device.get(key)
         if known is None:
             here = self._plan.rank(self._rank).stages[stage]
-            rows = start, stop = here.guest_hull if remote else here.own_hull
-            slices = here.guest_in_hull if remote else here.own_in_hull
+            rows = start, stop = here.remote_hull if remote else here.own_hull
+            slices = here.remote_in_hull if remote else here.own_in_hull
             known = rows, Pairs(slices, stop - start, keys.shape[1])
             self._plan.on_device[key] = known
         rows, pairs = known

@@ -118,7 +118,7 @@ class RankPass:
         """Each stage with its number and its keys, one group of heads after the other, which have
         arrived when they are looked at. As many of the following groups as the Comm likes are on
         their way meanwhile."""
-        groups, remote = self.share.groups(q, k), self.mine.remote
+        groups, remote = self.share.groups(q, k), self.mine.key_exchanges
         waiting = deque([(n, kv, heads) for n, kv in remote for heads in groups])
         coming: deque[Pending] = deque()
 
@@ -156,7 +156,7 @@ class RankPass:
         some: list[tuple[Queries, Results]] = []
         if len(stage.own) and stage is not self.local:
             some.append((own, []))
-        if len(stage.guest):
+        if len(stage.remote):
             some.append((remote, []))
         return some
 
@@ -168,7 +168,7 @@ class RankPass:
         """Whether after this stage no rank attends remote queries any more, so that their results
         go home while further keys are attended. True on all ranks at once, as they exchange in one
         order."""
-        return self._plan.rows_move and stage + 1 == self._plan.guest_stages
+        return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 
     def send_home(
         self,

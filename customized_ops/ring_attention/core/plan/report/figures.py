@@ -89,7 +89,7 @@ def measures(
     moved = plan.forward_bytes(*sizes)
     ranks = [plan.rank(r) for r in range(plan.group_size)]
     at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
-    slices = [sum(len(s.own) + len(s.guest) for s in mine.stages) for mine in ranks]
+    slices = [sum(len(s.own) + len(s.remote) for s in mine.stages) for mine in ranks]
     forward, backward = costs.passes(plan, *sizes, reduce_itemsize)
     return Measures(
         tokens=np.array(plan.q_layout.sizes),
