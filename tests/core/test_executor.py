@@ -14,7 +14,13 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, Request, Scoring, refusal
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    Request,
+    Scoring,
+    refusal,
+)
 from customized_ops.ring_attention.core.kernels.attention_dropout import keep
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
@@ -432,7 +438,8 @@ def test_kernels_may_load_16_bytes_at_a_time(monkeypatch, place):
 
     def watched(compute, count):
         def run(*args, **options):
-            for t in args[:count]:
+            operands = args[0] if isinstance(args[0], BackwardOperands) else args
+            for t in operands[:count]:
                 whole(t)
             return compute(*args, **options)
 

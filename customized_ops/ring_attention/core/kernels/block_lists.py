@@ -159,17 +159,11 @@ def _ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 def _listed(of: Ints, other: Ints, blocks: int) -> BlockList:
     """Pairs of blocks as lists of ``other`` for each ``of``."""
     order = np.lexsort((other, of))
-    counts, indices = _in_rows(of[order], other[order], blocks, fill=0)
-    return BlockList(counts.astype(np.int32), indices.astype(np.int32))
-
-
-def _in_rows(of: Ints, values: Ints, rows: int, fill: int) -> tuple[Ints, Ints]:
-    """How many ``values`` each row has, and a table of them, of at least one column. ``of`` is the
-    row of each value, ascending."""
-    counts = np.bincount(of, minlength=rows)
-    table = np.full((rows, max(1, counts.max(initial=0))), fill)
-    table[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = values
-    return counts, table
+    of, other = of[order], other[order]
+    counts = np.bincount(of, minlength=blocks)
+    indices = np.zeros((blocks, max(1, counts.max(initial=0))), dtype=np.int32)
+    indices[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = other
+    return BlockList(counts.astype(np.int32), indices)
 
 
 def _slices_by_rows(slices: Slices, q_len: int) -> tuple[Ints, Ints]:
@@ -183,4 +177,8 @@ def _slices_by_rows(slices: Slices, q_len: int) -> tuple[Ints, Ints]:
     which, run = _ranges(*np.searchsorted(heads, slices[:, [Q0, Q1]].T))
     start = np.maximum(slices[which, K0], heads[run] + slices[which, LO])
     by_key = np.lexsort((start, run))
-    return heads, _in_rows(run[by_key], which[by_key], len(heads) - 1, fill=-1)[1]
+    which, run = which[by_key], run[by_key]
+    counts = np.bincount(run, minlength=len(heads) - 1)
+    order = np.full((len(heads) - 1, max(0, counts.max(initial=0))), -1, dtype=np.int64)
+    order[run, np.arange(len(run)) - (np.cumsum(counts) - counts)[run]] = which
+    return heads, order
