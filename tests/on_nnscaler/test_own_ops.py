@@ -57,7 +57,8 @@ def test_results_that_a_communicating_split_leaves_whole(
     job = jobs.Training(model, models.batch, policy, plan=2)
     ranks = two_ranks.run(jobs.train, job)
     jobs.assert_equals_alone(ranks, job)
-    divided = re.findall(r"= annotations\.shares\.divided\(torch.*\), (\(.*\))\)", ranks[0].code)
+    call = r"= annotations\.codegen\.gradient_shares\.divided\(torch.*\), (\(.*\))\)"
+    divided = re.findall(call, ranks[0].code)
     of = {"average": ["(2,)"], "centre_and_mean": ["(1, 2)"], "centre_and_mean_whole": []}
     assert divided == of[op]
 

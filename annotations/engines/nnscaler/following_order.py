@@ -1,8 +1,8 @@
 """The order of tokens that a model's own shuffle puts them in, in an nnscaler graph.
 
 A shuffle (:class:`~annotations.rules.Reorders`) is the identity in a single-device program, and
-permutes tokens where it is cut. From there to the op that restores natural order, attention is told
-the order. Works on nnscaler's nodes, but imports none of it.
+permutes tokens where it is cut. From there to the op that restores natural order, attention gets
+the order as arguments. Takes nnscaler's nodes, but imports none of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from annotations.rules import PartitionRule
 from .placement import leading
 
 RuleOf = Callable[[Any], PartitionRule | None]
+Original = Callable[[Any, str], Any]
 _UNDO = "wrap_maybe_unshuffle before it"
 
 
@@ -38,14 +39,14 @@ class TokenOrders:
     """What a graph of whole ops has in another order than natural.
 
     Attributes:
-        shuffles, told: by the first result, the ops that make or restore an order, and those that
-            must be told it.
+        shuffles, takers: the ops that make or restore an order, and those whose arguments must name
+            it, by first result.
         problem: the first op that cannot take its operands' order; an error only where the
             shuffles are cut.
     """
 
     def __init__(
-        self, nodes: Sequence[Any], outputs: Sequence[Any], rule_of: RuleOf, original: RuleOf | Any
+        self, nodes: Sequence[Any], outputs: Sequence[Any], rule_of: RuleOf, original: Original
     ) -> None:
         """
         Args:
@@ -54,7 +55,7 @@ class TokenOrders:
             original: from a node and the name of an argument of its op to the call's own.
         """
         self.shuffles: dict[Any, Any] = {}
-        self.told: dict[Any, Any] = {}
+        self.takers: dict[Any, Any] = {}
         self.problem: PartitionError | None = None
         self._held: dict[Any, _Held] = {}
         self._rule_of, self._original = rule_of, original
@@ -160,10 +161,10 @@ class TokenOrders:
                     f"{getattr(by, 'name', by)}",
                     f"the cu_seqlens that wrap_maybe_shuffle was given as {name}; or {_UNDO}",
                 )
-        self.told[_whole(node.outputs()[0])] = node
+        self.takers[_whole(node.outputs()[0])] = node
 
     def check(self, groups: Mapping[Any, frozenset[tuple[int, ...]]]) -> bool:
-        """Whether the shuffles are cut, so that attention is to be told.
+        """Whether the shuffles are cut, so that attention must name their order.
 
         Args:
             groups: by the first result of our ops, the ranks that share its tokens.
@@ -175,7 +176,7 @@ class TokenOrders:
             return False
         if self.problem is not None:
             raise self.problem
-        for whole, node in {**self.shuffles, **self.told}.items():
+        for whole, node in {**self.shuffles, **self.takers}.items():
             if groups[whole] not in shuffled or len(shuffled) > 1:
                 shown = [list(map(list, sorted(g))) or "nowhere" for g in shuffled]
                 raise _error(

@@ -41,8 +41,9 @@ def emit(
     """
     call, rule, sites = node.call, node.rule, node.sites()
     offset = runtime_devid // plan_ndevs * plan_ndevs
-    code = dict(zip(node.names, args, strict=True)) | dict(kwargs)
-    function, groups = call.function, {}
+    code: dict[str, str] = {**dict(zip(node.names, args, strict=True)), **kwargs}
+    function = call.function
+    groups: dict[str, str] = {}
     for site in sites:
         ranks: tuple[int, ...] = ()
         if site.group:

@@ -79,7 +79,7 @@ class OpNode(IRDimops):
     Attributes:
         names: of the arguments among ``inputs()``; the others are ``kwargs``.
         base: the name that the call is declared by; a part's signature also says how it was cut.
-        shuffled: whether a shuffle of the model's own has put its tokens in another order.
+        shuffled: whether its tokens are in the order of a shuffle that the model calls itself.
         placed: all parts that have a device.
     """
 

@@ -93,14 +93,14 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
     """Refuse parts on devices between which nnscaler's adapters would swap tensors.
 
     Its collectives take their ranks in increasing order, whatever order the parts are in. A part's
-    tensors are then those of another part. That does no harm where every row of parts is permuted
-    the same way and the op need not know which part it has: results are permuted back.
+    tensors are then those of another part. That does no harm if every row of parts is permuted in
+    the same way and the op is not shard-aware: results are permuted back.
 
     Args:
         placed: all parts that have a device, of this op and others.
     Raises:
-        PartitionError: rows of parts along one cut are permuted in different ways, or at all where
-            the op is told its part.
+        PartitionError: rows of parts along one cut are permuted in different ways, or at all if the
+            op is shard-aware.
     """
     on: dict[tuple[tuple[str, int], ...], set[int]] = {}
     for other in placed:
@@ -116,14 +116,16 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
         for place, devices_of_part in on.items():
             others = tuple((n, start) for n, start in place if n != name)
             rows.setdefault(others, []).append((dict(place)[name], sorted(devices_of_part)))
-        lying = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
-        orders = {tuple(np.argsort(parts)) for row in lying for parts in zip(*row, strict=True)}
+        on_devices = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
+        orders = {
+            tuple(np.argsort(parts)) for row in on_devices for parts in zip(*row, strict=True)
+        }
         if name in rule.told:
-            orders.add(tuple(range(len(lying[0]))))
+            orders.add(tuple(range(len(on_devices[0]))))
         if len(orders) > 1:
             raise PartitionError(
-                f"the parts of {name!r} lie on devices {lying}, and nnscaler's adapters would swap "
-                "their tensors",
+                f"the parts of {name!r} lie on devices {on_devices}, and nnscaler's adapters would "
+                "swap their tensors",
                 details=["expected: devices in increasing order along every cut of the op"],
                 op=node.base,
             )

@@ -1,4 +1,4 @@
-"""Which calls of an nnscaler graph run on tokens that the model itself shuffled."""
+"""Which parts have their tokens in the order of a shuffle that the model calls itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .op_node import OpNode
 
 
 def token_orders(graph: Any) -> TokenOrders:
-    """The order of tokens of every value, before the graph is cut."""
+    """The orders of tokens in a graph of whole ops."""
 
     def rule_of(node: Any) -> PartitionRule | None:
         return node.rule if isinstance(node, OpNode) else None
@@ -33,10 +33,10 @@ def token_orders(graph: Any) -> TokenOrders:
 
 
 def mark_shuffled(orders: TokenOrders, graph: Any) -> None:
-    """Mark the parts of a cut graph whose code names the order of their tokens.
+    """Mark the parts whose calls must name the order of their tokens.
 
     Raises:
-        PartitionError: see :meth:`.TokenOrders.check`.
+        PartitionError: see :meth:`TokenOrders.check`.
     """
     if not orders.shuffles:
         return
@@ -49,4 +49,4 @@ def mark_shuffled(orders: TokenOrders, graph: Any) -> None:
         groups[whole] = groups.get(whole, frozenset()) | ranks
     if orders.check(groups):
         for part in parts:
-            part.shuffled = part.outputs()[0].parent in orders.told
+            part.shuffled = part.outputs()[0].parent in orders.takers
