@@ -6,9 +6,12 @@ ARGS   ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Those whose names users meet; a package brings what it lists of its own.
-MODULES := annotations annotations.engines.torch annotations.grammar annotations.rules \
+# Each page of the documentation stands in the docstring of one of these; the others have names that
+# users meet. A package brings what it lists of its own.
+MODULES := customized_ops annotations annotations.engines annotations.engines.torch \
+  annotations.grammar annotations.rules benchmark \
   customized_ops.chunk_linear_cross_entropy customized_ops.ring_attention \
+  customized_ops.ring_attention.api customized_ops.ring_attention.core \
   customized_ops.ring_attention.api.magi_attention customized_ops.ring_attention.api.ring_flash_attn \
   customized_ops.ring_attention.api.ring_swa customized_ops.ring_attention.api.torch_context_parallel \
   customized_ops.ring_attention.api.transformers customized_ops.ring_attention.api.yunchang \
@@ -48,7 +51,7 @@ format: $(STAMP)  ## fix imports and formatting in place
 
 docs: $(STAMP)  ## make the pages of the API and its concepts, in build/docs
 	@echo "docs: pdoc"
-	@$(BIN)/python -m pdoc $(ARGS) --output-directory build/docs $(MODULES)
+	@PYTHONPATH=examples $(BIN)/python -m pdoc $(ARGS) --output-directory build/docs $(MODULES)
 	@echo "docs: build/docs/index.html"
 
 clean:  ## remove the environment, builds and caches

@@ -1,8 +1,8 @@
-"""Train a small Llama on real text, its sequence cut over several processes.
+"""Train a small Llama on real text, its sequence split over several processes.
 
 The model, in ``llama.py``, is written for one device. Its attention calls a ``wrap_*_attn_func``
-without a group; ``parallelize`` does the rest. At the end the loss curve is compared with the same
-run on one rank.
+without a group; ``parallelize`` does the rest. Then the same model is trained on one process, and
+the two loss curves are compared: they are equal but for rounding.
 
     python examples/train_llama.py                      2 processes, ring attention
     python examples/train_llama.py --nproc 4 --op varlen
@@ -69,15 +69,19 @@ def main(args: argparse.Namespace) -> int:
     if rank == 0:  # the others wait
         share_cores(1)
         alone = train("one rank", model, lambda: None, text, args)
-    return same_losses(losses, alone, TOLERANCE)
+    failed = same_losses(losses, alone, TOLERANCE)
+    if rank == 0 and not failed:
+        print(f"Split over {world} ranks, the model learns exactly what it learns on one process.")
+        print("The speeds above mean nothing: the ranks share the cores of this machine.")
+    return failed
 
 
 def parse() -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=count, default=2, help="processes to cut the sequence over")
+    parser.add_argument("--nproc", type=count, default=2, help="processes that share the sequence")
     parser.add_argument("--op", choices=tuple(ATTENTION), default="ring")
-    parser.add_argument("--steps", type=count, default=60)
+    parser.add_argument("--steps", type=count, default=40)
     parser.add_argument("--seq-len", type=count, default=2048, help="tokens (bytes of text) a step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--no-compare", action="store_true", help="skip the run on one rank")

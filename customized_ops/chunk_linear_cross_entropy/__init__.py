@@ -1,4 +1,7 @@
-"""Cross entropy of a linear layer without its logits, as an annotated op."""
+"""Cross entropy of a linear layer without its logits, as an annotated op.
+
+.. include:: docs/loss.md
+"""
 
 from .loss import chunk_linear_cross_entropy
 

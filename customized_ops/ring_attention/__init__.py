@@ -1,6 +1,8 @@
 """Sequence-parallel attention as annotated ops.
 
 Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
+
+.. include:: docs/attention.md
 """
 
 from annotations.consistency import DisagreementError

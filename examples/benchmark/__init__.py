@@ -1,1 +1,6 @@
-"""Attention on several GPUs beside its peers and beside the ideal; see ``attention.py``."""
+"""Attention on several GPUs beside its peers and beside the ideal; see ``attention.py``.
+
+.. include:: README.md
+"""
+
+__all__: list[str] = []  # its modules are imported by their names

@@ -8,8 +8,10 @@ as it is, with no dense mask; so are softcaps, sinks and dropout. What else a mo
 error that names it. Three ways to run:
 
     one device          as any implementation, ``generate`` with its cache included
-    cut by hand         shard_batch(batch, group), and the model inside its context()
-    cut by the engine   parallelize(model, batch, "cp", config): see the README
+    sharded by hand     shard_batch(batch, group), and the model inside its context()
+    by the engine       parallelize(model, batch, "cp", config)
+
+.. include:: ../../docs/transformers.md
 """
 
 from __future__ import annotations
