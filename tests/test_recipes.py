@@ -142,7 +142,7 @@ def test_adding_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     check_attention(AttnMask.causal(TOKENS), layout)
 
 
-def test_adding_a_way_to_deal_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_a_way_to_assign_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices in turn, whoever holds them."""
     tokens = 29  # of no other test: plans are remembered
     calls = []
