@@ -44,7 +44,7 @@ def group_of(kind: str, rows: Rows, purpose: str = "") -> dist.ProcessGroup:
 def sparing_alone(group: dist.ProcessGroup, purpose: str) -> list[str]:
     """Whether results have come over keys, where they should and only there."""
     comm: Any = comm_by_name(group.group_name)
-    ready = [each for known in comm._prepared.values() for each in known.values()]
+    ready = [each for known in comm._placement._placed.values() for each in known.values()]
     over = any(len(each.channels) > 1 for each in ready)
     return [] if over == (SPARING in purpose) else [f"{purpose}: results over keys: {over}"]
 
