@@ -107,6 +107,8 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
         if _twin(node, other):
             starts = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
             on.setdefault(tuple(starts.items()), set()).update(other.device)
+    if len({len(devices_of_part) for devices_of_part in on.values()}) > 1:
+        return  # autodist may leave some parts on more devices than others: these are no rows
     identifiers = [name for name, _ in next(iter(on))]
     cut = [name for n, name in enumerate(identifiers) if len({place[n] for place in on}) > 1]
     for name in cut:
