@@ -711,3 +711,10 @@ def test_planning_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{64 * 65 // 2}\n"
+
+
+@pytest.mark.parametrize("heads", [(4, 8), (6, 4)])
+def test_heads_that_make_no_groups_are_not_split_among_teams(heads: tuple[int, int]) -> None:
+    layout = Layout.contiguous(4096, 8)
+    plan = make_plan(AttnMask.causal(4096), layout, heads=heads, team_size=None)
+    assert plan.team_size == 1 and plan.area.sum() == 4096 * 4097 // 2

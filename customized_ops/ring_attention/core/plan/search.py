@@ -89,7 +89,9 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     """The best of all candidates, each an object of the class ``make``, the simplest first."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     (q_heads, kv_heads), ranks = request.heads, q_layout.group_size
-    sizes = [n for n in range(1, min(ranks, q_heads) + 1) if ranks % n == 0]
+    # A team shares out whole groups of heads; q cut on its heads alone has none.
+    most = min(ranks, q_heads) if kv_heads and q_heads % kv_heads == 0 else 1
+    sizes = [n for n in range(1, max(most, 1) + 1) if ranks % n == 0]
     rates = _Rates(request.costs, request.heads)
     plans: list[AnyPlan] = []
     for size in [request.team_size] if request.team_size else sizes:
