@@ -24,7 +24,7 @@ import numpy as np
 
 os.environ.setdefault("SEQSHARD_CHECK", "0")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support" / "cases")]
 
 import torch  # noqa: E402
 from op_cases import run_rank  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cp_jobs import NAMES, Block, Sdpa, batch, step
-from dense import assert_same
+from dense import assert_same, dense_attention
 from ranks import Pool, worlds
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -22,7 +22,6 @@ from customized_ops.ring_attention.api import torch_context_parallel as cp
 from customized_ops.ring_attention.api.torch_context_parallel import interception
 from customized_ops.ring_attention.api.torch_context_parallel.interception import ORIGINAL
 from customized_ops.ring_attention.op.arguments import ArgumentError
-from tests.dense import dense_attention
 
 CASES = {
     "causal": Sdpa(causal=True),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 if __name__ == "__main__":
     root = Path(__file__).parents[2]
-    sys.path[:0] = [str(root), str(root / "examples"), str(root / "tests")]
+    sys.path[:0] = [str(root), str(root / "examples"), str(root / "tests" / "support" / "cases")]
     __package__ = "tests.kernels"
 
 from dense import assert_same, dense_attention

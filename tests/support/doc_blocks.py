@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(python|py|sh)\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 PAGES = (
     "README.md",
