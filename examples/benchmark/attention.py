@@ -47,12 +47,12 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.command import parse
-from benchmark.plot import draw
 from benchmark.predict import predicted
 from benchmark.ranks import spawn
 from benchmark.run import listed, run
-from benchmark.runs import read
-from benchmark.tables import tables
+from benchmark.show.plot import draw
+from benchmark.show.runs import read
+from benchmark.show.tables import tables
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from benchmark.documents import document_bounds
 from customized_ops.ring_attention import AttnMask
-
-from .documents import document_bounds
 
 K = 1024
 BACKWARD_WORK = 2.5  # of the forward's: five products of matrices instead of two

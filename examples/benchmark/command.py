@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from launch import count
 
-from .cases import KINDS, SUITES, K
+from benchmark.cases import KINDS, SUITES, K
 
 # What the cost model does not know, and what goes with a run.
 UNPREDICTED = (

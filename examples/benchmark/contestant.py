@@ -12,11 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from benchmark.cases import Case
+from benchmark.compete.peers.kernels import KERNELS, Form, Kernel
+from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout
-
-from .cases import Case
-from .peers.kernels import KERNELS, Form, Kernel
-from .ranks import Ranks
 
 ONE_CALL = ("causal", "full", "packed", "packed full", "window")  # of a library, for the whole case
 

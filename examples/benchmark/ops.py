@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmark.cases import Case
 from customized_ops.ring_attention import (
     Layout,
     Plan,
@@ -21,8 +22,6 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.cost import CostModel
-
-from .cases import Case
 
 
 @lru_cache(maxsize=64)

@@ -9,16 +9,15 @@ from time import perf_counter
 import torch
 from tqdm import tqdm
 
+from benchmark.cases import Case, chosen
+from benchmark.compete.contestants import ours
+from benchmark.compete.expected import asked
+from benchmark.contestant import Choice, alone
+from benchmark.measure.account import Account
+from benchmark.ops import plan_of
+from benchmark.show.text import above, markdown, mebibytes, number, percent, title
 from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.core.cost import H200
-
-from .account import Account
-from .cases import Case, chosen
-from .contestant import Choice, alone
-from .contestants import ours
-from .expected import asked
-from .ops import plan_of
-from .text import above, markdown, mebibytes, number, percent, title
 
 HEAD = (
     *("case", "contestant", "fwd ms", "bwd ms", "fwd", "bwd", "both", "received fwd MiB"),

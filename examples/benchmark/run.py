@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from .cases import Case, chosen
-from .contestant import Choice, Contestant
-from .contestants import contestants
-from .expected import asked, expected_seconds, listing
-from .match import Match
-from .ranks import Ranks
-from .rows import Lines, left_out, versions
-from .trace import profile_case
+from benchmark.cases import Case, chosen
+from benchmark.compete.contestants import contestants
+from benchmark.compete.expected import asked, expected_seconds, listing
+from benchmark.compete.match import Match
+from benchmark.contestant import Choice, Contestant
+from benchmark.ranks import Ranks
+from benchmark.show.rows import Lines, left_out, versions
+from benchmark.trace import profile_case
 
 
 def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .match import OURS, Match
-from .timing import Marks
+from benchmark.compete.match import OURS, Match
+from benchmark.measure.timing import Marks
 
 ATTENTION = re.compile(r"flash|fmha|attention|attn|sdpa|cudnn_generated", re.IGNORECASE)
 NCCL = re.compile(r"nccl", re.IGNORECASE)

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from annotations import ComputeConfig, parallelize
+from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
-
-from .ranks import Ranks
 
 Inputs = dict[str, Tensor]
 Step = Callable[[], Tensor]

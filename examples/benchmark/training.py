@@ -43,7 +43,7 @@ from text_corpus import PackedText, load_documents
 
 from benchmark.command import tokens as counted
 from benchmark.ranks import Ranks, spawn
-from benchmark.text import markdown
+from benchmark.show.text import markdown
 from benchmark.trainers import TRAINERS, Task, Trainer
 
 GIB = 2**30

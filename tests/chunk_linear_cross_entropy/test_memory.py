@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import loss_memory
+from benchmark.parts import loss_memory
 from loss_cases import LossCase, results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -666,14 +666,14 @@ def test_bytes_of_heads_that_the_plan_cannot_split():
 
 # ------------------------------------------------------------------------ speed
 
-SPEED = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "plan_speed.py"))
+SPEED = runpy.run_path(str(Path(__file__).parents[2] / "examples/benchmark/parts/plan_speed.py"))
 
 
 @pytest.mark.parametrize(
     ("ranks", "documents", "limit_seconds"), [(64, 256, 0.025), (256, 4096, 0.150)]
 )
 def test_planning_is_fast(ranks, documents, limit_seconds):
-    """Limits far above what it takes (see benchmarks/plan_speed.py), for slow and busy machines."""
+    """Limits far above what `plan_speed.py` measures, for slow and busy machines."""
     made, part, hit = SPEED["measure"](ranks, documents)
     assert made <= limit_seconds and part <= limit_seconds and hit <= 0.001
 

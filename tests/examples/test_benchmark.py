@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 from benchmark.cases import HEADS, KINDS, SUITES, Case, K, Maker, chosen
-from benchmark.checking import WORST_ROW, Sample, both_passes, largest, tolerance
 from benchmark.command import parse
+from benchmark.compete.checking import WORST_ROW, Sample, both_passes, largest, tolerance
+from benchmark.compete.contestants import contestants
+from benchmark.compete.expected import LONG_RUNS
+from benchmark.compete.peers.kernels import KERNELS
+from benchmark.compete.peers.scheme import attend, merged
 from benchmark.contestant import Alone, Choice, whole_form
-from benchmark.contestants import contestants
 from benchmark.documents import LENGTHS, document_bounds
-from benchmark.expected import LONG_RUNS
-from benchmark.peers.kernels import KERNELS
-from benchmark.peers.scheme import attend, merged
-from benchmark.plot import draw
-from benchmark.rows import row_of
+from benchmark.measure.timing import Marks, Runner, take_turns
 from benchmark.run import check_names
-from benchmark.runs import read
-from benchmark.timing import Marks, Runner, take_turns
+from benchmark.show.plot import draw
+from benchmark.show.rows import row_of
+from benchmark.show.runs import read
 from benchmark.trace import STEP, covered, summarize
 from benchmark_launch import ROOT, SCRIPT, launch, lines
 from hypothesis import given, settings
@@ -325,7 +325,7 @@ import sys
 sys.path[:0] = {paths!r}
 from benchmark.command import parse
 from benchmark.contestant import Choice, Contestant, contiguous
-from benchmark.contestants import ours
+from benchmark.compete.contestants import ours
 from benchmark.run import run
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 from benchmark import attention
-from benchmark.account import Account, Watch
 from benchmark.cases import Case, Maker
-from benchmark.checking import WORST_ROW, tolerance
 from benchmark.command import parse
+from benchmark.compete.checking import WORST_ROW, tolerance
+from benchmark.compete.contestants import contestants
+from benchmark.compete.expected import LARGE, expected_seconds, for_one_gpu, is_long, refusal
+from benchmark.compete.peers import te_cp, torch_cp
+from benchmark.compete.rivals import RINGS, usp_layout, usp_refuses
 from benchmark.contestant import Choice, zigzag
-from benchmark.contestants import contestants
-from benchmark.expected import LARGE, expected_seconds, for_one_gpu, is_long, refusal
-from benchmark.peers import te_cp, torch_cp
-from benchmark.rivals import RINGS, usp_layout, usp_refuses
-from benchmark.runs import read
-from benchmark.tables import tables
-from benchmark.text import above
+from benchmark.measure.account import Account, Watch
+from benchmark.show.runs import read
+from benchmark.show.tables import tables
+from benchmark.show.text import above
 from benchmark_launch import SCRIPT, launch, lines
 
 from customized_ops.ring_attention.core.comm.arena import Arena, Piece

@@ -14,7 +14,7 @@ import kernel_speed_jobs
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kernel_speed.py"
+SCRIPT = Path(__file__).parents[2] / "examples/benchmark/parts/kernel_speed.py"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query an
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
 "window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
 all before.
-``tests/benchmarks/kernel_speed.py --speeds`` prints such figures.
+``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures.
 
 A kernel without a figure for a class of masks counts as no faster than those before it in the
 registry, see :func:`fastest_first`. CPUs, fp32 and fp64 have no figures at all.

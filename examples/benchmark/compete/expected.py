@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .cases import Case
-from .contestant import Contestant
-from .text import markdown, short, title
+from benchmark.cases import Case
+from benchmark.contestant import Contestant
+from benchmark.show.text import markdown, short, title
 
 OURS = "seqshard"
 FAST = 600e12  # FLOP a second and GPU, to guess what would take too long

@@ -1,7 +1,7 @@
 """What the embedded engine costs the host, for each op of a model and for a step.
 
-    python tests/benchmarks/engine_overhead.py
-    python tests/benchmarks/engine_overhead.py --layers 4 --ranks 8 --device cuda
+    python examples/benchmark/parts/engine_overhead.py
+    python examples/benchmark/parts/engine_overhead.py --layers 4 --ranks 8 --device cuda
 
 A small Llama runs forward and backward on few tokens, so that what is measured is the host: the
 module by itself, and as rank 0 of a plan, on DTensors (``lowered=False``), lowered, and lowered and
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
+    sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[3] / "examples")]
 
 from llama import Llama, LlamaConfig
 

@@ -1,8 +1,8 @@
 """Speed of every kernel beside the call of its own library, forward and backward.
 
-    python tests/benchmarks/kernel_speed.py
-    python tests/benchmarks/kernel_speed.py --kernels flash4 flex --tokens 8192 --json speed.jsonl
-    python tests/benchmarks/kernel_speed.py --device cpu --kernels torch reference --tokens 512
+    python examples/benchmark/parts/kernel_speed.py
+    python examples/benchmark/parts/kernel_speed.py --kernels flash4 flex --json speed.jsonl
+    python examples/benchmark/parts/kernel_speed.py --device cpu --kernels torch --tokens 512
 
 TFLOP/s count attended pairs only: 2 (d + e) FLOP a pair and query head forward, 2.5 times that
 backward. "raw" is the library's call on the same tensors, "overhead" what the kernel takes beyond
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from own_process import Lost, Worker
 from raw_attention import RAW, Pass, Problem

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checking import NAMES, both_passes, largest
-from .contestant import Attention
-from .ranks import Ranks
-from .timing import Marks
+from benchmark.compete.checking import NAMES, both_passes, largest
+from benchmark.contestant import Attention
+from benchmark.measure.timing import Marks
+from benchmark.ranks import Ranks
 
 WARM_UP = 3  # runs on a side stream before the capture, as torch asks for
 

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmark.cases import Case
+from benchmark.contestant import Attention
+from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout
-
-from .cases import Case
-from .contestant import Attention
-from .ranks import Ranks
 
 NAMES = ("out", "dq", "dk", "dv")
 WORST_ROW = 0.25

@@ -1,7 +1,7 @@
 """What links between GPUs cost them while awake: attention on each of two GPUs by itself, with and
 without a few bytes that go to the other meanwhile. Both draw on the GPU's power, which is limited.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/awake_links.py      # 30 s; needs flash-attn-4
+    torchrun --nproc-per-node 2 examples/benchmark/parts/awake_links.py  # 30 s; needs flash-attn-4
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from benchmark.clocks import Clock  # noqa: E402
+from benchmark.measure.clocks import Clock  # noqa: E402
 from launch import count  # noqa: E402
 
 from customized_ops.ring_attention import wrap_masked_attn_func  # noqa: E402

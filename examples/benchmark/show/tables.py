@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .account import Account, error
-from .expected import OURS
-from .runs import Row, heads, label, name
-from .text import above, markdown, mebibytes, number, percent, short
+from benchmark.compete.expected import OURS
+from benchmark.measure.account import Account, error
+from benchmark.show.runs import Row, heads, label, name
+from benchmark.show.text import above, markdown, mebibytes, number, percent, short
 
 
 def tables(rows: Sequence[Row]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .runs import Row, heads, label, name
-from .text import short
+from benchmark.show.runs import Row, heads, label, name
+from benchmark.show.text import short
 
 
 def draw(rows: Sequence[Row], target: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .account import Account
-from .cases import BACKWARD_WORK, Case
-from .text import markdown, number, percent, short, title
+from benchmark.cases import BACKWARD_WORK, Case
+from benchmark.measure.account import Account
+from benchmark.show.text import markdown, number, percent, short, title
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cases import Case, K
+from benchmark.cases import Case, K
 
 FAR = 10  # times
 

@@ -11,18 +11,26 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .account import Account, Watch, comm_of
-from .account import table as accounts
-from .cases import Case, K
-from .checking import WORST_ROW, Sample, both_passes, largest, tolerance
-from .contestant import Attention, Contestant, alone
-from .expected import LONG_RUNS, OURS, baseline_runs, for_one_gpu, is_long, refusal, short_title
-from .graph import Captured
-from .ops import Op
-from .problem import Problem
-from .ranks import Ranks
-from .rows import Row, heading, row_of, table
-from .timing import Runner, first_run, take_turns
+from benchmark.cases import Case, K
+from benchmark.compete.checking import WORST_ROW, Sample, both_passes, largest, tolerance
+from benchmark.compete.expected import (
+    LONG_RUNS,
+    OURS,
+    baseline_runs,
+    for_one_gpu,
+    is_long,
+    refusal,
+    short_title,
+)
+from benchmark.compete.problem import Problem
+from benchmark.contestant import Attention, Contestant, alone
+from benchmark.measure.account import Account, Watch, comm_of
+from benchmark.measure.account import table as accounts
+from benchmark.measure.graph import Captured
+from benchmark.measure.timing import Runner, first_run, take_turns
+from benchmark.ops import Op
+from benchmark.ranks import Ranks
+from benchmark.show.rows import Row, heading, row_of, table
 
 COMPARED = 256 * K  # tokens; of more, results are compared in sampled rows only, for memory
 

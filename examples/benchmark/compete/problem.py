@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmark.cases import Case
+from benchmark.contestant import Contestant
+from benchmark.ranks import Ranks
 from customized_ops.ring_attention import Layout
-
-from .cases import Case
-from .contestant import Contestant
-from .ranks import Ranks
 
 
 class Problem:

@@ -1,9 +1,9 @@
 """What one attention call costs the host beyond its kernels.
 
-    python tests/benchmarks/host_time.py                       CPU, the executor left out
-    python tests/benchmarks/host_time.py --executor --device cuda
-    python tests/benchmarks/host_time.py --kernel flash4 --device cuda
-    torchrun --nproc-per-node 2 tests/benchmarks/host_time.py --kernel flash4 --device cuda
+    python examples/benchmark/parts/host_time.py                       CPU, the executor left out
+    python examples/benchmark/parts/host_time.py --executor --device cuda
+    python examples/benchmark/parts/host_time.py --kernel flash4 --device cuda
+    torchrun --nproc-per-node 2 examples/benchmark/parts/host_time.py --kernel flash4 --device cuda
 
 Each op is called again and again on few tokens, with autograd, and its forward and backward are
 timed on the host alone: nothing inside waits for a GPU. By default that is the path from the public
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from raw_attention import RAW, Problem
 

@@ -1,6 +1,6 @@
 """How fast parts are merged, added and moved, by the kernels and by plain torch.
 
-    python tests/benchmarks/plumbing_speed.py [--rows 4096] [--bandwidth 4.8]
+    python examples/benchmark/parts/plumbing_speed.py [--rows 4096] [--bandwidth 4.8]
 
 One row per operation on [1, rows, heads, d]: microseconds on the GPU (CUDA events, the median of
 several replays of a CUDA graph with the calls in it), the share of the GPU's memory bandwidth that
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from customized_ops.ring_attention.core.merge import merge_
 from customized_ops.ring_attention.core.merge import rows as fused

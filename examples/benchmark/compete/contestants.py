@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from customized_ops.ring_attention import Layout
-
-from .cases import Case
-from .contestant import (
+from benchmark.cases import Case
+from benchmark.compete.peers import te_cp
+from benchmark.compete.peers.kernels import Kernel
+from benchmark.compete.peers.scheme import attend
+from benchmark.compete.rivals import peers
+from benchmark.contestant import (
     ONE_CALL,
     Alone,
     Attention,
@@ -18,12 +20,9 @@ from .contestant import (
     device_kernels,
     whole_form,
 )
-from .ops import Op, recommended
-from .peers import te_cp
-from .peers.kernels import Kernel
-from .peers.scheme import attend
-from .ranks import Ranks
-from .rivals import peers
+from benchmark.ops import Op, recommended
+from benchmark.ranks import Ranks
+from customized_ops.ring_attention import Layout
 
 
 def contestants(choice: Choice) -> list[Contestant]:

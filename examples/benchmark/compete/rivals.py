@@ -8,10 +8,16 @@ from functools import lru_cache
 import numpy as np
 import torch.distributed as dist
 
-from customized_ops.ring_attention import Layout
-
-from .cases import Case
-from .contestant import (
+from benchmark.cases import Case
+from benchmark.compete.peers import packages, te_cp, torch_cp
+from benchmark.compete.peers.kernels import Kernel
+from benchmark.compete.peers.llama3_allgather import Llama3AllGather
+from benchmark.compete.peers.ring import Ring
+from benchmark.compete.peers.scheme import Scheme, attend
+from benchmark.compete.peers.ulysses import Ulysses
+from benchmark.compete.peers.zigzag_ring import FullRing, ZigzagRing
+from benchmark.compete.peers.zigzag_varlen_ring import ZigzagVarlenRing
+from benchmark.contestant import (
     ONE_CALL,
     Alone,
     Attention,
@@ -23,15 +29,8 @@ from .contestant import (
     whole_form,
     zigzag,
 )
-from .peers import packages, te_cp, torch_cp
-from .peers.kernels import Kernel
-from .peers.llama3_allgather import Llama3AllGather
-from .peers.ring import Ring
-from .peers.scheme import Scheme, attend
-from .peers.ulysses import Ulysses
-from .peers.zigzag_ring import FullRing, ZigzagRing
-from .peers.zigzag_varlen_ring import ZigzagVarlenRing
-from .ranks import Ranks
+from benchmark.ranks import Ranks
+from customized_ops.ring_attention import Layout
 
 WHOLE_ROWS = ("causal", "full", "packed", "packed full")
 

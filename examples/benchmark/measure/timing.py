@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clocks import STAMP_MS, Clock
-from .contestant import Attention
-from .ranks import Ranks
+from benchmark.contestant import Attention
+from benchmark.measure.clocks import STAMP_MS, Clock
+from benchmark.ranks import Ranks
 
 CYCLES_A_MS = 1_900_000  # of an H200's clock, about
 

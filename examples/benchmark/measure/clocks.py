@@ -19,7 +19,7 @@ class Clock:
     """Counts on every multiprocessor, at two points of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        from .clock_kernel import stamp
+        from benchmark.measure.clock_kernel import stamp
 
         size = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernel = stamp[(2 * size,)]

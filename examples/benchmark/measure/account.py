@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
+from benchmark.cases import Case
+from benchmark.measure.timing import Marks
+from benchmark.ops import Op, plan_of
+from benchmark.ranks import Ranks
+from benchmark.show.text import above, markdown, mebibytes, number
 from customized_ops.ring_attention import Layout
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name, group_name
 from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.plan.report.figures import measures
-
-from .cases import Case
-from .ops import Op, plan_of
-from .ranks import Ranks
-from .text import above, markdown, mebibytes, number
-from .timing import Marks
 
 
 class Watch(Marks):

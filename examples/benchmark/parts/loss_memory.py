@@ -1,8 +1,8 @@
 """Memory and time of chunked linear cross entropy beside the plain form, forward and backward.
 
-    python tests/benchmarks/loss_memory.py
-    python tests/benchmarks/loss_memory.py --sizes 65536x131072x4096 --chunk-sizes 512 1024 4096
-    python tests/benchmarks/loss_memory.py --device cpu --sizes 64x1000x32
+    python examples/benchmark/parts/loss_memory.py
+    python examples/benchmark/parts/loss_memory.py --sizes 65536x131072x4096 --chunk-sizes 512 1024
+    python examples/benchmark/parts/loss_memory.py --device cpu --sizes 64x1000x32
 
 plain is ``cross_entropy(linear(hidden, weight).float(), target)``. Peaks are what is allocated
 beyond hidden, weight and target, the gradients included. The plain form's is computed too, which is
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
 

@@ -1,0 +1,1 @@
+"""Who takes part, what is asked of them, and whether what they compute is right."""

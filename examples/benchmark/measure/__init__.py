@@ -1,0 +1,1 @@
+"""Time, cycles, bytes and memory of a run."""
