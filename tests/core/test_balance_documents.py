@@ -4,17 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
+from benchmark.documents import document_bounds as document_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.kernels.window.lowering import lower
 from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.layout.balance_documents import (
-    CALL_PAIRS,
-    EVEN,
-    assign_documents,
-    documents,
-)
+from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAIRS, assign_documents
+from customized_ops.ring_attention.core.layout.documents import Documents, document_bounds
+from customized_ops.ring_attention.core.layout.split_documents import EVEN as SPLIT_EVEN
+from customized_ops.ring_attention.core.layout.split_documents import split_documents
+from customized_ops.ring_attention.core.layout.whole_documents import EVEN, whole_documents
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import row_sums
@@ -42,6 +42,10 @@ def loads(mask: AttnMask, layout: Layout) -> np.ndarray:
     return np.array([rows[layout.positions(r)].sum() for r in range(layout.group_size)])
 
 
+def sizes_of(mask: AttnMask, group_size: int) -> np.ndarray:
+    return np.array(Layout.contiguous(mask.q_len, group_size).sizes)
+
+
 def crossing(mask: AttnMask, layout: Layout) -> int:
     return int(make_plan(mask, layout, assignment="owner").kv_tokens()[:, 1].sum())
 
@@ -55,7 +59,7 @@ def test_documents_attend_themselves_only(corners):
         if q0 < q1 and k0 < k1 and not seen[q0:q1, k0:k1].any():
             seen[q0:q1, k0:k1] = True
             rows.append((q0, q1, k0, k1, -99, 99))
-    bounds = documents(AttnMask.from_slices(rows, 16, 16).slices, 16).tolist()
+    bounds = document_bounds(AttnMask.from_slices(rows, 16, 16).slices, 16).tolist()
     # A token in no slice attends nothing; such tokens side by side stay together.
     touched = seen.any(axis=0) | seen.any(axis=1)
     for cut in range(1, 16):
@@ -100,7 +104,7 @@ def test_packed_documents_are_even_and_take_a_call_or_two(group_size, total, see
     mask = mixed(total, total // 4, seed)
     layout = Layout.balanced(mask, group_size)
     assert layout.sizes == (total // group_size,) * group_size
-    spare = max((EVEN - 1) * mask.area / group_size, CALL_PAIRS)
+    spare = max((SPLIT_EVEN - 1) * mask.area / group_size, CALL_PAIRS)
     assert loads(mask, layout).max() <= mask.area / group_size + spare
     assert crossing(mask, layout) <= 0.75 * crossing(mask, Layout.striped(total, group_size, 512))
     plan = make_plan(mask, layout, assignment="owner", stages=1)
@@ -130,15 +134,59 @@ def test_split_documents_lie_first():
     [
         (AttnMask.causal(64), 2),
         (packed([8, 8, 8]), 2),
-        (packed([8] * 9), 1),
         (packed([7] * 9), 2),  # no whole documents make half of the tokens
-        (AttnMask.from_slices([], 64, 64), 2),
-        (AttnMask.dense(0), 2),
     ],
 )
-def test_where_documents_cannot_be_dealt(mask, group_size):
-    assert assign_documents([(mask.slices, 1.0)], mask.q_len, group_size) is None
-    assert sum(Layout.balanced(mask, group_size, 1).sizes) == mask.q_len
+def test_where_documents_cannot_stay_whole(mask, group_size):
+    sizes = sizes_of(mask, group_size)
+    assert whole_documents(Documents.of([(mask.slices, 1.0)], mask.q_len), sizes) is None
+    assert assign_documents([(mask.slices, 1.0)], mask.q_len, group_size).good
+
+
+@pytest.mark.parametrize(
+    "mask", [AttnMask.from_slices([], 64, 64), AttnMask.dense(0)], ids=["nothing", "no tokens"]
+)
+def test_where_nothing_is_attended(mask):
+    assert assign_documents([(mask.slices, 1.0)], mask.q_len, 2) is None
+    assert Layout.balanced(mask, 2) == Layout.contiguous(mask.q_len, 2)
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
+    st.integers(1, 9),
+    st.sampled_from([{"causal": True}, {}, {"causal": True, "window": (7, 0)}]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_each_rank_gets_its_tokens(tokens, group_size, kind):
+    """Documents of no token, of one, one alone, fewer than ranks, longer than half of all."""
+    mask = AttnMask.varlen([0, *itertools.accumulate(tokens)], **kind)
+    layout = Layout.balanced(mask, group_size)
+    assert sum(layout.sizes) == sum(tokens)
+    table = split_documents(
+        Documents.of([(mask.slices, 1.0)], mask.q_len), sizes_of(mask, group_size)
+    )
+    assert Layout(table, group_size).sizes == Layout.contiguous(mask.q_len, group_size).sizes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group_size", "draws"), [(1 << 17, 8, 60), (1 << 19, 64, 12), (1 << 21, 256, 3)]
+)
+def test_real_lengths_are_even_and_few_keys_move(tokens, group_size, draws):
+    """Lengths of a long-context corpus: within 2% for nearly all draws, and 3% for each."""
+    uneven = []
+    for seed in range(draws):
+        mask = AttnMask.varlen(document_lengths(tokens, seed), causal=True)
+        documents = Documents.of([(mask.slices, 1.0)], tokens)
+        sizes = np.full(group_size, tokens // group_size)
+        table = split_documents(documents, sizes)
+        layout = Layout(table, group_size)
+        assert layout.sizes == tuple(sizes)
+        uneven.append(loads(mask, layout).max() * group_size / mask.area)
+        # The line has a cut or two for each rank, and few documents are split besides.
+        held = np.searchsorted(documents.bounds, table[:, 1], side="right") - 1
+        ranks_of = np.bincount(np.unique(held * group_size + table[:, 0]) // group_size)
+        assert (ranks_of - 1).sum() <= 2 * group_size
+    assert np.quantile(uneven, 0.9) <= 1.021 and max(uneven) <= 1.03
 
 
 def test_weights_count():

@@ -168,22 +168,6 @@ def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
     )
 
 
-def is_even(weighted: Sequence[tuple[Slices, float]], sizes: Sequence[int]) -> bool:
-    """Whether no rank has over 1% more work than the mean, of ranks that hold so many tokens each.
-
-    Args:
-        weighted: the slices of each mask, and its weight.
-    """
-    work = np.zeros(len(sizes))
-    stops = np.cumsum(sizes)
-    for slices, weight in weighted:
-        for rank, (start, stop) in enumerate(zip(stops - sizes, stops, strict=True)):
-            own = slices[(slices[:, Q0] < stop) & (slices[:, Q1] > start)].copy()
-            own[:, Q0], own[:, Q1] = own[:, Q0].clip(start), own[:, Q1].clip(max=stop)
-            work[rank] += weight * areas_of(normalise(own)).sum()
-    return bool(work.max() <= (1 + TOLERANCE) * work.mean())
-
-
 def assign_masks(
     weighted: Sequence[tuple[Slices, float]], total: int, chunk: int, group_size: int
 ) -> tuple[Ints, Certificate]:

@@ -21,9 +21,8 @@ import numpy as np
 
 from ..arrays import Ints
 from ..mask import AttnMask
-from . import balance
+from . import balance, balance_documents
 from . import layout_tables as tables
-from .balance_documents import assign_documents
 from .layout_arguments import (
     LayoutError,
     cumulative,
@@ -113,22 +112,25 @@ class Layout(LayoutValue):
 
         Ranks hold equal numbers of tokens all the same, as :meth:`contiguous` would give them or
         the same number of chunks, up to one: attention's work follows the pairs, but the rest of
-        the model (its linear layers, its memory) follows the tokens. Within that rule the largest
-        rank's work is within 1% of the mean, or the least that can be, where such an assignment is
-        found; where not, or where that is not proven, a warning gives the figures.
+        the model (its linear layers, its memory) follows the tokens.
 
-        Packed documents are assigned whole, but for a few large ones (:mod:`.balance_documents`),
-        so that next to no key crosses ranks and each rank makes one or two kernel calls; if all
-        stay whole, work may also differ by what a call more would take. Other masks, or documents
-        too few for that, are left contiguous if that is as even, or assigned in chunks
-        (:func:`.balance.assign`), so that few keys cross ranks. A rank holds its tokens in the
-        order of the sequence, but those of split documents first.
+        Packed documents are assigned by construction, in milliseconds
+        (:mod:`.balance_documents`): whole where that is possible, else the largest of them split,
+        each over as few ranks as can be, so that few keys cross ranks. The largest rank's work is
+        then within 2% of the mean, or 5% where documents are few and long; if all stay whole, work
+        may also differ by what a kernel call more would take. A rank holds its parts of split
+        documents first, then its whole documents, both in the order of the sequence.
+
+        Other masks are left contiguous if that is as even, or assigned in chunks by a search
+        (:func:`.balance.assign`), so that few keys cross ranks: within 1% of the mean, or the least
+        that can be, where such an assignment is found; where not, or where that is not proven, a
+        warning gives the figures.
 
         Args:
             mask: of self-attention; or pairs (mask, weight) for models whose layers differ, such as
                 ``[(full, 8), (window, 24)]``: then the weighted sum of the work is balanced.
             chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
-                None assigns documents where they can be, else chunks of about
+                None assigns documents where that is even, else chunks of about
                 total / (16 * group_size), a multiple of 128 from there on.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
@@ -138,20 +140,21 @@ class Layout(LayoutValue):
         weighted = weighted_masks(mask)
         total = weighted[0][0].q_len
         slices = [(each.slices, weight) for each, weight in weighted]
-        whole_documents = None
+        documents = None
         if chunk is None:
-            whole_documents = assign_documents(slices, total, group_size)
-            if whole_documents is not None and whole_documents.good:
-                return Layout(whole_documents.table, group_size)
             contiguous = Layout.contiguous(total, group_size)
-            if balance.is_even(slices, contiguous.sizes):
+            documents = balance_documents.assign_documents(slices, total, group_size)
+            if documents is None:
                 return contiguous
+            if documents.good:
+                layout = Layout(documents.table, group_size)
+                return contiguous if layout == contiguous else layout
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)
         rank_of, certificate = balance.assign_masks(slices, total, chunk, group_size)
-        if whole_documents is not None and whole_documents.imbalance <= certificate.imbalance:
-            return Layout(whole_documents.table, group_size)
+        if documents is not None and documents.imbalance <= certificate.imbalance:
+            return Layout(documents.table, group_size)
         if not certificate.good:
             warnings.warn(uneven(certificate, chunk), stacklevel=_level_of_caller())
         return Layout.from_chunks(total, group_size, chunk, rank_of)

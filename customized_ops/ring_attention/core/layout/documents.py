@@ -1,0 +1,76 @@
+"""Documents of a mask: stretches of tokens that attend nothing outside, nor are attended from
+there. A layout needs to know little of them: where each starts, how many pairs it attends, and
+whether its early rows attend fewer than its late ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Bools, Floats, Ints
+from ..mask.intervals import spread, touched, union
+from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, normalise
+
+Weighted = Sequence[tuple[Slices, float]]  # a mask and how much its area counts
+
+# A document is even if the first half of its rows has half of its area, but for so much.
+EVEN_HALF = 0.05
+
+
+def document_bounds(slices: Slices, total: int) -> Ints:
+    """int64[n + 1]: bounds of the shortest stretches that attend themselves only.
+
+    Args:
+        slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
+    """
+    start = np.minimum(slices[:, Q0], slices[:, K0])
+    last = np.maximum(slices[:, Q1], slices[:, K1]) - 1
+    _, starts, lasts = union(np.zeros(len(slices), dtype=np.int64), start, last).T
+    return np.unique(np.concatenate([[0], starts, lasts + 1, [total]]))
+
+
+def area_of_ranges(weighted: Weighted, ranges: Ints) -> Floats:
+    """float64[m]: the weighted area of each of int64[m, 2] disjoint row ranges, sorted."""
+    area = np.zeros(len(ranges))
+    for slices, weight in weighted:
+        x, at = spread(*touched(slices[:, Q0], slices[:, Q1], ranges))
+        parts = slices[x]
+        parts[:, Q0] = np.maximum(parts[:, Q0], ranges[at, 0])
+        parts[:, Q1] = np.minimum(parts[:, Q1], ranges[at, 1])
+        area += weight * np.bincount(at, areas(normalise(parts)), minlength=len(ranges))
+    return area
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in the order of the sequence.
+
+    Attributes:
+        bounds: int64[n + 1], where they start and end.
+        area: float64[n], the weighted pairs that each attends.
+        uneven: bool[n], whether the halves of its rows differ in area, as under a causal mask.
+    """
+
+    bounds: Ints
+    area: Floats
+    uneven: Bools
+
+    @staticmethod
+    def of(weighted: Weighted, total: int) -> Documents:
+        """The documents of some masks together."""
+        bounds = document_bounds(np.concatenate([slices for slices, _ in weighted]), total)
+        middle = (bounds[:-1] + bounds[1:] + 1) // 2
+        halves = np.unique(np.concatenate([bounds, middle]))
+        of_halves = area_of_ranges(weighted, np.stack([halves[:-1], halves[1:]], axis=1))
+        first = np.searchsorted(halves, bounds[:-1])
+        area = np.add.reduceat(of_halves, first) if len(first) else of_halves
+        uneven = np.abs(of_halves[first] - area / 2) > EVEN_HALF * area
+        return Documents(bounds, area, uneven)
+
+    @property
+    def tokens(self) -> Ints:
+        """int64[n]: how long they are."""
+        return np.diff(self.bounds)

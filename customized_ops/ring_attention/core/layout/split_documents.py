@@ -1,0 +1,206 @@
+"""Packed documents on ranks by construction: even work at given numbers of tokens, in about the
+time of a sort.
+
+A token of a long document attends more keys than one of a short document: the document is denser.
+A rank must hold ``sizes[rank]`` tokens and the mean area, so it is filled from two sides, as a slot
+of the alias method is (Walker, 1977):
+
+1. Documents denser than the mean, the largest first, go whole to the rank with the least area, as
+   long as they fit there.
+2. Those that do not fit lie on a line, the densest first. Each rank is to take a stretch of it, and
+   so knows how dense the tokens are that it will take.
+3. The other documents, the longest first, go whole to the rank with the most room: what is left of
+   its tokens when it has taken, from the line, what makes up its area. One that fits nowhere is
+   split.
+4. Each rank takes as many tokens from the line as it lacks. So tokens are exact, and areas as even
+   as the density in step 2 was right. Steps 3 and 4 are done again with the density that was found.
+
+A document on the line is on consecutive ranks, as few as can be, so that few keys cross ranks. A
+stretch of it is from both of its ends where its area is uneven: tokens are counted first, last,
+second, last but one, ..., so that each stretch has the same density.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..arrays import Floats, Ints
+from .documents import Documents
+
+# How far the largest area may be above the mean: below what kernels vary by; and what is accepted
+# rather than begun anew.
+EVEN, ACCEPTED = 1.02, 1.03
+# A document counts as fitting where it leaves a rank's area within this of the mean; if that does
+# not end even, fewer stay whole.
+FITS = (1.01, 0.95, 0.8, 0.0)
+# What a rank's area may be too large for a document that is not split, in parts of the mean.
+OVER = 0.01
+# A document is not split for fewer tokens than this.
+LEAST_PART = 64
+# Times that densities are found anew.
+ROUNDS = 8
+
+Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
+
+
+@dataclass
+class _Ranks:
+    """What ranks hold so far."""
+
+    room: list[int]  # tokens that a rank lacks
+    area: list[float]
+    runs: list[Run] = field(default_factory=list)
+
+    def take(self, rank: int, document: int, first: int, tokens: int, density: float) -> None:
+        self.room[rank] -= tokens
+        self.area[rank] += tokens * density
+        self.runs.append((rank, document, first, first + tokens))
+
+    def copy(self) -> _Ranks:
+        return _Ranks(self.room.copy(), self.area.copy(), self.runs.copy())
+
+
+def split_documents(documents: Documents, sizes: Ints) -> Ints:
+    """int64[n, 3] token ranges (rank, start, stop) that give each rank ``sizes[rank]`` tokens and
+    about the mean area.
+
+    Args:
+        documents: some with an area.
+        sizes: int64[P], tokens of each rank; together those of ``documents``.
+    """
+    tokens, area = documents.tokens, documents.area
+    density = area / tokens
+    mean = float(area.sum()) / np.count_nonzero(sizes)
+    is_dense = density >= (1 - 1e-9) * area.sum() / tokens.sum()
+    sparse = np.flatnonzero(~is_dense)
+    sparse_density = float(area[sparse].sum()) / max(int(tokens[sparse].sum()), 1)
+    best = _Ranks(sizes.tolist(), [np.inf] * len(sizes))
+    for fits in FITS:
+        ranks = _Ranks(sizes.tolist(), [0.0] * len(sizes))
+        line = _place_dense(ranks, np.flatnonzero(is_dense), documents, mean * fits, sparse_density)
+        line = line[np.argsort(-density[line], kind="stable")]
+        held = np.array(ranks.area) + sparse_density * np.array(ranks.room)
+        lacking = np.maximum(mean - held, 0.0) * (sizes > 0)
+        in_order = np.argsort(-lacking, kind="stable")
+        of_line = np.full(len(sizes), np.inf)
+        excess = density[line] - sparse_density
+        of_line[in_order] = _expected(lacking[in_order], tokens[line], excess) + sparse_density
+        for _ in range(ROUNDS):
+            filled = ranks.copy()
+            _place_sparse(filled, sparse, tokens, density, of_line.tolist(), mean)
+            of_line = _cut_line(filled, line, tokens, density, in_order)
+            if max(filled.area) < max(best.area):
+                best = filled
+            if max(best.area) <= EVEN * mean:
+                break
+        if max(best.area) <= ACCEPTED * mean:
+            break
+    return _ranges(best.runs, documents)
+
+
+def _place_dense(
+    ranks: _Ranks, dense: Ints, documents: Documents, most: float, sparse_density: float
+) -> Ints:
+    """Step 1, for areas of ``most`` a rank; returns the documents that did not fit. Room that is
+    left is counted as filled at ``sparse_density``."""
+    tokens, area = documents.tokens, documents.area
+    line = []
+    least = [(sparse_density * room, rank) for rank, room in enumerate(ranks.room)]
+    heapq.heapify(least)
+    for document in dense[np.argsort(-area[dense], kind="stable")].tolist():
+        held, rank = least[0]
+        length, own = int(tokens[document]), float(area[document])
+        held += own - sparse_density * length
+        if held > most or length > ranks.room[rank]:
+            line.append(document)
+            continue
+        heapq.heapreplace(least, (held, rank))
+        ranks.take(rank, document, 0, length, own / length)
+    return np.array(line, dtype=np.int64)
+
+
+def _expected(lacking: Floats, tokens: Ints, excess: Floats) -> Floats:
+    """Step 2: the density, above that of sparse tokens, of the stretches of a line whose excess of
+    area is as ``lacking``; infinite where a rank lacks nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ends = np.cumsum(lacking) * ((tokens * excess).sum() / lacking.sum())
+        at = np.interp(
+            np.concatenate([[0.0], ends]),
+            np.concatenate([[0.0], np.cumsum(tokens * excess)]),
+            np.concatenate([[0], np.cumsum(tokens)]),
+        )
+        density = np.diff(ends, prepend=0.0) / np.diff(at)
+    return np.where(np.isfinite(density) & (density > 0), density, np.inf)
+
+
+def _place_sparse(
+    ranks: _Ranks,
+    sparse: Ints,
+    tokens: Ints,
+    density: Floats,
+    of_line: list[float],
+    mean: float,
+) -> None:
+    """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``."""
+    room = [
+        (max(mean - area, 0.0) / dense - left, rank)  # less than 0: room
+        for rank, (left, area, dense) in enumerate(
+            zip(ranks.room, ranks.area, of_line, strict=True)
+        )
+    ]
+    heapq.heapify(room)
+    waiting = [(-int(tokens[n]), int(n), 0) for n in sparse]
+    heapq.heapify(waiting)
+    while waiting:
+        length, document, first = heapq.heappop(waiting)
+        length = -length
+        lacking, rank = room[0]
+        dense, own = of_line[rank], float(density[document])
+        cost = 1 - own / dense  # room that a token takes: it spares some of the line
+        part = length
+        over = (length * cost + lacking) * dense if dense < np.inf else 0.0
+        if over > OVER * mean and -lacking / cost >= LEAST_PART:
+            part = min(int(-lacking / cost), length)
+        part = min(part, ranks.room[rank])
+        if part == 0:  # the rank is full, though it may lack area: never look at it again
+            heapq.heapreplace(room, (np.inf, rank))
+            heapq.heappush(waiting, (-length, document, first))
+            continue
+        if part < length:
+            heapq.heappush(waiting, (part - length, document, first + part))
+        ranks.take(rank, document, first, part, own)
+        heapq.heapreplace(room, (lacking + part * cost, rank))
+
+
+def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order: Ints) -> Floats:
+    """Step 4; returns the density of what each rank took, infinite where it took nothing."""
+    taken, area = np.zeros(len(in_order)), np.zeros(len(in_order))
+    waiting = [(document, 0, int(tokens[document])) for document in line[::-1].tolist()]
+    for rank in in_order.tolist():
+        while ranks.room[rank] > 0 and waiting:
+            document, first, length = waiting.pop()
+            part = min(ranks.room[rank], length)
+            ranks.take(rank, document, first, part, float(density[document]))
+            taken[rank] += part
+            area[rank] += part * density[document]
+            if part < length:
+                waiting.append((document, first + part, length - part))
+    return np.where(taken > 0, area / np.maximum(taken, 1), np.inf)
+
+
+def _ranges(runs: list[Run], documents: Documents) -> Ints:
+    """Token ranges of runs; each rank's parts of split documents first, which alone attend keys of
+    other ranks, then its whole documents, both in the order of the sequence."""
+    rank, document, first, last = np.array(runs, dtype=np.int64).reshape(-1, 4).T
+    start, stop = documents.bounds[document], documents.bounds[document + 1]
+    is_part = last - first < stop - start
+    both_ends = is_part & documents.uneven[document]
+    front = np.where(both_ends, np.array([first + 1, last + 1]) // 2, [first, last])
+    from_front = np.stack([rank, start + front[0], start + front[1], ~is_part], axis=1)
+    from_end = np.stack([rank, stop - last // 2, stop - first // 2, ~is_part], axis=1)
+    ranges = np.concatenate([from_front, from_end[both_ends]])
+    ranges = ranges[ranges[:, 1] < ranges[:, 2]]
+    return ranges[np.lexsort((ranges[:, 1], ranges[:, 3], ranges[:, 0]))][:, :3]

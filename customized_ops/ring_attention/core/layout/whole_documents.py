@@ -1,0 +1,130 @@
+"""Packed documents on ranks, none of them split: then no key crosses a link, and each rank attends
+all its documents in one call.
+
+Documents start on ranks in the order of the sequence. Two ranks at a time exchange some, until each
+rank holds exactly its number of tokens and about the mean area. What two ranks exchange is found by
+meeting in the middle (Horowitz and Sahni, 1974): all sums of one half of some of their documents
+are looked up among all sums of the other half, so that every way to assign FREE documents to two
+ranks is weighed, in the time of 2 ** (FREE / 2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Floats, Ints
+from .documents import Documents
+
+# Documents of two ranks that are assigned anew at a time; those of the most area among them.
+FREE, LARGE = 22, 8
+# Steps to even out areas, and ranks that are tried in each.
+STEPS, OTHERS = 12, 2
+# Where the largest area over the mean is no use to improve.
+EVEN = 1.01
+# Areas are counted in whole parts of all, tokens beside them: both fit an int64.
+AREA_UNITS = 1 << 34
+MOST_TOKENS = 1 << 25
+
+
+def whole_documents(documents: Documents, sizes: Ints) -> Ints | None:
+    """int64[n, 3] token ranges (rank, start, stop), each a document, that give each rank
+    ``sizes[rank]`` tokens and about the mean area; None where that is not possible or not found.
+
+    Args:
+        documents: some with an area.
+        sizes: int64[P], tokens of each rank; together those of ``documents``.
+    """
+    tokens, area, total = documents.tokens, documents.area, int(sizes.sum())
+    too_large = area.max() > EVEN * area.sum() / len(sizes) or tokens.max() > sizes.min()
+    if too_large or len(tokens) < 2 * len(sizes) or total > MOST_TOKENS:
+        return None
+    units = np.rint(area * (AREA_UNITS / area.sum())).astype(np.int64)
+    assigned = _Assignment(tokens, units, sizes)
+    if not assigned.level():
+        return None
+    assigned.even_out()
+    held = [assigned.rank_of, documents.bounds[:-1], documents.bounds[1:]]
+    return np.stack(held, axis=1)[np.argsort(assigned.rank_of, kind="stable")]
+
+
+class _Assignment:
+    """The rank of each document: int64[n] tokens and areas, and int64[P] tokens of each rank."""
+
+    def __init__(self, tokens: Ints, area: Ints, sizes: Ints) -> None:
+        self.tokens, self.area, self.sizes = tokens, area, sizes
+        middle = np.cumsum(tokens) - (tokens + 1) // 2
+        self.rank_of = np.searchsorted(np.cumsum(sizes), middle, side="right")
+
+    @property
+    def loads(self) -> Floats:
+        """Area on each rank."""
+        return np.bincount(self.rank_of, self.area, minlength=len(self.sizes))
+
+    def level(self) -> bool:
+        """Give each rank its number of tokens, one after the other, the rest to the next rank;
+        whether there is a way."""
+        ranks, mean = len(self.sizes), float(self.loads.mean())
+        return all(self._exchange(rank, rank + 1, mean) for rank in range(ranks - 1))
+
+    def even_out(self) -> None:
+        """Even out areas between the rank with the most and others, those with the least first:
+        with the largest documents to begin with, then with smaller ones."""
+        for step in range(STEPS):
+            loads, before = self.loads, self.rank_of.copy()
+            if loads.max() <= EVEN * loads.mean():
+                return
+            falling = np.argsort(-loads, kind="stable").tolist()
+            heaviest, others = falling[0], falling[:0:-1][:OTHERS]
+            for other in others:
+                self._exchange(heaviest, other, (loads[heaviest] + loads[other]) / 2, step)
+                if self.loads[[heaviest, other]].max() < loads[heaviest]:
+                    break
+                self.rank_of = before.copy()
+
+    def _exchange(self, rank: int, other: int, load: float, step: int = 0) -> bool:
+        """Assign documents of two ranks anew so that ``rank`` holds its number of tokens and, as
+        nearly as can be, has this load; whether there is a way."""
+        both = np.flatnonzero((self.rank_of == rank) | (self.rank_of == other))
+        free = self._free(both, step)
+        kept = np.setdiff1d(both, free)
+        kept = kept[self.rank_of[kept] == rank]
+        tokens = int(self.sizes[rank] - self.tokens[kept].sum())
+        area = round(load) - int(self.area[kept].sum())
+        halves = free[::2], free[1::2]
+        (tokens0, area0), (tokens1, area1) = (
+            (_sums(self.tokens[half]), _sums(self.area[half])) for half in halves
+        )
+        # By tokens and then area on one number line, where the best fit is beside what is wanted.
+        stride = 4 * AREA_UNITS
+        order = np.argsort(tokens1 * stride + area1, kind="stable")
+        have = (tokens1 * stride + area1)[order]
+        place = np.searchsorted(have, (tokens - tokens0) * stride + area - area0)
+        beside = np.stack([place - 1, place]).clip(0, len(have) - 1)
+        found = order[beside]
+        error = np.abs(area0 + area1[found] - area)
+        error[tokens0 + tokens1[found] != tokens] = stride
+        side, first = np.unravel_index(int(error.argmin()), error.shape)
+        if error[side, first] == stride:
+            return False
+        self.rank_of[free] = other
+        for half, chosen in zip(halves, (int(first), int(found[side, first])), strict=True):
+            self.rank_of[half[chosen >> np.arange(len(half)) & 1 == 1]] = rank
+        return True
+
+    def _free(self, documents: Ints, step: int) -> Ints:
+        """Up to FREE of ``documents``: at first those of the most area, from step to step those of
+        less, and some of all lengths below."""
+        falling = documents[np.argsort(-self.area[documents], kind="stable")]
+        if len(falling) <= FREE:
+            return falling
+        first = min(step * LARGE, len(falling) - FREE)
+        rest = np.linspace(first + LARGE, len(falling) - 1, FREE - LARGE).astype(np.int64)
+        return np.concatenate([falling[first : first + LARGE], falling[rest]])
+
+
+def _sums(values: Ints) -> Ints:
+    """int64[2 ** n]: of all subsets; bit i of the index says whether value i is in."""
+    sums = np.zeros(1, dtype=np.int64)
+    for value in values.tolist():
+        sums = np.concatenate([sums, sums + value])
+    return sums
