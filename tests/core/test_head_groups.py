@@ -84,9 +84,11 @@ def test_every_rank_chooses_the_same():
     """It follows from the plan, whichever rank's part was made before."""
     chosen = causal(8192)
     again = causal(8192, head_groups=1)
+    passes = BETWEEN_HOSTS.passes(again, *HEADS, 128, 128, 2)
     for rank in (1, 0):
         again.rank(rank)
-        assert head_groups.best_head_groups(again, BETWEEN_HOSTS, HEADS) == chosen.head_groups
+        found = head_groups.best_head_groups(again, passes, BETWEEN_HOSTS, HEADS)
+        assert found == chosen.head_groups
 
 
 def test_the_next_group_is_asked_for_before_one_is_attended(monkeypatch):

@@ -36,6 +36,11 @@ class Pass:
     overlap: bool
 
     @property
+    def host_bound(self) -> bool:
+        """Whether starting kernels takes longer than running them, on the slowest rank."""
+        return self.attend_seconds > float(self.compute.max())
+
+    @property
     def attend_seconds(self) -> float:
         """Of the slowest rank, in kernels or in starting them."""
         return float(np.maximum(self.compute, self.launch).max())

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..mask.slices import areas
-from .cost import CostModel, moved_bytes
+from .cost import CostModel, Pass
 from .plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
@@ -25,16 +24,18 @@ DIM, ITEMSIZE = 128, 2  # of a head, and of an element
 MEMORY_BYTES = 3e12  # a second, read and written: what setting groups' results side by side takes
 
 
-def best_head_groups(plan: PlanValue, costs: CostModel, heads: tuple[int, int]) -> int:
+def best_head_groups(
+    plan: PlanValue, passes: tuple[Pass, Pass], costs: CostModel, heads: tuple[int, int]
+) -> int:
     """The count of groups that is the fastest, by the ranks with the busiest link and with the most
     work; 1 where no other spares 3 % of the time of a forward and a backward pass.
 
     Args:
         plan: one whose keys move and whose heads are not split between ranks.
+        passes: its times, by ``costs``.
         heads: query and key heads.
     """
     counts = [n for n in COUNTS if n <= heads[1]]
-    passes = costs.passes(plan, *heads, DIM, DIM, ITEMSIZE)
     link = passes[0].link + passes[1].link
     compute = passes[0].compute + passes[1].compute
     if len(counts) == 1 or (1 - FASTER) * compute.max() > link.max():
@@ -67,35 +68,32 @@ def _pass_seconds(
     backward: bool,
 ) -> float:
     """Kernels run one after the other, each when its rows and keys are here; what travels does so
-    one after the other too."""
-    mine = plan.rank(rank)
-    (h, g), row_bytes = heads, heads[0] * DIM * ITEMSIZE
+    one after the other too. Keys are counted as if they came in one step."""
+    row_bytes, key_bytes = heads[0] * DIM * ITEMSIZE, 2 * heads[1] * DIM * ITEMSIZE
+    row_link = int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes
+    key_link = int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes / count
+    (own_here, own_away), (others_here, others_away) = plan.kinds_of_calls[:, :, rank].tolist()
+    area = int(plan.area[rank])
+    area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
+    seconds = costs.attend_seconds([area_here, area - area_here], heads[0], DIM, DIM)[backward]
+    here, away = seconds.tolist()
+    if count > 1:
+        away += 2 * int(plan.rows_over_others_keys[rank]) * row_bytes / MEMORY_BYTES
     rows, rows_home = (3, 2) if backward else (1, 1)  # tensors; gradients of rows are wide
-    each = np.ones(plan.group_size, dtype=np.int64)
-    rows_link = moved_bytes(mine.q, rank, row_bytes * each) / costs.link_bytes
-    link = rows * rows_link
-    rows_here = link + costs.step_seconds if link else 0.0
-    now, home, calls = 0.0, 0.0, 0
-    work: list[tuple[float, float, float]] = []  # keys here, time in kernels, time of going home
-    for stage in mine.stages:
-        times = 1 if stage.kv is None else count
-        pairs = areas(stage.own).sum() + areas(stage.remote).sum()
-        kernels = float(costs.attend_seconds(pairs, h, DIM, DIM)[backward])
-        if times > 1:
-            own, remote = (stop - start for start, stop in (stage.own_hull, stage.remote_hull))
-            kernels += 2 * (own + remote) * row_bytes / MEMORY_BYTES
-        keys = moved_bytes(stage.kv, rank, 2 * g * DIM * ITEMSIZE * each) / costs.link_bytes
-        calls += times * ((len(stage.own) > 0) + (len(stage.remote) > 0))
-        for _ in range(times):
-            link += keys / times
-            here = link + costs.step_seconds if keys else 0.0
-            here = max(here, rows_here) if len(stage.remote) else here
-            work.append((here, kernels / times, keys / times if backward else 0.0))
-    for here, kernels, away in work:
-        now = max(now, here) + kernels
-        if away:
-            link = max(link, now) + away
+    link = rows * row_link
+    rows_there = link + costs.step_seconds if link else 0.0
+    arrivals = []
+    for _ in range(count):
+        link += key_link
+        arrived = link + costs.step_seconds if key_link else 0.0
+        arrivals.append(max(arrived, rows_there) if others_away else arrived)
+    now, home = (rows_there if others_here else 0.0) + here, 0.0
+    for arrived in arrivals:
+        now = max(now, arrived) + away / count
+        if backward and key_link:
+            link = max(link, now) + key_link
             home = link + costs.step_seconds
-    if rows_link:
-        home = max(link, now) + rows_home * rows_link + costs.step_seconds
+    if row_link:
+        home = max(link, now) + rows_home * row_link + costs.step_seconds
+    calls = own_here + others_here + count * (own_away + others_away)
     return max(now, home, calls * costs.call_seconds)

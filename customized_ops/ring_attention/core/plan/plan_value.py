@@ -12,8 +12,8 @@ import numpy as np
 from ..arrays import Bools, Ints
 from ..layout import Layout
 from ..mask import AttnMask
-from ..mask.intervals import touched, union
-from ..mask.slices import K0, K1, Q0, Q1, areas
+from ..mask.intervals import spread, touched, union
+from ..mask.slices import K0, K1, Q0, Q1, areas, normalise
 from . import moves
 from .head_shares import HeadShare, head_shares
 from .rank_plan import RankPlan, rank_plan
@@ -110,6 +110,33 @@ class PlanValue:
             for n, m in np.ndindex(2, 2):
                 kinds[n, m, rank[rows[n] & keys[m]]] = True
         return kinds
+
+    @cached_property
+    def area_over_own_keys(self) -> Ints:
+        """int64[P]: pairs of :attr:`area` whose keys the rank holds itself, where heads are not
+        split."""
+        pieces, team = self.k_layout.pieces, self.work[:, TEAM]
+        own = pieces[np.argsort(pieces[:, 0], kind="stable")]
+        # One number line for all: a rank's tokens lie a stride from the next rank's.
+        stride = self.k_layout.total
+        tiles = own[:, 1:3] + stride * own[:, :1]
+        at = self.work[:, [K0, K1]] + stride * team[:, None]
+        x, piece = spread(*touched(at[:, 0], at[:, 1], tiles))
+        parts = self.work[x, :TEAM]
+        parts[:, K0] = np.maximum(parts[:, K0], own[piece, 1])
+        parts[:, K1] = np.minimum(parts[:, K1], own[piece, 2])
+        pairs = np.zeros(self.group_size, dtype=np.int64)
+        np.add.at(pairs, team[x], areas(normalise(parts)))
+        return pairs
+
+    @cached_property
+    def rows_over_others_keys(self) -> Ints:
+        """int64[P]: rows of slices with keys that the rank does not hold, where heads are not
+        split; a row of several slices counts for each."""
+        team = self.work[:, TEAM]
+        _, others = _own_and_others(self.work[:, [K0, K1]], team, self.k_layout)
+        rows = (self.work[:, Q1] - self.work[:, Q0]) * others
+        return np.bincount(team, rows, minlength=self.group_size).astype(np.int64)
 
     def calls(self, kv_heads: int) -> Ints:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each

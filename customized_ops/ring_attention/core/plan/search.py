@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ..layout import Layout, LayoutError
@@ -113,9 +113,13 @@ class _Rates:
 
     costs: CostModel
     heads: tuple[int, int]
+    _passes: dict[PlanValue, tuple[Pass, Pass]] = field(default_factory=dict)
 
     def passes(self, plan: PlanValue) -> tuple[Pass, Pass]:
-        return self.costs.passes(plan, *self.heads, DIM, DIM, ITEMSIZE)
+        """Forward and backward pass, counted once for each plan."""
+        if plan not in self._passes:
+            self._passes[plan] = self.costs.passes(plan, *self.heads, DIM, DIM, ITEMSIZE)
+        return self._passes[plan]
 
     def seconds(self, plan: PlanValue) -> float:
         """Of a forward and a backward pass."""
@@ -129,8 +133,8 @@ class _Rates:
 
     def staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
-        if plan.n_stages == 1:
-            return plan
+        if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
+            return plan  # gathering only spares calls
         gathered = replace(plan, steps=0, on_device={}, _ranks={})
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
@@ -138,7 +142,11 @@ class _Rates:
         """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
         if plan.team_size > 1 or not plan.keys_move:
             return plan
-        count = best_head_groups(plan, self.costs, self.heads) if count is None else count
+        count = (
+            best_head_groups(plan, self.passes(plan), self.costs, self.heads)
+            if count is None
+            else count
+        )
         return plan if count == 1 else replace(plan, head_groups=count, on_device={}, _ranks={})
 
     def best(self, plans: list[AnyPlan]) -> AnyPlan:

@@ -54,7 +54,9 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
     """
     pieces = k_layout.pieces
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
-    if (last - first).sum() > MAX_PARTS:
+    if (last - first).sum() > MAX_PARTS or not _rows_may_move(
+        work, last - first, k_layout, row_cost
+    ):
         return work
     x, piece, parts = cut_keys(work[:, :TEAM], pieces[:, 1:3])
     here, there = work[x, TEAM], pieces[piece, 0] // team_size
@@ -66,6 +68,20 @@ def nearest(work: Work, k_layout: Layout, team_size: int, row_cost: float) -> Wo
     split = torn[x]
     team = np.where(moves, there, here)[split]
     return np.concatenate([work[~torn], with_team(parts[split], team)])
+
+
+def _rows_may_move(work: Work, pieces: Ints, k_layout: Layout, row_cost: float) -> bool:
+    """Whether sending rows could spare the busiest team a good part of its bytes: rows go to each
+    holder of their keys, which are about half as many as the pieces of the layout that these are
+    in. Cheap to ask, and no for documents that are split over many ranks."""
+    if len(work) == 0:
+        return False
+    team, keys = work[:, TEAM], work[:, K1] - work[:, K0]
+    holders = np.maximum(np.minimum(pieces, k_layout.group_size) // 2, 1)
+    least = np.minimum(keys, (work[:, Q1] - work[:, Q0]) * row_cost * holders)
+    all_keys, fewest = np.bincount(team, keys), np.bincount(team, least)
+    busiest = int(np.argmax(all_keys))
+    return bool(fewest[busiest] < FEWER_BYTES * all_keys[busiest])
 
 
 def _rows_move(here: Ints, there: Ints, parts: Slices, row_cost: float) -> Bools:

@@ -30,6 +30,8 @@ def _join_along(along: str, slices: Slices) -> Slices:
     blocks of a staircase all grow together."""
     while len(slices) > 1:
         a, b = _neighbours(along, slices)
+        if len(a) == 0:
+            break
         hulls = _hulls(slices[a], slices[b])
         pairs = areas(slices)
         wide = hulls[:, LO] < hulls[:, HI]

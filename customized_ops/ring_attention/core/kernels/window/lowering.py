@@ -101,8 +101,7 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     if not wide_right:
         joined = _narrow(joined)
     calls = _chain(joined, gaps, wide_right)
-    cut = _cut_below(joined, _last_key(joined))
-    if len(calls) > 1 and len(cut) > len(joined):
+    if len(calls) > 1 and len(cut := _cut_below(joined, _last_key(joined))) > len(joined):
         calls = min(calls, _chain(cut, gaps, wide_right), key=len)
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
 
