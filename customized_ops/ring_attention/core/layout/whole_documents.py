@@ -56,7 +56,7 @@ class _Assignment:
         self.rank_of = np.searchsorted(np.cumsum(sizes), middle, side="right")
 
     @property
-    def loads(self) -> Floats:
+    def loads(self) -> Ints:
         """Area on each rank."""
         return np.bincount(self.rank_of, self.area, minlength=len(self.sizes))
 
