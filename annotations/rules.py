@@ -181,6 +181,8 @@ class PartitionRule:
             arguments; None if the op is bound by memory.
         orders: those of ``communicates`` and ``told`` whose positions may come in another order.
         reorders: what order the op puts positions in where it is cut; None if in none.
+        repeatable: arguments, integers [n], whose last element may be repeated and nothing changes,
+            as of cumulative lengths. An engine may fill them up, so that one graph serves.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
@@ -188,6 +190,7 @@ class PartitionRule:
     told: Mapping[str, Told] = field(default_factory=dict)
     orders: Mapping[str, Orders] = field(default_factory=dict)
     reorders: Reorders | None = None
+    repeatable: tuple[str, ...] = ()
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
         """Whether a rank's backward gets 1 / parts of the gradient, of each result.

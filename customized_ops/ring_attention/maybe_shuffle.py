@@ -26,7 +26,11 @@ from .op.shard_layout import BY_DOCUMENT
 from .op.token_move import MOVES_TOKENS, UNKNOWN
 
 TOKENS = Dims(0, 0)
-SHUFFLES = replace(MOVES_TOKENS, reorders=Reorders("l", BY_DOCUMENT, "cu_seqlens", "back"))
+SHUFFLES = replace(
+    MOVES_TOKENS,
+    reorders=Reorders("l", BY_DOCUMENT, "cu_seqlens", "back"),
+    repeatable=("cu_seqlens",),
+)
 
 
 def _exchange(

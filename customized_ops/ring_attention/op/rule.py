@@ -95,7 +95,8 @@ def rule_of(op: AttentionOp) -> PartitionRule:
         "qh": Told(told_heads, _cost_of_heads),
     }
     inside = {"l": Communicates(_site_arguments, partial(_cost, op))}
-    return PartitionRule(inside, partial(_flops, op), told, orders_of(op.source))
+    orders, lengths = orders_of(op.source), op.source.lengths
+    return PartitionRule(inside, partial(_flops, op), told, orders, repeatable=lengths)
 
 
 def _site_arguments(site: SplitSite) -> dict[str, str]:

@@ -260,7 +260,7 @@ def called_wrongly() -> list[str]:
     given = {"x": torch.zeros(2, 8, 8)}
     parallel = parallelize(Plain("fine"), given, "cp", ComputeConfig(2, 2))
     said = []
-    for x in (torch.zeros(2, 9, 8), torch.zeros(2, 8, 8).double(), [1, 2], None):
+    for x in (torch.zeros(2, 9), torch.zeros(2, 8, 8).double(), [1, 2], None):
         try:
             parallel(x=x)
         except Exception as error:

@@ -10,7 +10,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from . import checkpointed, dropout
+from .call_inputs import CallInputs, by_name, repeatable_inputs
 from .capture_error import CaptureError
 from .losses import exact_cross_entropy
 
@@ -36,73 +37,18 @@ class Captured:
         constants: placeholder name to the tensor it stands for.
         user_inputs: for each of the user's flat inputs its placeholder's name, or None where it is
             not a tensor; last the seed's, where the graph draws.
-        examples: the user's flat example inputs.
+        inputs: what the user's inputs must be like.
         draws: whether the graph takes a seed of :func:`.dropout.draw_seed` as its last input.
-        signature: of the module's ``forward``.
-        in_spec, out_spec: how arguments and results nest.
+        out_spec: how results nest.
     """
 
     graph: Graph
     attributes: Mapping[str, str]
     constants: Mapping[str, Tensor]
     user_inputs: Sequence[str | None]
-    examples: Sequence[Any]
-    signature: inspect.Signature
-    in_spec: pytree.TreeSpec
+    inputs: CallInputs
     out_spec: pytree.TreeSpec
     draws: bool
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """A call's arguments as flat inputs; checked against what was captured.
-
-        Raises:
-            CaptureError: another structure, shape, dtype or value than the example's.
-        """
-        arguments = _by_name(self.signature.bind(*args, **kwargs))
-        captured, called = (sorted(x) for x in (self.in_spec.context, arguments))
-        if captured != called:
-            raise CaptureError(
-                f"captured with the arguments {', '.join(captured)}, called with "
-                f"{', '.join(called)}; parallelize the module again for other arguments"
-            )
-        flat, spec = pytree.tree_flatten(arguments)
-        if spec != self.in_spec:
-            raise CaptureError(
-                f"called with {sorted(arguments)} nested as {spec}, but the module was "
-                f"captured with {self.in_spec}"
-            )
-        names = [".".join(map(str, path)) for path, _ in _paths(arguments)]
-        for name, value, example in zip(names, flat, self.examples, strict=True):
-            _check_input(name, value, example)
-        return flat
-
-
-def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """A call's arguments, those that ``**kwargs`` takes among them."""
-    named = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named |= named.pop(parameter.name, {})
-    return named
-
-
-def _paths(tree: Any) -> list[tuple[list[str], Any]]:
-    pairs, _ = pytree.tree_flatten_with_path(tree)
-    return [([str(getattr(k, "key", getattr(k, "idx", k))) for k in path], v) for path, v in pairs]
-
-
-def _check_input(name: str, value: Any, example: Any) -> None:
-    if isinstance(example, Tensor):
-        shown = f"{tuple(example.shape)} {example.dtype}"
-        if not isinstance(value, Tensor):
-            raise CaptureError(f"{name}: expected a tensor {shown}, got {type(value).__name__}")
-        if value.shape != example.shape or value.dtype != example.dtype:
-            raise CaptureError(
-                f"{name}: expected {shown} as in dummy_forward_args, got {tuple(value.shape)} "
-                f"{value.dtype}; shapes are fixed when a module is parallelized"
-            )
-    elif value != example:
-        raise CaptureError(f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}")
 
 
 def bound_arguments(
@@ -157,7 +103,23 @@ def capture(
             random numbers or nests graphs.
     """
     bound = bound_arguments(module, dummy_forward_args)
-    arguments = _by_name(bound)
+    captured = _captured(module, bound.signature, by_name(bound), mode)
+    inputs = captured.inputs
+    if not inputs.repeatable:
+        return captured
+    # A number of documents may also be a constant of the graph: seen by capturing one more.
+    longer = _captured(module, bound.signature, inputs.one_longer(), mode)
+    if _calls(longer.graph) == _calls(captured.graph):
+        return captured
+    return replace(captured, inputs=replace(inputs, repeatable=frozenset()))
+
+
+def _captured(
+    module: torch.nn.Module,
+    signature: inspect.Signature,
+    arguments: dict[str, Any],
+    mode: FakeTensorMode | None,
+) -> Captured:
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
@@ -173,10 +135,9 @@ def capture(
     exact_cross_entropy(graph)
     graph.eliminate_dead_code()
     graph.lint()
-    examples, in_spec = pytree.tree_flatten(arguments)
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
-    attributes, constants, user_inputs = _placeholders(exported, examples)
+    attributes, constants, user_inputs = _placeholders(exported, pytree.tree_leaves(arguments))
     _join_tied(graph, attributes, module)
     if seed is not None:
         user_inputs.append(seed.name)
@@ -185,12 +146,15 @@ def capture(
         attributes,
         constants,
         user_inputs,
-        examples,
-        bound.signature,
-        in_spec,
+        CallInputs.of(signature, arguments, repeatable_inputs(graph, user_inputs)),
         out_spec,
         draws=seed is not None,
     )
+
+
+def _calls(graph: Graph) -> list[str]:
+    """The graph's ops and their arguments, but no shapes."""
+    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
 
 
 def _without_data(mode: FakeTensorMode, arguments: dict[str, Any]) -> dict[str, Any]:

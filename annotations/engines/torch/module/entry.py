@@ -47,7 +47,9 @@ def parallelize(
     Args:
         module_or_module_class: a module, written for one device. Its attention calls
             ``wrap_*_attn_func`` without a group. Classes are not supported yet.
-        dummy_forward_args: example arguments of ``forward`` by name. Their shapes are kept.
+        dummy_forward_args: example arguments of ``forward`` by name. Inputs of other shapes are
+            captured and planned anew when they come, on all ranks of the copy; documents of other
+            number and lengths (``cu_seqlens`` as a tensor) are not, if as many tokens come.
         pas_policy: what is decided before the rest is planned to move the fewest bytes.
             ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; ``"ulysses"`` on heads
             with its neighbours on the sequence; ``"tp"`` on heads, with the weights of linears kept

@@ -29,6 +29,7 @@ from ..strategies.placements import Places
 from . import mixed_precision
 from .arrivals import Arrivals
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
+from .programs import Modes, Programs
 from .rank_agreement import same_batch, same_examples
 from .sharded_parameters import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
@@ -85,8 +86,7 @@ class ParallelModule(TrainingModule):
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
-        self._programs: dict[tuple[bool, ...], Program | Lowered] = {}
-        self._plans: dict[tuple[bool, ...], EnginePlan] = {}
+        self._programs = Programs()
         self._register_load_state_dict_pre_hook(cut_to_fit, with_module=True)
         if config.ranks > 1:
             self._join(policy)
@@ -113,12 +113,17 @@ class ParallelModule(TrainingModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward. Inputs and results are whole, on every rank of the copy.
 
+        Inputs of other shapes than before are captured and planned anew, on all ranks of the copy;
+        the graphs of the last few shapes are kept. Cumulative lengths of fewer documents are no
+        other shape.
+
         torch.compile leaves it alone: the graph is planned and lowered already, and
         ``parallelize(..., compile=True)`` compiles it.
 
         Raises:
             LoweringError: the planned graph could not be traced on plain tensors.
-            CaptureError: an input differs in structure, shape or dtype from ``dummy_forward_args``.
+            CaptureError: an input differs in structure, dtype or number of dims from
+                ``dummy_forward_args``.
         """
         self._refuse_autocast()
         if torch.is_grad_enabled():
@@ -131,11 +136,11 @@ class ParallelModule(TrainingModule):
         if self.compute_config.plan_ngpus == 1:
             self._original.training = self.training
             return mixed_precision.call(self._original, self.compute_dtype, args, kwargs)
-        program = self._program()
+        inputs = self._program().captured.inputs
         on_cpu = self._mesh.device_type == "cpu"
         named = functools.partial(self._named, args, kwargs)
         same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
-        flat = program.captured.flatten(args, kwargs)
+        program, flat = self._program_for(inputs.flatten(args, kwargs))
         if program.captured.draws:
             flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
         results = program(self._attribute, flat)
@@ -184,28 +189,52 @@ class ParallelModule(TrainingModule):
             self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
-        """The planned graph for the present modes; made on first use, on all ranks."""
-        modes = tuple(module.training for module in self.modules())
-        if modes not in self._programs:
-            program = self._build()
-            self._programs[modes] = (
-                Lowered(program, compiled=self._compile, arrived=self._arrived)
-                if self._lowered
-                else program
-            )
-            self._plans[modes] = self.plan
-        self.plan = self._plans[modes]
-        return self._programs[modes]
+        """The planned graph for the present modes, of the shapes that were met last; made on first
+        use, on all ranks."""
+        modes = self._modes_now()
+        program = self._programs.latest(modes)
+        if program is None:
+            program = self._made(self._dummy_forward_args, self._policy, None)
+            self._programs.add(modes, program, self.plan)
+        self.plan = self._programs.plans[program]
+        return program
 
-    def _build(self) -> Program:
-        """Capture on every rank; plan on rank 0, so that all ranks run one plan."""
+    def _program_for(self, flat: list[Any]) -> tuple[Program | Lowered, list[Any]]:
+        """The planned graph that takes these inputs, and them as it takes them. For new shapes one
+        is made on all ranks of the copy: as the others are split, if the policy is "auto"."""
+        modes, latest = self._modes_now(), self._program()
+        found = self._programs.find(modes, flat)
+        if found is None:
+            arguments = latest.captured.inputs.grown(flat)
+            policy = self.plan if self._policy == "auto" else self._policy
+            made = self._made(arguments, policy, self._mesh.get_group())
+            self._programs.add(modes, made, self.plan)
+            found = self._programs.find(modes, flat)
+            assert found is not None, "a graph takes what it was captured with"
+        self.plan = self._programs.plans[found[0]]
+        return found
+
+    def _modes_now(self) -> Modes:
+        return tuple(module.training for module in self.modules())
+
+    def _made(
+        self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any
+    ) -> Program | Lowered:
+        program = self._build(arguments, policy, group)
+        if not self._lowered:
+            return program
+        return Lowered(program, compiled=self._compile, arrived=self._arrived)
+
+    def _build(self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any) -> Program:
+        """Capture on every rank of ``group`` (None: of all); plan on the first, so that all ranks
+        run one plan."""
         self._original.training = self.training
-        captured = self._captured()
+        captured = self._captured(arguments)
         trained = dict(self.named_parameters(remove_duplicate=False))
         planning = Planning(
             captured,
             self._plan_mesh,
-            self._policy,
+            policy,
             self.compute_config,
             parameters={name: p.dtype for name, p in trained.items()},
             rates=self.compute_config.pas_config.get("rates")
@@ -213,7 +242,7 @@ class ParallelModule(TrainingModule):
             device=next(iter(trained.values())).device if trained else "cpu",
             kept=self._kept,
         )
-        planned = shared_plan(planning)
+        planned = shared_plan(planning, group)
         self.plan, self._kept = planned.report, planned.parameters
         keep_in_parts(self._original, planned.parameters, self._plan_mesh)
         captured = planned.graph_of(captured)
@@ -223,11 +252,11 @@ class ParallelModule(TrainingModule):
             captured, strategies, self._plan_mesh, planned.parameters, self.compute_dtype
         )
 
-    def _captured(self) -> Captured:
+    def _captured(self, arguments: Mapping[str, Any]) -> Captured:
         """The graph in the present modes; its parameters need no data if some are in parts."""
         with contextlib.ExitStack() as stack:
             mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
-            return captured_in(self.compute_dtype, self._original, self._dummy_forward_args, mode)
+            return captured_in(self.compute_dtype, self._original, arguments, mode)
 
 
 def same_weights(module: torch.nn.Module) -> None:

@@ -108,14 +108,14 @@ def same_batch(arguments: Callable[[], Mapping[str, Any]], group: Any, *, on_cpu
         _compare("batches of one copy", _each(dict(arguments()), digest), group)
 
 
-def same_graph(hashed: str, constants: Mapping[str, Tensor]) -> None:
-    """Refuse a module that was captured as another graph than another rank's, or with other values
-    of constants, on every rank.
+def same_graph(hashed: str, constants: Mapping[str, Tensor], group: Any = None) -> None:
+    """Refuse a module that was captured as another graph than another rank's of ``group`` (None: of
+    all), or with other values of constants, on every rank.
 
     Raises:
         CaptureError: says who has which.
     """
-    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), digest)}, None)
+    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), digest)}, group)
 
 
 def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:

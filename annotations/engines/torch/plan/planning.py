@@ -236,15 +236,16 @@ def _keep(limits: Limits, choices: Choices, kept: Mapping[str, Places]) -> None:
         assert found, f"{name} is kept as no strategy has it"
 
 
-def shared_plan(planning: Planning) -> Planned:
-    """The plan, found on rank 0 for all ranks; every rank calls this.
+def shared_plan(planning: Planning, group: Any = None) -> Planned:
+    """The plan, found on the first rank of ``group`` (None: of all) for the others, which all call
+    this.
 
     Raises:
         Exception: what planning raised, on every rank.
         CaptureError: ranks captured different graphs.
     """
-    same_graph(graph_hash(planning.captured), planning.captured.constants)
-    return _on_rank_0(planning.plan)
+    same_graph(graph_hash(planning.captured), planning.captured.constants, group)
+    return _on_rank_0(planning.plan, group)
 
 
 def shared_policy(policy: AnyPolicy) -> AnyPolicy:
@@ -256,15 +257,15 @@ def shared_policy(policy: AnyPolicy) -> AnyPolicy:
     return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
 
 
-def _on_rank_0(make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, or the error that it raises, on every rank."""
+def _on_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
+    """What the first rank makes, or the error that it raises, on every rank."""
     made: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             made = [make()]
         except Exception as error:  # the other ranks would wait for ever
             made = [_sendable(error)]
-    dist.broadcast_object_list(made, src=0)
+    dist.broadcast_object_list(made, group=group, group_src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]

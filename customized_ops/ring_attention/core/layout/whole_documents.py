@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Floats, Ints
+from ..arrays import Ints
 from .documents import Documents
 
 # Documents of two ranks that are assigned anew at a time; those of the most area among them.

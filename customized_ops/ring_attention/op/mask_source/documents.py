@@ -46,6 +46,7 @@ class Documents(MaskSource):
 
     packed: ClassVar[bool] = True
     tensors: ClassVar[Mapping[str, str]] = {"cu_seqlens_q": "e^", "cu_seqlens_k": "f^"}
+    lengths: ClassVar[tuple[str, ...]] = tuple(tensors)
     numbers: ClassVar[Mapping[str, type]] = {
         **OneSequence.numbers,
         "max_seqlen_q": int,

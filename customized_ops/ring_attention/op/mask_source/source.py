@@ -55,6 +55,7 @@ class MaskSource(ABC):
         packed: q, k, v are [l, h, d] rather than [b, l, h, d].
         same_length: q and k always have as many tokens as each other.
         tensors: the op's integer tensors, which stand after v, and their annotations.
+        lengths: those of ``tensors`` that are cumulative lengths.
         numbers: the op's numbers that say which pairs attend, and their types.
     """
 
@@ -63,6 +64,7 @@ class MaskSource(ABC):
     packed: ClassVar[bool] = False
     same_length: ClassVar[bool] = False
     tensors: ClassVar[Mapping[str, str]] = {}
+    lengths: ClassVar[tuple[str, ...]] = ()
     numbers: ClassVar[Mapping[str, type]]
 
     @abstractmethod

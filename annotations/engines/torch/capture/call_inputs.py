@@ -1,0 +1,160 @@
+"""What a captured graph takes: a call's arguments, checked and made to fit.
+
+Shapes are part of a graph. But the last element of cumulative lengths may be repeated at will, so a
+graph of eight documents takes batches of fewer, too (:attr:`PartitionRule.repeatable`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from annotations.registry import record_of
+
+from .capture_error import CaptureError
+
+aten = torch.ops.aten
+# What a tensor of lengths may go through on its way to an op.
+COPIES = {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default}
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """The inputs of a graph.
+
+    Attributes:
+        signature: of the module's ``forward``.
+        spec: how its arguments nest, by name.
+        examples: the flat inputs that the graph was captured with.
+        repeatable: which of them may be filled up by repeating their last element.
+    """
+
+    signature: inspect.Signature
+    spec: pytree.TreeSpec
+    examples: Sequence[Any]
+    repeatable: frozenset[int]
+
+    @staticmethod
+    def of(
+        signature: inspect.Signature, arguments: Mapping[str, Any], repeatable: frozenset[int]
+    ) -> CallInputs:
+        """Those of a graph that was captured with ``arguments``, by name."""
+        examples, spec = pytree.tree_flatten(dict(arguments))
+        return CallInputs(signature, spec, examples, repeatable)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """A call's flat inputs, of whatever shapes.
+
+        Raises:
+            CaptureError: they differ from the example's in structure, dtype or value.
+        """
+        arguments = by_name(self.signature.bind(*args, **kwargs))
+        captured, called = (sorted(x) for x in (self.spec.context, arguments))
+        if captured != called:
+            raise CaptureError(
+                f"captured with the arguments {', '.join(captured)}, called with "
+                f"{', '.join(called)}; parallelize the module again for other arguments"
+            )
+        flat, spec = pytree.tree_flatten(arguments)
+        if spec != self.spec:
+            raise CaptureError(
+                f"called with {sorted(arguments)} nested as {spec}, but the module was captured "
+                f"with {self.spec}; pass lengths that change as a tensor"
+            )
+        paths, _ = pytree.tree_flatten_with_path(arguments)
+        for (path, value), example in zip(paths, self.examples, strict=True):
+            name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+            _check(name, value, example)
+        return flat
+
+    def fitted(self, flat: Sequence[Any]) -> list[Any] | None:
+        """These inputs as the graph takes them; None where it takes other shapes."""
+        fitted = list(flat)
+        for n, example in enumerate(self.examples):
+            if not isinstance(example, Tensor) or flat[n].shape == example.shape:
+                continue
+            if n not in self.repeatable or not 0 < len(flat[n]) < len(example):
+                return None
+            fitted[n] = _filled(flat[n], len(example))
+        return fitted
+
+    def one_longer(self) -> dict[str, Any]:
+        """The example's arguments by name, with one more of each of the repeatable ones."""
+        longer = list(self.examples)
+        for n in self.repeatable:
+            longer[n] = _filled(longer[n], len(longer[n]) + 1)
+        arguments: dict[str, Any] = pytree.tree_unflatten(longer, self.spec)
+        return arguments
+
+    def grown(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """Arguments by name for a graph that takes these inputs, and somewhat longer lengths."""
+        grown = list(flat)
+        for n in self.repeatable:
+            length, known = len(flat[n]), len(self.examples[n])
+            fits = known if length <= known else (1 << (length - 2).bit_length()) + 1
+            grown[n] = _filled(flat[n], fits)
+        arguments: dict[str, Any] = pytree.tree_unflatten(grown, self.spec)
+        return arguments
+
+
+def _filled(lengths: Tensor, count: int) -> Tensor:
+    """[n] -> [count], its last element repeated."""
+    return torch.cat([lengths, lengths[-1:].expand(count - len(lengths))])
+
+
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """A call's arguments, those that ``**kwargs`` takes among them."""
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def _check(name: str, value: Any, example: Any) -> None:
+    if not isinstance(example, Tensor):
+        if value != example:
+            raise CaptureError(
+                f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}"
+            )
+        return
+    shown = f"{tuple(example.shape)} {example.dtype}"
+    if not isinstance(value, Tensor):
+        raise CaptureError(f"{name}: expected a tensor {shown}, got {type(value).__name__}")
+    if value.dtype != example.dtype or value.ndim != example.ndim:
+        raise CaptureError(
+            f"{name}: expected {shown} as in dummy_forward_args, got {tuple(value.shape)} "
+            f"{value.dtype}; dtypes and numbers of dims are fixed when a module is parallelized"
+        )
+
+
+def repeatable_inputs(graph: Graph, user_inputs: Sequence[str | None]) -> frozenset[int]:
+    """Which of the user's inputs are read only by ops that let their last element be repeated."""
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    return frozenset(
+        n
+        for n, name in enumerate(user_inputs)
+        if name is not None and nodes[name].users and _repeatable(nodes[name])
+    )
+
+
+def _repeatable(node: Node) -> bool:
+    for user in node.users:
+        if user.target in COPIES:
+            if not _repeatable(user):
+                return False
+            continue
+        record = record_of(user.target)
+        if record is None:
+            return False
+        given = record.arguments(user.args, user.kwargs)
+        if any(x is node and name not in record.rule.repeatable for name, x in given.items()):
+            return False
+    return True

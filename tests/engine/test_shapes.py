@@ -1,0 +1,130 @@
+"""One module, inputs of changing shapes: documents, totals, batch sizes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import engine_jobs
+import pytest
+import shape_jobs as jobs
+import torch
+from dense import assert_same
+from ranks import Pool
+
+from annotations.engines.torch.capture.call_inputs import CallInputs
+from annotations.engines.torch.capture.capture import capture
+from annotations.engines.torch.module.programs import MOST, Programs
+
+DOCUMENTS = [(7, 9, 4), (20,), (1, 0, 19), (3, 17), (5, 5, 5, 5, 0), (2,) * 10]
+
+
+class Graph:
+    """In place of a planned graph."""
+
+    def __init__(self, captured: Any) -> None:
+        self.captured = captured
+
+
+def alone(lengths: Sequence[int], how: Any = None) -> tuple[float, torch.Tensor]:
+    model = jobs.Packed(**(how or {}))
+    loss = model(**jobs.batch(lengths))
+    loss.backward()
+    return loss.item(), model.into.weight.grad
+
+
+def check(results: Any, batches: Sequence[Sequence[int]], how: Any = None, copies: int = 1) -> None:
+    for rank, (steps, _) in enumerate(results):
+        copy = rank * copies // len(results)
+        for n, (loss, gradient) in enumerate(steps):
+            mine = [batches[(n + c) % len(batches)] for c in range(copies)]
+            each = [alone(lengths, how) for lengths in mine]
+            assert loss == pytest.approx(each[copy][0], rel=1e-12)
+            assert_same(f"rank {rank}, batch {n}", gradient, sum(g for _, g in each))
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_documents_of_other_number_and_lengths(
+    two_ranks: Pool, shuffles: bool, lowered: bool
+) -> None:
+    """As many tokens a batch: a graph for up to three documents, for up to 8, and for up to 16."""
+    how, unit = {"shuffles": shuffles}, 4 if shuffles else 1
+    batches = [[unit * length for length in lengths] for lengths in DOCUMENTS]
+    results = two_ranks.run(jobs.steps, batches, "cp", 2, how, lowered)
+    check(results, batches, how)
+    assert [made for _, made in results] == [3, 3]
+
+
+def test_a_model_that_counts_documents(two_ranks: Pool) -> None:
+    """A graph for each number of documents, as it is a constant there."""
+    how = {"counts": True}
+    results = two_ranks.run(jobs.steps, DOCUMENTS[:3], "cp", 2, how)
+    check(results, DOCUMENTS[:3], how)
+    assert [made for _, made in results] == [2, 2]
+
+
+@pytest.mark.parametrize("policy", ["cp", "auto"])
+def test_other_totals(two_ranks: Pool, policy: str) -> None:
+    batches = [(7, 9, 4), (30,), (5, 6), (3, 17), (29, 1)]
+    results = two_ranks.run(jobs.steps, batches, policy)
+    check(results, batches)
+    assert [made for _, made in results] == [3, 3]
+
+
+def test_copies_meet_shapes_at_different_times(four_ranks: Pool) -> None:
+    """Two copies of two ranks: what one makes the other need not wait for."""
+    batches = [(7, 9, 4), (6, 7), (20,)]
+    check(four_ranks.run(jobs.steps, batches, "cp", 2), batches, copies=2)
+
+
+def test_the_last_graphs_are_kept_and_many_are_told_of_once() -> None:
+    programs, inputs = Programs(), inputs_of(jobs.Packed(), (3,))
+    graphs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tokens in range(4, 4 + MOST + 3):
+            flat = inputs.flatten((), jobs.batch((tokens,)))
+            takes = replace(inputs, examples=flat)
+            graph: Any = Graph(SimpleNamespace(inputs=takes))
+            programs.add((True,), graph, f"plan of {tokens}")  # type: ignore[arg-type]
+            graphs.append((graph, flat))
+    assert [str(w.message) for w in caught if "inputs of 4 shapes" in str(w.message)]
+    assert len(caught) == 1
+    assert list(programs.plans.values()) == [f"plan of {n}" for n in range(7, 7 + MOST)]
+    assert programs.find((True,), graphs[0][1]) is None
+    found = programs.find((True,), graphs[3][1])
+    assert found is not None and found[0] is graphs[3][0] is programs.latest((True,))
+
+
+def test_batch_sizes_and_lengths(two_ranks: Pool) -> None:
+    shapes = [(2, 16), (1, 33), (3, 16), (2, 16)]
+    for results, made in two_ranks.run(jobs.llama_batches, shapes, "cp"):
+        assert made == 3
+        for shape, (loss, gradient) in zip(shapes, results, strict=True):
+            model = engine_jobs.tiny_llama("ring")
+            one = model(**engine_jobs.sample("ring", *shape))
+            one.backward()
+            assert loss == pytest.approx(one.item(), rel=1e-12)
+            assert_same(f"{shape}", gradient, next(model.parameters()).grad)
+
+
+def inputs_of(model: torch.nn.Module, lengths: Sequence[int]) -> CallInputs:
+    return capture(model, jobs.batch(lengths)).inputs
+
+
+def test_lengths_that_the_model_counts_are_a_shape() -> None:
+    """Only what repeated lengths leave as it is takes them."""
+    batch = jobs.batch((4, 6))
+    inputs = inputs_of(jobs.Packed(), (4, 4, 2))
+    flat = inputs.flatten((), batch)
+    fitted = inputs.fitted(flat)
+    assert fitted is not None and fitted[1].tolist() == [0, 4, 10, 10]
+    assert inputs.fitted(inputs.flatten((), jobs.batch((1, 2, 3, 4)))) is None
+    grown = inputs.grown(inputs.flatten((), jobs.batch((1,) * 10)))
+    assert grown["cu_seqlens"].tolist() == [*range(11), *[10] * 6]
+    counting = inputs_of(jobs.Packed(counts=True), (4, 4, 2))
+    assert inputs.repeatable == {1} and not counting.repeatable

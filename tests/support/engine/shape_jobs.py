@@ -1,0 +1,84 @@
+"""Jobs that call one module with inputs of changing shapes; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import engine_jobs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from annotations import ComputeConfig, parallelize
+from customized_ops.ring_attention import (
+    wrap_maybe_shuffle,
+    wrap_maybe_unshuffle,
+    wrap_ring_attn_varlen_func,
+)
+
+
+class Packed(nn.Module):
+    """Attention over packed documents between two matrices."""
+
+    def __init__(self, shuffles: bool = False, counts: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shuffles, self.counts = shuffles, counts
+        self.into, self.out = nn.Linear(6, 24).double(), nn.Linear(8, 6).double()
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        h = wrap_maybe_shuffle(x, cu_seqlens) if self.shuffles else x
+        q, k, v = self.into(h).unflatten(-1, (3, 2, 4)).unbind(1)
+        y = wrap_ring_attn_varlen_func(q, k, v, cu_seqlens.to(torch.int32), cu_seqlens)
+        y = self.out(y.flatten(1))
+        y = wrap_maybe_unshuffle(y, cu_seqlens) if self.shuffles else y
+        loss = (y * x).square().sum()
+        return loss * cu_seqlens.shape[0] if self.counts else loss
+
+
+def batch(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Documents of these lengths."""
+    total = sum(lengths)
+    x = torch.randn(total, 6, generator=torch.Generator().manual_seed(seed)).double()
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return {"x": x, "cu_seqlens": ends}
+
+
+def steps(
+    batches: Sequence[Sequence[int]],
+    policy: Any,
+    plan: int = 2,
+    how: Any = None,
+    lowered: bool = False,
+) -> tuple[list[tuple[float, Tensor]], int]:
+    """Losses and a gradient of each batch, and graphs that were made. A copy's batches are one
+    further than those of the copy before."""
+    copy = dist.get_rank() // plan
+    model = Packed(**(how or {}))
+    config = ComputeConfig(plan, dist.get_world_size())
+    parallel = parallelize(model, batch(batches[0]), policy, config, lowered=lowered)
+    results = []
+    for n in range(len(batches)):
+        parallel.zero_grad()
+        loss = parallel(**batch(batches[(n + copy) % len(batches)]))
+        loss.backward()
+        parallel.sync_grad()
+        results.append((loss.item(), parallel.into.weight.grad.clone()))
+    return results, len(parallel._programs.plans)
+
+
+def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], int]:
+    """A Llama over [batch, length] of changing sizes."""
+    model = engine_jobs.tiny_llama("ring")
+    ranks = dist.get_world_size()
+    first = engine_jobs.sample("ring", *shapes[0])
+    parallel = parallelize(model, first, policy, ComputeConfig(ranks, ranks))
+    results = []
+    for shape in shapes:
+        parallel.zero_grad()
+        loss = parallel(**engine_jobs.sample("ring", *shape))
+        loss.backward()
+        parallel.sync_grad()
+        results.append((loss.item(), next(parallel.parameters()).grad.clone()))
+    return results, len(parallel._programs.plans)
