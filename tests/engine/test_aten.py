@@ -14,7 +14,8 @@ from ranks import Pool
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from annotations.engines.torch.capture.capture import capture, tensor_inputs, with_inputs
+from annotations.engines.torch.capture.capture import capture
+from annotations.engines.torch.capture.nodes import tensor_inputs, with_inputs
 from annotations.engines.torch.strategies.one_axis import AxisStrategy, along_axis
 
 PARTS = 2

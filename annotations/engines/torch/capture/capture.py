@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +130,10 @@ def _captured(
     graph = exported.graph_module.graph
     seed = dropout.dropped_by_place(graph)
     _refuse_unsupported(exported)
-    _drop_asserts(graph)
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        graph.erase_node(node)
     exact_cross_entropy(graph)
     graph.eliminate_dead_code()
     graph.lint()
@@ -258,33 +260,3 @@ def _instead(node: Node) -> str:
             "sequence (a model of transformers: attn_implementation='seqshard')"
         )
     return "; use torch.nn.Dropout, which draws by token, or call .eval() first"
-
-
-def _drop_asserts(graph: Graph) -> None:
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.erase_node(node)
-
-
-def tensor_inputs(node: Node) -> list[Node]:
-    """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
-    found: list[Node] = []
-
-    def visit(arg: Node) -> Node:
-        if isinstance(arg.meta.get("val"), Tensor):
-            found.append(arg)
-        return arg
-
-    if node.target is not operator.getitem:
-        torch.fx.map_arg((node.args, node.kwargs), visit)
-    return found
-
-
-def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, Any]:
-    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``."""
-    count = iter(range(1 << 30))
-
-    def visit(arg: Node) -> Any:
-        return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
-
-    return torch.fx.map_arg((node.args, node.kwargs), visit)

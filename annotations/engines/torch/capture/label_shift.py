@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..permute.token_axes import Place, along
-from .capture import tensor_inputs, with_inputs
 from .losses import call
+from .nodes import tensor_inputs, with_inputs
 
 aten = torch.ops.aten
 

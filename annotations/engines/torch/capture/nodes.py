@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from annotations.record import OpRecord
-
-from .capture import with_inputs
 
 
 def is_getitem(node: Node) -> bool:
@@ -57,3 +57,27 @@ def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
         lambda x: x.meta["val"] if is_node(x) else x, (node.args, node.kwargs), is_leaf=is_node
     )
     return record.arguments(*given)
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
+    found: list[Node] = []
+
+    def visit(arg: Node) -> Node:
+        if isinstance(arg.meta.get("val"), Tensor):
+            found.append(arg)
+        return arg
+
+    if node.target is not operator.getitem:
+        torch.fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, Any]:
+    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``."""
+    count = iter(range(1 << 30))
+
+    def visit(arg: Node) -> Any:
+        return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
+
+    return torch.fx.map_arg((node.args, node.kwargs), visit)

@@ -1,6 +1,6 @@
 """The axes of aten ops, by families: their dims along which any order of positions will do.
 
-Views are not among them: they keep the order of all elements, see :mod:`.axes`.
+Views are not among them: they keep the order of all elements, see :mod:`.token_axes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..capture.capture import tensor_inputs
+from ..capture.nodes import tensor_inputs
 
 Shape = tuple[int, ...]
 

@@ -22,12 +22,12 @@ from annotations.errors import PartitionError
 from annotations.record import OpRecord
 from annotations.registry import record_of
 
-from ..capture.capture import Captured, tensor_inputs
-from ..capture.nodes import arguments_of, is_getitem, resolve
+from ..capture.capture import Captured
+from ..capture.nodes import arguments_of, is_getitem, resolve, tensor_inputs
 from ..plan.repeats import module_of
 from .aten_axes import FAMILIES, filled, name_of
 from .permuted_graph import tell
-from .token_axes import Along, Place, along, axis_of_split
+from .token_axes import Along, Place, along, along_split
 
 aten = torch.ops.aten
 
@@ -223,13 +223,7 @@ def _way_of(node: Node) -> Along | None:
 
 
 def _way(node: Node, record: OpRecord, identifier: str) -> Along:
-    bound = record.bind(arguments_of(node, record))
-    axis = axis_of_split(node, bound.split(identifier))
-    inputs, outputs = (
-        tuple(None if dim is None else Place(dim) for dim in dims)
-        for dims in (axis.inputs, axis.outputs)
-    )
-    return Along(inputs, outputs)
+    return along_split(node, record.bind(arguments_of(node, record)).split(identifier))
 
 
 def _origin(node: Node) -> Node:

@@ -16,8 +16,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from torch.fx import Graph, Node
 
-from ..capture.capture import tensor_inputs
-from ..capture.nodes import is_getitem, resolve
+from ..capture.nodes import is_getitem, resolve, tensor_inputs
 from ..plan.engine_cost import Rates, received_seconds
 from .token_axes import Along, Place, along
 

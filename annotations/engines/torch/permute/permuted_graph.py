@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 from annotations.registry import record_of
 from annotations.rules import Order
 
-from ..capture.capture import Captured, tensor_inputs, with_inputs
+from ..capture.capture import Captured
 from ..capture.losses import call
-from ..capture.nodes import is_getitem, resolve
+from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
 from .token_axes import Along, Place
 
 

@@ -33,7 +33,7 @@ from ..report.engine_plan import EnginePlan
 from ..strategies.op_strategies import COST_ONLY
 from .permutation_choice import Move, OrderCut, follow, readers_of
 from .permuted_graph import SequencePermutation, reordered
-from .token_axes import Along, Place, axis_of_split
+from .token_axes import Along, along_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +72,7 @@ class Reorderable:
 
     def way(self) -> Along:
         """How it goes along its sequence."""
-        axis = axis_of_split(self.node, self.bound.split(self.identifier))
-        inputs, outputs = (
-            tuple(None if dim is None else Place(dim) for dim in dims)
-            for dims in (axis.inputs, axis.outputs)
-        )
-        return Along(inputs, outputs)
+        return along_split(self.node, self.bound.split(self.identifier))
 
     def seconds(self, told: Mapping[str, Any], parts: int, rates: Rates) -> float:
         """Of forward and backward where it is cut and told so."""
@@ -106,7 +101,7 @@ def hoist(
         settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
             where it is not given, what is predicted to be faster is done.
     Returns:
-        Rewrites to make one after the other, see :func:`~.reorder.reordered`, at most one for each
+        Rewrites to make one after the other, see :func:`.reordered`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
     """
     found: list[SequencePermutation] = []

@@ -7,7 +7,7 @@
 
 That an op may be cut along a dim without communication does not show this: a view from 12 to 3 x 4
 may be cut, but 12 positions in another order are not 3 in another order. So it is written
-down, in :mod:`.op_axes`, by families of ops; of what is not there nothing is believed.
+down, in :mod:`.aten_axes`, by families of ops; of what is not there nothing is believed.
 """
 
 from __future__ import annotations
@@ -97,6 +97,12 @@ def axis_of_split(node: Node, split: Split) -> Axis:
 
     cuts = [split.inputs[n] if n < len(split.inputs) else None for n in tensors]
     return Axis(tuple(map(dim, cuts)), tuple(map(dim, split.outputs)))
+
+
+def along_split(node: Node, split: Split) -> Along:
+    """How a call of an annotated op goes along the dim that a split of it cuts."""
+    axis, place = axis_of_split(node, split), _at(Place(0))
+    return Along(tuple(map(place, axis.inputs)), tuple(map(place, axis.outputs)))
 
 
 def axes_of(node: Node) -> list[Axis]:

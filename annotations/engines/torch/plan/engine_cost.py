@@ -14,8 +14,7 @@ from torch.fx import Node
 from annotations.registry import record_of
 from annotations.rules import InnerCost
 
-from ..capture.capture import tensor_inputs
-from ..capture.nodes import arguments_of, values_of
+from ..capture.nodes import arguments_of, tensor_inputs, values_of
 from ..strategies.op_strategies import Strategy
 from ..strategies.reshard import ReshardStep, Shape
 

@@ -14,7 +14,7 @@ from annotations.errors import PartitionError
 from annotations.registry import record_of
 
 from ...config import ComputeConfig
-from ..capture.capture import tensor_inputs
+from ..capture.nodes import tensor_inputs
 from ..strategies.choices import Choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..capture.capture import tensor_inputs
+from ..capture.nodes import tensor_inputs
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes, local_shape
 from ..strategies.reshard import Shape

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..capture.capture import Captured, tensor_inputs
-from ..capture.nodes import is_getitem, resolve, signature
+from ..capture.capture import Captured
+from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs
 
 
 def module_of(node: Node) -> str:

@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from annotations.registry import record_of
 
-from ..capture.capture import Captured, tensor_inputs
-from ..capture.nodes import signature, value_of
+from ..capture.capture import Captured
+from ..capture.nodes import signature, tensor_inputs, value_of
 from ..plan.engine_cost import (
     Rates,
     all_reduce_bytes,

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
 from ..capture import checkpointed
-from ..capture.capture import Captured, with_inputs
-from ..capture.nodes import is_getitem, resolve
+from ..capture.capture import Captured
+from ..capture.nodes import is_getitem, resolve, with_inputs
 from ..module import mixed_precision
 from ..module.sharded_parameters import replicated
 from ..strategies.op_strategies import Strategy

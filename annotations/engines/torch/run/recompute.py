@@ -23,9 +23,8 @@ from torch.utils.checkpoint import (
 
 from annotations.registry import record_of
 
-from ..capture.capture import tensor_inputs
 from ..capture.checkpointed import region_of
-from ..capture.nodes import is_getitem, resolve
+from ..capture.nodes import is_getitem, resolve, tensor_inputs
 
 # Functional collectives, and waiting for them.
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")

@@ -1,8 +1,8 @@
 """Annotations of torch's own ops that may run on local tensors as they are.
 
-Most ops are asked of DTensor (:mod:`.oracle`). Of these its rules are not to be had: that of linear
-flattens the leading dims, which it refuses for uneven shards, those of convolutions take cuts that
-they cannot run, and of attention each backend has its own.
+DTensor decides for most ops (:mod:`.dtensor_probe`), but its rules for these cannot be used. Its
+rule for linear flattens the leading dims, which it refuses for uneven shards. Its rules for
+convolutions accept splits that then fail. For attention it has one rule per backend.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from annotations.progress import counted
 
-from ..capture.capture import Captured, tensor_inputs
-from ..capture.nodes import is_getitem, resolve, values_of
+from ..capture.capture import Captured
+from ..capture.nodes import is_getitem, resolve, tensor_inputs, values_of
 from ..plan.policies import OpSite, sites
 from .op_strategies import Strategy, strategies_of
 from .placements import Places

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import Node
 
-from ..capture.capture import tensor_inputs, with_inputs
-from ..capture.nodes import values_of
+from ..capture.nodes import tensor_inputs, values_of, with_inputs
 from .one_axis import AxisStrategy
 from .placements import Places, local_shape, unsplit
 

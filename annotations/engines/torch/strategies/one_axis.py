@@ -1,7 +1,7 @@
 """How an op may run along one axis of the mesh.
 
 Annotated ops are asked by their annotation, as are a few of torch's that may run on local tensors;
-all others by DTensor (:mod:`.oracle`). A parameter may be kept in parts.
+all others by DTensor (:mod:`.dtensor_probe`). A parameter may be kept in parts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How each op of a captured graph may run on a mesh.
 
-A strategy says, for each axis of the mesh, how an op's tensor inputs must lie and how its results
-then lie. Axes are first asked one by one, annotated ops by their annotation and all others by
-DTensor (:mod:`.oracle`); then every choice on one axis is combined with every choice on the others.
+A strategy gives, for each mesh axis, the placements of an op's tensor inputs and of its results.
+First each axis is considered alone: annotations decide for annotated ops, DTensor for all others
+(:mod:`.dtensor_probe`). Then every choice on one axis is combined with every choice on the others.
 
 one axis: AxisStrategy    --combine-->    all axes: Strategy
 """
@@ -25,8 +25,7 @@ from annotations.record import OpRecord
 from annotations.registry import record_of
 from annotations.rules import InnerCost, SplitSite
 
-from ..capture.capture import tensor_inputs
-from ..capture.nodes import arguments_of, signature, values_of
+from ..capture.nodes import arguments_of, signature, tensor_inputs, values_of
 from .dtensor_probe import ask_dtensor
 from .one_axis import AxisStrategy, along_axis
 from .placements import Places, fits, local_shape
