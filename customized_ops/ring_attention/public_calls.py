@@ -31,7 +31,7 @@ from .maybe_shuffle import (
 )
 from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
-from .op.options import part_of, reduce_dtype_of
+from .op.options import Options, reduce_dtype_of
 from .op.token_move import UNKNOWN, WHOLE, move_tokens
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
@@ -71,12 +71,10 @@ def _attention(
         if isinstance(given["dropout_seed"], int):
             arguments["dropout_seed"] = without_data((1,), torch.int64)
         title = function.__name__
-        for kind in ("row", "head"):
-            part, parts = part_of(title, f"q_{kind}s", given[f"q_{kind}s"])
-            arguments |= {f"{kind}_part": part, f"{kind}_parts": parts}
+        options = Options(**{name: given[name] for name in Options._fields if name in given})
+        arguments |= options.parts(title, given["q"])
         arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
         arguments["team_size"] = given.get("team_size") or 0
-        arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 
     def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:

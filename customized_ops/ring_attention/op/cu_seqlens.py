@@ -8,7 +8,6 @@ all layers and the backward, and copied again if it is changed in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core.mask import AttnMask
 from .arguments import ArgumentError
 
 CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
@@ -33,10 +31,15 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     """
     # Copied on the host: the backward reads it again, and the caller's may have changed by then.
     # Where an array shares a tensor's memory, autograd would not notice.
-    if not isinstance(cu_seqlens, Tensor):
-        tensor = _copied(op, name, cu_seqlens)
-    else:
+    if isinstance(cu_seqlens, Tensor):
         tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
+    else:
+        try:
+            tensor = torch.tensor(cu_seqlens)
+        except (TypeError, ValueError, RuntimeError):  # torch's for None, words, ragged lists
+            raise ArgumentError(
+                f"{op}: {name} must be integers, as a tensor, array or list, got {cu_seqlens!r}"
+            ) from None
     if tensor.ndim != 1 or tensor.shape[0] == 0:
         raise ArgumentError(
             f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
@@ -45,15 +48,6 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
     return tensor
-
-
-def _copied(op: str, name: str, values: Sequence[int] | npt.NDArray[np.integer]) -> Tensor:
-    try:
-        return torch.tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # as torch has it: None, words, ragged lists
-        raise ArgumentError(
-            f"{op}: {name} must be integers, as a tensor, array or list, got {values!r}"
-        ) from None
 
 
 def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
@@ -131,36 +125,6 @@ def check_max_seqlen(op: str, name: str, given: int, values: npt.NDArray[np.int6
     longest = int(np.diff(values).max(initial=0))
     if 0 <= given < longest:
         raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
-
-
-def document_mask(
-    cu_q: npt.NDArray[np.int64],
-    cu_k: npt.NDArray[np.int64],
-    causal: bool,
-    window: tuple[int, int],
-    sink_tokens: int = 0,
-) -> AttnMask:
-    """The packed mask, cached by value: layers and the backward of a batch share one."""
-    return _document_mask(cu_q.tobytes(), cu_k.tobytes(), causal, window, sink_tokens)
-
-
-@lru_cache(maxsize=256)
-def _document_mask(
-    cu_q: bytes, cu_k: bytes, causal: bool, window: tuple[int, int], sink_tokens: int
-) -> AttnMask:
-    as_array = (np.frombuffer(data, dtype=np.int64) for data in (cu_q, cu_k))
-    return AttnMask.varlen(*as_array, causal=causal, window=window, global_tokens=sink_tokens)
-
-
-def document_positions(
-    cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64] | None:
-    """Where each key stands on the queries' scale, the ends of a document's queries and keys
-    aligned; None where the two are as long."""
-    if np.array_equal(cu_q, cu_k):
-        return None
-    corner = np.repeat(cu_k[1:] - cu_q[1:], np.diff(cu_k))
-    return np.arange(cu_k[-1]) - corner
 
 
 def _shown(values: npt.NDArray[np.int64]) -> str:

@@ -11,15 +11,12 @@ sum over the ranks is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from annotations.rules import SplitSite
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
@@ -171,13 +168,3 @@ class KeyHeads:
             return 0, 0
         first = self.first // self.group
         return first, (self.first + self.count - 1) // self.group - first + 1
-
-
-def told_rows(site: SplitSite) -> Mapping[str, int]:
-    """What an op is told of the rows that a rank holds."""
-    return {"row_part": site.index, "row_parts": site.parts}
-
-
-def told_heads(site: SplitSite) -> Mapping[str, int]:
-    """What an op is told of the heads that a rank holds."""
-    return {"head_part": site.index, "head_parts": site.parts, "head_total": site.size}
