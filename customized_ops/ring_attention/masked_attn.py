@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
 from .core.mask import AttnMask
-from .op import Masked, Options, SharedOptions, attend, attention_function, declare
+from .op import Masked, SharedOptions, attend, attention_function, declare
 
 MASKED_ATTN = declare(Masked, "seqshard::masked_attn", "wrap_masked_attn_func")
 
@@ -56,13 +56,5 @@ def wrap_masked_attn_func(
     Masks as lists of slices: MagiAttention (SandAI, 2025) has four shapes of slice; band slices
     have them as special cases.
     """
-    own = Options(
-        softmax_scale,
-        dropout_p,
-        deterministic,
-        return_lse,
-        team_size=team_size,
-        k_layout=k_layout,
-        alibi_slopes=alibi_slopes,
-    )
+    own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size, k_layout)
     return attend(MASKED_ATTN, q, k, v, Masked(mask), process_group, own, options)

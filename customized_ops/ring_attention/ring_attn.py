@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op import OneSequence, Options, SharedOptions, attend, attention_function, declare
+from .op import OneSequence, SharedOptions, attend, attention_function, declare
 
 RING_ATTN = declare(OneSequence, "seqshard::ring_attn", "wrap_ring_attn_func")
 
@@ -55,14 +55,6 @@ def wrap_ring_attn_func(
     Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers for Near-Infinite Context,
     arXiv:2310.01889 (2023). Merging of partial results: equations in ``core/merge/merge.py``.
     """
-    own = Options(
-        softmax_scale,
-        dropout_p,
-        deterministic,
-        return_lse,
-        False,
-        team_size,
-        alibi_slopes=alibi_slopes,
-    )
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size
     source = OneSequence(causal, window_size)
     return attend(RING_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)

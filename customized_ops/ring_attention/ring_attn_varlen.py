@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .op import CuSeqlens, Documents, Options, SharedOptions, attend, attention_function, declare
+from .op import CuSeqlens, Documents, SharedOptions, attend, attention_function, declare
 
 RING_ATTN_VARLEN = declare(Documents, "seqshard::ring_attn_varlen", "wrap_ring_attn_varlen_func")
 
@@ -55,15 +55,15 @@ def wrap_ring_attn_varlen_func(
 
     Gathering k and v of packed sequences: Llama 3 herd of models, arXiv:2407.21783 (2024), 3.3.2.
     """
-    own = Options(
+    own = (
+        alibi_slopes,
         softmax_scale,
         dropout_p,
         deterministic,
         return_lse,
-        use_cute,
         team_size,
         k_layout,
-        alibi_slopes=alibi_slopes,
+        use_cute,
     )
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
     source = Documents(causal, window_size, 0, enable_ring, longest, *cu)

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op import CuSeqlens, Options, SharedOptions, attend, attention_function, declare_both
+from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
 from .op.window_source import sequence_or_documents
 
 # Rows stay with their holder: giving some away would move more than the halo.
@@ -61,9 +61,7 @@ def wrap_sliding_window_attn_func(
 
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
     """
-    own = Options(
-        softmax_scale, dropout_p, deterministic, return_lse, use_cute, alibi_slopes=alibi_slopes
-    )
+    own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, None, None, use_cute)
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
     source = sequence_or_documents(causal, window_size, 0, enable_ring, longest, *cu)
     op = SLIDING_WINDOW_ATTN_VARLEN if source.packed else SLIDING_WINDOW_ATTN

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op import CuSeqlens, Options, SharedOptions, attend, attention_function, declare_both
+from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
 from .op.arguments import window_before
 from .op.window_source import sequence_or_documents
 
@@ -60,7 +60,7 @@ def wrap_streaming_attn_func(
     Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
     arXiv:2309.17453 (2023).
     """
-    own = Options(softmax_scale, dropout_p, deterministic, return_lse, alibi_slopes=alibi_slopes)
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
     bounds = window_before(TITLE, window, process_group)
     said = True, bounds, sink_tokens, True, (None, None)
     source = sequence_or_documents(*said, cu_seqlens, cu_seqlens)

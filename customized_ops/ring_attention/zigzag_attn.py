@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op import OneSequence, Options, SharedOptions, attend, attention_function, declare
+from .op import OneSequence, SharedOptions, attend, attention_function, declare
 
 TITLE = "wrap_zigzag_attn_func"
 ZIGZAG_ATTN = declare(
@@ -57,6 +57,6 @@ def wrap_zigzag_attn_func(
     Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2, describes the 2 P chunks;
     merging of partial results: equations in ``core/merge/merge.py``.
     """
-    own = Options(softmax_scale, dropout_p, deterministic, return_lse, alibi_slopes=alibi_slopes)
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
     source = OneSequence(causal, window_size)
     return attend(ZIGZAG_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)

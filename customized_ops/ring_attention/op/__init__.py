@@ -8,7 +8,7 @@ from .documentation import attention_function
 from .eager import attend
 from .graph import declare, declare_both
 from .mask_source import Masked
-from .options import Options, SharedOptions
+from .options import SharedOptions
 from .window_source import Documents, OneSequence
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Documents",
     "Masked",
     "OneSequence",
-    "Options",
     "SharedOptions",
     "attend",
     "attention_function",

@@ -54,7 +54,7 @@ def attend(
     v: Tensor,
     source: MaskSource,
     process_group: GroupLike,
-    own: Options,
+    own: tuple[Any, ...],
     shared: SharedOptions,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -62,20 +62,21 @@ def attend(
 
     Args:
         source: which pairs attend, as the user said.
-        own: the options that the function names.
+        own: the options that the function names, the first of :class:`~.options.Options`.
         shared: what it takes as ``**options``.
     """
     for name in shared:
         if name not in _SHARED:
             raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
-    options = own._replace(**shared) if shared else own
+    options = Options(*own, **shared)
     group = (
         process_group
         if source.enable_ring is True
         else ring_group(source.enable_ring, process_group)
     )
     call = UserCall(op, q, k, v, source, group, options, return_attn_probs)
-    tensors = [t for t in options[-3:] if isinstance(t, Tensor)]
+    optional = options.alibi_slopes, options.sink, options.dropout_seed
+    tensors = [t for t in optional if isinstance(t, Tensor)]
     if torch.compiler.is_compiling() or not can_bypass_dispatcher(q, k, v, *tensors):
         out, lse = op.forward(*_checked(call).values(), group_name(group))
     else:
@@ -108,8 +109,9 @@ def _key(call: UserCall) -> Any:
     """All that was passed, typed, tensors without data; None where something has no key."""
     op, q, k, v, source, _, options, probs = call
     said = source.key()
+    slopes, *numbers, sink, seed = options
     optional: list[Any] = [None, None, None]
-    for n, t in enumerate(options[-3:]):
+    for n, t in enumerate((slopes, sink, seed)):
         if isinstance(t, Tensor):
             optional[n] = t.shape, t.dtype, t.device, t.requires_grad
         elif t is not None and (n < 2 or type(t) is not int):
@@ -119,8 +121,8 @@ def _key(call: UserCall) -> Any:
     shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
     devices = q.device, k.device, v.device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    numbers = typed_key((*options[:-3], probs))
-    return op.name, shapes, dtypes, devices, said, numbers, *optional, deterministic
+    numbers.append(probs)
+    return op.name, shapes, dtypes, devices, said, typed_key(numbers), *optional, deterministic
 
 
 def _known(comm: Comm, key: Any) -> Bound | None:
@@ -131,7 +133,7 @@ def _known(comm: Comm, key: Any) -> Bound | None:
 
 
 def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | None]:
-    slopes, sink, seed = options[-3:]
+    slopes, sink, seed = options.alibi_slopes, options.sink, options.dropout_seed
     if slopes is None and sink is None and seed is None and not options.dropout_p:
         return [None, None, None]
     return list(options.tensors(title, q).values())

@@ -30,23 +30,23 @@ class SharedOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """The options of one call as the user passed them, not yet checked. The three that may be
-    tensors stand last."""
+    """The options of one call as the user passed them, not yet checked: first those that functions
+    name themselves, then :class:`SharedOptions`."""
 
+    alibi_slopes: Tensor | None = None
     softmax_scale: float | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
-    use_cute: bool = False
     team_size: int | None = None
     k_layout: Layout | None = None
+    use_cute: bool = False
     softcap: float = 0.0
     layout: Layout | None = None
     kernel: str = "auto"
     reduce_dtype: torch.dtype | None = None
     q_rows: tuple[int, int] | None = None
     q_heads: tuple[int, int] | None = None
-    alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
     dropout_seed: int | Tensor | None = None
 

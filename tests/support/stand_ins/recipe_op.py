@@ -18,7 +18,7 @@ from customized_ops.ring_attention.op.documentation import attention_function
 from customized_ops.ring_attention.op.eager import attend
 from customized_ops.ring_attention.op.graph import declare
 from customized_ops.ring_attention.op.mask_source import Arguments, MaskSource, Problem, Shards
-from customized_ops.ring_attention.op.options import Options, SharedOptions
+from customized_ops.ring_attention.op.options import SharedOptions
 from customized_ops.ring_attention.op.shard_layout import layout_of
 
 # 1. Attention of each block of tokens to itself and to those before it.
@@ -86,7 +86,7 @@ def wrap_block_attn_func(
         v,
         Blocks(block),
         process_group,
-        Options(dropout_p=dropout_p, return_lse=return_lse, alibi_slopes=alibi_slopes),
+        (alibi_slopes, None, dropout_p, False, return_lse),
         options,
     )
 
