@@ -145,7 +145,7 @@ def _move(
             "total": UNKNOWN,
         }
 
-    return PublicCall(function, op, _one, _group_only, when_cut, _fake_group)
+    return PublicCall(function, op, lambda given: 1, _group_only, when_cut, _fake_group)
 
 
 def _documents(function: Callable[..., Any]) -> PublicCall:
@@ -158,11 +158,7 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
         tokens = given["hidden_states"].shape[0] * parts
         return {**_fake_group(given, sites), **_one_document(given, tokens, tokens)}
 
-    return PublicCall(function, op, _one, _group_only, fake_peers=with_fake_peers)
-
-
-def _one(given: Arguments) -> int:
-    return 1
+    return PublicCall(function, op, lambda given: 1, _group_only, fake_peers=with_fake_peers)
 
 
 def _group_only(site: SplitSite) -> Arguments:

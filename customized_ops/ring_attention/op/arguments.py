@@ -1,7 +1,7 @@
 """Checking what a user passes, before anything is computed or sent.
 
-Every rule is stated once here. An error names the op, the argument and its shape, and says what
-would fit.
+Every rule is stated once here. What does not fit raises :class:`ArgumentError`, also in the other
+modules of this package: it names the op, the argument and its shape, and says what would fit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ class ArgumentError(ValueError):
 
 
 def require(fits: bool, op: str, name: str, what: str, value: object) -> None:
-    """Raise where an argument does not fit.
-
-    Raises:
-        ArgumentError: ``name`` must be ``what``, and is ``value``.
-    """
+    """Raise where an argument does not fit."""
     if not fits:
         raise ArgumentError(f"{op}: {name} must be {what}, got {value!r}")
 
@@ -48,11 +44,7 @@ def refuse_unsupported(op: str, **given: object) -> None:
 
 
 def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
-    """``window_size`` as (left, right), -1 where unbounded.
-
-    Raises:
-        ArgumentError: not two integers of -1 or more.
-    """
+    """``window_size`` as (left, right), -1 where unbounded."""
     bounds = tuple(window_size) if isinstance(window_size, Sequence) else ()
     fits = len(bounds) == 2 and all(is_integer(n, -1) for n in bounds)
     what = "(left, right), each a number of tokens or -1 for no bound"
@@ -61,11 +53,7 @@ def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
 
 
 def window_before(op: str, window: int, process_group: GroupLike) -> tuple[int, int]:
-    """A window of so many tokens before a token's own, as (left, right); -1 is unbounded.
-
-    Raises:
-        ArgumentError: not an integer of -1 or more.
-    """
+    """A window of so many tokens before a token's own, as (left, right); -1 is unbounded."""
 
     def check() -> tuple[int, int]:
         unbounded = is_integer(window, -1) and window == -1
@@ -75,11 +63,7 @@ def window_before(op: str, window: int, process_group: GroupLike) -> tuple[int, 
 
 
 def flag_of(op: str, name: str, value: bool) -> bool:
-    """A switch as a bool; 0, 1 and numpy's bools will do.
-
-    Raises:
-        ArgumentError: something else, which might mean anything.
-    """
+    """A switch as a bool; 0, 1 and numpy's bools will do."""
     require(_is_flag(value), op, name, "True or False", value)
     return bool(value)
 
@@ -112,21 +96,13 @@ def is_integer(value: object, least: int = 0) -> bool:
 
 
 def tokens_of(op: str, name: str, count: int) -> int:
-    """A number of tokens, 0 or more.
-
-    Raises:
-        ArgumentError: something else.
-    """
+    """A number of tokens, 0 or more."""
     require(is_integer(count), op, name, "a number of tokens, 0 or more", count)
     return int(count)
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v must be floating tensors of one dtype, on one device.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """q, k and v must be floating tensors of one dtype, on one device."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ArgumentError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
@@ -140,11 +116,7 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_heads(op: str, q: Tensor, k: Tensor) -> None:
-    """Query heads must be a multiple of key heads (the dim before the last).
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Query heads must be a multiple of key heads (the dim before the last)."""
     h, g = int(q.shape[-2]), int(k.shape[-2])
     if (h % g) if g else h:
         raise ArgumentError(

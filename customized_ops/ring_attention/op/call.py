@@ -120,11 +120,7 @@ class AttentionCall:
 
     @classmethod
     def decode(cls, op: AttentionOp, given: Arguments) -> AttentionCall:
-        """From an op's arguments by name, whose tensors have data.
-
-        Raises:
-            ArgumentError: q, k and v are of several dtypes or devices.
-        """
+        """From an op's arguments by name, whose tensors have data."""
         check_tensors(op.title, *[given[name] for name in "qkv"])
         q, k, v = (TensorSpec.of(given[name]) for name in "qkv")
         present = tuple(given[name] is not None for name in OPTIONAL_TENSORS)
@@ -155,11 +151,7 @@ class AttentionCall:
         return self.q.shape[-2], self.k.shape[-2] if own is None else own.held
 
     def plan(self, comm: Comm) -> tuple[Plan, Any]:
-        """The plan on a group, and the positions of keys or None.
-
-        Raises:
-            ValueError: the arguments contradict one another.
-        """
+        """The plan on a group, and the positions of keys or None."""
         title, options = self.op.title, self.options
         refuse_with_parts(title, options, comm.size)
         part_of_rows = options.row_parts > 0

@@ -24,11 +24,7 @@ _host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
-    """``cu_seqlens`` as an int32 or int64 tensor: on the host a copy, on a device the tensor given.
-
-    Raises:
-        ArgumentError: not one-dimensional, or not integers.
-    """
+    """An int32 or int64 tensor [documents + 1]: on the host a copy, on a device the one given."""
     # Copied on the host: the backward reads it again, and the caller's may have changed by then.
     # Where an array shares a tensor's memory, autograd would not notice.
     if isinstance(cu_seqlens, Tensor):
@@ -88,11 +84,7 @@ def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
 
 
 def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
-    """Cumulative lengths start at 0 and never fall.
-
-    Raises:
-        ArgumentError: they do not; says where.
-    """
+    """Cumulative lengths start at 0 and never fall."""
     if values[0] != 0:
         raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
     falls = np.flatnonzero(np.diff(values) < 0)
@@ -105,11 +97,7 @@ def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
 
 
 def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) -> None:
-    """Cumulative lengths must end at the number of tokens.
-
-    Raises:
-        ArgumentError: they do not.
-    """
+    """Cumulative lengths must end at the number of tokens."""
     if values[-1] != tokens:
         raise ArgumentError(
             f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
@@ -117,11 +105,7 @@ def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) 
 
 
 def check_max_seqlen(op: str, name: str, given: int, values: npt.NDArray[np.int64]) -> None:
-    """``max_seqlen`` is not needed here; one that is given (not negative) must be true.
-
-    Raises:
-        ArgumentError: a document is longer.
-    """
+    """``max_seqlen`` is not needed here; one that is given (not negative) must be true."""
     longest = int(np.diff(values).max(initial=0))
     if 0 <= given < longest:
         raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")

@@ -87,11 +87,7 @@ class MaskSource(ABC):
 
     @abstractmethod
     def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The op's integer tensors and numbers.
-
-        Raises:
-            ArgumentError: what the user passed is out of range.
-        """
+        """The op's integer tensors and numbers."""
 
     @classmethod
     @abstractmethod
@@ -104,11 +100,7 @@ class MaskSource(ABC):
 
     @abstractmethod
     def problem(self, op: str, shards: Shards) -> Problem:
-        """The mask and the layouts of a call.
-
-        Raises:
-            ArgumentError: lengths, layouts and what a rank holds contradict one another.
-        """
+        """The mask and the layouts of a call."""
 
     def worst(self, q_len: int, k_len: int) -> AttnMask:
         """The mask that costs are taken from: where it is not known, all pairs."""

@@ -51,11 +51,7 @@ class Options(NamedTuple):
     dropout_seed: int | Tensor | None = None
 
     def tensors(self, op: str, q: Tensor) -> dict[str, Tensor | None]:
-        """The optional tensors of the op; a seed that is None is drawn from torch's generator.
-
-        Raises:
-            ArgumentError: one that does not fit q.
-        """
+        """The optional tensors of the op; a seed that is None is drawn from torch's generator."""
         heads = q.shape[-2]
         return {
             "alibi_slopes": _slopes(op, self.alibi_slopes, heads),
@@ -64,11 +60,7 @@ class Options(NamedTuple):
         }
 
     def parts(self, op: str, q: Tensor) -> dict[str, Any]:
-        """The numbers of the op on which its annotation depends.
-
-        Raises:
-            ArgumentError: one that is out of range.
-        """
+        """The numbers of the op on which its annotation depends."""
         row_part, row_parts = _part(op, "q_rows", self.q_rows)
         head_part, head_parts = _part(op, "q_heads", self.q_heads)
         return {
@@ -81,11 +73,7 @@ class Options(NamedTuple):
         }
 
     def checked(self, op: str, q: Tensor) -> OpOptions:
-        """All numbers of the op.
-
-        Raises:
-            ArgumentError: one that is out of range.
-        """
+        """All numbers of the op."""
         deterministic = flag_of(op, "deterministic", self.deterministic)
         return OpOptions(
             **self.parts(op, q),
@@ -168,11 +156,7 @@ def _scale(op: str, scale: float | None, q: Tensor) -> float:
 
 
 def softcap_of(op: str, softcap: float) -> float:
-    """The cap of scores, 0 for none.
-
-    Raises:
-        ArgumentError: not a number, negative or not finite.
-    """
+    """The cap of scores, 0 for none."""
     return _number(op, "softcap", softcap, lambda x: 0 <= x < math.inf, "0 (none) or above")
 
 
@@ -192,11 +176,7 @@ def _team_size(op: str, team_size: int | None) -> int:
 
 
 def reduce_dtype_of(op: str, dtype: torch.dtype | None, q: Tensor) -> str:
-    """The dtype that gradients travel in as an op argument; ``""`` if None.
-
-    Raises:
-        ArgumentError: none of those that sums of the gradients of q hold.
-    """
+    """The dtype that gradients travel in as an op argument; ``""`` if None."""
     width = accumulation_dtype(q.dtype).itemsize
     fits = {name: d for name, d in REDUCE_DTYPES.items() if d is None or d.itemsize <= width}
     for name, each in fits.items():

@@ -29,11 +29,7 @@ HEADS = -2
 
 
 def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
-    """What does not go with a part of q.
-
-    Raises:
-        ArgumentError: a group, a layout or dropout.
-    """
+    """What does not go with a part of q."""
     both = ("q_rows", options.row_parts), ("q_heads", options.head_parts)
     names = [name for name, parts in both if parts]
     if names and options.dropout_p:
@@ -57,11 +53,7 @@ def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
 
 
 def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) -> tuple[int, int]:
-    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts.
-
-    Raises:
-        ArgumentError: q holds another number of ``what``.
-    """
+    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts."""
     each = -(-total // parts)
     start, stop = (min(n * each, total) for n in (part, part + 1))
     if stop - start != held:
@@ -77,8 +69,6 @@ def rows_of(op: str, problem: Problem, options: OpOptions, rows: int, aligned: b
 
     Args:
         aligned: whether scores depend on the distance of a row and a key.
-    Raises:
-        ArgumentError: q is not as long as that part.
     """
     mask = problem.mask
     part = options.row_part, options.row_parts
@@ -116,8 +106,6 @@ class KeyHeads:
 
         Args:
             q_heads, kv_heads: heads of q and of k on this rank.
-        Raises:
-            ArgumentError: they do not fit.
         """
         parts, total = options.head_parts, options.head_total
         if not parts:
