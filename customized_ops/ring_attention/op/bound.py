@@ -191,7 +191,8 @@ def bind(op: AttentionOp, given: Arguments, comm: Comm, *, compare: bool) -> Bou
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         problem = error
     if compare and agreement.enabled(comm):
-        agreement.agree_on_call(op.title, comm, given, bound and bound.plan, problem)
+        plan = None if bound is None else bound.plan
+        agreement.agree_on_call(op.title, comm, given, plan, problem)
     if problem is not None:
         raise problem
     assert bound is not None

@@ -53,7 +53,8 @@ def declare(
     def attend(**given: Any) -> tuple[Tensor, Tensor]:
         comm = comm_by_name(given["group"])
         bound = bind(op, given, comm, compare=True)
-        return bound.forward(comm, *map(given.get, "qkv"), [given[n] for n in OPTIONAL_TENSORS])
+        optional = [given[name] for name in OPTIONAL_TENSORS]
+        return bound.forward(comm, given["q"], given["k"], given["v"], optional)
 
     def backward(dout: Any, dlse: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = args

@@ -83,8 +83,9 @@ class OneSequence(MaskSource):
 
     def _mask(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> AttnMask:
         """Of documents with these cumulative lengths."""
-        window = tuple(self.window_size)
-        return _cached_mask(tuple(q_ends), tuple(k_ends), self.causal, window, self.sink_tokens)
+        left, right = self.window_size
+        said = self.causal, (left, right), self.sink_tokens
+        return _cached_mask(tuple(q_ends), tuple(k_ends), *said)
 
     def problem(self, op: str, shards: Shards) -> Problem:
         layout = layout_of(op, shards.comm, "layout", shards.layout, shards.rows, None)
@@ -220,7 +221,7 @@ def _cached_mask(
     q_ends: tuple[int, ...],
     k_ends: tuple[int, ...],
     causal: bool,
-    window: tuple[int, ...],
+    window: tuple[int, int],
     sink_tokens: int,
 ) -> AttnMask:
     """By value: the layers and the backward of a batch share one mask."""
