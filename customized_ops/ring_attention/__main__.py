@@ -73,10 +73,6 @@ def _kernels(options: argparse.Namespace) -> str:
     return f"{listing(device)}\n\nBy name only, where te runs, over several ranks: {names}"
 
 
-def _window(n: int, window: int | tuple[int, int]) -> AttnMask:
-    return AttnMask.dense(n, window=_sides(window))
-
-
 def _varlen(
     cu_seqlens: Sequence[int], causal: bool = True, window: int | tuple[int, int] = -1
 ) -> AttnMask:
@@ -93,18 +89,20 @@ def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
 MASKS: dict[str, Callable[..., AttnMask]] = {
     "full": lambda n: AttnMask.dense(n),
     "causal": lambda n: AttnMask.dense(n, causal=True),
-    "window": _window,
+    "window": lambda n, window: AttnMask.dense(n, window=_sides(window)),
     "varlen": _varlen,
-    **{
-        name: getattr(AttnMask, name)
-        for name in ("streaming", "prefix_lm", "block_causal", "strided", "global_local", "star")
-        if hasattr(AttnMask, name)
-    },
+    "streaming": AttnMask.streaming,
+    "prefix_lm": AttnMask.prefix_lm,
+    "block_causal": AttnMask.block_causal,
+    "strided": AttnMask.strided,
+    "global_local": AttnMask.global_local,
+    "star": AttnMask.star,
 }
 LAYOUTS: dict[str, Callable[..., Layout]] = {
-    name: getattr(Layout, name)
-    for name in ("contiguous", "zigzag", "striped", "balanced")
-    if hasattr(Layout, name)
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "striped": Layout.striped,
+    "balanced": Layout.balanced,
 }
 MASK_OPTIONS = ("window", "sink", "prefix", "block", "stride", "global_tokens", "query", "causal")
 DOCUMENT_OPTIONS = ("documents", "cu_seqlens", "documents_file")
@@ -272,13 +270,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--documents-file", type=Path, metavar="CSV", help="varlen: lengths of documents")
     add("--causal", action=argparse.BooleanOptionalAction, help="varlen: in each document (yes)")
     for name in ("sink", "prefix", "block", "stride", "global-tokens", "query"):
-        takers = [m for m, make in MASKS.items() if name.replace("-", "_") in _parameters(make)]
+        parameter = name.replace("-", "_")
+        takers = [m for m, make in MASKS.items() if parameter in inspect.signature(make).parameters]
         add(f"--{name}", type=_size, metavar="N", help=", ".join(takers) or argparse.SUPPRESS)
     return parser
-
-
-def _parameters(make: Callable[..., Any]) -> Sequence[str]:
-    return list(inspect.signature(make).parameters)
 
 
 if __name__ == "__main__":

@@ -78,26 +78,22 @@ def _machine() -> list[tuple[str, str]]:
         for name in ("gloo", "nccl")
         if getattr(torch.distributed, f"is_{name}_available", lambda: False)()
     ]
+    cuda = torch.cuda.is_available()
+    cudnn = cuda and torch.backends.cudnn.version()
+    nccl = cuda and torch.distributed.is_nccl_available() and torch.cuda.nccl.version()
     return [
         ("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"),
         ("python", platform.python_version()),
-        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, cuDNN {_cudnn()}"),
+        (
+            "torch",
+            f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, cuDNN {cudnn or 'none'}",
+        ),
         ("torch.distributed", ", ".join(backends) or "none"),
-        ("NCCL", _nccl()),
+        ("NCCL", ".".join(map(str, nccl)) if nccl else "none"),
         ("C++ compiler", shutil.which(os.environ.get("CXX", "c++")) or "none"),
         ("SEQSHARD_CHECK", os.environ.get("SEQSHARD_CHECK", "on CPUs only")),
         (CHOICE, os.environ.get(CHOICE, "auto")),
     ]
-
-
-def _cudnn() -> str:
-    return str(torch.backends.cudnn.version() or "none") if torch.cuda.is_available() else "none"
-
-
-def _nccl() -> str:
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _gpus() -> Iterator[str]:

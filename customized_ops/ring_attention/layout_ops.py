@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
-from .op.arguments import ArgumentError, checked
+from .op.arguments import ArgumentError, checked, require
 from .op.token_move import WHOLE, check_move, move_tokens
 
 
@@ -122,19 +122,14 @@ def _moved(
     def check() -> tuple[str, str]:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{title}: x must be a tensor, got {type(x).__name__}")
-        if not isinstance(shift, int):
-            raise ArgumentError(f"{title}: shifts must be an integer, got {shift!r}")
-        if not 0 <= dim < x.ndim:
-            raise ArgumentError(f"{title}: dim must be 0 .. {x.ndim - 1}, got {dim}")
-        sides = {"source": source, "target": target}
+        require(isinstance(shift, int), title, "shifts", "an integer", shift)
+        require(0 <= dim < x.ndim, title, "dim", f"0 .. {x.ndim - 1}", dim)
         # Contiguous shards beside a layout of known length are that length's.
-        known = next((s for s in sides.values() if isinstance(s, Layout)), None)
+        known = next((s for s in (source, target) if isinstance(s, Layout)), None)
         specs = []
-        for side in sides.values():
-            if not isinstance(side, Layout | str):
-                raise ArgumentError(
-                    f"{title}: layout must be a Layout or the name of a kind, got {side!r}"
-                )
+        for side in (source, target):
+            fits = isinstance(side, Layout | str)
+            require(fits, title, "layout", "a Layout or the name of a kind", side)
             if side == "contiguous" and known is not None:
                 side = f"contiguous:{known.total}:{known.group_size}"
             specs.append(side.spec if isinstance(side, Layout) else side)

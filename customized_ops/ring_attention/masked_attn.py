@@ -8,11 +8,7 @@ from typing_extensions import Unpack
 from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
 from .core.mask import AttnMask
-from .op.documentation import attention_function
-from .op.eager import attend
-from .op.graph import declare
-from .op.mask_source import Masked
-from .op.options import SharedOptions
+from .op import Masked, SharedOptions, attend, attention_function, declare
 
 MASKED_ATTN = declare(Masked, "seqshard::masked_attn", "wrap_masked_attn_func")
 
@@ -60,19 +56,5 @@ def wrap_masked_attn_func(
     Masks as lists of slices: MagiAttention (SandAI, 2025) has four shapes of slice; band slices
     have them as special cases.
     """
-    return attend(
-        MASKED_ATTN,
-        q,
-        k,
-        v,
-        Masked(mask),
-        process_group,
-        options,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        k_layout=k_layout,
-        team_size=team_size,
-    )
+    own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size, k_layout)
+    return attend(MASKED_ATTN, q, k, v, Masked(mask), process_group, own, options)

@@ -7,6 +7,7 @@ itself, so that causal attention over packed documents is the same work on every
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_total, 
 from .op.shard_layout import BY_DOCUMENT
 from .op.token_move import MOVES_TOKENS, UNKNOWN
 
+TITLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 TOKENS = Dims(0, 0)
 SHUFFLES = replace(
     MOVES_TOKENS,
@@ -36,7 +38,7 @@ SHUFFLES = replace(
 def _exchange(
     x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm, whole: int = UNKNOWN
 ) -> Exchange:
-    title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
+    title = TITLES[back]
     cu = on_host(cu_seqlens)
     check_cu_seqlens(title, "cu_seqlens", cu)
     total = int(cu[-1])
@@ -60,15 +62,8 @@ def _exchange(
     return relayout(*((zigzag, plain) if back else (plain, zigzag)), 0, comm.rank)
 
 
-def _backward(
-    grad: Tensor | None,
-    x: Tensor,
-    cu_seqlens: Tensor,
-    back: bool,
-    group: str,
-    total: int,
-    moved: Tensor,
-) -> Tensor:
+def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
+    cu_seqlens, back, group, total, _moved = how
     comm, into = comm_by_name(group), x.new_zeros(x.shape)
     if grad is not None:
         exchange = _exchange(x, cu_seqlens, back, comm, total)
@@ -150,7 +145,7 @@ def wrap_maybe_unshuffle(
 def _shuffled(
     x: Tensor, cu_seqlens: CuSeqlens, enable_ring: bool, group: GroupLike, *, back: bool
 ) -> Tensor:
-    title = "wrap_maybe_unshuffle" if back else "wrap_maybe_shuffle"
+    title = TITLES[back]
     if not enable_ring:
         return x
 

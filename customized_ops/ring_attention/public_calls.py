@@ -31,7 +31,7 @@ from .maybe_shuffle import (
 )
 from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
-from .op.options import part_of, reduce_dtype_of
+from .op.options import Options, reduce_dtype_of
 from .op.token_move import UNKNOWN, WHOLE, move_tokens
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
@@ -71,12 +71,10 @@ def _attention(
         if isinstance(given["dropout_seed"], int):
             arguments["dropout_seed"] = without_data((1,), torch.int64)
         title = function.__name__
-        for kind in ("row", "head"):
-            part, parts = part_of(title, f"q_{kind}s", given[f"q_{kind}s"])
-            arguments |= {f"{kind}_part": part, f"{kind}_parts": parts}
+        options = Options(**{name: given[name] for name in Options._fields if name in given})
+        arguments |= options.parts(title, given["q"])
         arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
         arguments["team_size"] = given.get("team_size") or 0
-        arguments["head_total"] = arguments["head_parts"] * given["q"].shape[-2]
         return chosen.record, arguments
 
     def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
@@ -147,7 +145,7 @@ def _move(
             "total": UNKNOWN,
         }
 
-    return PublicCall(function, op, _one, _group_only, when_cut, _fake_group)
+    return PublicCall(function, op, lambda given: 1, _group_only, when_cut, _fake_group)
 
 
 def _documents(function: Callable[..., Any]) -> PublicCall:
@@ -160,11 +158,7 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
         tokens = given["hidden_states"].shape[0] * parts
         return {**_fake_group(given, sites), **_one_document(given, tokens, tokens)}
 
-    return PublicCall(function, op, _one, _group_only, fake_peers=with_fake_peers)
-
-
-def _one(given: Arguments) -> int:
-    return 1
+    return PublicCall(function, op, lambda given: 1, _group_only, fake_peers=with_fake_peers)
 
 
 def _group_only(site: SplitSite) -> Arguments:

@@ -8,11 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op.documentation import attention_function
-from .op.eager import attend
-from .op.graph import declare
-from .op.mask_source import OneSequence
-from .op.options import SharedOptions
+from .op import OneSequence, SharedOptions, attend, attention_function, declare
 
 RING_ATTN = declare(OneSequence, "seqshard::ring_attn", "wrap_ring_attn_func")
 
@@ -44,9 +40,6 @@ def wrap_ring_attn_func(
         attends 0 1 2 3                attends 4 5 6 7 to 0..7, less the rows that
         and rank 1's first rows        it gives to rank 0 so that both work as long
 
-    Args:
-        layout: which tokens each rank holds; None means as many on every rank, in order.
-            ``Layout.contiguous(total, group_size)`` and ``Layout.from_sizes`` allow uneven shards.
     Returns:
         [b, l, h, vd] in q's dtype; with ``return_lse`` also [b, h, l], natural log, fp32 (fp64 for
         fp64). Rows that attend nothing are 0, their lse -inf (that of the sink, with a sink).
@@ -62,19 +55,6 @@ def wrap_ring_attn_func(
     Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers for Near-Infinite Context,
     arXiv:2310.01889 (2023). Merging of partial results: equations in ``core/merge/merge.py``.
     """
-    return attend(
-        RING_ATTN,
-        q,
-        k,
-        v,
-        OneSequence(causal, window_size),
-        process_group,
-        options,
-        return_attn_probs,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        team_size=team_size,
-    )
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size
+    source = OneSequence(causal, window_size)
+    return attend(RING_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)

@@ -8,21 +8,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op.arguments import ring_group
-from .op.cu_seqlens import CuSeqlens
-from .op.documentation import attention_function
-from .op.eager import attend
-from .op.graph import declare
-from .op.mask_source import Documents, MaskSource, OneSequence
-from .op.options import SharedOptions
+from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
+from .op.window_source import sequence_or_documents
 
-TITLE = "wrap_sliding_window_attn_func"
 # Rows stay with their holder: giving some away would move more than the halo.
-SLIDING_WINDOW_ATTN = declare(
-    OneSequence, "seqshard::sliding_window_attn", TITLE, assignment="owner", split_heads=False
-)
-SLIDING_WINDOW_ATTN_VARLEN = declare(
-    Documents, "seqshard::sliding_window_attn_varlen", TITLE, assignment="owner", split_heads=False
+SLIDING_WINDOW_ATTN, SLIDING_WINDOW_ATTN_VARLEN = declare_both(
+    "seqshard::sliding_window_attn",
+    "wrap_sliding_window_attn_func",
+    assignment="owner",
+    split_heads=False,
 )
 
 
@@ -58,11 +52,6 @@ def wrap_sliding_window_attn_func(
         window_size (2, 0)    rank 0: tokens 0 1 2 3     rank 1: tokens 4 5 6 7
                               receives nothing           receives keys 2 3
 
-    Args:
-        q: [b, l, h, hd], this rank's tokens; [l, h, hd] with ``cu_seqlens``. Any strides.
-        k, v: [b, l, g, hd] and [b, l, g, vd], or packed without b; h is a multiple of g.
-        cu_seqlens_q, cu_seqlens_k: [documents + 1], int32 or int64, cumulative lengths of the whole
-            packed sequence, the same on every rank; windows end at documents' ends.
     Returns:
         As :func:`wrap_ring_attn_func`, or packed; it raises the same errors.
 
@@ -72,26 +61,8 @@ def wrap_sliding_window_attn_func(
 
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
     """
-    source: MaskSource
-    op, longest = SLIDING_WINDOW_ATTN, (max_seqlen_q, max_seqlen_k)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        source = OneSequence(causal, window_size, 0, enable_ring, longest)
-    else:
-        op, cu = SLIDING_WINDOW_ATTN_VARLEN, (cu_seqlens_q, cu_seqlens_k)
-        source = Documents(*cu, causal, window_size, 0, enable_ring, longest)
-    return attend(
-        op,
-        q,
-        k,
-        v,
-        source,
-        ring_group(enable_ring, process_group),
-        options,
-        return_attn_probs,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        use_cute=use_cute,
-    )
+    own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, None, None, use_cute)
+    longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
+    source = sequence_or_documents(causal, window_size, 0, enable_ring, longest, *cu)
+    op = SLIDING_WINDOW_ATTN_VARLEN if source.packed else SLIDING_WINDOW_ATTN
+    return attend(op, q, k, v, source, process_group, own, options, return_attn_probs)

@@ -6,21 +6,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op.arguments import checked, is_integer, tokens_of
-from .op.cu_seqlens import CuSeqlens
-from .op.documentation import attention_function
-from .op.eager import attend
-from .op.graph import declare
-from .op.mask_source import Documents, MaskSource, OneSequence
-from .op.options import SharedOptions
+from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
+from .op.arguments import window_before
+from .op.window_source import sequence_or_documents
 
 TITLE = "wrap_streaming_attn_func"
 # Rows stay with their holder: giving some away would move more than the window and the sinks.
-STREAMING_ATTN = declare(
-    OneSequence, "seqshard::streaming_attn", TITLE, assignment="owner", split_heads=False
-)
-STREAMING_ATTN_VARLEN = declare(
-    Documents, "seqshard::streaming_attn_varlen", TITLE, assignment="owner", split_heads=False
+STREAMING_ATTN, STREAMING_ATTN_VARLEN = declare_both(
+    "seqshard::streaming_attn", TITLE, assignment="owner", split_heads=False
 )
 
 
@@ -51,8 +44,6 @@ def wrap_streaming_attn_func(
                                    receives nothing           receives keys 2 3, and key 0
 
     Args:
-        q: [b, l, h, hd], this rank's tokens; [l, h, hd] with ``cu_seqlens``. Any strides.
-        k, v: [b, l, g, hd] and [b, l, g, vd], or packed without b; h is a multiple of g.
         window: token i attends tokens i - window .. i; -1 is unbounded.
         sink_tokens: every token also attends the first ``sink_tokens`` up to itself; each batch
             entry, or document, its own.
@@ -69,28 +60,9 @@ def wrap_streaming_attn_func(
     Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
     arXiv:2309.17453 (2023).
     """
-    window_size = checked(TITLE, process_group, lambda: _window_size(window))
-    op = STREAMING_ATTN
-    source: MaskSource = OneSequence(True, window_size, sink_tokens)
-    if cu_seqlens is not None:
-        op = STREAMING_ATTN_VARLEN
-        source = Documents(cu_seqlens, cu_seqlens, True, window_size, sink_tokens)
-    return attend(
-        op,
-        q,
-        k,
-        v,
-        source,
-        process_group,
-        options,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
-
-
-def _window_size(window: int) -> tuple[int, int]:
-    unbounded = is_integer(window, -1) and window == -1
-    return (-1 if unbounded else tokens_of(TITLE, "window (-1: unbounded)", window)), 0
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
+    bounds = window_before(TITLE, window, process_group)
+    said = True, bounds, sink_tokens, True, (None, None)
+    source = sequence_or_documents(*said, cu_seqlens, cu_seqlens)
+    op = STREAMING_ATTN_VARLEN if source.packed else STREAMING_ATTN
+    return attend(op, q, k, v, source, process_group, own, options)

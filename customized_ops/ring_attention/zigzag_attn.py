@@ -8,18 +8,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
-from .op.documentation import attention_function
-from .op.eager import attend
-from .op.graph import declare
-from .op.mask_source import OneSequence
-from .op.options import SharedOptions
+from .op import OneSequence, SharedOptions, attend, attention_function, declare
 
+TITLE = "wrap_zigzag_attn_func"
 ZIGZAG_ATTN = declare(
-    OneSequence,
-    "seqshard::zigzag_attn",
-    "wrap_zigzag_attn_func",
-    assignment="zigzag",
-    split_heads=False,
+    OneSequence, "seqshard::zigzag_attn", TITLE, assignment="zigzag", split_heads=False
 )
 
 
@@ -64,18 +57,6 @@ def wrap_zigzag_attn_func(
     Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2, describes the 2 P chunks;
     merging of partial results: equations in ``core/merge/merge.py``.
     """
-    return attend(
-        ZIGZAG_ATTN,
-        q,
-        k,
-        v,
-        OneSequence(causal, window_size),
-        process_group,
-        options,
-        return_attn_probs,
-        softmax_scale=softmax_scale,
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_lse=return_lse,
-    )
+    own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
+    source = OneSequence(causal, window_size)
+    return attend(ZIGZAG_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)

@@ -29,7 +29,9 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.op import bind, call, eager, kernel_request
+from customized_ops.ring_attention.op import bound as bind
+from customized_ops.ring_attention.op import call, eager
+from customized_ops.ring_attention.op import call as kernel_request
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
 WORK = [

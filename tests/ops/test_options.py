@@ -30,7 +30,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.kernels import Request
 from customized_ops.ring_attention.core.kernels.adapters import reference
-from customized_ops.ring_attention.op import kernel_request
+from customized_ops.ring_attention.op import call as kernel_request
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 HOLES = AttnMask.from_slices([(1, 5, 2, 6, -9, 9), (5, 8, 0, 4, -4, 0)], 9, 9)

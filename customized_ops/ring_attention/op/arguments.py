@@ -1,7 +1,7 @@
 """Checking what a user passes, before anything is computed or sent.
 
-Every rule is stated once here. An error names the op, the argument and its shape, and says what
-would fit.
+Every rule is stated once here. What does not fit raises :class:`ArgumentError`, also in the other
+modules of this package: it names the op, the argument and its shape, and says what would fit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ class ArgumentError(ValueError):
     """An argument that an attention op cannot take."""
 
 
+def require(fits: bool, op: str, name: str, what: str, value: object) -> None:
+    """Raise where an argument does not fit."""
+    if not fits:
+        raise ArgumentError(f"{op}: {name} must be {what}, got {value!r}")
+
+
 def refuse_unsupported(op: str, **given: object) -> None:
     """Raise for arguments that are part of the signature but not supported yet.
 
@@ -38,28 +44,27 @@ def refuse_unsupported(op: str, **given: object) -> None:
 
 
 def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
-    """``window_size`` as (left, right), -1 where unbounded.
-
-    Raises:
-        ArgumentError: not two integers of -1 or more.
-    """
+    """``window_size`` as (left, right), -1 where unbounded."""
     bounds = tuple(window_size) if isinstance(window_size, Sequence) else ()
-    if len(bounds) != 2 or not all(is_integer(n, -1) for n in bounds):
-        raise ArgumentError(
-            f"{op}: window_size must be (left, right), each a number of tokens or -1 for no bound, "
-            f"got {window_size!r}"
-        )
+    fits = len(bounds) == 2 and all(is_integer(n, -1) for n in bounds)
+    what = "(left, right), each a number of tokens or -1 for no bound"
+    require(fits, op, "window_size", what, window_size)
     return int(bounds[0]), int(bounds[1])
 
 
-def flag_of(op: str, name: str, value: bool) -> bool:
-    """A switch as a bool; 0, 1 and numpy's bools will do.
+def window_before(op: str, window: int, process_group: GroupLike) -> tuple[int, int]:
+    """A window of so many tokens before a token's own, as (left, right); -1 is unbounded."""
 
-    Raises:
-        ArgumentError: something else, which might mean anything.
-    """
-    if not _is_flag(value):
-        raise ArgumentError(f"{op}: {name} must be True or False, got {value!r}")
+    def check() -> tuple[int, int]:
+        unbounded = is_integer(window, -1) and window == -1
+        return (-1 if unbounded else tokens_of(op, "window (-1: unbounded)", window)), 0
+
+    return checked(op, process_group, check)
+
+
+def flag_of(op: str, name: str, value: bool) -> bool:
+    """A switch as a bool; 0, 1 and numpy's bools will do."""
+    require(_is_flag(value), op, name, "True or False", value)
     return bool(value)
 
 
@@ -91,22 +96,13 @@ def is_integer(value: object, least: int = 0) -> bool:
 
 
 def tokens_of(op: str, name: str, count: int) -> int:
-    """A number of tokens, 0 or more.
-
-    Raises:
-        ArgumentError: something else.
-    """
-    if not is_integer(count):
-        raise ArgumentError(f"{op}: {name} must be a number of tokens, 0 or more, got {count!r}")
+    """A number of tokens, 0 or more."""
+    require(is_integer(count), op, name, "a number of tokens, 0 or more", count)
     return int(count)
 
 
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v must be floating tensors of one dtype, on one device.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """q, k and v must be floating tensors of one dtype, on one device."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ArgumentError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
@@ -120,11 +116,7 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_heads(op: str, q: Tensor, k: Tensor) -> None:
-    """Query heads must be a multiple of key heads (the dim before the last).
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Query heads must be a multiple of key heads (the dim before the last)."""
     h, g = int(q.shape[-2]), int(k.shape[-2])
     if (h % g) if g else h:
         raise ArgumentError(
@@ -149,16 +141,11 @@ def checked(
     """
     if torch.compiler.is_compiling() or not agreement.enabled(process_group):
         return check()
+    comm = comm_by_name(group_name(process_group))
     try:
         result = check()
     except Exception as problem:  # whatever it is, the peers must not wait for this rank
-        _tell_peers(op, process_group, {}, problem)
+        agreement.agree(op, comm, {}, problem)
         raise
-    _tell_peers(op, process_group, facts(result), None)
+    agreement.agree(op, comm, facts(result), None)
     return result
-
-
-def _tell_peers(
-    op: str, process_group: GroupLike, facts: Mapping[str, str], problem: Exception | None
-) -> None:
-    agreement.agree(op, comm_by_name(group_name(process_group)), facts, problem)

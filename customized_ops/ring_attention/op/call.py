@@ -1,11 +1,13 @@
-"""One attention call as a value: all of it but the data in its tensors and the group."""
+"""One attention call as a value: all of it but the data in its tensors and the group; its plan, and
+the kernel that runs it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +15,11 @@ from annotations import OpRecord, record_of
 
 from ..core.comm import Comm
 from ..core.cost import H200, CostModel
+from ..core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, choose
+from ..core.kernels.shape_class import needs_window, shape_class
+from ..core.kernels.speeds import bucket
 from ..core.plan import Plan, make_plan
+from ..core.run import te_cp
 from .arguments import ArgumentError, check_tensors
 from .mask_source import Arguments, MaskSource, Problem, Shards
 from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions
@@ -48,8 +54,12 @@ class AttentionOp:
     @cached_property
     def forward(self) -> Any:
         """The op in ``torch.ops``."""
-        namespace, name = self.name.split("::")
-        return getattr(getattr(torch.ops, namespace), name).default
+        return _torch_op(self.name)
+
+    @cached_property
+    def backward(self) -> Any:
+        """Its backward op in ``torch.ops``."""
+        return _torch_op(f"{self.name}_backward")
 
     @cached_property
     def record(self) -> OpRecord:
@@ -58,18 +68,8 @@ class AttentionOp:
         assert record is not None, f"{self.name} is not declared"
         return record
 
-    @cached_property
-    def backward(self) -> Any:
-        """Its backward op in ``torch.ops``."""
-        namespace, name = self.name.split("::")
-        return getattr(getattr(torch.ops, namespace), f"{name}_backward").default
-
     def plan(
-        self,
-        problem: Problem,
-        heads: tuple[int, int],
-        costs: CostModel = H200,
-        team_size: int = 0,
+        self, problem: Problem, heads: tuple[int, int], costs: CostModel = H200, team_size: int = 0
     ) -> Plan:
         """The plan of a call with so many heads of q and of k."""
         return make_plan(
@@ -81,6 +81,11 @@ class AttentionOp:
             team_size=team_size or (None if self.split_heads else 1),
             costs=costs,
         )
+
+
+def _torch_op(name: str) -> Any:
+    namespace, name = name.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 class TensorSpec(NamedTuple):
@@ -115,11 +120,7 @@ class AttentionCall:
 
     @classmethod
     def decode(cls, op: AttentionOp, given: Arguments) -> AttentionCall:
-        """From an op's arguments by name, whose tensors have data.
-
-        Raises:
-            ArgumentError: q, k and v are of several dtypes or devices.
-        """
+        """From an op's arguments by name, whose tensors have data."""
         check_tensors(op.title, *[given[name] for name in "qkv"])
         q, k, v = (TensorSpec.of(given[name]) for name in "qkv")
         present = tuple(given[name] is not None for name in OPTIONAL_TENSORS)
@@ -150,11 +151,7 @@ class AttentionCall:
         return self.q.shape[-2], self.k.shape[-2] if own is None else own.held
 
     def plan(self, comm: Comm) -> tuple[Plan, Any]:
-        """The plan on a group, and the positions of keys or None.
-
-        Raises:
-            ValueError: the arguments contradict one another.
-        """
+        """The plan on a group, and the positions of keys or None."""
         title, options = self.op.title, self.options
         refuse_with_parts(title, options, comm.size)
         part_of_rows = options.row_parts > 0
@@ -169,6 +166,71 @@ class AttentionCall:
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions
+
+    def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.ContextParallel:
+        """What runs the call: a kernel under the executor, or TransformerEngine's own.
+
+        Raises:
+            KernelError, ArgumentError: the kernel that was asked for cannot do this.
+        """
+        request, title, options = self._request(scoring, plan), self.op.title, self.options
+        name = options.kernel
+        if name not in te_cp.COMMS:
+            return choose(title, name, request)
+        for argument in ("reduce_dtype", "team_size"):
+            if getattr(options, argument):
+                raise ArgumentError(f"{title}: kernel {name!r} takes no {argument}; leave it None")
+        q_heads, kv_heads = self.heads  # it splits them by itself
+        return te_cp.choose(
+            title,
+            name,
+            replace(request, q_heads=q_heads, kv_heads=kv_heads),
+            plan,
+            comm,
+            scoring.softmax_scale,
+            packed=self.source.packed,
+            sink=self.given[1],
+            deterministic=options.deterministic,
+        )
+
+    def _request(self, scoring: Scoring, plan: Plan) -> Request:
+        """What a kernel is asked for: of the whole mask, so that every rank asks for the same."""
+        q, v, (q_heads, kv_heads) = self.q, self.v, self.heads
+        needs = dict.fromkeys(scoring.features, True)
+        needs["window"] = needs_window(plan.mask)
+        needs["lse gradient"] = self.options.return_lse
+        needs["deterministic"] = self.options.deterministic
+        needs["64-bit indices"] = most_elements(plan, q, v, kv_heads) >= LARGE
+        share = plan.largest_share(q_heads, kv_heads)
+        return Request(
+            device=q.device,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            v_dim=v.shape[-1],
+            q_heads=share.q_heads,
+            kv_heads=share.kv_heads,
+            features=tuple(name for name in FEATURES if needs.get(name)),
+            shape_class=shape_class(plan.mask),
+            tokens=bucket(plan.mask.k_len),
+        )
+
+
+def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> int:
+    """Of a tensor that a kernel is given on any rank, no less: of a rank's own tokens, with the
+    heads between which its share lies, or of tokens that it received, of its share alone."""
+    q_heads = q.shape[-2]
+    share, team = plan.largest_share(q_heads, kv_heads), plan.team_size > 1
+    sizes = []
+    for held, moved, heads, of_share in (
+        (plan.q_layout, plan.q_tokens(), q_heads, share.q_heads),
+        (plan.k_layout, plan.kv_tokens(), kv_heads, share.kv_heads),
+    ):
+        own, received = np.asarray(held.sizes), moved[:, 1]
+        # What ranks of a team send each other, and keys that are gathered, have their own among it.
+        arrived = received + own if team or held is plan.k_layout else received
+        sizes += [own.max() * heads, arrived.max() * of_share]
+    batch = q.shape[0] if len(q.shape) == 4 else 1
+    return batch * int(max(sizes)) * max(q.shape[-1], v.shape[-1])
 
 
 def _check_team_size(op: str, team_size: int, ranks: int, q_heads: int) -> None:

@@ -8,7 +8,6 @@ all layers and the backward, and copied again if it is changed in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core.mask import AttnMask
 from .arguments import ArgumentError
 
 CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
@@ -26,17 +24,18 @@ _host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
-    """``cu_seqlens`` as an int32 or int64 tensor: on the host a copy, on a device the tensor given.
-
-    Raises:
-        ArgumentError: not one-dimensional, or not integers.
-    """
+    """An int32 or int64 tensor [documents + 1]: on the host a copy, on a device the one given."""
     # Copied on the host: the backward reads it again, and the caller's may have changed by then.
     # Where an array shares a tensor's memory, autograd would not notice.
-    if not isinstance(cu_seqlens, Tensor):
-        tensor = _copied(op, name, cu_seqlens)
-    else:
+    if isinstance(cu_seqlens, Tensor):
         tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
+    else:
+        try:
+            tensor = torch.tensor(cu_seqlens)
+        except (TypeError, ValueError, RuntimeError):  # torch's for None, words, ragged lists
+            raise ArgumentError(
+                f"{op}: {name} must be integers, as a tensor, array or list, got {cu_seqlens!r}"
+            ) from None
     if tensor.ndim != 1 or tensor.shape[0] == 0:
         raise ArgumentError(
             f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
@@ -45,15 +44,6 @@ def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
     return tensor
-
-
-def _copied(op: str, name: str, values: Sequence[int] | npt.NDArray[np.integer]) -> Tensor:
-    try:
-        return torch.tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # as torch has it: None, words, ragged lists
-        raise ArgumentError(
-            f"{op}: {name} must be integers, as a tensor, array or list, got {values!r}"
-        ) from None
 
 
 def on_host(cu_seqlens: Tensor) -> npt.NDArray[np.int64]:
@@ -94,11 +84,7 @@ def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
 
 
 def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
-    """Cumulative lengths start at 0 and never fall.
-
-    Raises:
-        ArgumentError: they do not; says where.
-    """
+    """Cumulative lengths start at 0 and never fall."""
     if values[0] != 0:
         raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
     falls = np.flatnonzero(np.diff(values) < 0)
@@ -111,11 +97,7 @@ def check_cu_seqlens(op: str, name: str, values: npt.NDArray[np.int64]) -> None:
 
 
 def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) -> None:
-    """Cumulative lengths must end at the number of tokens.
-
-    Raises:
-        ArgumentError: they do not.
-    """
+    """Cumulative lengths must end at the number of tokens."""
     if values[-1] != tokens:
         raise ArgumentError(
             f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
@@ -123,44 +105,10 @@ def check_total(op: str, name: str, values: npt.NDArray[np.int64], tokens: int) 
 
 
 def check_max_seqlen(op: str, name: str, given: int, values: npt.NDArray[np.int64]) -> None:
-    """``max_seqlen`` is not needed here; one that is given (not negative) must be true.
-
-    Raises:
-        ArgumentError: a document is longer.
-    """
+    """``max_seqlen`` is not needed here; one that is given (not negative) must be true."""
     longest = int(np.diff(values).max(initial=0))
     if 0 <= given < longest:
         raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
-
-
-def document_mask(
-    cu_q: npt.NDArray[np.int64],
-    cu_k: npt.NDArray[np.int64],
-    causal: bool,
-    window: tuple[int, int],
-    sink_tokens: int = 0,
-) -> AttnMask:
-    """The packed mask, cached by value: layers and the backward of a batch share one."""
-    return _document_mask(cu_q.tobytes(), cu_k.tobytes(), causal, window, sink_tokens)
-
-
-@lru_cache(maxsize=256)
-def _document_mask(
-    cu_q: bytes, cu_k: bytes, causal: bool, window: tuple[int, int], sink_tokens: int
-) -> AttnMask:
-    as_array = (np.frombuffer(data, dtype=np.int64) for data in (cu_q, cu_k))
-    return AttnMask.varlen(*as_array, causal=causal, window=window, global_tokens=sink_tokens)
-
-
-def document_positions(
-    cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64] | None:
-    """Where each key stands on the queries' scale, the ends of a document's queries and keys
-    aligned; None where the two are as long."""
-    if np.array_equal(cu_q, cu_k):
-        return None
-    corner = np.repeat(cu_k[1:] - cu_q[1:], np.diff(cu_k))
-    return np.arange(cu_k[-1]) - corner
 
 
 def _shown(values: npt.NDArray[np.int64]) -> str:

@@ -37,8 +37,8 @@ ARGUMENTS = {
         gradient is that of its rows: add up over the group.""",
     "dropout_seed": """an int or an int64 tensor [1], the same on every rank; None draws one from
         torch's generator, which then has to be seeded alike on all ranks.""",
-    "layout": """which tokens each rank holds; None means contiguous shards, as many tokens on every
-        rank where not packed.""",
+    "layout": """which tokens each rank holds; None means as many on every rank, in order.
+        ``Layout.contiguous(total, group_size)`` and ``Layout.from_sizes`` allow uneven shards.""",
     "k_layout": "which tokens of k and v each rank holds.",
     "kernel": """``"auto"``, which is the fastest that can do the call, or one by name: ``flash4``,
         ``flash3``, ``flash2``, ``te``, ``cudnn``, ``torch``, ``flex`` or ``reference``; or
@@ -55,6 +55,37 @@ ARGUMENTS = {
     "team_size": """ranks, neighbours in the group, that share out the heads of the same rows
         (Ulysses); divides the group's size, at most h. 1 cuts the sequence alone, all ranks cut
         heads alone, a number between does both. None is what the plan finds the fastest.""",
+}
+
+# What is said otherwise where cumulative lengths must be given, so that tensors are packed, and
+# where they may be.
+PACKED = {
+    "q": "[l, h, hd], this rank's tokens; any strides.",
+    "k, v": "[l, g, hd] and [l, g, vd]; h is a multiple of g (grouped queries).",
+    "cu_seqlens_q, cu_seqlens_k": (
+        """[documents + 1], int32 or int64, of the whole sequence, the same
+        on every rank: start at 0, never fall (a document may be empty), end at the total over
+        all ranks. Lists and CPU tensors cost no sync; a tensor on a device one for each batch."""
+    ),
+    "alibi_slopes": """[h] or [1, h]: what a score loses per token of distance; the ends of a
+        document are aligned where its lengths in q and k differ. No gradient.""",
+    "causal": """a token attends its document up to itself; aligned at the documents' ends where
+        their lengths in q and k differ.""",
+    "enable_ring": """False computes on this rank alone, whatever ``process_group`` says; not inside
+        a captured graph, where an engine would give the op its group again.""",
+    "layout": """which tokens of q each rank holds; None means
+        ``Layout.contiguous(total, group_size)``. It is that of k and v too where they have the
+        same total and ``k_layout`` is None.""",
+}
+MAYBE_PACKED = {
+    "q": "[b, l, h, hd], this rank's tokens; [l, h, hd] with ``cu_seqlens``. Any strides.",
+    "k, v": "[b, l, g, hd] and [b, l, g, vd], or packed without b; h is a multiple of g.",
+    "cu_seqlens_q, cu_seqlens_k": (
+        """[documents + 1], int32 or int64, cumulative lengths of the whole
+        packed sequence, the same on every rank; windows end at documents' ends."""
+    ),
+    "layout": """which tokens each rank holds; None means contiguous shards, as many tokens on every
+        rank where not packed.""",
 }
 
 
@@ -74,16 +105,18 @@ def attention_function(function: Function) -> Function:
     parameters.sort(key=lambda p: order.index(p.name) if p.kind is by_keyword else -1)
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     if function.__doc__:  # not under python -OO
-        function.__doc__ = _described(function.__doc__, [p.name for p in parameters])
+        lengths = [p for p in parameters if p.name.startswith("cu_seqlens")]
+        required = [p for p in lengths if p.default is p.empty]
+        entries = ARGUMENTS | (PACKED if required else MAYBE_PACKED if lengths else {})
+        function.__doc__ = _described(function.__doc__, entries, [p.name for p in parameters])
     return function
 
 
-def _described(text: str, names: list[str]) -> str:
+def _described(text: str, entries: dict[str, str], names: list[str]) -> str:
     """The docstring, its ``Args`` completed, in the order of the signature."""
-    head, _, rest = text.partition("    Args:\n")
-    own, end, tail = rest.partition("    Returns:\n")
-    entries = dict(ARGUMENTS)
-    for entry in re.split(r"\n(?=        \w)", own.rstrip()):
+    before, end, tail = text.partition("    Returns:\n")
+    head, _, own = before.partition("    Args:\n")
+    for entry in filter(None, re.split(r"\n(?=        \w)", own.rstrip())):
         title, _, described = entry.strip().partition(": ")
         for known in [key for key in entries if {*key.split(", ")} & {*title.split(", ")}]:
             del entries[known]

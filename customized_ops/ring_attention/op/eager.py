@@ -1,6 +1,6 @@
 """The eager door: a user's call, checked once and from then on found by what it passes.
 
-    the first call of its kind    is checked, encoded and bound (:mod:`.bind`)
+    the first call of its kind    is checked, encoded and bound (:mod:`.bound`)
     the next ones                 are one look-up, the executor, and autograd
 
 Calls that somebody watches or traces (torch.compile, modes, profilers, subclasses such as DTensor)
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +23,28 @@ from annotations.library.cached_calls import cached, typed_key
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.comm.inprocess import InProcessComm
-from ..core.run import te_cp
 from . import agreement
-from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported
-from .bind import MOST_BOUND, bind, bound_calls
-from .bound import Bound
+from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported, ring_group
+from .bound import MOST_BOUND, Bound, bind, bound_calls
 from .call import AttentionOp
 from .mask_source import MaskSource
 from .options import OP_OPTIONS, OPTIONAL_TENSORS, Options, SharedOptions
 from .query_shards import refuse_with_parts
 
 _SHARED = frozenset(SharedOptions.__annotations__)
+
+
+class UserCall(NamedTuple):
+    """A call of an attention function as the user passed it, not yet checked."""
+
+    op: AttentionOp
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    source: MaskSource
+    group: GroupLike
+    options: Options
+    return_attn_probs: bool
 
 
 def attend(
@@ -43,59 +54,50 @@ def attend(
     v: Tensor,
     source: MaskSource,
     process_group: GroupLike,
+    own: tuple[Any, ...],
     shared: SharedOptions,
     return_attn_probs: bool = False,
-    **own: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Make a user's call of an attention function: out, and lse if asked for.
 
     Args:
         source: which pairs attend, as the user said.
-        shared: what the function takes as ``**options``.
-        own: the other :class:`~.options.Options`, by name.
+        own: the options that the function names, the first of :class:`~.options.Options`.
+        shared: what it takes as ``**options``.
     """
     for name in shared:
         if name not in _SHARED:
             raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
-    options = Options(**own, **shared)
-    watched = torch.compiler.is_compiling() or not can_bypass_dispatcher(
-        q, k, v, *_tensors_of(options)
+    options = Options(*own, **shared)
+    group = (
+        process_group
+        if source.enable_ring is True
+        else ring_group(source.enable_ring, process_group)
     )
-    if watched:
-        given = _checked(op, q, k, v, source, options, process_group, return_attn_probs)
-        out, lse = op.forward(*given.values(), group_name(process_group))
+    call = UserCall(op, q, k, v, source, group, options, return_attn_probs)
+    optional = options.alibi_slopes, options.sink, options.dropout_seed
+    tensors = [t for t in optional if isinstance(t, Tensor)]
+    if torch.compiler.is_compiling() or not can_bypass_dispatcher(q, k, v, *tensors):
+        out, lse = op.forward(*_checked(call).values(), group_name(group))
     else:
-        out, lse = _attend_eagerly(op, q, k, v, source, options, process_group, return_attn_probs)
+        out, lse = _attend_eagerly(call)
     return (out, lse) if options.return_lse else out
 
 
-def _tensors_of(options: Options) -> list[Tensor]:
-    return [t for t in options[-3:] if isinstance(t, Tensor)]
-
-
-def _attend_eagerly(
-    op: AttentionOp,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    source: MaskSource,
-    options: Options,
-    group: GroupLike,
-    probs: bool,
-) -> tuple[Tensor, Tensor]:
+def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
+    op, q, k, v, _, group, options, _ = call
     name = group_name(group)
     comm = comm_by_name(name)
     compared = group is not None and agreement.enabled(group)
-    key = None if compared else _key(op, q, k, v, source, options, probs)
+    key = None if compared else _key(call)
     bound = None if key is None else _known(comm, key)
     if bound is not None:
         optional = _optional_tensors(op.title, q, options)
     else:
-        given = _checked(op, q, k, v, source, options, group, probs)
+        given = _checked(call)
         optional = [given[each] for each in OPTIONAL_TENSORS]
         bound = bind(op, {**given, "group": name}, comm, compare=True)
-        # TransformerEngine's own context parallelism keeps its group, which must not be kept here.
-        if key is not None and not isinstance(bound.kernel, te_cp.ContextParallel):
+        if key is not None and not bound.keeps_group:
             cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *optional):
         return _recorded(op.name)(op, bound, comm, name, q, k, v, *optional)
@@ -103,41 +105,24 @@ def _attend_eagerly(
         return bound.forward(comm, q, k, v, optional)
 
 
-def _key(
-    op: AttentionOp,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    source: MaskSource,
-    options: Options,
-    probs: bool,
-) -> Any:
+def _key(call: UserCall) -> Any:
     """All that was passed, typed, tensors without data; None where something has no key."""
+    op, q, k, v, source, _, options, probs = call
     said = source.key()
+    slopes, *numbers, sink, seed = options
     optional: list[Any] = [None, None, None]
-    for n, t in enumerate(options[-3:]):
+    for n, t in enumerate((slopes, sink, seed)):
         if isinstance(t, Tensor):
             optional[n] = t.shape, t.dtype, t.device, t.requires_grad
         elif t is not None and (n < 2 or type(t) is not int):
             return None
     if said is None:
         return None
-    return (
-        op.name,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        said,
-        typed_key((*options.numbers, probs)),
-        *optional,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+    devices = q.device, k.device, v.device
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    numbers.append(probs)
+    return op.name, shapes, dtypes, devices, said, typed_key(numbers), *optional, deterministic
 
 
 def _known(comm: Comm, key: Any) -> Bound | None:
@@ -148,23 +133,15 @@ def _known(comm: Comm, key: Any) -> Bound | None:
 
 
 def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | None]:
-    slopes, sink, seed = options[-3:]
+    slopes, sink, seed = options.alibi_slopes, options.sink, options.dropout_seed
     if slopes is None and sink is None and seed is None and not options.dropout_p:
         return [None, None, None]
     return list(options.tensors(title, q).values())
 
 
-def _checked(
-    op: AttentionOp,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    source: MaskSource,
-    options: Options,
-    group: GroupLike,
-    probs: bool,
-) -> dict[str, Any]:
+def _checked(call: UserCall) -> dict[str, Any]:
     """The op's arguments by name, but for its group; what one rank refuses its peers hear of."""
+    op, q, k, v, source, group, options, probs = call
     title = op.title
 
     def check() -> dict[str, Any]:
@@ -177,24 +154,20 @@ def _checked(
         traced = torch.compiler.is_compiling()
         if not traced:  # shapes first: the rest is checked against them
             op.record.bind({**given, **nothing, **numbers, **parts})
-        sound = options.checked(title, q)
-        refuse_with_parts(title, sound, ranks=1)
+        valid = options.checked(title, q)
+        refuse_with_parts(title, valid, ranks=1)
         optional = options.tensors(title, q)
         if not traced and any(t is not None for t in optional.values()):
             op.record.bind({**given, **optional, **numbers, **parts})
-        _refuse_unseeded(title, options, group)
-        return {**given, **optional, **numbers, **sound._asdict()}
+        threads = isinstance(group, InProcessComm) and group.size > 1
+        if options.dropout_p and options.dropout_seed is None and threads:
+            raise ArgumentError(
+                f"{title}: ranks that are threads share one generator, so each would draw another "
+                "seed; give dropout_seed"
+            )
+        return {**given, **optional, **numbers, **valid._asdict()}
 
     return checked(title, group, check)
-
-
-def _refuse_unseeded(op: str, options: Options, process_group: GroupLike) -> None:
-    threads = isinstance(process_group, InProcessComm) and process_group.size > 1
-    if options.dropout_p and options.dropout_seed is None and threads:
-        raise ArgumentError(
-            f"{op}: ranks that are threads share one generator, so each would draw another seed; "
-            "give dropout_seed"
-        )
 
 
 @cache
@@ -207,21 +180,14 @@ def _recorded(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _forward(
-    ctx: Any,
-    op: AttentionOp,
-    bound: Bound,
-    comm: Comm,
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *optional: Tensor | None,
+    ctx: Any, op: AttentionOp, bound: Bound, comm: Comm, name: str, *tensors: Any
 ) -> tuple[Tensor, Tensor]:
+    q, k, v, *optional = tensors
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = bound.forward(comm, q, k, v, optional)
     ctx.set_materialize_grads(False)
     ctx.call = op, bound, comm, name
-    ctx.save_for_backward(q, k, v, *optional, out, lse)
+    ctx.save_for_backward(*tensors, out, lse)
     return out, lse
 
 
@@ -229,10 +195,11 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     (op, bound, comm, name), nothing = ctx.call, (None, None, None, None)
     if all(grad is None for grad in grads):
         return (*nothing, *[None] * 6)
-    q, k, v, *optional, out, lse = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    q, k, v, *optional, out, lse = saved
     if gradients_can_bypass(grads):
         with torch._C._AutoDispatchBelowAutograd():
-            found = bound.backward(comm, grads, q, k, v, optional, out, lse)
+            found = bound.backward(comm, grads, saved)
         dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)
     else:  # watched, or to be differentiated again, which the op refuses
         tensors, numbers = bound.call.encode()

@@ -11,15 +11,12 @@ sum over the ranks is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from annotations.rules import SplitSite
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
@@ -32,11 +29,7 @@ HEADS = -2
 
 
 def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
-    """What does not go with a part of q.
-
-    Raises:
-        ArgumentError: a group, a layout or dropout.
-    """
+    """What does not go with a part of q."""
     both = ("q_rows", options.row_parts), ("q_heads", options.head_parts)
     names = [name for name, parts in both if parts]
     if names and options.dropout_p:
@@ -60,11 +53,7 @@ def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
 
 
 def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) -> tuple[int, int]:
-    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts.
-
-    Raises:
-        ArgumentError: q holds another number of ``what``.
-    """
+    """First and last + 1 of a part, cut as DTensor's ``Shard`` cuts."""
     each = -(-total // parts)
     start, stop = (min(n * each, total) for n in (part, part + 1))
     if stop - start != held:
@@ -80,8 +69,6 @@ def rows_of(op: str, problem: Problem, options: OpOptions, rows: int, aligned: b
 
     Args:
         aligned: whether scores depend on the distance of a row and a key.
-    Raises:
-        ArgumentError: q is not as long as that part.
     """
     mask = problem.mask
     part = options.row_part, options.row_parts
@@ -119,8 +106,6 @@ class KeyHeads:
 
         Args:
             q_heads, kv_heads: heads of q and of k on this rank.
-        Raises:
-            ArgumentError: they do not fit.
         """
         parts, total = options.head_parts, options.head_total
         if not parts:
@@ -171,13 +156,3 @@ class KeyHeads:
             return 0, 0
         first = self.first // self.group
         return first, (self.first + self.count - 1) // self.group - first + 1
-
-
-def told_rows(site: SplitSite) -> Mapping[str, int]:
-    """What an op is told of the rows that a rank holds."""
-    return {"row_part": site.index, "row_parts": site.parts}
-
-
-def told_heads(site: SplitSite) -> Mapping[str, int]:
-    """What an op is told of the heads that a rank holds."""
-    return {"head_part": site.index, "head_parts": site.parts, "head_total": site.size}

@@ -1,4 +1,4 @@
-"""Where the tokens of an op call lie."""
+"""Which rank holds which tokens of a call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
 
     Args:
         name: what the argument is called, ``layout`` or ``k_layout``.
-    Raises:
-        ArgumentError: the layout is for another number of ranks or tokens, or gives this rank
-            another length than it has.
     """
     told = ""
     if not spec:
@@ -55,8 +52,6 @@ def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) 
 
     Args:
         remedy: how to say what each rank holds; None: by a layout.
-    Raises:
-        ArgumentError: the ranks hold different numbers of tokens.
     """
     if comm.size == 1 or local in comm.common_lengths or agreement.enabled(comm):
         return  # where the ranks compare every call, they compare this too

@@ -28,9 +28,7 @@ UNKNOWN = -1  # as a total: no engine has cut the sequence
 def _annotation(
     x: Tensor, source: str, target: str, dim: int, group: str, total: int = UNKNOWN, **_: Any
 ) -> str:
-    if WHOLE in (source, target) and not _is_cut(group, total):
-        return "? -> ?"
-    if not _same_sizes(source, target):
+    if _keeps_all(source, target, group, total) or not _same_sizes(source, target):
         return "? -> ?"
     lead = " ".join(f"n{i}" for i in range(dim))
     return f"{lead} l * -> {lead} l *".strip()
@@ -40,6 +38,11 @@ def _is_cut(group: str, total: int) -> bool:
     """Whether "whole" stands for contiguous shards: those that an engine cut, or the one of one
     rank. With a group of the user's own it is the whole."""
     return total != UNKNOWN or group == ""
+
+
+def _keeps_all(source: str, target: str, group: str, total: int) -> bool:
+    """Whether a rank holds all tokens before or after."""
+    return WHOLE in (source, target) and not _is_cut(group, total)
 
 
 def _same_sizes(source: str, target: str) -> bool:
@@ -75,17 +78,8 @@ def _exchange(before: Layout, after: Layout | None, shift: int, comm: Comm) -> E
     return gather(before, comm.rank) if after is None else relayout(before, after, shift, comm.rank)
 
 
-def _backward(
-    grad: Tensor | None,
-    x: Tensor,
-    source: str,
-    target: str,
-    shift: int,
-    dim: int,
-    group: str,
-    total: int,
-    moved: Tensor,
-) -> Tensor:
+def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
+    source, target, shift, dim, group, total, _moved = how
     comm = comm_by_name(group)
     into = x.new_zeros(x.shape)
     if grad is None:
@@ -102,18 +96,13 @@ def _backward(
 def _fake(
     x: Tensor, source: str, target: str, shift: int, dim: int, group: str, total: int
 ) -> Tensor:
-    whole = WHOLE in (source, target) and not _is_cut(group, total)
-    if not whole and _same_sizes(source, target):
+    if not _keeps_all(source, target, group, total) and _same_sizes(source, target):
         return x.new_empty(x.shape)
     comm = comm_by_name(group)
     before, after = _layouts(x, source, target, dim, comm, total)
     shape = list(x.shape)
     shape[dim] = before.total if after is None else after.sizes[comm.rank]
     return x.new_empty(shape)
-
-
-def _arguments(site: SplitSite) -> dict[str, Any]:
-    return {"group": site.group, "total": site.size}
 
 
 def _cost(
@@ -126,7 +115,9 @@ def _cost(
     return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
 
 
-MOVES_TOKENS = PartitionRule({"l": Communicates(_arguments, _cost)})
+MOVES_TOKENS = PartitionRule(
+    {"l": Communicates(lambda site: {"group": site.group, "total": site.size}, _cost)}
+)
 
 
 @register_op(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from functools import partial
 
 import torch
 
@@ -12,15 +11,14 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import make_plan
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 REASON = (
     "masks, layouts and plans are numpy's: make and read them outside of what is compiled as one "
     "graph"
 )
+left_alone = partial(torch.compiler.disable, reason=REASON)
 
 
-def leave_alone(cls: type, *methods: str) -> None:
+def _leave_alone(cls: type, *methods: str) -> None:
     """Have the compiler break its graph, or say why it cannot, at calls of a class, of its class
     and static methods, and of ``methods`` (or properties); here and not where the class is
     declared, as planning needs no torch."""
@@ -37,11 +35,6 @@ def leave_alone(cls: type, *methods: str) -> None:
             setattr(cls, name, left_alone(static))
 
 
-def left_alone(function: Function) -> Function:
-    """The function, called in a break of the graph."""
-    return cast(Function, torch.compiler.disable(function, reason=REASON))
-
-
-leave_alone(AttnMask, "union", "shift", "restrict", "area", "to_dense", "picture")
-leave_alone(Layout, "positions")
+_leave_alone(AttnMask, "union", "shift", "restrict", "area", "to_dense", "picture")
+_leave_alone(Layout, "positions")
 make_plan = left_alone(make_plan)

@@ -54,7 +54,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.core.comm import fake_comm
 from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
 from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
-from customized_ops.ring_attention.op import bound
+from customized_ops.ring_attention.op import bound, call
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -104,12 +104,15 @@ def without(what: str) -> ExitStack:
         forward=lambda q, k, v, *_: _results(q, v),
         backward=lambda dout, q, k, v, *_, **__: _gradients(q, k, v),
     )
-    stands_in: dict[str, Any] = {"choose": lambda *_: kernel}
+    stands_in: list[tuple[Any, str, Any]] = [(call, "choose", lambda *_: kernel)]
     if what == "executor":
-        stands_in = {"attention_forward": forward, "attention_backward": backward}
+        stands_in = [
+            (bound, "attention_forward", forward),
+            (bound, "attention_backward", backward),
+        ]
     stack = ExitStack()
-    for name, function in stands_in.items():
-        stack.enter_context(mock.patch.object(bound, name, function))
+    for where, name, function in stands_in:
+        stack.enter_context(mock.patch.object(where, name, function))
     return stack
 
 
@@ -176,12 +179,12 @@ def least(
     """Microseconds on the host of each, over rounds of so many calls of the one, then the other."""
     best = [float("inf")] * 2
     for _ in range(ROUNDS):
-        for n, call in enumerate((forward, backward)):
+        for n, run in enumerate((forward, backward)):
             if given.device == "cuda":
                 torch.cuda.synchronize()
             began = perf_counter()
             for _ in range(given.calls):
-                call()
+                run()
             best[n] = min(best[n], perf_counter() - began)
     return best[0] / given.calls * 1e6, best[1] / given.calls * 1e6
 

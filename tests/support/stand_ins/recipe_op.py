@@ -86,10 +86,8 @@ def wrap_block_attn_func(
         v,
         Blocks(block),
         process_group,
+        (alibi_slopes, None, dropout_p, False, return_lse),
         options,
-        return_lse=return_lse,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
     )
 
 

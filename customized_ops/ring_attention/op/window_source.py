@@ -1,0 +1,238 @@
+"""Sequences and packed documents, each attending itself: causal, a window and sink tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from annotations.library.cached_calls import typed_key
+
+from ..core.arrays import Ints
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from .arguments import ArgumentError, flag_of, tokens_of, window_bounds
+from .cu_seqlens import (
+    CuSeqlens,
+    as_tensor,
+    check_cu_seqlens,
+    check_max_seqlen,
+    check_total,
+    on_host,
+    value_of,
+)
+from .mask_source import Arguments, MaskSource, Problem, Shards, has_data
+from .shard_layout import BY_DOCUMENT, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class OneSequence(MaskSource):
+    """One sequence for each batch entry."""
+
+    causal: bool
+    window_size: Sequence[int]
+    sink_tokens: int = 0
+    enable_ring: bool = True
+    max_seqlens: tuple[int | None, int | None] = (None, None)
+
+    same_length: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, type]] = {
+        "causal": bool,
+        "window_left": int,
+        "window_right": int,
+        "sink_tokens": int,
+    }
+
+    def key(self) -> Any:
+        return typed_key(
+            (self.causal, self.window_size, self.sink_tokens, self.enable_ring, self.max_seqlens)
+        )
+
+    def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        flag_of(op, "enable_ring", self.enable_ring)
+        for side, longest in zip("qk", self.max_seqlens, strict=True):
+            if longest is not None:
+                raise ArgumentError(
+                    f"{op}: max_seqlen_{side} goes with cu_seqlens_q and cu_seqlens_k, which "
+                    f"are not given; leave it None, got {longest!r}"
+                )
+        return {}, self._numbers(op)
+
+    def _numbers(self, op: str) -> dict[str, Any]:
+        """The numbers of :attr:`OneSequence.numbers`, checked."""
+        left, right = window_bounds(op, self.window_size)
+        return {
+            "causal": flag_of(op, "causal", self.causal),
+            "window_left": left,
+            "window_right": right,
+            "sink_tokens": tokens_of(op, "sink_tokens", self.sink_tokens),
+        }
+
+    @classmethod
+    def decode(cls, given: Arguments) -> OneSequence:
+        window = given["window_left"], given["window_right"]
+        return cls(given["causal"], window, given["sink_tokens"])
+
+    def mask(self, q_len: int, k_len: int) -> AttnMask | None:
+        return self._mask((0, q_len), (0, k_len))
+
+    def _mask(self, q_ends: Sequence[int], k_ends: Sequence[int]) -> AttnMask:
+        """Of documents with these cumulative lengths."""
+        left, right = self.window_size
+        said = self.causal, (left, right), self.sink_tokens
+        return _cached_mask(tuple(q_ends), tuple(k_ends), *said)
+
+    def problem(self, op: str, shards: Shards) -> Problem:
+        layout = layout_of(op, shards.comm, "layout", shards.layout, shards.rows, None)
+        return Problem(self._mask((0, layout.total), (0, layout.total)), layout, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(OneSequence):
+    """Packed documents, each attending itself; decoded, their lengths are tuples, or None where
+    they have no data."""
+
+    cu_seqlens_q: CuSeqlens | None = None
+    cu_seqlens_k: CuSeqlens | None = None
+
+    packed: ClassVar[bool] = True
+    same_length: ClassVar[bool] = False
+    tensors: ClassVar[Mapping[str, str]] = {"cu_seqlens_q": "e^", "cu_seqlens_k": "f^"}
+    lengths: ClassVar[tuple[str, ...]] = tuple(tensors)
+    numbers: ClassVar[Mapping[str, type]] = {
+        **OneSequence.numbers,
+        "max_seqlen_q": int,
+        "max_seqlen_k": int,
+    }
+
+    def key(self) -> Any:
+        q_values = value_of(self.cu_seqlens_q)
+        same = self.cu_seqlens_k is self.cu_seqlens_q
+        k_values = q_values if same else value_of(self.cu_seqlens_k)
+        if q_values is None or k_values is None:
+            return None
+        return q_values, k_values, OneSequence.key(self)
+
+    def encode(self, op: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        for name, cu in zip(self.tensors, (self.cu_seqlens_q, self.cu_seqlens_k), strict=True):
+            if cu is None:
+                raise ArgumentError(f"{op}: {name} is missing; give both, for q and for k")
+            tensors[name] = as_tensor(op, name, cu)
+        if not flag_of(op, "enable_ring", self.enable_ring) and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{op}: enable_ring=False is not supported in a captured graph, where an engine "
+                "gives the op its group"
+            )
+        numbers = self._numbers(op)
+        for side, most in zip("qk", self.max_seqlens, strict=True):
+            name = f"max_seqlen_{side}"
+            numbers[name] = -1 if most is None else tokens_of(op, name, most)
+        return tensors, numbers
+
+    @classmethod
+    def decode(cls, given: Arguments) -> Documents:
+        known = all(has_data(given[name]) for name in cls.tensors)
+        ends = [tuple(on_host(given[name]).tolist()) if known else None for name in cls.tensors]
+        longest = [given[f"max_seqlen_{side}"] for side in "qk"]
+        q_longest, k_longest = (None if most < 0 else most for most in longest)
+        window = given["window_left"], given["window_right"]
+        return cls(
+            given["causal"], window, given["sink_tokens"], True, (q_longest, k_longest), *ends
+        )
+
+    @property
+    def _ends(self) -> tuple[Ints, Ints]:
+        q_ends, k_ends = (np.asarray(c, np.int64) for c in (self.cu_seqlens_q, self.cu_seqlens_k))
+        return q_ends, k_ends
+
+    def mask(self, q_len: int, k_len: int) -> AttnMask | None:
+        q_ends: Any = self.cu_seqlens_q
+        k_ends: Any = self.cu_seqlens_k
+        known = q_ends is not None and k_ends is not None
+        fits = known and (q_ends[-1], k_ends[-1]) == (q_len, k_len)
+        return self._mask(q_ends, k_ends) if fits else None
+
+    def worst(self, q_len: int, k_len: int) -> AttnMask:
+        """One document as long as all, where lengths are not known."""
+        known = self.mask(q_len, k_len)
+        return self._mask((0, q_len), (0, k_len)) if known is None else known
+
+    def whole_rows(self, keys: int) -> int:
+        return int(self._ends[0][-1])
+
+    def problem(self, op: str, shards: Shards) -> Problem:
+        """The totals come from ``cu_seqlens``, so no rank asks another."""
+        q_ends, k_ends = self._ends
+        comm, held = shards.comm, (shards.rows, shards.keys)
+        for side, ends, longest in zip("qk", self._ends, self.max_seqlens, strict=True):
+            check_cu_seqlens(op, f"cu_seqlens_{side}", ends)
+            check_max_seqlen(op, f"max_seqlen_{side}", -1 if longest is None else longest, ends)
+        if len(q_ends) != len(k_ends):
+            raise ArgumentError(
+                f"{op}: cu_seqlens_q has {len(q_ends) - 1} documents and cu_seqlens_k "
+                f"{len(k_ends) - 1}"
+            )
+        if comm.size == 1:
+            for side, ends, tokens in zip("qk", self._ends, held, strict=True):
+                check_total(op, f"cu_seqlens_{side}", ends, tokens)
+        q_total, k_total = int(q_ends[-1]), int(k_ends[-1])
+        spec, k_spec = shards.layout, shards.k_layout
+        if spec == BY_DOCUMENT:
+            spec = Layout.zigzag(q_total, comm.size, q_ends).spec
+            k_spec = Layout.zigzag(k_total, comm.size, k_ends).spec
+        if spec and not k_spec:
+            if q_total != k_total:
+                raise ArgumentError(
+                    f"{op}: layout={spec} is for q, but cu_seqlens_q end at {q_total} and "
+                    f"cu_seqlens_k at {k_total}; give k_layout too, or neither, and both are cut "
+                    "contiguously"
+                )
+            k_spec = spec
+        q_layout = layout_of(op, comm, "layout", spec, shards.rows, q_total)
+        k_layout = layout_of(op, comm, "k_layout", k_spec, shards.keys, k_total)
+        mask = self._mask(q_ends.tolist(), k_ends.tolist())
+        positions = _key_positions(q_ends, k_ends) if shards.aligned else None
+        return Problem(mask, q_layout, k_layout, positions)
+
+
+def sequence_or_documents(
+    causal: bool,
+    window_size: Sequence[int],
+    sink_tokens: int,
+    enable_ring: bool,
+    max_seqlens: tuple[int | None, int | None],
+    cu_seqlens_q: CuSeqlens | None,
+    cu_seqlens_k: CuSeqlens | None,
+) -> OneSequence:
+    """:class:`Documents` where either of the cumulative lengths is given."""
+    said = causal, window_size, sink_tokens, enable_ring, max_seqlens
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return OneSequence(*said)
+    return Documents(*said, cu_seqlens_q, cu_seqlens_k)
+
+
+@lru_cache(maxsize=256)
+def _cached_mask(
+    q_ends: tuple[int, ...],
+    k_ends: tuple[int, ...],
+    causal: bool,
+    window: tuple[int, int],
+    sink_tokens: int,
+) -> AttnMask:
+    """By value: the layers and the backward of a batch share one mask."""
+    return AttnMask.varlen(q_ends, k_ends, causal=causal, window=window, global_tokens=sink_tokens)
+
+
+def _key_positions(q_ends: Ints, k_ends: Ints) -> Ints | None:
+    """Where each key stands on the queries' scale, the ends of a document's queries and keys
+    aligned; None where the two are as long."""
+    if np.array_equal(q_ends, k_ends):
+        return None
+    corner = np.repeat(k_ends[1:] - q_ends[1:], np.diff(k_ends))
+    return np.arange(k_ends[-1]) - corner
