@@ -14,7 +14,7 @@ from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, is_integer
 from ...op.cu_seqlens import CuSeqlens
-from ..mesh_group import group_of
+from ..peer_calls import group_of
 from .config import DistAttnConfig, dispatch_layout
 from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 

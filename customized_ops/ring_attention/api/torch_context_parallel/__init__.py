@@ -46,7 +46,7 @@ from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
-from ..mesh_group import group_of
+from ..peer_calls import group_of
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running
 from .parallel_style import AttentionType, ContextParallel
