@@ -14,6 +14,12 @@ from annotations.groups import GroupError
 from ..core.comm.comm_groups import GroupLike
 
 
+# Keyword arguments that models of transformers pass down to their layers, and that say nothing of
+# attention.
+SAYS_NOTHING = ("use_cache", "cache_position", "return_dict", "num_items_in_batch")
+SAYS_NOTHING += ("output_hidden_states", "output_router_logits")
+
+
 def group_of(title: str, where: GroupLike | DeviceMesh, axes: int = 1) -> GroupLike:
     """What ops take as ``process_group``, of a DeviceMesh or of what they take already.
 
@@ -56,13 +62,18 @@ def renamed(
     return call
 
 
+def without_first(function: Callable[..., Any], *others: str) -> inspect.Signature:
+    """The signature of ``function``, without its first parameter and those that are named."""
+    plain = inspect.signature(function)
+    free = [each for each in list(plain.parameters.values())[1:] if each.name not in others]
+    return plain.replace(parameters=free)
+
+
 def with_fixed(
     function: Callable[..., Any], name: str, doc: str, **fixed: Any
 ) -> Callable[..., Any]:
-    """``function`` with its first argument, its name, and others fixed, which its signature lacks."""
-    plain = inspect.signature(function)
-    free = [each for each in list(plain.parameters.values())[1:] if each.name not in fixed]
-    signature = plain.replace(parameters=free)
+    """``function`` with its first argument, a name, and others fixed: its signature lacks them."""
+    signature = without_first(function, *fixed)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

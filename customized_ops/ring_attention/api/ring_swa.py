@@ -61,7 +61,7 @@ def _attention(
     layout: Layout | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """All four functions; cu_seqlens None for no documents, sink_tokens None for no first tokens."""
+    """All four functions: without documents cu_seqlens is None, without first tokens the other."""
     ring = {
         "cp_size": cp_size,
         "cp_local_rank": cp_local_rank,

@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
-from ...op.options import Options
 from ...ring_attn import wrap_ring_attn_func
 from .pattern import Pattern
 
@@ -66,27 +64,17 @@ class Pairs:
     window: tuple[int, int] | None
     layout: Layout | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options, group: GroupLike) -> Tensor:
-        """q [b, l, h, d], k and v [b, m, g, d] -> [b, l, h, d]."""
-        shape = q.shape[:3]
-        said: dict[str, Any] = {
-            "softmax_scale": options.softmax_scale,
-            "softcap": options.softcap,
-            "dropout_p": options.dropout_p,
-            "dropout_seed": options.dropout_seed,
-            "sink": options.sink,
-            "process_group": group,
-            "layout": self.layout,
-        }
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """q [b, l, h, d], k and v [b, m, g, d] -> [b, l, h, d]; options of the ops."""
+        options["layout"] = self.layout
         if self.window is not None:
             causal = self.window[1] == 0
-            out = wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **said)
-            assert isinstance(out, Tensor)
-            return out
-        q, k, v = (t.flatten(0, 1).unsqueeze(0) if self.joined else t for t in (q, k, v))
-        out = wrap_masked_attn_func(q, k, v, self.mask, **said)
-        assert isinstance(out, Tensor)
-        return out.view(*shape, v.shape[-1]) if self.joined else out
+            return wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **options)
+        if not self.joined:
+            return wrap_masked_attn_func(q, k, v, self.mask, **options)
+        whole = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
+        out: Any = wrap_masked_attn_func(*whole, self.mask, **options)
+        return out.view(*q.shape[:3], v.shape[-1])
 
 
 def find_pairs(pattern: Pattern, rows: Rows, batch: int, layout: Layout | None = None) -> Pairs:
@@ -125,11 +113,9 @@ def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
         found = np.empty((len(starts), 6), dtype=np.int64)
         found[:, 0], found[:, 1] = 0, rows.q_len
         if rows.segments is not None:
-            queries = (
-                segment
-                if rows.q_segments is None
-                else rows.q_segments[min(n, len(rows.q_segments) - 1)]
-            )
+            queries = segment
+            if rows.q_segments is not None:
+                queries = rows.q_segments[min(n, len(rows.q_segments) - 1)]
             found[:, 0] = np.searchsorted(queries, segment[starts], "left")
             found[:, 1] = np.searchsorted(queries, segment[starts], "right")
         found[:, 2], found[:, 3], found[:, 4], found[:, 5] = starts, stops, low, high
@@ -137,12 +123,9 @@ def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
 
 
 def _joined(each: list[Slices], rows: Rows) -> Slices:
-    moved = []
-    for n, slices in enumerate(each):
-        q_by, k_by = n * rows.q_len, n * rows.k_len
-        by = np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by])
-        moved.append(slices + by)
-    return np.concatenate(moved)
+    q, k = rows.q_len, rows.k_len
+    by = np.array([q, q, k, k, k - q, k - q])
+    return np.concatenate([slices + n * by for n, slices in enumerate(each)])
 
 
 def repeated(layout: Layout, batch: int) -> Layout:

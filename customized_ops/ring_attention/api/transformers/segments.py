@@ -16,6 +16,14 @@ def on_host(tensor: Tensor) -> Ints:
     return tensor.detach().cpu().numpy().astype(np.int64)
 
 
+def check_ends(title: str, ends: Ints, total: int) -> None:
+    """Raise ArgumentError for cumulative lengths that do not rise from 0 to ``total``."""
+    if ends[0] != 0 or ends[-1] != total or (np.diff(ends) < 0).any():
+        raise ArgumentError(
+            f"{title}: cu_seq_lens_q must rise from 0 to the {total} tokens, got {ends.tolist()}"
+        )
+
+
 def begins(position_ids: Ints, attended: Flags | None) -> npt.NDArray[np.bool_]:
     """[b, l - 1]: whether token n + 1 begins a document, by transformers' rule: its position is not
     the one after token n's. Beside padding positions mean nothing."""
