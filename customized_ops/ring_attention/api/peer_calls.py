@@ -13,7 +13,6 @@ from annotations.groups import GroupError
 
 from ..core.comm.comm_groups import GroupLike
 
-
 # Keyword arguments that models of transformers pass down to their layers, and that say nothing of
 # attention.
 SAYS_NOTHING = ("use_cache", "cache_position", "return_dict", "num_items_in_batch")

@@ -43,14 +43,8 @@ __all__ = [
 
 NAME = "seqshard"
 
-OTHERS = {
-    *SAYS_NOTHING,
-    "shift_labels",
-    "logits_to_keep",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-}
+OTHERS = {*SAYS_NOTHING, "shift_labels", "logits_to_keep", "seq_idx"}
+OTHERS |= {"max_length_q", "max_length_k"}
 
 
 def register() -> None:

@@ -18,9 +18,19 @@ from torch import Tensor
 from ...op.arguments import ArgumentError, checked
 from ...op.cu_seqlens import on_host as cu_on_host
 from .cut import Cut, current_cut
-from .pairs import Ints, Pairs, Rows, find_pairs, numbered
+from .pairs import (
+    Ints,
+    Pairs,
+    Rows,
+    begins,
+    check_ends,
+    documents_of,
+    find_pairs,
+    numbered,
+    on_host,
+    segments_of,
+)
 from .pattern import TITLE, Pattern, read_pattern
-from .segments import begins, check_ends, documents_of, on_host, segments_of
 
 
 @dataclass(eq=False)
@@ -158,7 +168,7 @@ class Mask:
                 f"{TITLE}: position_ids restart among {self.q_len} queries that have "
                 f"{self.k_len} keys: documents cannot be told from a cache with tokens in it"
             )
-        return documents_of(positions, attended, TITLE)
+        return documents_of(positions, attended)
 
     def _of_cu_seqlens(self, cu_seqlens: Tensor, positions: Ints | None, attended: Any) -> Ints:
         ends = cu_on_host(cu_seqlens)

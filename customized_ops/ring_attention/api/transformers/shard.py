@@ -25,7 +25,7 @@ from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from ...op.cu_seqlens import on_host
 from .cut import Cut, mark_part, sequence_parallel
-from .segments import check_ends
+from .pairs import check_ends
 
 IGNORED = -100  # the label of tokens that do not count
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")

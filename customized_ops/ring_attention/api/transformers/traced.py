@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...op.arguments import ArgumentError
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .pairs import Ints, Pairs, Rows, find_pairs
+from .pairs import Ints, Pairs, Rows, documents_of, find_pairs, on_host, segments_of
 from .pattern import TITLE, Pattern
-from .segments import documents_of, on_host, segments_of
 
 
 class _ReachedByInput(Exception):
@@ -82,7 +81,7 @@ def _refuse(mask: Any, q: Tensor, k: Tensor) -> None:
 def _static(mask: Any, positions: Ints | None) -> Pairs:
     """The pairs where all is known: one document, or those of ``positions`` [b or 1, l]."""
     length, pattern = mask.q_len, mask.pattern
-    documents = None if positions is None else documents_of(positions, None, TITLE)
+    documents = None if positions is None else documents_of(positions, None)
     if pattern.chunk and pattern.left_padding is not None:
         raise NotImplementedError(f"{TITLE}: chunks in a captured graph are not supported")
     segments, _ = segments_of(pattern, documents, positions, None, length)
