@@ -201,7 +201,7 @@ def calc_attn(
     """
 
     def check() -> None:
-        refuse("calc_attn", REFUSED, return_max_logits=return_max_logits)
+        refuse("calc_attn", REFUSED, return_max_logits=bool(return_max_logits))
         _check_shapes(q, k, v, key)
 
     checked("calc_attn", key.comm, check)

@@ -85,7 +85,7 @@ def flex_flash_attn_func(
         MaskError: ranges that are none, or that cover a pair twice.
     """
     title = "flex_flash_attn_func"
-    refuse(title, REFUSED, return_max_logits=return_max_logits)
+    refuse(title, REFUSED, return_max_logits=bool(return_max_logits))
     _refuse_tuning(title, tuning)
     for name, each in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
         if not isinstance(each, Tensor) or each.ndim != 2 or each.shape[1] != 2:

@@ -46,7 +46,7 @@ from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
-from ..peer_calls import group_of, refuse, renamed, without_first
+from ..peer_calls import group_of, renamed, without_first
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running
 from .parallel_style import AttentionType, ContextParallel
@@ -179,8 +179,8 @@ def context_parallel_unshard(
     group = group_of(title, mesh)
 
     def check() -> Any:
-        reason = "load_balancer is not taken; say layout="
-        refuse(title, {"load_balancer": reason}, load_balancer=load_balancer)
+        if load_balancer is not None:
+            raise NotImplementedError(f"{title}: load_balancer is not taken; say layout=")
         return _check_buffers(title, buffers, seq_dims, gradients=True)
 
     dims = checked(title, group, check)

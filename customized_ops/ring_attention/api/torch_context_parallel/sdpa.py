@@ -137,7 +137,7 @@ def flex(
 
     def check() -> AttnMask:
         of_aux = return_aux is not None and (return_aux.max_scores or return_lse)
-        given = {"score_mod": score_mod, "kernel_options": kernel_options or None}
+        given = {"score_mod": score_mod is not None, "kernel_options": bool(kernel_options)}
         refuse(FLEX, _REFUSED, **given, return_aux=of_aux)
         _check_heads(FLEX, query, key, value, enable_gqa)
         total = cut.total(query.shape[-2])

@@ -33,7 +33,7 @@ from .pairs import (
 from .pattern import TITLE, Pattern, read_pattern
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Mask:
     """Which pairs attend in a forward, of one kind of layer.
 
