@@ -15,7 +15,7 @@ from ..core.comm.comm_groups import GroupLike
 
 # Keyword arguments that models of transformers pass down to their layers, and that say nothing of
 # attention.
-SAYS_NOTHING = ("use_cache", "cache_position", "return_dict", "num_items_in_batch")
+SAYS_NOTHING: tuple[str, ...] = ("use_cache", "cache_position", "return_dict", "num_items_in_batch")
 SAYS_NOTHING += ("output_hidden_states", "output_router_logits")
 
 

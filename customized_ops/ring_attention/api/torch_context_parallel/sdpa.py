@@ -97,15 +97,15 @@ def sdpa(
         return _mask_of_tensor(attn_mask, cut.total(query.shape[-2]))
 
     mask = checked(SDPA, cut.group, check)
-    qkv = (_rows_first(t) for t in (query, key, value))
+    q, k, v = (_rows_first(t) for t in (query, key, value))
     options = {"softmax_scale": scale, "dropout_p": dropout_p, **cut.options}
     if dropout_p:
         options["dropout_seed"] = _common_seed(cut.comm)
     out: Any
     if mask is None:
-        out = wrap_ring_attn_func(*qkv, causal=bool(is_causal), **options)
+        out = wrap_ring_attn_func(q, k, v, causal=bool(is_causal), **options)
     else:
-        out = wrap_masked_attn_func(*qkv, mask, **options)
+        out = wrap_masked_attn_func(q, k, v, mask, **options)
     return _heads_first(out, query.ndim)
 
 

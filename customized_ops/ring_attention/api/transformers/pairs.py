@@ -73,9 +73,10 @@ class Pairs:
             return wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **options)
         if not self.joined:
             return wrap_masked_attn_func(q, k, v, self.mask, **options)
-        whole = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
-        out: Any = wrap_masked_attn_func(*whole, self.mask, **options)
-        return out.view(*q.shape[:3], v.shape[-1])
+        shape = (*q.shape[:3], v.shape[-1])
+        q, k, v = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
+        out: Any = wrap_masked_attn_func(q, k, v, self.mask, **options)
+        return out.view(shape)
 
 
 def find_pairs(pattern: Pattern, rows: Rows, batch: int, layout: Layout | None = None) -> Pairs:
