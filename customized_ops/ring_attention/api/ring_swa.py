@@ -40,13 +40,16 @@ from ..op.arguments import ArgumentError, checked, tokens_of
 from ..op.cu_seqlens import CuSeqlens
 from ..sliding_window_attn import wrap_sliding_window_attn_func
 from ..streaming_attn import wrap_streaming_attn_func
+from .peer_calls import with_fixed
 
 
-def ring_sliding_window_attn(
+def _attention(
+    title: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     window_size: int,
+    cu_seqlens: CuSeqlens | None,
     cp_group: GroupLike = None,
     cp_size: int | None = None,
     cp_local_rank: int | None = None,
@@ -54,9 +57,60 @@ def ring_sliding_window_attn(
     cp_next_global_rank: int | None = None,
     softmax_scale: float | None = None,
     *,
+    sink_tokens: int | None = 1,
     layout: Layout | None = None,
     return_lse: bool = False,
 ) -> Any:
+    """All four functions: without documents cu_seqlens is None, without first tokens the other."""
+    ring = {
+        "cp_size": cp_size,
+        "cp_local_rank": cp_local_rank,
+        "cp_prev_global_rank": cp_prev_global_rank,
+        "cp_next_global_rank": cp_next_global_rank,
+    }
+
+    def check() -> int:
+        if any(each is not None for each in ring.values()):
+            _check_ring(title, cp_group, ring)
+        unbounded = isinstance(window_size, int) and window_size == -1
+        return -1 if unbounded else tokens_of(title, "window_size", window_size)
+
+    window = checked(title, cp_group, check)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "process_group": cp_group,
+        "layout": layout,
+        "return_lse": return_lse,
+    }
+    if sink_tokens is None:
+        both = cu_seqlens, cu_seqlens
+        return wrap_sliding_window_attn_func(q, k, v, *both, window_size=(window, 0), **options)
+    return wrap_streaming_attn_func(q, k, v, window, sink_tokens, cu_seqlens=cu_seqlens, **options)
+
+
+def _check_ring(title: str, cp_group: GroupLike, given: dict[str, int | None]) -> None:
+    comm = group_comm(cp_group)
+    ranks = _global_ranks(cp_group, comm)
+    wanted = comm.size, comm.rank, ranks[comm.rank - 1], ranks[(comm.rank + 1) % comm.size]
+    for (name, value), there in zip(given.items(), wanted, strict=True):
+        if value is not None and value != there:
+            raise ArgumentError(
+                f"{title}: {name}={value!r}, but in cp_group it is {there}, where rank n holds the "
+                "n-th part of the sequence; leave it None, or cut the sequence by rank in cp_group"
+            )
+
+
+def _global_ranks(group: GroupLike, comm: Comm) -> Sequence[int]:
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    if isinstance(group, Comm) or group is None:
+        return range(comm.size)
+    return group
+
+
+ring_sliding_window_attn = with_fixed(
+    _attention,
+    "ring_sliding_window_attn",
     """Causal attention to a window, over a sequence cut across the ranks of a group.
 
     Args:
@@ -68,149 +122,37 @@ def ring_sliding_window_attn(
         ValueError: arguments do not fit the group or one another; says what would.
 
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
-    """
-    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_sliding_window_attn", window_size, cp_group, ring), 0
-    options = _options(softmax_scale, cp_group, layout, return_lse)
-    return wrap_sliding_window_attn_func(q, k, v, window_size=window, **options)
-
-
-def ring_sliding_window_attn_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: int,
-    cu_seqlens: CuSeqlens,
-    cp_group: GroupLike = None,
-    cp_size: int | None = None,
-    cp_local_rank: int | None = None,
-    cp_prev_global_rank: int | None = None,
-    cp_next_global_rank: int | None = None,
-    softmax_scale: float | None = None,
-    *,
-    layout: Layout | None = None,
-    return_lse: bool = False,
-) -> Any:
+    """,
+    cu_seqlens=None,
+    sink_tokens=None,
+)
+ring_sliding_window_attn_varlen = with_fixed(
+    _attention,
+    "ring_sliding_window_attn_varlen",
     """:func:`ring_sliding_window_attn` inside packed documents.
 
     Args:
         q: [l, h, d], k: [l, g, d], v: [l, g, e]. cu_seqlens: [documents + 1], integers.
     Returns:
         [l, h, e] in q's dtype; with ``return_lse`` also [h, l].
-    """
-    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_sliding_window_attn_varlen", window_size, cp_group, ring), 0
-    options = _options(softmax_scale, cp_group, layout, return_lse)
-    return wrap_sliding_window_attn_func(
-        q, k, v, cu_seqlens, cu_seqlens, window_size=window, **options
-    )
-
-
-def ring_streaming_llm_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: int,
-    cp_group: GroupLike = None,
-    cp_size: int | None = None,
-    cp_local_rank: int | None = None,
-    cp_prev_global_rank: int | None = None,
-    cp_next_global_rank: int | None = None,
-    softmax_scale: float | None = None,
-    *,
-    sink_tokens: int = 1,
-    layout: Layout | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """:func:`ring_sliding_window_attn`, where every token also attends the first of its sequence.
-
-    Args:
-        sink_tokens: how many first tokens.
+    """,
+    sink_tokens=None,
+)
+ring_streaming_llm_attn = with_fixed(
+    _attention,
+    "ring_streaming_llm_attn",
+    """:func:`ring_sliding_window_attn`, where every token also attends the first ``sink_tokens``
+    of its sequence.
 
     Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention Sinks,
     arXiv:2309.17453 (2023).
-    """
-    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_streaming_llm_attn", window_size, cp_group, ring)
-    options = _options(softmax_scale, cp_group, layout, return_lse)
-    return wrap_streaming_attn_func(q, k, v, window, sink_tokens, **options)
-
-
-def ring_streaming_llm_attn_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window_size: int,
-    cu_seqlens: CuSeqlens,
-    cp_group: GroupLike = None,
-    cp_size: int | None = None,
-    cp_local_rank: int | None = None,
-    cp_prev_global_rank: int | None = None,
-    cp_next_global_rank: int | None = None,
-    softmax_scale: float | None = None,
-    *,
-    sink_tokens: int = 1,
-    layout: Layout | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """:func:`ring_streaming_llm_attn` inside packed documents, each with first tokens of its own.
-
-    Args:
-        q: [l, h, d], k: [l, g, d], v: [l, g, e]. cu_seqlens: [documents + 1], integers.
-    Returns:
-        [l, h, e] in q's dtype; with ``return_lse`` also [h, l].
-    """
-    ring = cp_size, cp_local_rank, cp_prev_global_rank, cp_next_global_rank
-    window = _checked("ring_streaming_llm_attn_varlen", window_size, cp_group, ring)
-    options = _options(softmax_scale, cp_group, layout, return_lse)
-    options["cu_seqlens"] = cu_seqlens
-    return wrap_streaming_attn_func(q, k, v, window, sink_tokens, **options)
-
-
-def _options(
-    softmax_scale: float | None, cp_group: GroupLike, layout: Layout | None, return_lse: bool
-) -> dict[str, Any]:
-    return {
-        "softmax_scale": softmax_scale,
-        "process_group": cp_group,
-        "layout": layout,
-        "return_lse": return_lse,
-    }
-
-
-_Ring = tuple[int | None, int | None, int | None, int | None]
-
-
-def _checked(title: str, window_size: int, cp_group: GroupLike, ring: _Ring) -> int:
-    """The window; refuses ranks that are not those of the group."""
-
-    def check() -> int:
-        if any(each is not None for each in ring):
-            _check_ring(title, cp_group, ring)
-        if isinstance(window_size, int) and window_size == -1:
-            return -1
-        return tokens_of(title, "window_size", window_size)
-
-    return checked(title, cp_group, check)
-
-
-def _check_ring(title: str, cp_group: GroupLike, ring: _Ring) -> None:
-    comm = group_comm(cp_group)
-    ranks = _global_ranks(cp_group, comm)
-    before, after = ranks[comm.rank - 1], ranks[(comm.rank + 1) % comm.size]
-    names = "cp_size", "cp_local_rank", "cp_prev_global_rank", "cp_next_global_rank"
-    wanted = comm.size, comm.rank, before, after
-    for name, given, there in zip(names, ring, wanted, strict=True):
-        if given is not None and given != there:
-            raise ArgumentError(
-                f"{title}: {name}={given!r}, but in cp_group it is {there}, where rank n holds the "
-                "n-th part of the sequence; leave it None, or cut the sequence by rank in cp_group"
-            )
-
-
-def _global_ranks(group: GroupLike, comm: Comm) -> Sequence[int]:
-    if isinstance(group, dist.ProcessGroup):
-        return dist.get_process_group_ranks(group)
-    if isinstance(group, Comm) or group is None:
-        return range(comm.size)
-    return group
+    """,
+    cu_seqlens=None,
+)
+ring_streaming_llm_attn_varlen = with_fixed(
+    _attention,
+    "ring_streaming_llm_attn_varlen",
+    """:func:`ring_streaming_llm_attn` inside packed documents, each with first tokens of its own;
+    shapes as in :func:`ring_sliding_window_attn_varlen`.
+    """,
+)

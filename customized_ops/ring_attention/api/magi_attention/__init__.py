@@ -44,6 +44,7 @@ from ...core.comm.comm_groups import comm_by_name
 from ...core.layout import Layout
 from ...layout_ops import wrap_roll_func, wrap_shard_func, wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
+from ..peer_calls import refuse
 from .config import (
     AttnOverlapMode,
     DispatchAlg,
@@ -56,7 +57,7 @@ from .config import (
     SequentialDispatchAlg,
     UniformOverlapAlg,
 )
-from .flex import AttnForwardMeta, attention, flex_flash_attn_func, refuse_max_logits
+from .flex import REFUSED, AttnForwardMeta, attention, flex_flash_attn_func
 from .key import (
     DistAttnRuntimeKey,
     clear_cache,
@@ -200,7 +201,7 @@ def calc_attn(
     """
 
     def check() -> None:
-        refuse_max_logits("calc_attn", return_max_logits)
+        refuse("calc_attn", REFUSED, return_max_logits=bool(return_max_logits))
         _check_shapes(q, k, v, key)
 
     checked("calc_attn", key.comm, check)

@@ -14,6 +14,7 @@ from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError
 from ...op.cu_seqlens import on_host
+from ..peer_calls import refuse
 from .ranges import mask_of_ranges
 
 # Arguments that tune their kernel, as they must be here.
@@ -30,6 +31,7 @@ TUNING: dict[str, Any] = {
     "index_attn": False,
     "swap_bwd_qk_loop": False,
 }
+REFUSED = {"return_max_logits": "return_max_logits={value}: no kernel here tells the largest score"}
 
 
 @dataclass
@@ -83,7 +85,7 @@ def flex_flash_attn_func(
         MaskError: ranges that are none, or that cover a pair twice.
     """
     title = "flex_flash_attn_func"
-    refuse_max_logits(title, return_max_logits)
+    refuse(title, REFUSED, return_max_logits=bool(return_max_logits))
     _refuse_tuning(title, tuning)
     for name, each in (("q_ranges", q_ranges), ("k_ranges", k_ranges)):
         if not isinstance(each, Tensor) or each.ndim != 2 or each.shape[1] != 2:
@@ -124,14 +126,6 @@ def _mask_of_bytes(
 ) -> AttnMask:
     q, k, kinds = (np.frombuffer(each, dtype=np.int64) for each in (q_ranges, k_ranges, types))
     return mask_of_ranges(title, q.reshape(-1, 2), k.reshape(-1, 2), kinds.tolist(), q_len, k_len)
-
-
-def refuse_max_logits(title: str, return_max_logits: bool) -> None:
-    """Raises NotImplementedError for True: no kernel here returns the largest score."""
-    if return_max_logits:
-        raise NotImplementedError(
-            f"{title}: return_max_logits=True: no kernel here tells the largest score"
-        )
 
 
 def _refuse_tuning(title: str, tuning: dict[str, Any]) -> None:

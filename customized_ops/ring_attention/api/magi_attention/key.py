@@ -14,7 +14,7 @@ from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, is_integer
 from ...op.cu_seqlens import CuSeqlens
-from ..mesh_group import group_of
+from ..peer_calls import group_of
 from .config import DistAttnConfig, dispatch_layout
 from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 
@@ -57,6 +57,7 @@ class DistAttnRuntimeKey:
 
 
 _most_recent: dict[str, DistAttnRuntimeKey] = {}
+_SELF_ATTENTION = ("is_same_source", "is_q_permutable", "is_k_permutable")
 
 
 def magi_attn_flex_key(
@@ -95,12 +96,8 @@ def magi_attn_flex_key(
         NotImplementedError: is_same_source, is_q_permutable or is_k_permutable not True.
     """
     title = "magi_attn_flex_key"
-    flags = {
-        "is_same_source": is_same_source,
-        "is_q_permutable": is_q_permutable,
-        "is_k_permutable": is_k_permutable,
-    }
-    for name, value in flags.items():
+    flags = (is_same_source, is_q_permutable, is_k_permutable)
+    for name, value in zip(_SELF_ATTENTION, flags, strict=True):
         if value is not True:
             raise NotImplementedError(
                 f"{title}: {name}={value!r}: keys are for self-attention, as in MagiAttention; "
@@ -113,8 +110,7 @@ def magi_attn_flex_key(
         )
     mask = mask_of_ranges(title, q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k)
     heads = (num_heads_q, num_heads_kv, head_dim)
-    config = _config(title, dist_attn_config, chunk_size, pad_size)
-    return _key(title, mask, heads, pad_size, cp_group_or_mesh, config)
+    return _key(title, mask, heads, pad_size, cp_group_or_mesh, dist_attn_config, chunk_size)
 
 
 def magi_attn_varlen_key(
@@ -144,8 +140,7 @@ def magi_attn_varlen_key(
             "are one sequence"
         )
     heads = (num_heads_q, num_heads_kv, head_dim)
-    config = _config(title, dist_attn_config, chunk_size, pad_size)
-    return _key(title, mask, heads, pad_size, cp_group_or_mesh, config)
+    return _key(title, mask, heads, pad_size, cp_group_or_mesh, dist_attn_config, chunk_size)
 
 
 def make_flex_key_for_new_mask_after_dispatch(
@@ -172,7 +167,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     title = "make_flex_key_for_new_mask_after_dispatch"
     total = key_for_dispatch.total_seqlen_q - key_for_dispatch.pad_size
     mask = mask_of_ranges(title, q_ranges, k_ranges, attn_mask_type, total, total)
-    heads = (num_heads_q, num_heads_kv, head_dim)
+    heads = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
     return _new_mask(title, mask, key_for_dispatch, heads, dist_attn_config)
 
 
@@ -187,7 +182,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
     """As :func:`make_flex_key_for_new_mask_after_dispatch`, for packed documents."""
     title = "make_varlen_key_for_new_mask_after_dispatch"
     mask = mask_of_documents(title, cu_seqlens_q, cu_seqlens_k, causal, window_size)
-    return _new_mask(title, mask, key_for_dispatch, (None, None, None), dist_attn_config)
+    return _new_mask(title, mask, key_for_dispatch, {}, dist_attn_config)
 
 
 def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRuntimeKey:
@@ -210,49 +205,44 @@ def clear_cache(cp_group: GroupLike | DeviceMesh = None) -> None:
         _most_recent.pop(group_name(group_of("clear_cache", cp_group, axes=2)), None)
 
 
-def _config(
-    title: str, config: DistAttnConfig | None, chunk_size: int | None, pad_size: int
-) -> DistAttnConfig:
-    config = DistAttnConfig() if config is None else config
-    dispatch = config.dispatch_config
-    if chunk_size is not None:
-        if dispatch.chunk_size not in (None, chunk_size):
-            raise ArgumentError(
-                f"{title}: chunk_size={chunk_size}, but dist_attn_config says {dispatch.chunk_size}"
-            )
-        warnings.warn(
-            f"{title}: chunk_size is deprecated: DispatchConfig(chunk_size={chunk_size})",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        config = replace(config, dispatch_config=replace(dispatch, chunk_size=chunk_size))
-    if not is_integer(pad_size):
-        raise ArgumentError(f"{title}: pad_size must be a number of tokens, got {pad_size!r}")
-    if pad_size and dispatch.uneven_shard:
-        raise ArgumentError(f"{title}: pad_size={pad_size}, but uneven_shard=True pads nothing")
-    return config
-
-
 def _key(
     title: str,
     mask: AttnMask,
     heads: tuple[int, int, int],
     pad_size: int,
     where: GroupLike | DeviceMesh,
-    config: DistAttnConfig,
+    config: DistAttnConfig | None,
+    chunk_size: int | None,
 ) -> DistAttnRuntimeKey:
-    _check_heads(title, *heads)
+    config = DistAttnConfig() if config is None else config
+    how = config.dispatch_config
+    if chunk_size is not None:
+        if how.chunk_size not in (None, chunk_size):
+            raise ArgumentError(
+                f"{title}: chunk_size={chunk_size}, but dist_attn_config says {how.chunk_size}"
+            )
+        warnings.warn(
+            f"{title}: chunk_size is deprecated: DispatchConfig(chunk_size={chunk_size})",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        how = replace(how, chunk_size=chunk_size)
+        config = replace(config, dispatch_config=how)
+    if not is_integer(pad_size):
+        raise ArgumentError(f"{title}: pad_size must be a number of tokens, got {pad_size!r}")
+    if pad_size and how.uneven_shard:
+        raise ArgumentError(f"{title}: pad_size={pad_size}, but uneven_shard=True pads nothing")
     group = group_name(group_of(title, where, axes=2))
     mask = _padded(mask, pad_size)
-    layout = dispatch_layout(mask, comm_by_name(group).size, config.dispatch_config)
-    return _made(DistAttnRuntimeKey(mask, layout, group, *heads, pad_size, config))
+    layout = dispatch_layout(mask, comm_by_name(group).size, how)
+    return _checked(title, DistAttnRuntimeKey(mask, layout, group, *heads, pad_size, config))
 
 
 def _new_mask(
     title: str,
     mask: AttnMask,
     old: DistAttnRuntimeKey,
-    heads: tuple[int | None, int | None, int | None],
+    heads: dict[str, int | None],
     config: DistAttnConfig | None,
 ) -> DistAttnRuntimeKey:
     total = old.total_seqlen_q - old.pad_size
@@ -266,28 +256,25 @@ def _new_mask(
             f"{title}: dist_attn_config deals tokens by {config.dispatch_config}, but they lie by "
             f"{old.dist_attn_config.dispatch_config}"
         )
-    given = (old.num_heads_q, old.num_heads_kv, old.head_dim)
-    q, kv, width = (was if new is None else new for new, was in zip(heads, given, strict=True))
-    _check_heads(title, q, kv, width)
-    mask = _padded(mask, old.pad_size)
-    return _made(replace(old, mask=mask, num_heads_q=q, num_heads_kv=kv, head_dim=width))
-
-
-def _made(key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
-    _most_recent[key.group] = key
-    return key
+    given: dict[str, Any] = {name: n for name, n in heads.items() if n is not None}
+    return _checked(title, replace(old, mask=_padded(mask, old.pad_size), **given))
 
 
 def _padded(mask: AttnMask, pad_size: int) -> AttnMask:
     return mask.shift(0, 0, mask.q_len + pad_size, mask.k_len + pad_size) if pad_size else mask
 
 
-def _check_heads(title: str, num_heads_q: int, num_heads_kv: int, head_dim: int) -> None:
-    counts = {"num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
-    for name, value in counts.items():
-        if not is_integer(value, 1):
-            raise ArgumentError(f"{title}: {name} must be an integer of at least 1, got {value!r}")
-    if num_heads_q % num_heads_kv:
+def _checked(title: str, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
+    """The key, which is its group's most recent from now on, if its heads can be."""
+    for name in ("num_heads_q", "num_heads_kv", "head_dim"):
+        if not is_integer(getattr(key, name), 1):
+            raise ArgumentError(
+                f"{title}: {name} must be an integer of at least 1, got {getattr(key, name)!r}"
+            )
+    if key.num_heads_q % key.num_heads_kv:
         raise ArgumentError(
-            f"{title}: num_heads_q={num_heads_q} must be a multiple of num_heads_kv={num_heads_kv}"
+            f"{title}: num_heads_q={key.num_heads_q} must be a multiple of "
+            f"num_heads_kv={key.num_heads_kv}"
         )
+    _most_recent[key.group] = key
+    return key

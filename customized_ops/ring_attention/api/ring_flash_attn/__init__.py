@@ -68,7 +68,8 @@ from ...op.shard_layout import layout_of
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ...zigzag_attn import wrap_zigzag_attn_func
-from .calls import Result, called, comm_of, of_packed
+from ..peer_calls import with_fixed
+from .calls import Result, comm_of, of_packed
 from .hf import substitute_hf_flash_attn, update_ring_flash_attn_params
 from .llama3 import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
@@ -97,54 +98,63 @@ __all__ = [
 ]
 
 
-Making = Callable[[int, int], Layout]
-
-# 1. One sequence a batch entry.
+Making = Callable[..., Layout]
 
 
-def _batch_function(
-    kind: str, attend: Callable[..., Any], layout: Making, halves: int = 1
-) -> Callable[..., Result]:
-    """``attend`` over shards of a layout that is made from their total and the number of ranks."""
-    name = f"{kind}_flash_attn_func"
+def _attention(
+    name: str,
+    attend: Callable[..., Any],
+    making: Making,
+    halves: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: CuSeqlens,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: GroupLike = None,
+) -> Result:
+    """``attend`` over shards of a layout, whose chunks are ``halves`` to a rank.
 
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: GroupLike = None,
-    ) -> Result:
-        comm = comm_of(name, group)
-        result = attend(
-            q,
-            k,
-            v,
-            softmax_scale,
-            dropout_p,
-            causal,
-            window_size,
-            alibi_slopes,
-            deterministic,
-            process_group=comm,
-            return_lse=return_attn_probs,
-            layout=checked(name, comm, lambda: _even_layout(name, layout, halves, q, comm)),
-        )
-        return (*result, None) if return_attn_probs else result
+    Args:
+        making: the layout, from the total or a rank's ``cu_seqlens``, and the number of ranks.
+        cu_seqlens: None for one sequence a batch entry.
+    """
+    comm = comm_of(name, group)
 
-    call.__doc__ = f"""``b l (g n) d, b l g d, b l g d -> b l (g n) d``: q, k and v as this rank
-    holds them in ``Layout.{layout.__name__}``. Arguments: the table at the top of this module;
-    errors: those of :func:`{attend.__name__}`."""
-    return called(call, name)
+    def check() -> tuple[Any, ...]:
+        if cu_seqlens is None:
+            return (_even_layout(name, making, halves, q, comm),)
+        local = _own_documents(name, cu_seqlens, max_seqlen, halves)
+        whole = np.asarray(local) * comm.size
+        return _made(making, local, comm.size), whole, whole
+
+    layout, *documents = checked(name, comm, check)
+    result = attend(
+        q,
+        k,
+        v,
+        *documents,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        deterministic=deterministic,
+        process_group=comm,
+        return_lse=return_attn_probs,
+        layout=layout,
+    )
+    return (*result, None) if return_attn_probs else result
 
 
-def _even_layout(name: str, layout: Making, halves: int, q: Tensor, comm: Comm) -> Layout | None:
+def _even_layout(name: str, making: Making, halves: int, q: Tensor, comm: Comm) -> Layout | None:
     """For as many tokens on every rank.
 
     Raises:
@@ -159,63 +169,7 @@ def _even_layout(name: str, layout: Making, halves: int, q: Tensor, comm: Comm) 
             f"{name}: a rank holds two chunks of equal length, so dim 1 of q must be even, got "
             f"q of shape {tuple(q.shape)}"
         )
-    return _made(layout, total, comm.size)
-
-
-@lru_cache(maxsize=64)
-def _made(layout: Making, total: int, size: int) -> Layout:
-    return layout(total, size)
-
-
-# 2. Packed documents, each cut over all ranks; cu_seqlens are those of this rank's tokens.
-
-
-def _varlen_function(
-    kind: str, layout: Callable[[tuple[int, ...], int], Layout], halves: int = 1
-) -> Callable[..., Result]:
-    """Documents in a layout that is made from ``cu_seqlens`` of a rank and the number of ranks."""
-    name = f"{kind}_flash_attn_varlen_func"
-
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: CuSeqlens,
-        max_seqlen: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        group: GroupLike = None,
-    ) -> Result:
-        comm = comm_of(name, group)
-        local = checked(name, comm, lambda: _own_documents(name, cu_seqlens, max_seqlen, halves))
-        whole = np.asarray(local) * comm.size
-        result = wrap_ring_attn_varlen_func(
-            q,
-            k,
-            v,
-            whole,
-            whole,
-            alibi_slopes,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            deterministic,
-            process_group=comm,
-            return_lse=return_attn_probs,
-            layout=layout(local, comm.size),
-        )
-        return (*result, None) if return_attn_probs else result
-
-    call.__doc__ = """``l (g n) d, l g d, l g d -> l (g n) d``: q, k and v as this rank holds them,
-    ``cu_seqlens`` [documents + 1] of its own tokens. Arguments: the table at the top of this
-    module; errors: those of :func:`wrap_ring_attn_varlen_func`."""
-    return called(call, name)
+    return _made(making, total, comm.size)
 
 
 def _own_documents(
@@ -236,6 +190,10 @@ def _own_documents(
 
 
 @lru_cache(maxsize=64)
+def _made(making: Making, tokens: int | tuple[int, ...], size: int) -> Layout:
+    return making(tokens, size)
+
+
 def _in_turn(local: tuple[int, ...], size: int) -> Layout:
     """Rank r holds the r-th of ``size`` equal parts of each document."""
     documents = list(zip(local, np.diff(local).tolist(), strict=False))
@@ -244,15 +202,31 @@ def _in_turn(local: tuple[int, ...], size: int) -> Layout:
     )
 
 
-@lru_cache(maxsize=64)
 def _zigzag(local: tuple[int, ...], size: int) -> Layout:
     whole = [size * n for n in local]
     return Layout.zigzag(whole[-1], size, whole)
 
 
-# 3. The names, and the same from tensors that hold k and v, or q, k and v, in one.
+def _batch_function(
+    kind: str, attend: Callable[..., Any], making: Making, halves: int = 1
+) -> Callable[..., Result]:
+    doc = f"""``b l (g n) d, b l g d, b l g d -> b l (g n) d``: q, k and v as this rank holds them
+    in ``Layout.{making.__name__}``. Arguments: the table at the top of this module; errors: those
+    of :func:`{attend.__name__}`."""
+    fixed = {"attend": attend, "making": making, "halves": halves}
+    name = f"{kind}_flash_attn_func"
+    return with_fixed(_attention, name, doc, **fixed, cu_seqlens=None, max_seqlen=None)
 
 
+def _varlen_function(kind: str, making: Making, halves: int = 1) -> Callable[..., Result]:
+    doc = """``l (g n) d, l g d, l g d -> l (g n) d``: q, k and v as this rank holds them,
+    ``cu_seqlens`` [documents + 1] of its own tokens. Arguments: the table at the top of this
+    module; errors: those of :func:`wrap_ring_attn_varlen_func`."""
+    fixed = {"attend": wrap_ring_attn_varlen_func, "making": making, "halves": halves}
+    return with_fixed(_attention, f"{kind}_flash_attn_varlen_func", doc, **fixed)
+
+
+# The names, and the same from tensors that hold k and v, or q, k and v, in one.
 ring_flash_attn_func = _batch_function("ring", wrap_ring_attn_func, Layout.contiguous)
 ring_flash_attn_kvpacked_func = of_packed(ring_flash_attn_func, "kv")
 ring_flash_attn_qkvpacked_func = of_packed(ring_flash_attn_func, "qkv")

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...op.arguments import ArgumentError, checked
+from ..peer_calls import renamed
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -31,12 +32,6 @@ def comm_of(title: str, group: GroupLike) -> Comm:
             )
         group = dist.group.WORLD
     return group_comm(group)
-
-
-def called(function: Callable[..., Result], name: str) -> Callable[..., Result]:
-    """The function itself, under a name that errors and help show."""
-    function.__name__ = function.__qualname__ = name
-    return function
 
 
 def _parts(name: str, packed: str, stacked: Tensor) -> tuple[Tensor, ...]:
@@ -64,5 +59,4 @@ def of_packed(function: Callable[..., Result], packed: str) -> Callable[..., Res
     stack = inspect.Parameter(packed, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
     others.insert(int(packed == "kv"), stack)
     signature = plain.replace(parameters=others)
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return called(call, name)
+    return renamed(call, name, signature, function.__doc__)

@@ -14,25 +14,14 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, comm_by_name
 from ...op.arguments import ArgumentError, checked, is_integer
 from ...op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from ..peer_calls import SAYS_NOTHING
 from .calls import comm_of
 from .llama3 import by_key_heads
 
 TITLE = "ring_flash_attn in transformers"
 IMPLEMENTATION = "flash_attention_2"
 
-# What models hand on that says nothing about attention.
-HARMLESS = frozenset(
-    (
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "layer_idx",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-    )
-)
+HARMLESS = {*SAYS_NOTHING, "position_ids", "layer_idx"}
 
 
 @dataclass

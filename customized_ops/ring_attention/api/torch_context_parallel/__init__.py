@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError, checked
-from ..mesh_group import group_of
+from ..peer_calls import group_of, renamed, without_first
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running
 from .parallel_style import AttentionType, ContextParallel
@@ -198,25 +198,19 @@ def context_parallel_unshard(
     return wholes
 
 
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: AuxRequest | None = None,
-) -> Any:
+def _flex_in_block(*args: Any, **kwargs: Any) -> Any:
+    with running():
+        return flex(current() or Cut(), *args, **kwargs)
+
+
+flex_attention = renamed(
+    _flex_in_block,
+    "flex_attention",
+    without_first(flex),
     """``b (g n) l hd^, b g l hd^, b g l vd^ -> b (g n) l vd^``: torch's function of this name; in a
     block that of the whole sequence, of which this rank gives its tokens. See :func:`.sdpa.flex`.
-    """
-    given = (query, key, value, score_mod, block_mask, scale, enable_gqa)
-    with running():
-        return flex(current() or Cut(), *given, return_lse, kernel_options, return_aux=return_aux)
+    """,
+)
 
 
 def _layout(title: str, layout: Layout | str, total: int | None, group: GroupLike) -> Layout:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.mask import AttnMask, MaskError
-from ...core.mask.row_runs import Runs, runs_of, slices_of_runs
+from ...core.mask.row_runs import runs_of, slices_of_runs
 
 MOST_PAIRS = 1 << 28  # seconds on a CPU
-Blocks = list[npt.NDArray[np.int64]]  # by row of blocks: which columns
+Ints = npt.NDArray[np.int64]
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -64,47 +64,35 @@ def _converted(block_mask: BlockMask, most_pairs: int) -> AttnMask:
 
 
 def _of(block_mask: BlockMask, b: int, h: int) -> AttnMask:
-    runs = np.concatenate(list(_runs(block_mask, b, h)))
-    return AttnMask(slices_of_runs(runs), *block_mask.seq_lengths)
-
-
-def _runs(block_mask: BlockMask, b: int, h: int) -> Iterator[Runs]:
-    """The runs of each row of blocks."""
     q_len, k_len = block_mask.seq_lengths
     q_block, k_block = block_mask.BLOCK_SIZE
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, b, h)
+    partial = _keys(block_mask.kv_num_blocks[b, h], block_mask.kv_indices[b, h], k_block, k_len)
     full = [np.zeros(0, dtype=np.int64)] * len(partial)
     if block_mask.full_kv_num_blocks is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, b, h)
-    yield np.zeros((0, 3), dtype=np.int64)
-    for n, (some, whole) in enumerate(zip(partial, full, strict=True)):
+        counts, columns = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        assert columns is not None
+        full = _keys(counts[b, h], columns[b, h], k_block, k_len)
+    runs = [np.zeros((0, 3), dtype=np.int64)]
+    for n, (asked, whole) in enumerate(zip(partial, full, strict=True)):
         first, last = n * q_block, min((n + 1) * q_block, q_len)
         row = np.zeros((max(last - first, 0), k_len), dtype=bool)
-        row[:, _tokens(whole, k_block, k_len)] = True
-        asked = _tokens(some, k_block, k_len)
+        row[:, whole] = True
         if len(asked) and len(row):
             row[:, asked] = _asked(block_mask, b, h, np.arange(first, last), asked)
-        yield runs_of(row, first)
+        runs.append(runs_of(row, first))
+    return AttnMask(slices_of_runs(np.concatenate(runs)), q_len, k_len)
 
 
-def _listed(counts: Any, indices: Any, b: int, h: int) -> Blocks:
-    counts, indices = counts[b, h].cpu().numpy(), indices[b, h].cpu().numpy()
-    return [columns[:count] for count, columns in zip(counts, indices, strict=True)]
+def _keys(counts: Tensor, columns: Tensor, block: int, length: int) -> list[Ints]:
+    """By row of blocks the keys of its blocks, of the last one no more than there are."""
+    found = []
+    for count, blocks in zip(counts.tolist(), columns.cpu().numpy(), strict=True):
+        keys = (blocks[:count, None].astype(np.int64) * block + np.arange(block)).reshape(-1)
+        found.append(keys[keys < length])
+    return found
 
 
-def _tokens(blocks: npt.NDArray[np.int64], block: int, length: int) -> npt.NDArray[np.int64]:
-    """The keys of blocks of keys, of the last no more than there are."""
-    keys = (blocks[:, None].astype(np.int64) * block + np.arange(block)).reshape(-1)
-    return keys[keys < length]
-
-
-def _asked(
-    block_mask: BlockMask,
-    b: int,
-    h: int,
-    rows: npt.NDArray[np.int64],
-    keys: npt.NDArray[np.int64],
-) -> npt.NDArray[np.bool_]:
+def _asked(block_mask: BlockMask, b: int, h: int, rows: Ints, keys: Ints) -> npt.NDArray[np.bool_]:
     """What ``mask_mod`` says, bool[rows, keys]."""
     device = block_mask.kv_num_blocks.device
     at, seen = torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)

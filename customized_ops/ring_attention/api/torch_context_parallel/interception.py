@@ -11,9 +11,9 @@ What would attend to this rank's tokens alone, without a word, is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -84,14 +84,12 @@ def _attend(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is ORIGINAL and not _thread.busy:
+        if not _thread.busy and (func is ORIGINAL or (func in _LOCAL and not _in_backward())):
             cut = current()
             assert cut is not None, "a mode is on, but no block open"
-            return _attend(cut, args, kwargs)
-        if func in _LOCAL and not _thread.busy and not _in_backward():
-            cut = current()
-            assert cut is not None, "a mode is on, but no block open"
-            checked("context_parallel", cut.group, partial(_LOCAL[func], kwargs))
+            if func is ORIGINAL:
+                return _attend(cut, args, kwargs)
+            checked("context_parallel", cut.group, lambda: _refuse_local(func, kwargs))
         return func(*args, **kwargs)
 
 
@@ -100,26 +98,25 @@ def _in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _refuse_flex(kwargs: dict[str, Any]) -> None:
-    raise NotImplementedError(
-        "context_parallel: torch's flex_attention attends to this rank's tokens alone; call "
-        "flex_attention of customized_ops.ring_attention.api.torch_context_parallel"
-    )
-
-
-def _refuse_weights(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("need_weights", True):
-        raise NotImplementedError(
-            "context_parallel: nn.MultiheadAttention with need_weights=True makes the weights of "
-            "this rank's tokens alone; pass need_weights=False"
-        )
-
-
-# What would attend to this rank's tokens alone.
-_LOCAL: dict[Any, Callable[[dict[str, Any]], None]] = {
-    torch.ops.higher_order.flex_attention: _refuse_flex,
-    F.multi_head_attention_forward: _refuse_weights,
+# What would attend to this rank's tokens alone: the argument that asks for it, and why not.
+_LOCAL: dict[Any, tuple[str, str]] = {
+    torch.ops.higher_order.flex_attention: (
+        "",
+        "torch's flex_attention attends to this rank's tokens alone; call flex_attention of "
+        "customized_ops.ring_attention.api.torch_context_parallel",
+    ),
+    F.multi_head_attention_forward: (
+        "need_weights",
+        "nn.MultiheadAttention with need_weights=True makes the weights of this rank's tokens "
+        "alone; pass need_weights=False",
+    ),
 }
+
+
+def _refuse_local(function: Any, kwargs: dict[str, Any]) -> None:
+    switch, reason = _LOCAL[function]
+    if kwargs.get(switch, True):
+        raise NotImplementedError(f"context_parallel: {reason}")
 
 
 @contextmanager

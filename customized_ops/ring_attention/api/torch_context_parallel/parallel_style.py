@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
-from ..mesh_group import group_of
+from ..peer_calls import group_of
 from .interception import enter, leave
 from .sdpa import Cut
 

@@ -21,10 +21,18 @@ from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError, checked
 from ...ring_attn import wrap_ring_attn_func
+from ..peer_calls import refuse
 from .block_mask import mask_of_block_mask
 
 SDPA, FLEX = "scaled_dot_product_attention", "flex_attention"
 
+_REFUSED = {
+    "score_mod": "score_mod is not taken: kernels change scores by a softcap or ALiBi alone, "
+    "softcap= and alibi_slopes= of wrap_masked_attn_func",
+    "kernel_options": "kernel_options are for torch's own kernel",
+    "return_aux": "return_aux takes lse=True alone, and no return_lse beside it: no kernel here "
+    "tells the largest score",
+}
 _known_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -93,11 +101,11 @@ def sdpa(
     options = {"softmax_scale": scale, "dropout_p": dropout_p, **cut.options}
     if dropout_p:
         options["dropout_seed"] = _common_seed(cut.comm)
+    out: Any
     if mask is None:
         out = wrap_ring_attn_func(q, k, v, causal=bool(is_causal), **options)
     else:
         out = wrap_masked_attn_func(q, k, v, mask, **options)
-    assert isinstance(out, Tensor)
     return _heads_first(out, query.ndim)
 
 
@@ -128,7 +136,9 @@ def flex(
     """
 
     def check() -> AttnMask:
-        _refuse_flex(score_mod, kernel_options, return_lse, return_aux)
+        of_aux = return_aux is not None and (return_aux.max_scores or return_lse)
+        given = {"score_mod": score_mod is not None, "kernel_options": bool(kernel_options)}
+        refuse(FLEX, _REFUSED, **given, return_aux=of_aux)
         _check_heads(FLEX, query, key, value, enable_gqa)
         total = cut.total(query.shape[-2])
         mask = AttnMask.full(total) if block_mask is None else mask_of_block_mask(block_mask)
@@ -211,20 +221,3 @@ def _attended(attn_mask: Tensor) -> Tensor:
             "-inf, is one that says which pairs attend (ALiBi: alibi_slopes= of the wrap functions)"
         )
     return allowed.cpu()
-
-
-def _refuse_flex(
-    score_mod: Any, kernel_options: Any, return_lse: bool, return_aux: AuxRequest | None
-) -> None:
-    if score_mod is not None:
-        raise NotImplementedError(
-            f"{FLEX}: score_mod is not taken: kernels change scores by a softcap or ALiBi alone, "
-            "softcap= and alibi_slopes= of wrap_masked_attn_func"
-        )
-    if kernel_options:
-        raise NotImplementedError(f"{FLEX}: kernel_options are for torch's own kernel")
-    if return_aux is not None and (return_aux.max_scores or return_lse):
-        raise NotImplementedError(
-            f"{FLEX}: return_aux takes lse=True alone, and no return_lse beside it: no kernel here "
-            "tells the largest score"
-        )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...op.arguments import ArgumentError, checked
 from ...op.cu_seqlens import on_host
-from ...op.options import Options
+from ..peer_calls import SAYS_NOTHING
 from . import traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
 from .mask import Mask, is_traced, make_mask, maskless
@@ -43,22 +43,8 @@ __all__ = [
 
 NAME = "seqshard"
 
-# Keyword arguments that models pass down to their layers and that say nothing of attention.
-OTHERS = frozenset(
-    [
-        "use_cache",
-        "cache_position",
-        "num_items_in_batch",
-        "shift_labels",
-        "return_dict",
-        "output_hidden_states",
-        "output_router_logits",
-        "logits_to_keep",
-        "max_length_q",
-        "max_length_k",
-        "seq_idx",
-    ]
-)
+OTHERS = {*SAYS_NOTHING, "shift_labels", "logits_to_keep", "seq_idx"}
+OTHERS |= {"max_length_q", "max_length_k"}
 
 
 def register() -> None:
@@ -127,28 +113,37 @@ def attention(
         if mask.cut is None:
             refuse_part(position_ids, others.get("num_items_in_batch"))
         elif not mask.model_is_known:
-            _refuse_router_loss(module, others)
-            _refuse_other_mixers(module)
+            _refuse_for_parts(module, others)
             mask.model_is_known = True
         return mask, _same_documents(cu_seq_lens_q, cu_seq_lens_k)
 
     mask, cu_seqlens = checked(TITLE, None if cut is None else cut.group, check)
-    options = Options(
-        softmax_scale=scaling,
-        softcap=softcap or 0.0,
-        dropout_p=dropout,
-        dropout_seed=_seed(module, mask.cut, dropout),
-        sink=s_aux,
-    )
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "dropout_p": dropout,
+        "sink": s_aux,
+    }
     if is_traced(q):
-        return traced.attend(mask, q, k, v, options, position_ids, cu_seqlens), None
+        return traced.attend(mask, q, k, v, position_ids, cu_seqlens, **options), None
     pairs = mask.pairs(q, k, position_ids, cu_seqlens)
-    return pairs.attend(q, k, v, options, None if mask.cut is None else mask.cut.group), None
+    if mask.cut is not None:
+        options["process_group"] = mask.cut.group
+        if dropout and mask.cut.dropout_seed is not None:
+            layer = int(getattr(module, "layer_idx", 0) or 0)
+            options["dropout_seed"] = mask.cut.dropout_seed + layer
+    return pairs.attend(q, k, v, **options), None
 
 
-def _refuse_other_mixers(module: torch.nn.Module) -> None:
-    """Of layers that carry something from token to token without attention."""
+def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """What a model that runs on a rank's part of the tokens must not have: a loss that is no sum
+    over tokens, layers that carry something from token to token without attention."""
     config = getattr(module, "config", None)
+    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
+            "tokens, so a rank's part of them does not give its share; set it to False"
+        )
     alone = sorted(set(getattr(config, "layer_types", None) or ()) - TOKEN_BY_TOKEN)
     if alone:
         raise NotImplementedError(
@@ -178,15 +173,6 @@ def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]
             )
 
 
-def _refuse_router_loss(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    config = getattr(module, "config", None)
-    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
-            "tokens, so a rank's part of them does not give its share; set it to False"
-        )
-
-
 def _check_window(mask: Mask, sliding_window: int | None) -> None:
     left = mask.pattern.left
     if sliding_window is not None and left not in (sliding_window - 1, sliding_window):
@@ -211,9 +197,3 @@ def _same_documents(cu_q: Tensor | None, cu_k: Tensor | None) -> Tensor | None:
             "cu_seq_lens_k) are not supported"
         )
     return cu_q
-
-
-def _seed(module: torch.nn.Module, cut: Cut | None, dropout: float) -> int | None:
-    if not dropout or cut is None or cut.dropout_seed is None:
-        return None
-    return cut.dropout_seed + int(getattr(module, "layer_idx", 0) or 0)

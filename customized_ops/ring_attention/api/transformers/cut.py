@@ -22,9 +22,8 @@ from torch import Tensor
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from .pairs import Flags, Ints, Pairs, Rows, find_pairs
+from .pairs import Flags, Ints, Pairs, Rows, documents_of, find_pairs, on_host, segments_of
 from .pattern import TITLE, Pattern
-from .segments import documents_of, on_host, segments_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,7 @@ class Cut:
 
     def pairs(self, pattern: Pattern, batch: int) -> Pairs:
         """The pairs of the whole batch."""
-        documents = documents_of(self.position_ids, self.attended, TITLE)
+        documents = documents_of(self.position_ids, self.attended)
         total, pattern = self.layout.total, replace(pattern, left_padding=None)  # of its own tokens
         segments, _ = segments_of(pattern, documents, self.position_ids, self.attended, total)
         rows = Rows(total, total, segments=segments, attended=self.attended)

@@ -8,7 +8,8 @@ What a mask needs of the batch is copied to the host once, by the first layer th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,11 +18,22 @@ from torch import Tensor
 from ...op.arguments import ArgumentError, checked
 from ...op.cu_seqlens import on_host as cu_on_host
 from .cut import Cut, current_cut
-from .pairs import Ints, Pairs, Rows, find_pairs, numbered
+from .pairs import (
+    Ints,
+    Pairs,
+    Rows,
+    begins,
+    check_ends,
+    documents_of,
+    find_pairs,
+    numbered,
+    on_host,
+    segments_of,
+)
 from .pattern import TITLE, Pattern, read_pattern
-from .segments import begins, documents_of, on_host, segments_of
 
 
+@dataclass(eq=False, repr=False)
 class Mask:
     """Which pairs attend in a forward, of one kind of layer.
 
@@ -33,29 +45,26 @@ class Mask:
         cut: where the inputs are a rank's part.
     """
 
-    ndim = 0  # generate() hands a mask that it made for a static cache back to the mask functions
+    # generate() hands a mask that it made for a static cache back to the mask functions.
+    ndim: ClassVar = 0
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        batch: int,
-        q_len: int,
-        k_len: int,
-        q_offset: Any = 0,
-        k_offset: Any = 0,
-        padding: Tensor | None = None,
-    ) -> None:
-        self.pattern, self.batch = pattern, batch
-        self.q_len, self.k_len = q_len, k_len
+    pattern: Pattern
+    batch: int
+    q_len: int
+    k_len: int
+    q_offset: Any = 0
+    k_offset: Any = 0
+    padding: Tensor | None = None
+    cut: Cut | None = field(init=False, default_factory=current_cut)
+    model_is_known: bool = field(init=False, default=False)  # can be cut: a layer was looked at
+    _found: dict[bytes | None, Pairs] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         # A static cache counts its tokens in a tensor of its own, before layers look at it.
-        offsets = (q_offset, k_offset)
+        offsets = (self.q_offset, self.k_offset)
         self.q_offset, self.k_offset = (
             each.clone() if isinstance(each, Tensor) else each for each in offsets
         )
-        self.padding = padding
-        self.cut: Cut | None = current_cut()
-        self.model_is_known = False  # to be one that can be cut: a layer was looked at
-        self._found: dict[bytes | None, Pairs] = {}
 
     def contiguous(self) -> Mask:
         """Itself: what generate() asks of a mask."""
@@ -159,7 +168,7 @@ class Mask:
                 f"{TITLE}: position_ids restart among {self.q_len} queries that have "
                 f"{self.k_len} keys: documents cannot be told from a cache with tokens in it"
             )
-        return documents_of(positions, attended, TITLE)
+        return documents_of(positions, attended)
 
     def _of_cu_seqlens(self, cu_seqlens: Tensor, positions: Ints | None, attended: Any) -> Ints:
         ends = cu_on_host(cu_seqlens)
@@ -169,11 +178,7 @@ class Mask:
                 f"{self.batch} rows of {self.q_len} queries and {self.k_len} keys"
                 + ("" if attended is None else ", and an attention_mask with padding")
             )
-        if ends[0] != 0 or ends[-1] != self.k_len or (np.diff(ends) < 0).any():
-            raise ArgumentError(
-                f"{TITLE}: cu_seq_lens_q must rise from 0 to the {self.k_len} tokens, got "
-                f"{ends.tolist()}"
-            )
+        check_ends(TITLE, ends, self.k_len)
         documents = np.repeat(np.arange(len(ends) - 1), np.diff(ends))[None]
         if positions is not None:
             restarts = begins(positions, None)

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
-from ...op.options import Options
+from ...op.arguments import ArgumentError
 from ...ring_attn import wrap_ring_attn_func
-from .pattern import Pattern
+from .pattern import TITLE, Pattern
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -66,27 +65,18 @@ class Pairs:
     window: tuple[int, int] | None
     layout: Layout | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options, group: GroupLike) -> Tensor:
-        """q [b, l, h, d], k and v [b, m, g, d] -> [b, l, h, d]."""
-        shape = q.shape[:3]
-        said: dict[str, Any] = {
-            "softmax_scale": options.softmax_scale,
-            "softcap": options.softcap,
-            "dropout_p": options.dropout_p,
-            "dropout_seed": options.dropout_seed,
-            "sink": options.sink,
-            "process_group": group,
-            "layout": self.layout,
-        }
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """q [b, l, h, d], k and v [b, m, g, d] -> [b, l, h, d]; options of the ops."""
+        options["layout"] = self.layout
         if self.window is not None:
             causal = self.window[1] == 0
-            out = wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **said)
-            assert isinstance(out, Tensor)
-            return out
-        q, k, v = (t.flatten(0, 1).unsqueeze(0) if self.joined else t for t in (q, k, v))
-        out = wrap_masked_attn_func(q, k, v, self.mask, **said)
-        assert isinstance(out, Tensor)
-        return out.view(*shape, v.shape[-1]) if self.joined else out
+            return wrap_ring_attn_func(q, k, v, causal=causal, window_size=self.window, **options)
+        if not self.joined:
+            return wrap_masked_attn_func(q, k, v, self.mask, **options)
+        shape = (*q.shape[:3], v.shape[-1])
+        q, k, v = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
+        out: Any = wrap_masked_attn_func(q, k, v, self.mask, **options)
+        return out.view(shape)
 
 
 def find_pairs(pattern: Pattern, rows: Rows, batch: int, layout: Layout | None = None) -> Pairs:
@@ -125,11 +115,9 @@ def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
         found = np.empty((len(starts), 6), dtype=np.int64)
         found[:, 0], found[:, 1] = 0, rows.q_len
         if rows.segments is not None:
-            queries = (
-                segment
-                if rows.q_segments is None
-                else rows.q_segments[min(n, len(rows.q_segments) - 1)]
-            )
+            queries = segment
+            if rows.q_segments is not None:
+                queries = rows.q_segments[min(n, len(rows.q_segments) - 1)]
             found[:, 0] = np.searchsorted(queries, segment[starts], "left")
             found[:, 1] = np.searchsorted(queries, segment[starts], "right")
         found[:, 2], found[:, 3], found[:, 4], found[:, 5] = starts, stops, low, high
@@ -137,12 +125,9 @@ def _slices(pattern: Pattern, rows: Rows) -> Iterable[Slices]:
 
 
 def _joined(each: list[Slices], rows: Rows) -> Slices:
-    moved = []
-    for n, slices in enumerate(each):
-        q_by, k_by = n * rows.q_len, n * rows.k_len
-        by = np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by])
-        moved.append(slices + by)
-    return np.concatenate(moved)
+    q, k = rows.q_len, rows.k_len
+    by = np.array([q, q, k, k, k - q, k - q])
+    return np.concatenate([slices + n * by for n, slices in enumerate(each)])
 
 
 def repeated(layout: Layout, batch: int) -> Layout:
@@ -151,3 +136,77 @@ def repeated(layout: Layout, batch: int) -> Layout:
     by = np.repeat(np.arange(batch) * layout.total, len(layout.table))
     table = np.stack([ranks, starts + by, stops + by], axis=1)
     return Layout(table[np.argsort(ranks, kind="stable")], layout.group_size)
+
+
+# Documents and chunks: which tokens belong together, as non-decreasing numbers.
+
+
+def on_host(tensor: Tensor) -> Ints:
+    """An integer or bool tensor as int64 on the host."""
+    return tensor.detach().cpu().numpy().astype(np.int64)
+
+
+def check_ends(title: str, ends: Ints, total: int) -> None:
+    """Raise ArgumentError for cumulative lengths that do not rise from 0 to ``total``."""
+    if ends[0] != 0 or ends[-1] != total or (np.diff(ends) < 0).any():
+        raise ArgumentError(
+            f"{title}: cu_seq_lens_q must rise from 0 to the {total} tokens, got {ends.tolist()}"
+        )
+
+
+def begins(position_ids: Ints, attended: Flags | None) -> Flags:
+    """[b, l - 1]: whether token n + 1 begins a document, by transformers' rule: its position is not
+    the one after token n's. Beside padding positions mean nothing."""
+    changes = np.diff(position_ids, axis=-1) != 1
+    return changes if attended is None else changes & attended[:, 1:] & attended[:, :-1]
+
+
+def documents_of(position_ids: Ints, attended: Flags | None) -> Ints | None:
+    """Numbers of documents, [b or 1, l]; None where there is one.
+
+    Raises:
+        ArgumentError: padding as well, where transformers' implementations differ.
+    """
+    changes = begins(position_ids, attended)
+    if not changes.any():
+        return None
+    if attended is not None:
+        row, at = np.argwhere(changes)[0]
+        raise ArgumentError(
+            f"{TITLE}: position_ids restart in row {row} at token {at + 1}, and attention_mask has "
+            "padding. With a mask eager attention attends across documents, flash attention does "
+            "not; pack without padding and leave out attention_mask"
+        )
+    return numbered(changes)
+
+
+def segments_of(
+    pattern: Pattern,
+    documents: Ints | None,
+    position_ids: Ints | None,
+    attended: Flags | None,
+    length: int,
+    offsets: tuple[int, int] = (0, 0),
+    q_len: int | None = None,
+) -> tuple[Ints | None, Ints | None]:
+    """Numbers of what attends together of keys, and of queries where these are not the keys.
+
+    Args:
+        position_ids: [b or 1, length], where there are documents.
+        length: of keys. offsets: where queries and keys begin. q_len: queries, where not all keys.
+    """
+    if not pattern.chunk:
+        return documents, None
+    if documents is not None:
+        assert position_ids is not None
+        chunks = position_ids // pattern.chunk
+        return numbered((np.diff(documents) != 0) | (np.diff(chunks) != 0)), None
+    padding = np.zeros((1, 1), dtype=np.int64)
+    if pattern.left_padding is not None:
+        padding = on_host(pattern.left_padding)[:, None]
+    elif attended is not None:
+        padding = (np.cumsum(attended, axis=-1) == 0).sum(axis=-1, keepdims=True)
+    keys = (np.arange(length) + offsets[1] - padding) // pattern.chunk
+    if q_len is None:
+        return keys, None
+    return keys, (np.arange(q_len) + offsets[0] - padding) // pattern.chunk

@@ -25,6 +25,7 @@ from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from ...op.cu_seqlens import on_host
 from .cut import Cut, mark_part, sequence_parallel
+from .pairs import check_ends
 
 IGNORED = -100  # the label of tokens that do not count
 CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
@@ -145,10 +146,7 @@ def _position_ids(batch: Mapping[str, Any], total: int, device: torch.device) ->
     bounds = on_host(torch.as_tensor(ends))
     if other is not None and not np.array_equal(bounds, on_host(torch.as_tensor(other))):
         raise ArgumentError("shard_batch: cu_seq_lens_q and cu_seq_lens_k name different documents")
-    if bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) < 0).any():
-        raise ArgumentError(
-            f"shard_batch: cu_seq_lens_q must rise from 0 to the {total} tokens, got {bounds}"
-        )
+    check_ends("shard_batch", bounds, total)
     local = np.arange(total) - np.repeat(bounds[:-1], np.diff(bounds))
     made = torch.from_numpy(local)[None].to(device)
     if given is None:

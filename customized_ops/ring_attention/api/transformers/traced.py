@@ -15,11 +15,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...op.arguments import ArgumentError
-from ...op.options import Options
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .pairs import Ints, Pairs, Rows, find_pairs
-from .pattern import TITLE
-from .segments import documents_of, on_host, segments_of
+from .pairs import Ints, Pairs, Rows, documents_of, find_pairs, on_host, segments_of
+from .pattern import TITLE, Pattern
 
 
 class _ReachedByInput(Exception):
@@ -31,10 +29,10 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> Tensor:
+    **options: Any,
+) -> Any:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
@@ -47,19 +45,19 @@ def attend(
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ArgumentError(f"{TITLE}: cu_seq_lens_q goes with one row, got {q.shape[0]}")
-        return _varlen(q, k, v, cu_seqlens[None], mask, options)
+        return _varlen(q, k, v, cu_seqlens[None], pattern, options)
     positions = pattern.position_ids if pattern.position_ids is not None else position_ids
     if positions is None or positions.ndim != 2 or not pattern.causal:
-        return _static(mask, None).attend(q, k, v, options, None)
+        return _static(mask, None).attend(q, k, v, **options)
     known = constant_value(positions)
     if known is not None:
-        return _static(mask, known).attend(q, k, v, options, None)
+        return _static(mask, known).attend(q, k, v, **options)
     if pattern.chunk:
         raise NotImplementedError(
             f"{TITLE}: chunks in a captured graph whose position_ids are an input are not "
             "supported; leave out position_ids"
         )
-    return _varlen(q, k, v, cumulative(positions.expand(q.shape[0], -1)), mask, options)
+    return _varlen(q, k, v, cumulative(positions.expand(q.shape[0], -1)), pattern, options)
 
 
 def _refuse(mask: Any, q: Tensor, k: Tensor) -> None:
@@ -83,7 +81,7 @@ def _refuse(mask: Any, q: Tensor, k: Tensor) -> None:
 def _static(mask: Any, positions: Ints | None) -> Pairs:
     """The pairs where all is known: one document, or those of ``positions`` [b or 1, l]."""
     length, pattern = mask.q_len, mask.pattern
-    documents = None if positions is None else documents_of(positions, None, TITLE)
+    documents = None if positions is None else documents_of(positions, None)
     if pattern.chunk and pattern.left_padding is not None:
         raise NotImplementedError(f"{TITLE}: chunks in a captured graph are not supported")
     segments, _ = segments_of(pattern, documents, positions, None, length)
@@ -91,26 +89,14 @@ def _static(mask: Any, positions: Ints | None) -> Pairs:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, mask: Any, options: Options
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, pattern: Pattern, options: dict[str, Any]
 ) -> Tensor:
     """Each row of the batch by its documents; cu_seqlens [b, documents + 1]."""
-    pattern, rows = mask.pattern, []
-    for n, cu in enumerate(cu_seqlens.unbind(0)):
-        row = wrap_ring_attn_varlen_func(
-            q[n],
-            k[n],
-            v[n],
-            cu,
-            cu,
-            causal=pattern.causal,
-            window_size=(pattern.left, pattern.right),
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
-            dropout_p=options.dropout_p,
-            sink=options.sink,
-        )
-        assert isinstance(row, Tensor)
-        rows.append(row)
+    options |= {"causal": pattern.causal, "window_size": (pattern.left, pattern.right)}
+    rows: Any = [
+        wrap_ring_attn_varlen_func(q[n], k[n], v[n], cu, cu, **options)
+        for n, cu in enumerate(cu_seqlens.unbind(0))
+    ]
     return torch.stack(rows)
 
 

@@ -55,8 +55,7 @@ from torch import Tensor
 
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...op.arguments import ArgumentError, checked
-from .arguments import AttnType
-from .attention import SequenceAttention
+from .attention import AttnType, SequenceAttention
 from .degrees import (
     EXTRACT_FUNC_DICT,
     SequenceParallel,

@@ -6,6 +6,7 @@ It has no parameters, and no state but how the sequence is cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,53 @@ from ...op.cu_seqlens import CuSeqlens, as_tensor, on_host
 from ...op.shard_layout import compare_lengths
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .arguments import AttnType, check_dims, kernel_of, refuse
-from .degrees import SequenceParallel, default_parallel
+from ..peer_calls import refuse
+from .degrees import RINGS, SequenceParallel, default_parallel
+
+
+class AttnType(Enum):
+    """What computes attention on one device; see the table in ``yunchang``."""
+
+    AITER = "aiter"
+    FA = "fa"
+    FA3 = "fa3"
+    FLASHINFER = "flashinfer"
+    TORCH_MATH = "torch_math"
+    TORCH_FLASH = "torch_flash"
+    TORCH_EFFICIENT = "torch_efficient"
+    TORCH_CUDNN = "torch_cudnn"
+    SAGE_AUTO = "sage_auto"
+    SAGE_FP16 = "sage_fp16"
+    SAGE_FP16_TRITON = "sage_fp16_triton"
+    SAGE_FP8 = "sage_fp8"
+    SAGE_FP8_SM90 = "sage_fp8_sm90"
+    SPARSE_SAGE = "sparse_sage"
+    NPU = "npu"
+
+    @classmethod
+    def from_string(cls, s: str) -> AttnType:
+        """The type of this value; ValueError if there is none."""
+        return cls(s)
+
+
+KERNELS = {
+    AttnType.FA: "auto",
+    AttnType.FA3: "flash3",
+    AttnType.TORCH_MATH: "reference",
+    AttnType.TORCH_FLASH: "torch",
+    AttnType.TORCH_EFFICIENT: "torch",
+    AttnType.TORCH_CUDNN: "cudnn",
+}
+OTHER_KERNELS = ("basic_flashinfer", "basic_npu")
+
+_REFUSED = {
+    name: f"{name}={{value}} is not supported ({why}); leave it at its default"
+    for name, why in {
+        "use_sync": "the executor decides when a rank waits, and memory does not wait for it",
+        "use_pack_qkv": "the executor decides what travels in one message",
+        "attn_processor": "it is for SPARSE_SAGE, which skips pairs",
+    }.items()
+}
 
 
 class SequenceAttention(torch.nn.Module):
@@ -49,10 +95,14 @@ class SequenceAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.title = type(self).__name__
-        refuse(self.title, **refused)
-        check_dims(self.title, dims, self.DIMS)
+        refuse(self.title, _REFUSED, **refused)
+        if dims != self.DIMS:
+            raise ArgumentError(
+                f"{self.title}: scatter_idx and gather_idx must be {self.DIMS[0]} and "
+                f"{self.DIMS[1]}, the dims of heads and of tokens, got {dims[0]!r} and {dims[1]!r}"
+            )
         self.ring_impl_type = ring_impl_type
-        self.kernel = kernel_of(self.title, ring_impl_type, attn_type)
+        self.kernel = _kernel_of(self.title, ring_impl_type, attn_type)
         self.parallel = parallel or default_parallel(self.title)
         self.team_size = self.parallel.team_size
 
@@ -138,7 +188,6 @@ class SequenceAttention(torch.nn.Module):
         mask: AttnMask | None,
         total: int | None,
     ) -> dict[str, Layout]:
-        """The layouts, as arguments of attention."""
         wanted = "[l, h, d]" if cu_seqlens is not None else "[b, l, h, d]"
         if not isinstance(query, Tensor) or query.ndim != wanted.count(",") + 1:
             shown = tuple(query.shape) if isinstance(query, Tensor) else query
@@ -149,8 +198,7 @@ class SequenceAttention(torch.nn.Module):
                 f"query has {query.shape[-2]}"
             )
         if mask is not None:
-            lengths = {"layout": mask.q_len, "k_layout": mask.k_len}
-            return {name: self._layout(length) for name, length in lengths.items()}
+            return {"layout": self._layout(mask.q_len), "k_layout": self._layout(mask.k_len)}
         if cu_seqlens is not None:
             total = int(on_host(as_tensor(self.title, "cu_seqlens", cu_seqlens))[-1])
         return {"layout": self._even(query.shape[1]) if total is None else self._layout(total)}
@@ -170,3 +218,21 @@ class SequenceAttention(torch.nn.Module):
                 f"out {self.ring_impl_type}, which gives the ranks {list(layout.sizes)}; {remedy}"
             )
         return layout
+
+
+def _kernel_of(title: str, ring_impl_type: str, attn_type: AttnType) -> str:
+    if ring_impl_type not in RINGS:
+        raise ArgumentError(
+            f"{title}: ring_impl_type must be one of {', '.join(RINGS)}, got {ring_impl_type!r}"
+        )
+    if not isinstance(attn_type, AttnType):
+        raise ArgumentError(f"{title}: attn_type must be an AttnType, got {attn_type!r}")
+    if ring_impl_type in OTHER_KERNELS or attn_type not in KERNELS:
+        able = ", ".join(str(each) for each in KERNELS)
+        raise NotImplementedError(
+            f"{title}: ring_impl_type={ring_impl_type!r}, attn_type={attn_type} ask for a kernel "
+            f"that is not here; attn_type can be {able}, ring_impl_type none of "
+            f"{', '.join(OTHER_KERNELS)}"
+        )
+    torchs = ring_impl_type == "basic_pytorch" and attn_type is AttnType.FA
+    return "torch" if torchs else KERNELS[attn_type]
