@@ -20,22 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Ints
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class BlockList:
-    """For each block of one side, blocks of the other.
+    """For each block of one side, blocks of the other."""
 
-    Attributes:
-        counts: int32[blocks], how many.
-        indices: int32[blocks, most], which ones, ascending; 0 beyond the count. ``most`` is the
-            largest count, or 1.
-    """
-
-    counts: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]  # [blocks], how many
+    # [blocks, most], which ones, ascending; 0 beyond the count. ``most`` is the largest count, or 1.
     indices: npt.NDArray[np.int32]
 
 
@@ -50,12 +44,8 @@ class Side:
 def block_lists(
     slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
 ) -> tuple[Side, Side]:
-    """Lists for each block of rows, and for each block of keys.
-
-    Args:
-        slices: int64[n, 6], normalised and disjoint, within ``q_len`` rows and ``k_len`` keys.
-        block_q, block_k: rows and keys of a block.
-    """
+    """Lists for each block of ``block_q`` rows, and for each block of ``block_k`` keys. The slices,
+    int64[n, 6], are normalised, disjoint and within ``q_len`` rows and ``k_len`` keys."""
     row_blocks, key_blocks = -(-q_len // block_q), -(-k_len // block_k)
     strips = _strips(slices, block_q)
     first, stop = strips[:, K0] // block_k, -(-strips[:, K1] // block_k)

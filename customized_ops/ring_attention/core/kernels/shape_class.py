@@ -16,8 +16,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Ints
 from ..mask import AttnMask
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1
 
@@ -52,7 +52,7 @@ def needs_window(mask: AttnMask) -> bool:
     return bool((slices[:, LO] > slices[:, K0] - slices[:, Q1] + 1).any())
 
 
-def _share(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
+def _share(starts: Ints, stops: Ints) -> bool:
     """Whether some of the ranges [start, stop), none of them empty, overlap."""
     order = np.argsort(starts, kind="stable")
     return bool((stops[order][:-1] > starts[order][1:]).any())

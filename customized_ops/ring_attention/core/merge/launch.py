@@ -25,7 +25,7 @@ _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 class _Variant(NamedTuple):
     """A compiled kernel and its tile."""
 
-    compiled: Any  # None where kernels are interpreted
+    compiled: Any  # None before the first call, and where kernels are interpreted
     tile_rows: int
     head_tiles: int
     constants: tuple[Any, ...]
@@ -90,12 +90,8 @@ def _launch(
     strides: Sequence[int],
     constants: tuple[Any, ...] = (),
 ) -> None:
-    """Launch a kernel, on the current stream of the first tensor's device.
-
-    Args:
-        shape: b, rows, heads and d of what it works on.
-        tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
-    """
+    """Launch a kernel, on the current stream of the first tensor's device, over a ``shape`` of b,
+    rows, heads and d. The rest are the kernel's arguments, but for sizes and those of a tile."""
     b, length, heads, dim = shape
     if 0 in shape:
         return

@@ -44,19 +44,6 @@ def copy_rows(
             _copy_torch(some[0], places[0], dim, from_rows, to_rows)
 
 
-def _copy_torch(
-    source: Tensor, target: Tensor, dim: int, from_rows: Tensor | None, to_rows: Tensor | None
-) -> None:
-    if from_rows is not None and to_rows is None and source.dtype == target.dtype:
-        torch.index_select(source, dim, from_rows, out=target)
-        return
-    part = source if from_rows is None else source.index_select(dim, from_rows)
-    if to_rows is None:
-        target.copy_(part)
-    else:
-        target.index_copy_(dim, to_rows, part.to(target.dtype))
-
-
 def add_rows(
     parts: Sequence[Tensor], totals: Sequence[Tensor], dims: Sequence[int], rows: Tensor | None
 ) -> None:
@@ -108,24 +95,34 @@ def _grouped(
 ) -> Iterator[Group]:
     """Pairs of a source and a target that one launch moves, with the module that launches; or a
     single pair with None, which torch moves. Last the dim of their rows."""
-    some: list[Tensor] = []
-    places: list[Tensor] = []
-    kernels = None
+    group: Group = (None, [], [], 1)
     for source, target, dim in zip(sources, targets, dims, strict=True):
-        taken_by = on_gpu(source, target) if dim == 1 else None
-        if taken_by is None:
+        kernels = on_gpu(source, target) if dim == 1 else None
+        if kernels is None:
             yield None, [source], [target], dim
             continue
-        if some and not (len(some) < taken_by.MOST_MOVED and _same_shape(source, some[0])):
-            yield kernels, some, places, 1
+        _, some, places, _ = group
+        if some and (len(some) == kernels.MOST_MOVED or _shape(source) != _shape(some[0])):
+            yield group
             some, places = [], []
-        kernels = taken_by
-        some.append(source)
-        places.append(target)
-    if some:
-        yield kernels, some, places, 1
+        group = kernels, [*some, source], [*places, target], 1
+    if group[1]:
+        yield group
 
 
-def _same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of rows have the same b, h and d."""
-    return a.shape[0] == b.shape[0] and a.shape[2:] == b.shape[2:]
+def _shape(rows: Tensor) -> tuple[int, ...]:
+    """b, h and d of a tensor of rows."""
+    return (rows.shape[0], *rows.shape[2:])
+
+
+def _copy_torch(
+    source: Tensor, target: Tensor, dim: int, from_rows: Tensor | None, to_rows: Tensor | None
+) -> None:
+    if from_rows is not None and to_rows is None and source.dtype == target.dtype:
+        torch.index_select(source, dim, from_rows, out=target)
+        return
+    part = source if from_rows is None else source.index_select(dim, from_rows)
+    if to_rows is None:
+        target.copy_(part)
+    else:
+        target.index_copy_(dim, to_rows, part.to(target.dtype))

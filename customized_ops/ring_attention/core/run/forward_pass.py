@@ -27,16 +27,16 @@ class ForwardPass(RankPass):
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Returns out and lse of the rank's rows."""
-        with self.second():
+        with self.streams.second():
             self.begin()
             asked = self.ask_queries([self._q])  # 1.
             stages = self.ask_keys(self._q, self._k, self._v)
         self._attend_local()  # 2.
-        with self.second():
+        with self.streams.second():
             self._attend_stages(asked, stages)  # 3. and 4.
             if self._home is None:
                 self.end()  # peers need not wait for what the first stream still attends
-        self.join()
+        self.streams.join()
         self._results += self._merged()  # 5.
         if self._home is not None:
             self._home.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,10 @@ LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind
 
 
 class Queries(NamedTuple):
-    """Rows that attend keys, with the heads of the rank's share.
+    """Rows that attend keys, with the heads of the rank's share."""
 
-    Attributes:
-        tensors: q; in a backward dout, q, out, lse and, if it has a gradient, dlse.
-        remote: whether they are rows of other ranks, not the rank's own.
-    """
-
-    tensors: Sequence[Tensor]
-    remote: bool = False
+    tensors: Sequence[Tensor]  # q; in a backward dout, q, out, lse and, if it has a gradient, dlse
+    remote: bool = False  # whether they are rows of other ranks, not the rank's own
 
 
 class Keys(NamedTuple):
@@ -53,17 +47,12 @@ class RankCall(NamedTuple):
     heads: HeadShard
 
 
-Results = list[tuple[Tensor, ...]]  # of each group of heads
+Attending = list[tuple[Queries, list[tuple[Tensor, ...]]]]  # rows, results of groups of heads
 Arriving = Iterator[tuple[int, Stage, Iterator[Keys]]]
 
 
 class RankPass:
-    """A forward or a backward of one rank.
-
-    Attributes:
-        mine: the rank's part of the plan.
-        local, late_rows: see :class:`~.rank_plan.RankPlan`.
-    """
+    """A forward or a backward of one rank; ``mine`` is its part of the plan."""
 
     def __init__(self, call: RankCall) -> None:
         self._plan, self._comm, self._kernel, self.share = call
@@ -72,11 +61,7 @@ class RankPass:
         self._moves = self._plan.rows_move or self._plan.keys_move
         self._last: Pending | None = None  # fetch of keys, once they are here
         two = self._moves and self._comm.two_streams
-        self._streams = SideStream(self.share.device, two=two)
-
-    def second(self) -> AbstractContextManager[object]:
-        """In this context work goes to the stream for what waits for peers."""
-        return self._streams.second()
+        self.streams = SideStream(self.share.device, two=two)
 
     def own_last(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a backward's host comes to the rank's own keys after all others. On two streams
@@ -84,17 +69,13 @@ class RankPass:
         call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
         their way home. (With fewer key heads the call of own keys itself takes the most.)"""
         large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
-        return self._streams.two and large and not side_stream.ONE_QUEUE
+        return self.streams.two and large and not side_stream.ONE_QUEUE
 
     def begin(self) -> None:
         """Before the first exchange with a peer."""
-        self._streams.fork()
+        self.streams.fork()
         if self._moves:
             self._comm.begin()
-
-    def join(self) -> None:
-        """From here on all work is on one stream again."""
-        self._streams.join()
 
     def end(self) -> None:
         """After the last use of what peers have sent: they may start the next pass."""
@@ -144,21 +125,15 @@ class RankPass:
 
     def own_keys(self, k: Tensor, v: Tensor) -> Keys:
         """The rank's own keys, read in place."""
-        return Keys(
-            self.share, self.share.of(k, self.share.keys), self.share.of(v, self.share.keys)
-        )
+        dims = self.share.keys
+        return Keys(self.share, self.share.of(k, dims), self.share.of(v, dims))
 
-    def attending(
-        self, stage: Stage, own: Queries, remote: Queries
-    ) -> list[tuple[Queries, Results]]:
+    def attending(self, stage: Stage, own: Queries, remote: Queries) -> Attending:
         """The rows that attend keys of the stage on the second stream, each with an empty list for
         the results."""
-        some: list[tuple[Queries, Results]] = []
-        if len(stage.own) and stage is not self.local:
-            some.append((own, []))
-        if len(stage.remote):
-            some.append((remote, []))
-        return some
+        attend_own = len(stage.own) and stage is not self.local
+        some = [own] * bool(attend_own) + [remote] * bool(len(stage.remote))
+        return [(queries, []) for queries in some]
 
     def of_heads(self, queries: Queries, heads: HeadShard) -> Sequence[Tensor]:
         """The tensors of ``queries`` with these heads only."""
@@ -166,7 +141,7 @@ class RankPass:
 
     def remote_queries_done(self, stage: int) -> bool:
         """Whether after this stage no rank attends remote queries any more, so that their results
-        go home while further keys are attended. True on all ranks at once, as they exchange in one
+        go home while further keys are attended. True on all ranks at once: they exchange in one
         order."""
         return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 

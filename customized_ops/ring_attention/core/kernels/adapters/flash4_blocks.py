@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..block_lists import BlockList, Side, block_lists, row_intervals
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..scoring import Scoring
 
 BLOCK_Q = 128
@@ -32,18 +31,14 @@ MOST_BLOCKS = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What the library is given for some pairs.
+    """What the library is given for some pairs."""
 
-    Attributes:
-        of_rows, of_keys: the library's BlockSparseTensorsTorch, forward and backward.
-        bounds: int32[rows up to whole blocks * intervals * 2], start and stop of every interval.
-        intervals: of a row, one of INTERVALS.
-    """
-
-    of_rows: Any
-    of_keys: Any
-    bounds: Tensor
-    intervals: int
+    of_rows: Any  # the library's BlockSparseTensorsTorch, for the forward
+    of_keys: Any  # and for the backward
+    bounds: (
+        Tensor  # int32[rows up to whole blocks * intervals * 2], of each interval start and stop
+    )
+    intervals: int  # of a row, one of INTERVALS
 
 
 @cache  # an import statement in each call would cost microseconds

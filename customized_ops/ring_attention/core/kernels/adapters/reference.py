@@ -16,8 +16,7 @@ from torch import Tensor
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
 from ...merge.merge import accumulation_dtype
 from ..attention_dropout import keep
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..protocol import FEATURES, Capabilities
 from ..scoring import Scoring, Tokens
 
@@ -45,14 +44,12 @@ class Block:
 
 
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     return None
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
     b, rows, h, _ = q.shape
     out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide)
@@ -70,12 +67,7 @@ def forward(
 
 
 def backward(
-    given: BackwardOperands,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    deterministic: bool = False,
+    given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
     """See :class:`~.protocol.Kernel`.
 
@@ -154,14 +146,6 @@ def _dropout(block: Block, p: Tensor, scoring: Scoring, tokens: Tokens | None) -
     assert tokens is not None and scoring.dropout_seed is not None
     here = tokens.part(block.rows, block.keys)
     b, g, heads_per_kv = p.shape[:3]
-    kept = keep(
-        scoring.dropout_seed,
-        scoring.dropout_p,
-        here.rows,
-        here.keys,
-        here.first_head,
-        g * heads_per_kv,
-        here.first_batch,
-        b,
-    )
+    drawn = scoring.dropout_seed, scoring.dropout_p, here.rows, here.keys
+    kept = keep(*drawn, here.first_head, g * heads_per_kv, here.first_batch, b)
     return kept.unflatten(1, (g, heads_per_kv)).to(p.dtype) / (1 - scoring.dropout_p)

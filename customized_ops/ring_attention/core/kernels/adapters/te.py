@@ -8,7 +8,6 @@ many shapes is slow at its first step only.
 from __future__ import annotations
 
 import importlib
-import inspect
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -21,8 +20,9 @@ from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import Capabilities
 from ..scoring import Scoring
 from ..window import windowed
+from ..window.columns import apart
 from ..window.library_calls import LibraryCall, Packing
-from ..window.lse_gradient import apart
+from ..window.signatures import lacking
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
@@ -47,7 +47,6 @@ MIXED_WIDTHS = 128
 
 @lru_cache(maxsize=1)  # a broken install takes long to fail
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     try:
         return _lacking()
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
@@ -59,10 +58,9 @@ def missing() -> str | None:
 
 def _lacking() -> str | None:
     """What keeps an installed TransformerEngine from serving, or None."""
-    taken = inspect.signature(_fused().fused_attn_fwd).parameters
-    lacking = [name for name in NEEDED if name not in taken]
-    if lacking:
-        return f"transformer_engine is too old: no {' and '.join(lacking)}; 2.15 or newer is needed"
+    lacks = lacking(_fused().fused_attn_fwd, NEEDED)
+    if lacks:
+        return f"transformer_engine is too old: no {' and '.join(lacks)}; 2.15 or newer is needed"
     found = importlib.import_module("transformer_engine.pytorch.utils").get_cudnn_version()
     if tuple(found) < CUDNN:
         return f"cuDNN {_dotted(found)} is too old; {_dotted(CUDNN)} or newer is needed"
@@ -70,9 +68,8 @@ def _lacking() -> str | None:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
 ) -> OutLse:
-    """See :class:`~.windowed.Attend`."""
     packed = _packed_if_refused(q, k, call)
     if packed is not None:
         out, lse = attend(packed.pack(q), packed.pack(k), packed.pack(v), packed, scoring)
@@ -92,9 +89,9 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: tuple[Tensor | None, ...] = (None, None, None),
+    **_: object,
 ) -> Grads:
-    """See :class:`~.windowed.AttendBackward`. cuDNN knows no gradient of lse: that is a second
+    """cuDNN knows no gradient of lse: that is a second
     call, whose dq and dk are added in fp32."""
     packed = _packed_if_refused(given.q, given.k, call)
     if packed is not None:
@@ -116,7 +113,7 @@ def attend_backward(
             d_o=shape.padded(given.dout),
             aux_ctx_tensors=stats,
             do_format=shape.format,
-            dqkv_layout=shape.layout,
+            dqkv_layout="_".join([shape.format] * 3),
             deterministic=deterministic,
             **shape.settings(fused, scoring),
         )  # dq, dk, dv and gradients of bias and sink
@@ -135,17 +132,12 @@ def attend_backward(
 
 
 class _Shape:
-    """One call's shapes in the library's words.
-
-    Attributes:
-        format: "bshd" or "thd". layout: that of q, k and v.
-    """
+    """One call's shapes in the library's words; ``format`` is "bshd" or "thd"."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> None:
         self._window, self._width = call.window, _width(q.shape[-1], v.shape[-1])
         self._packed = call.packing is not None
         self.format = "thd" if self._packed else "bshd"
-        self.layout = "_".join([self.format] * 3)
         self._at = call.packing or _one_each(*q.shape[:2], k.shape[1], q.device)
 
     def settings(self, fused: ModuleType, scoring: Scoring) -> dict[str, Any]:
@@ -163,7 +155,7 @@ class _Shape:
             "fused_attention_backend": fused.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": scoring.softmax_scale,
             "dropout": 0.0,
-            "qkv_layout": self.layout,
+            "qkv_layout": "_".join([self.format] * 3),
             "o_format": self.format,
             "attn_bias_type": "no_bias",
             "attn_mask_type": self._mask(),

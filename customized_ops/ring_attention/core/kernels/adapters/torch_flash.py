@@ -33,15 +33,10 @@ CAPABILITIES = Capabilities(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
 ) -> OutLse:
-    """See :class:`~.windowed.Attend`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query=q,
-        key=k,
-        value=v,
-        return_debug_mask=False,
-        **_options(q, k, call, scoring),
+        query=q, key=k, value=v, return_debug_mask=False, **_options(q, k, call, scoring)
     )
     return out, lse
 
@@ -52,21 +47,16 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: tuple[Tensor | None, ...] = (None, None, None),
+    **_: object,
 ) -> Grads:
-    """See :class:`~.windowed.AttendBackward`."""
-    lse = given.lse
+    dout, q, k, v, out, lse, _ = given
     with _deterministic_algorithms(deterministic):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_out=given.dout,
-            query=given.q,
-            key=given.k,
-            value=given.v,
-            out=given.out,
+            **{"grad_out": dout, "query": q, "key": k, "value": v, "out": out},
             logsumexp=lse.contiguous(),
             rng_state=lse.new_empty(2, dtype=torch.uint64),  # dropout's, so not read
             unused=lse.new_empty(0),
-            **_options(given.q, given.k, call, scoring),
+            **_options(q, k, call, scoring),
         )
     return dq, dk, dv
 

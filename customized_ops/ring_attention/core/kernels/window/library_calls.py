@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..operands import BackwardOperands
-from ..pairs import Pairs
+from ..operands import BackwardOperands, Pairs
 from .lowering import Range, Window, WindowCall, lower
 from .spans import Spans
 
@@ -27,18 +26,13 @@ PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 class Packing:
     """Sequences end to end, the n-th rows with the n-th keys. Either may be empty: rows without
     keys give out 0, and keys without rows take gradient 0.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32[n + 1], on the device of q.
-        max_seqlen_q, max_seqlen_k: no less than the tokens of the longest.
-        square: whether each has as many keys as rows; False where that is not known.
     """
 
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # int32[n + 1], on the device of q
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # no less than the tokens of the longest
     max_seqlen_k: int
-    square: bool = False
+    square: bool = False  # whether each has as many keys as rows; False where that is not known
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -48,24 +42,16 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class LibraryCall:
-    """One call of a library that knows windows and cu_seqlens.
-
-    Attributes:
-        packing: of several segments; None where each batch entry is one sequence.
-        number: of the lowered call. Several have the same where each batch entry takes its own.
-        entries: how many batch entries it has. entry: which, or None for all.
-        rows, keys: (start, length) of its tokens, or None for all.
-        skips_rows: see :class:`~.lowering.WindowCall`.
-    """
+    """One call of a library that knows windows and cu_seqlens."""
 
     window: Window
-    packing: Packing | None
-    number: int = 0
-    entries: int = 1
-    entry: int | None = None
-    rows: tuple[int, int] | None = None
+    packing: Packing | None  # of several segments; None where each batch entry is one sequence
+    number: int = 0  # of the lowered call: the same where each batch entry takes a call of its own
+    entries: int = 1  # how many batch entries it has
+    entry: int | None = None  # which one, or None for all
+    rows: tuple[int, int] | None = None  # (start, length) of its tokens, or None for all
     keys: tuple[int, int] | None = None
-    skips_rows: bool = False
+    skips_rows: bool = False  # see :class:`~.lowering.WindowCall`
 
     @property
     def stats_are_views(self) -> bool:
@@ -80,17 +66,11 @@ class LibraryCall:
 
     def operands(self, given: BackwardOperands) -> BackwardOperands:
         """All operands, cut and packed."""
-        dout, q, k, v, out, lse, dlse = given
-        rows, keys, pack = self.cut_rows, self.cut_keys, self.pack
-        return BackwardOperands(
-            pack(rows(dout)),
-            pack(rows(q)),
-            pack(keys(k)),
-            pack(keys(v)),
-            pack(rows(out)),
-            self.pack_stats(self.cut_stats(lse)),
-            None if dlse is None else self.pack_stats(self.cut_stats(dlse)),
-        )
+        dout, q, out = (self.pack(self.cut_rows(t)) for t in (given.dout, given.q, given.out))
+        k, v = (self.pack(self.cut_keys(t)) for t in (given.k, given.v))
+        stats = (given.lse,) if given.dlse is None else (given.lse, given.dlse)
+        packed = (self.pack_stats(self.cut_stats(t)) for t in stats)
+        return BackwardOperands(dout, q, k, v, out, *packed)
 
     def cut_rows(self, t: Tensor) -> Tensor:
         """[b, i, h, d] of all rows -> those of the call, a view."""
@@ -167,9 +147,7 @@ class LibraryCalls:
 def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
     """The window calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
 
-    def make() -> tuple[WindowCall, ...]:
-        return lower(pairs.slices, gaps=gaps, wide_right=wide_right)
-
+    make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made((lowered, gaps, wide_right), make)
 
 
