@@ -103,15 +103,10 @@ class InProcessComm(Comm):
 
 
 def this_thread(name: str) -> Comm:
-    """The calling thread's side of the world called ``name``.
-
-    Raises:
-        ValueError: its :func:`run_ranks` has ended.
-    """
+    """The calling thread's side of the world called ``name``."""
     if name not in _worlds:
-        raise ValueError(
-            f"the in-process ranks {name!r} have ended; a graph outlived its run_ranks"
-        )
+        problem = f"the in-process ranks {name!r} have ended; a graph outlived its run_ranks"
+        raise ValueError(problem)
     return _worlds[name].local.comm
 
 

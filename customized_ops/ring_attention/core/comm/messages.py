@@ -65,7 +65,8 @@ class Pending:
 
 
 class Comm(ABC):
-    """A group of ranks that pass each other token ranges."""
+    """A group of ranks that pass each other token ranges: this is rank ``rank`` of ``size``. In a
+    graph ``name`` stands for the group; ``comm_by_name`` finds the Comm again."""
 
     ahead = 1  # how many exchanges it pays to ask for before the first has arrived
     costs = H200  # what plans over this group are chosen by; the same on every rank
@@ -73,7 +74,6 @@ class Comm(ABC):
     compares = False  # whether ranks compare their calls by default
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        # The name stands for the group in a graph; ``comm_by_name`` finds the Comm again.
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
         # Numbers of tokens of which all ranks are known to have held the same.

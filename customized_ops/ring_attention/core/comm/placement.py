@@ -106,11 +106,10 @@ class Placement:
         spent: Placed | None,
         spared: tuple[int, int],
     ) -> Placed:
-        """Places where each rank has what its peers send it, by peer.
+        """Places where each rank has what its peers send it, by peer: results, with the dims of all
+        heads, that travel in ``dtypes``.
 
         Args:
-            results: the shares of tensors that go home, with the dims of all heads.
-            dtypes: what each travels in.
             spent: a fetch whose place is used instead, if it is large enough and that is worth it,
                 which is so on every rank or on none.
             spared: from how many bytes, or tokens fetched, on it is worth it.

@@ -23,6 +23,7 @@ FEATURES = (
     "64-bit indices",  # tensors of LARGE elements or more
 )
 LARGE = 2**31
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

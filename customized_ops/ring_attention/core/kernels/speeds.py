@@ -16,12 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
-
-from .protocol import Request
+from .protocol import HALF, Request
 
 BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of two
-HALF = (torch.bfloat16, torch.float16)
 
 # Kernel -> class of masks -> tokens -> (forward, backward).
 Figures = dict[int, tuple[float, float]]

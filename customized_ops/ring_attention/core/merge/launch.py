@@ -61,12 +61,9 @@ def move(
     *,
     add: bool,
 ) -> None:
-    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`.
-
-    Args:
-        sources, targets: at most MOST_MOVED each; all fit and have the same b, h and d.
-        from_rows, to_rows: at least one is given.
-    """
+    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`. At
+    most MOST_MOVED tensors, that all fit and have the same b, h and d, and one or both of the
+    indices."""
     both = [t for pair in zip(sources, targets, strict=True) for t in pair]
     absent = 2 * MOST_MOVED - len(both)
     numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent

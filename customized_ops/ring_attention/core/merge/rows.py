@@ -2,8 +2,8 @@
 
 The torch path of each function is its definition. On a CUDA device with Triton one kernel does the
 same for several tensors of [b, l, h, d], and reads and writes each element once. Ranges of rows
-need no kernel of ours: torch's ``copy_`` and ``add_`` are one kernel, which converts, or adds a
-narrow dtype to a wide one or the reverse, in fp32 and rounds once.
+need no kernel of ours: torch's ``copy_`` and ``add_`` are one kernel, which converts, or adds mixed
+dtypes in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -47,15 +47,8 @@ def copy_rows(
 def add_rows(
     parts: Sequence[Tensor], totals: Sequence[Tensor], dims: Sequence[int], rows: Tensor | None
 ) -> None:
-    """Add row i of each part to row rows[i] of its sum, in place.
-
-    Each element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once.
-
-    Args:
-        parts, totals: of the same shape but for rows; strides and dtypes may differ.
-        dims: which dim of each pair its rows are.
-        rows: int64[n], on the tensors' device, no row twice; None is all rows, in order.
-    """
+    """Add row i of each part to row rows[i] of its sum, in place; see :func:`copy_rows`. Each
+    element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once."""
     if rows is None:
         for part, total in zip(parts, totals, strict=True):
             total.add_(part)

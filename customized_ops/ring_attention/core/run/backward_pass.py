@@ -119,7 +119,12 @@ class BackwardPass(RankPass):
         """Send sums to the tokens' owners, who add them to their ``totals``."""
         results, every = [part.so_far() for part in parts], [dims] * len(parts)
         into = lambda: [total.place() for total in totals]  # noqa: E731
-        self._going_home.append(self.send_home(results, into, every, add, self._wire, stage=stage))
+        exchange, seen_by = self.exchange(stage)
+        # They may come over the last keys, as no other stage then has to wait until its peers are
+        # done.
+        over = None if stage is None else self.last
+        home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
+        self._going_home.append(home)
 
     def _add_late(self) -> None:
         if not self._late_dq.empty:

@@ -77,8 +77,10 @@ class ForwardPass(RankPass):
     def _send_home(self, results: Accumulator, remote_q: Tensor) -> None:
         parts = results.result(remote_q, self._v.shape[-1], self._q.dtype)
         dims = self.share.rows, self.share.stats
-        put = merge if self.mine.shared_rows else place
-        self._home = self.send_home(parts, self._results, dims, put)
+        put, (exchange, seen_by) = merge if self.mine.shared_rows else place, self.exchange(None)
+        self._home = self._comm.send_home(
+            exchange, parts, self._results, dims, put, seen_by=seen_by
+        )
 
     def _merged(self) -> tuple[Tensor, Tensor]:
         """out and lse of the rank's own rows, of all heads, without what comes home."""

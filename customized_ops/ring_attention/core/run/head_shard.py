@@ -51,11 +51,7 @@ class HeadShard:
 
     def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
         """The groups of heads whose keys arrive one after the other, each as a share that every
-        rank has; this share itself where there is one group.
-
-        Args:
-            q: [b, l, h, d], k: [b, m, g, d]: with all heads.
-        """
+        rank has; this share itself where there is one group. q and k have all heads."""
         q_heads, kv_heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
         count = min(self._plan.head_groups, kv_heads)
         if count == 1:

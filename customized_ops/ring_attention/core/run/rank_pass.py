@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..comm.messages import Into, Pending, SeenBy
-from ..comm.transfer_side import Dims, Put
+from ..comm.messages import Pending, SeenBy
 from ..kernels import Kernel
 from ..plan import Plan
 from ..plan.exchange import Exchange
@@ -59,7 +57,7 @@ class RankPass:
         self.mine = self._plan.rank(self._comm.rank)
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
-        self._last: Pending | None = None  # fetch of keys, once they are here
+        self.last: Pending | None = None  # fetch of keys, once they are here
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
 
@@ -92,20 +90,22 @@ class RankPass:
         move, the tensors themselves: no stage attends remote queries then."""
         if not self._plan.rows_move:
             return Pending(lambda: tensors)
+        exchange, seen_by = self.exchange(None)
         dims = self.share.query_dims(len(tensors))
-        return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
+        return self._comm.fetch(exchange, tensors, dims, seen_by)
 
     def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
         """Each stage with its number and its keys, one group of heads after the other, which have
         arrived when they are looked at. As many of the following groups as the Comm likes are on
         their way meanwhile."""
-        groups, remote = self.share.groups(q, k), self.mine.key_exchanges
-        waiting = deque([(n, kv, heads) for n, kv in remote for heads in groups])
+        groups = self.share.groups(q, k)
+        waiting = deque((n, heads) for n, _ in self.mine.key_exchanges for heads in groups)
         coming: deque[Pending] = deque()
 
         def ask() -> None:
-            n, kv, heads = waiting.popleft()
-            coming.append(self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n)))
+            n, heads = waiting.popleft()
+            exchange, seen_by = self.exchange(n)
+            coming.append(self._comm.fetch(exchange, [k, v], [heads.keys] * 2, seen_by))
 
         def arriving(stage: Stage) -> Iterator[Keys]:
             if stage.kv is None:
@@ -116,7 +116,7 @@ class RankPass:
                 if waiting:
                     ask()
                 keys, values = here.wait()
-                self._last = None if coming else here
+                self.last = None if coming else here
                 yield Keys(heads, keys, values)
 
         for _ in range(min(self._comm.ahead, len(waiting))):
@@ -145,24 +145,10 @@ class RankPass:
         order."""
         return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 
-    def send_home(
-        self,
-        results: Sequence[Tensor],
-        into: Into,
-        dims: Sequence[Dims],
-        put: Put,
-        dtype: torch.dtype | None = None,
-        *,
-        stage: int | None = None,
-    ) -> Pending:
-        """Send the results for a stage's keys to their owners; None: those for remote queries. They
-        may come over the last keys, as no other stage then has to wait until its peers are done."""
-        exchange, seen_by = _exchange(self.mine, stage), self._seen_by(stage)
-        over = None if stage is None else self._last
-        return self._comm.send_home(exchange, results, into, dims, put, dtype, seen_by, over)
-
-    def _seen_by(self, stage: int | None) -> SeenBy:
-        return lambda peer: _exchange(self._plan.rank(peer), stage)
+    def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
+        """What moves for a stage's keys or, for None, for remote queries: as it is on this rank,
+        and as it is on its peers."""
+        return _exchange(self.mine, stage), lambda peer: _exchange(self._plan.rank(peer), stage)
 
 
 def _exchange(of: RankPlan, stage: int | None) -> Exchange:

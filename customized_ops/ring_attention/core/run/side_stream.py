@@ -56,10 +56,8 @@ class SideStream:
 class StreamPair:
     """A stream and the second one beside it, kept from call to call with the events by which they
     wait for each other: torch's own ways make an event for each wait, and look at all devices to
-    change streams.
-
-    As a context, never nested, it makes the second stream the current one, on the device of both.
-    """
+    change streams. As a context, never nested, it makes the second stream the current one, on the
+    device of both."""
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
         self._main, self.second = main, second

@@ -5,8 +5,7 @@
     kernel="te_cp:a2a"           tokens become heads and back, as in Ulysses
 
 It takes fewer problems than the executor does, see :func:`refusal`, and is never chosen by "auto".
-An op's partition rule knows nothing of it: what an engine takes a call to cost is what the plan
-would move, not what the library does. An engine cuts sequences contiguously, and of such only full
+Engines cost a call by what the plan would move. They cut sequences contiguously, of which only full
 attention is the library's; causal calls name their layout and group.
 It keeps what its backward needs in an autograd graph, which an op cannot hand from its forward to
 its backward; so the backward runs the forward again first. It tells no lse: that is NaN.
@@ -46,6 +45,11 @@ class Documents:
     cu_seqlens: tuple[int, ...]  # where documents start, and where the last ends
     causal: bool  # whether tokens see only those up to their own
     left: int  # how far back; -1 for all
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The library's window_size."""
+        return self.left, 0 if self.causal else -1
 
     @classmethod
     def of(cls, mask: MaskValue) -> Documents | None:
@@ -120,7 +124,7 @@ class ContextParallel:
             attn_mask_type=mask,
             deterministic=self.deterministic,
             use_fused_attention=True,
-            window_size=(documents.left, 0 if documents.causal else -1),
+            window_size=documents.window,
         )
 
 

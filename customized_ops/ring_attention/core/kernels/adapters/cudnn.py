@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype, unattended
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
 from ..window.columns import apart
 from ..window.lowering import lower
@@ -30,14 +30,7 @@ from .torch_sdpa import Tile
 
 NAME = "cudnn"
 CAPABILITIES = (
-    Capabilities(
-        device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
-        features=("lse gradient",),
-        widths=((128, 128),),
-        multiple=8,
-        arch=(8, 0),
-    ),
+    Capabilities("cuda", HALF, ("lse gradient",), widths=((128, 128),), multiple=8, arch=(8, 0)),
 )
 
 # cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..block_lists import blocks_touched
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import Capabilities, Request
+from ..protocol import HALF, Capabilities, Request
 from ..scoring import Scoring, Tokens
 from ..window import windowed
 from ..window.columns import cut_to, first_columns, operands_of_same_width, same_width
@@ -38,8 +38,7 @@ class Flash4Capabilities(Capabilities):
     """Newer GPUs than Hopper have fewer kernels."""
 
     def refuses(self, request: Request) -> str | None:
-        reason = super().refuses(request)
-        if reason is not None:
+        if (reason := super().refuses(request)) is not None:
             return reason
         widths = request.head_dim, request.v_dim
         if not _go_together(*widths, grouped=request.q_heads != request.kv_heads):
@@ -60,7 +59,7 @@ class Flash4Capabilities(Capabilities):
 CAPABILITIES = (
     Flash4Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
+        dtypes=HALF,
         features=("softcap", "window", "lse gradient", "deterministic", "64-bit indices"),
         widths=((256, 256),),
         multiple=8,  # TMA moves 16 bytes at a time

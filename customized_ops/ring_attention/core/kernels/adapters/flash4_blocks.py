@@ -136,16 +136,10 @@ def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
 def _for_library(side: Side, size: tuple[int, int], device: torch.device) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    def tensors(blocks: BlockList) -> tuple[Tensor, Tensor]:
+    def tensors(of: str, blocks: BlockList) -> dict[str, Tensor]:
         """[1, 1, blocks] and [1, 1, blocks, most]: the same for every batch entry and head."""
         counts, indices = (torch.from_numpy(a).to(device) for a in (blocks.counts, blocks.indices))
-        return counts[None, None], indices[None, None]
+        return {f"{of}_block_cnt": counts[None, None], f"{of}_block_idx": indices[None, None]}
 
-    partial, full = tensors(side.partial), tensors(side.full)
-    return BlockSparseTensorsTorch(
-        mask_block_cnt=partial[0],
-        mask_block_idx=partial[1],
-        full_block_cnt=full[0],
-        full_block_idx=full[1],
-        block_size=size,
-    )
+    partial, full = tensors("mask", side.partial), tensors("full", side.full)
+    return BlockSparseTensorsTorch(**partial, **full, block_size=size)

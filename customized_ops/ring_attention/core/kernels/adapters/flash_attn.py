@@ -16,11 +16,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window.library_calls import PACKED, LibraryCall, Packing
 from ..window.lowering import Window
@@ -137,17 +136,9 @@ class FlashAttention:
 
 
 def _capabilities(arch: tuple[int, int], *more: str) -> tuple[Capabilities, ...]:
-    return (
-        Capabilities(
-            device="cuda",
-            dtypes=(torch.bfloat16, torch.float16),
-            features=("softcap", "window", "lse gradient", *more),
-            widths=((256, 256),),
-            multiple=8,
-            lse_columns=LSE_COLUMNS,
-            arch=arch,
-        ),
-    )
+    features = ("softcap", "window", "lse gradient", *more)
+    limits = {"multiple": 8, "lse_columns": LSE_COLUMNS}
+    return (Capabilities("cuda", HALF, features, widths=((256, 256),), arch=arch, **limits),)
 
 
 flash2 = FlashAttention(

@@ -36,7 +36,7 @@ from ...mask.slices import K0, Slices
 from ...merge.merge import Accumulator, Sum, accumulation_dtype
 from ..block_lists import Side, block_lists, row_intervals
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
 
 NAME = "flex"
@@ -44,7 +44,7 @@ NAME = "flex"
 CAPABILITIES = (
     Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        dtypes=(*HALF, torch.float32),
         features=("softcap", "alibi", "window", "lse gradient", "deterministic"),
         widths=((256, 256),),
         arch=(8, 0),

@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
-from ...merge.merge import accumulation_dtype
+from ...merge.merge import accumulation_dtype, unattended
 from ..attention_dropout import keep
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import FEATURES, Capabilities
+from ..protocol import FEATURES, HALF, Capabilities
 from ..scoring import Scoring, Tokens
 
 NAME = "reference"
 CAPABILITIES = tuple(
-    Capabilities(
-        device=device,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        features=FEATURES,
-    )
+    Capabilities(device, (torch.float64, torch.float32, *HALF), FEATURES)
     for device in ("cpu", "cuda")
 )
 
@@ -51,9 +47,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
     wide = accumulation_dtype(q.dtype)
-    b, rows, h, _ = q.shape
-    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide)
-    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    out, lse = unattended(q, v.shape[-1], wide)
     for block in _blocks(q, k, pairs.slices):
         scores, _ = _scores(block, q, k, scoring, tokens)
         block_lse = torch.logsumexp(scores, dim=-1)

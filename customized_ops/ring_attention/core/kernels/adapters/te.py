@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window import windowed
 from ..window.columns import apart
@@ -29,7 +29,7 @@ NAME = "te"
 CAPABILITIES = (
     Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
+        dtypes=HALF,
         features=("window", "lse gradient", "deterministic"),
         widths=((256, 256),),  # on Hopper; cuDNN itself takes fewer on later GPUs
         multiple=8,
@@ -48,23 +48,20 @@ MIXED_WIDTHS = 128
 @lru_cache(maxsize=1)  # a broken install takes long to fail
 def missing() -> str | None:
     try:
-        return _lacking()
+        lacks = lacking(_fused().fused_attn_fwd, NEEDED)
+        if lacks:
+            names = " and ".join(lacks)
+            return f"transformer_engine is too old: no {names}; 2.15 or newer is needed"
+        utils = importlib.import_module("transformer_engine.pytorch.utils")
+        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), CUDNN))
+        if tuple(utils.get_cudnn_version()) < CUDNN:
+            return f"cuDNN {found} is too old; {least} or newer is needed"
+        return None
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return (
             f"transformer_engine.pytorch cannot be imported ({type(error).__name__}: {error}); "
             "pip install --no-build-isolation transformer_engine[pytorch]"
         )
-
-
-def _lacking() -> str | None:
-    """What keeps an installed TransformerEngine from serving, or None."""
-    lacks = lacking(_fused().fused_attn_fwd, NEEDED)
-    if lacks:
-        return f"transformer_engine is too old: no {' and '.join(lacks)}; 2.15 or newer is needed"
-    found = importlib.import_module("transformer_engine.pytorch.utils").get_cudnn_version()
-    if tuple(found) < CUDNN:
-        return f"cuDNN {_dotted(found)} is too old; {_dotted(CUDNN)} or newer is needed"
-    return None
 
 
 def attend(
@@ -212,10 +209,6 @@ def _width(d: int, e: int) -> int:
 def _fused() -> ModuleType:
     importlib.import_module("transformer_engine.pytorch")  # which loads its libraries
     return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)

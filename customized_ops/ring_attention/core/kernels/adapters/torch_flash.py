@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window.library_calls import LibraryCall
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 CAPABILITIES = Capabilities(
     device="cuda",
-    dtypes=(torch.bfloat16, torch.float16),
+    dtypes=HALF,
     features=("window", "lse gradient", "deterministic", "64-bit indices"),
     widths=((256, 256),),
     multiple=8,

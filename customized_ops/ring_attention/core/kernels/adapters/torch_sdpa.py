@@ -16,16 +16,16 @@ from torch import Tensor
 
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
 from ...merge import merge_
-from ...merge.merge import accumulation_dtype
+from ...merge.merge import accumulation_dtype, unattended
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
 from ..window.columns import operands_of_same_width, same_width, widened
 from ..window.spans import Spans
 
 CAPABILITIES = Capabilities(
     device="cpu",
-    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    dtypes=(torch.float64, torch.float32, *HALF),
     features=("alibi", "window", "lse gradient", "deterministic", "64-bit indices"),
 )
 
@@ -99,9 +99,7 @@ def forward(
 ) -> OutLse:
     cut, merging = _cut(pairs, scoring)
     wide = accumulation_dtype(q.dtype)
-    b, length, h, _ = q.shape
-    out = q.new_zeros((b, length, h, v.shape[-1]), dtype=wide if merging else q.dtype)
-    lse = q.new_full((b, h, length), -torch.inf, dtype=wide)
+    out, lse = unattended(q, v.shape[-1], wide if merging else q.dtype)
     q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
     for tile in cut:
         rows, keys = tile.rows, tile.keys

@@ -44,10 +44,7 @@ def widened(given: BackwardOperands, columns: int = 1) -> BackwardOperands:
     """The operands without dlse, which columns added to dout, out and v carry instead.
 
     With out = 1, dout = -dlse and v = 0 in one more column, the row sum gains -dlse and nothing
-    else changes. dv has as many more columns, which mean nothing.
-
-    Args:
-        columns: how many to add; those after the first are 0.
+    else changes. Further columns are 0. dv has as many more columns, which mean nothing.
     """
     dout, _, _, v, out, _, dlse = given
     if dlse is None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Bools, Ints
+from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
 from .joining import join
 
@@ -58,8 +59,7 @@ class WindowCall:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
         Rows between two segments become segments without keys, keys between them segments without
-        rows. None is longer than the longest of the call or a tile: a kernel is launched for the
-        longest, and the rest should cost nothing.
+        rows; none longer than the longest of the call or a tile, as a kernel is launched for that.
         """
         q0, q1, k0, k1 = self.segments.T
         real = np.stack([q1 - q0, k1 - k0], axis=1)
@@ -68,9 +68,8 @@ class WindowCall:
             return real
         most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
         out = [real[:1]]
-        for n in range(len(skipped)):
-            rows, keys = skipped[n].tolist()
-            out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n + 1 : n + 2]]
+        for n, (rows, keys) in enumerate(skipped.tolist(), 1):
+            out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n : n + 1]]
         return np.concatenate(out)
 
 
@@ -104,9 +103,8 @@ def tiles(call: WindowCall) -> int:
     """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
     what its time is about proportional to."""
     rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
-    heights = -(-rows // TILE)
-    rows, keys = np.repeat(rows, heights), np.repeat(keys, heights)
-    start = TILE * (np.arange(len(rows)) - np.repeat(np.cumsum(heights) - heights, heights))
+    segment, tile = spread(np.zeros_like(rows), -(-rows // TILE))
+    rows, keys, start = rows[segment], keys[segment], TILE * tile
     stop = np.minimum(start + TILE, rows)
     left, right = call.window
     first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)

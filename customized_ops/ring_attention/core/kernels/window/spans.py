@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, compress
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...mask.intervals import depth
 from ...merge.merge import accumulation_dtype
 from .lowering import Range
 
@@ -38,9 +39,8 @@ class Spans:
             if start > done:
                 outside.append((done, start))
             done = stop
-        edges = sorted([(start, 1) for start, _ in ranges] + [(stop, -1) for _, stop in ranges])
-        most = max(accumulate(step for _, step in edges), default=0)
-        return cls(not cut and ranges == [(0, length)], fresh, tuple(outside), most)
+        whole = not cut and ranges == [(0, length)]
+        return cls(whole, fresh, tuple(outside), depth(starts, stops))
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the calls' results, of ``dtype``, are added up.
