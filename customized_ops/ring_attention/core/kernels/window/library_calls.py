@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..operands import BackwardOperands, Pairs
-from .lowering import Range, Window, WindowCall, lower
+from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -122,7 +123,7 @@ class LibraryCalls:
 
     @classmethod
     def of(
-        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool
+        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool = True, wide_right: bool = True
     ) -> LibraryCalls:
         """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
@@ -131,11 +132,9 @@ class LibraryCalls:
 
         def make() -> LibraryCalls:
             windows = lowered(pairs, gaps, wide_right)
-            calls = tuple(
-                call
-                for n, window in enumerate(windows)
-                for call in _library_calls(n, window, pairs, batch, flat, device)
-            )
+            numbered = enumerate(windows)
+            each = (_library_calls(n, one, pairs, batch, flat, device) for n, one in numbered)
+            calls = tuple(chain.from_iterable(each))
             cut = len(calls) > len(windows)
             rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
             keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
@@ -156,7 +155,9 @@ def _library_calls(
 ) -> Iterator[LibraryCall]:
     """One for all batch entries if the call is one segment or all entries are end to end, else one
     for each."""
-    rows, keys = _span(call.rows, pairs.q_len), _span(call.keys, pairs.k_len)
+    (row, last_row), (key, last_key) = call.rows, call.keys
+    rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
+    keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
     packed = len(call.segments) > 1
     together = not packed or (flat and rows is None and keys is None)
     entries = batch if together else 1
@@ -164,12 +165,6 @@ def _library_calls(
     for n in range(0, batch, entries):
         entry = None if entries == batch else n
         yield LibraryCall(call.window, packing, number, entries, entry, rows, keys, call.skips_rows)
-
-
-def _span(tokens: Range, length: int) -> tuple[int, int] | None:
-    """(start, length), or None for all tokens."""
-    start, stop = tokens
-    return None if tokens == (0, length) else (start, stop - start)
 
 
 def _packing(call: WindowCall, batch: int, device: torch.device) -> Packing:

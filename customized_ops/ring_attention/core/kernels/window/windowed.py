@@ -44,19 +44,11 @@ AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    *,
-    gaps: bool = True,
-    wide_right: bool = True,
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: bool
 ) -> OutLse:
-    """:meth:`.protocol.Kernel.forward` through ``attend``; for ``gaps`` and ``wide_right`` see
-    :func:`.lowering.lower`."""
-    todo = LibraryCalls.of(pairs, (q, k, v), gaps, wide_right)
+    """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are ``gaps`` and
+    ``wide_right`` of :func:`.lowering.lower`."""
+    todo = LibraryCalls.of(pairs, (q, k, v), **limits)
     if todo.rows.whole:
         return _attend(attend, todo.calls[0], q, k, v, scoring)
     b, rows, h, _ = q.shape
@@ -108,11 +100,10 @@ def backward(
     scoring: Scoring,
     *,
     deterministic: bool = False,
-    gaps: bool = True,
-    wide_right: bool = True,
+    **limits: bool,
 ) -> Grads:
     """:meth:`.protocol.Kernel.backward` through ``attend_backward``; see :func:`forward`."""
-    todo = LibraryCalls.of(pairs, given[:5], gaps, wide_right)
+    todo = LibraryCalls.of(pairs, given[:5], **limits)
     if todo.rows.whole and todo.keys.whole and todo.calls[0].takes_all:
         return attend_backward(given, todo.calls[0], scoring, deterministic=deterministic)
     dq = Gradient(given.q, todo.rows)
@@ -133,19 +124,14 @@ def backward(
 
 
 def kernel_of(
-    attend: Attend,
-    attend_backward: AttendBackward,
-    *,
-    gaps: bool = True,
-    wide_right: bool = True,
-    same_widths: bool = False,
+    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: bool
 ) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
     """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
 
     Args:
-        gaps, wide_right: see :func:`.lowering.lower`.
         same_widths: for a library that wants q, k and v equally wide and takes no dlse. Its
             ``Capabilities`` say ``lse_columns=LSE_COLUMNS``.
+        limits: see :func:`forward`.
     """
 
     def kernel_forward(
@@ -154,7 +140,7 @@ def kernel_of(
         v_dim = v.shape[-1]
         if same_widths:
             q, k, v = same_width(q, k, v)
-        out, lse = forward(attend, q, k, v, pairs, scoring, gaps=gaps, wide_right=wide_right)
+        out, lse = forward(attend, q, k, v, pairs, scoring, **limits)
         return first_columns(out, v_dim), lse
 
     def kernel_backward(
@@ -168,7 +154,7 @@ def kernel_of(
         inputs = given
         if same_widths:
             given = operands_of_same_width(widened(given, LSE_COLUMNS))
-        options = {"deterministic": deterministic, "gaps": gaps, "wide_right": wide_right}
+        options = {"deterministic": deterministic, **limits}
         return cut_to(backward(attend_backward, given, pairs, scoring, **options), inputs)
 
     return kernel_forward, kernel_backward
