@@ -174,7 +174,9 @@ def attend_backward(
 ) -> Grads:
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
         **given._asdict(),  # which have the library's names
-        **{"dq": into[0], "dk": into[1], "dv": into[2]},
+        dq=into[0],
+        dk=into[1],
+        dv=into[2],
         deterministic=deterministic,
         **_options(call, scoring),
     )

@@ -88,8 +88,7 @@ def attend_backward(
     deterministic: bool,
     **_: object,
 ) -> Grads:
-    """cuDNN knows no gradient of lse: that is a second
-    call, whose dq and dk are added in fp32."""
+    """cuDNN knows no gradient of lse: that is a second call, whose dq and dk are added in fp32."""
     packed = _packed_if_refused(given.q, given.k, call)
     if packed is not None:
         grads = attend_backward(
@@ -110,7 +109,7 @@ def attend_backward(
             d_o=shape.padded(given.dout),
             aux_ctx_tensors=stats,
             do_format=shape.format,
-            dqkv_layout="_".join([shape.format] * 3),
+            dqkv_layout=shape.layout,
             deterministic=deterministic,
             **shape.settings(fused, scoring),
         )  # dq, dk, dv and gradients of bias and sink
@@ -135,6 +134,7 @@ class _Shape:
         self._window, self._width = call.window, _width(q.shape[-1], v.shape[-1])
         self._packed = call.packing is not None
         self.format = "thd" if self._packed else "bshd"
+        self.layout = "_".join([self.format] * 3)
         self._at = call.packing or _one_each(*q.shape[:2], k.shape[1], q.device)
 
     def settings(self, fused: ModuleType, scoring: Scoring) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class _Shape:
             "fused_attention_backend": fused.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": scoring.softmax_scale,
             "dropout": 0.0,
-            "qkv_layout": "_".join([self.format] * 3),
+            "qkv_layout": self.layout,
             "o_format": self.format,
             "attn_bias_type": "no_bias",
             "attn_mask_type": self._mask(),

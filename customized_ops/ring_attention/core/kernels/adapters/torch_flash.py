@@ -52,7 +52,11 @@ def attend_backward(
     dout, q, k, v, out, lse, _ = given
     with _deterministic_algorithms(deterministic):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            **{"grad_out": dout, "query": q, "key": k, "value": v, "out": out},
+            grad_out=dout,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
             logsumexp=lse.contiguous(),
             rng_state=lse.new_empty(2, dtype=torch.uint64),  # dropout's, so not read
             unused=lse.new_empty(0),
