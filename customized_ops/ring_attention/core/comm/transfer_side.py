@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..merge import merge_
-from ..merge.merge import span_of
 from ..merge.rows import add_rows, copy_rows
 from ..plan.exchange import Where
 
@@ -104,9 +103,10 @@ class TransferSide:
         parts = [dim.share(t, peer) for t, dim in zip(self.tensors, self.dims, strict=True)]
         if where.indices is not None:
             return Block(parts, tokens, where.on(parts[0].device))
-        stop = where.start + where.count
-        both = zip(parts, tokens, strict=True)
-        return Block([span_of(part, dim, where.start, stop) for part, dim in both], tokens)
+        start, count, both = where.start, where.count, zip(parts, tokens, strict=True)
+        return Block(
+            [t if t.shape[dim] == count else t.narrow(dim, start, count) for t, dim in both], tokens
+        )
 
     def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
         """The peer's part: views, or the tensors themselves, where its tokens are one range, else

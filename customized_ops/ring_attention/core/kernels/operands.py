@@ -58,7 +58,7 @@ class BackwardOperands(NamedTuple):
 
     def part(self, rows: slice, keys: slice) -> BackwardOperands:
         """Some of the rows and some of the keys, as views."""
-        dout, q, out = (t[:, rows] for t in (self.dout, self.q, self.out))
+        dout, q, out = [t[:, rows] for t in (self.dout, self.q, self.out)]
         dlse = None if self.dlse is None else self.dlse[..., rows]
         return BackwardOperands(
             dout, q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], dlse

@@ -98,8 +98,8 @@ class BackwardPass(RankPass):
         """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
         dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
         (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
-        dout, q, out = (span_of(t, 1, start, stop) for t in (dout, q, out))
-        lse, *dlse = (span_of(t, 2, start, stop) for t in (lse, *dlse))
+        dout, q, out = [span_of(t, 1, start, stop) for t in (dout, q, out)]
+        lse, *dlse = [span_of(t, 2, start, stop) for t in (lse, *dlse)]
         operands = BackwardOperands(dout, q, keys.k, keys.v, out, lse, *dlse)
         return self._kernel.backward(
             operands, pairs, keys.heads.scoring, tokens, deterministic=self._deterministic

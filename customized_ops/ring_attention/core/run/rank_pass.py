@@ -131,9 +131,12 @@ class RankPass:
     def attending(self, stage: Stage, own: Queries, remote: Queries) -> Attending:
         """The rows that attend keys of the stage on the second stream, each with an empty list for
         the results."""
-        attend_own = len(stage.own) and stage is not self.local
-        some = [own] * bool(attend_own) + [remote] * bool(len(stage.remote))
-        return [(queries, []) for queries in some]
+        some: Attending = []
+        if len(stage.own) and stage is not self.local:
+            some.append((own, []))
+        if len(stage.remote):
+            some.append((remote, []))
+        return some
 
     def of_heads(self, queries: Queries, heads: HeadShard) -> Sequence[Tensor]:
         """The tensors of ``queries`` with these heads only."""

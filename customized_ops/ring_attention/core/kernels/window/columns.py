@@ -36,7 +36,7 @@ def first_columns(t: Tensor, width: int) -> Tensor:
 def cut_to(grads: Iterable[Tensor], given: BackwardOperands) -> Grads:
     """dq, dk, dv without the columns that q, k and v do not have: views, or what was given."""
     inputs = given.q, given.k, given.v
-    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in zip(grads, inputs, strict=True))
+    dq, dk, dv = [first_columns(g, t.shape[-1]) for g, t in zip(grads, inputs, strict=True)]
     return dq, dk, dv
 
 

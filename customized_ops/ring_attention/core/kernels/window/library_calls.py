@@ -67,10 +67,10 @@ class LibraryCall:
 
     def operands(self, given: BackwardOperands) -> BackwardOperands:
         """All operands, cut and packed."""
-        dout, q, out = (self.pack(self.cut_rows(t)) for t in (given.dout, given.q, given.out))
-        k, v = (self.pack(self.cut_keys(t)) for t in (given.k, given.v))
+        dout, q, out = [self.pack(self.cut_rows(t)) for t in (given.dout, given.q, given.out)]
+        k, v = [self.pack(self.cut_keys(t)) for t in (given.k, given.v)]
         stats = (given.lse,) if given.dlse is None else (given.lse, given.dlse)
-        packed = (self.pack_stats(self.cut_stats(t)) for t in stats)
+        packed = [self.pack_stats(self.cut_stats(t)) for t in stats]
         return BackwardOperands(dout, q, k, v, out, *packed)
 
     def cut_rows(self, t: Tensor) -> Tensor:
