@@ -25,7 +25,8 @@ def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
     """:func:`same_width` of all operands of a backward."""
-    return BackwardOperands(*same_width(*given[:5]), given.lse, given.dlse)
+    dout, q, k, v, out = same_width(*given[:5])
+    return BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
 
 
 def first_columns(t: Tensor, width: int) -> Tensor:
