@@ -92,7 +92,7 @@ def backward(
         rows, keys = tile.rows, tile.keys
         part_q, part_k, part_v = _gradients(tile, given.part(rows, keys), scoring)
         if of_lse is not None:
-            more_q, more_k, _ = _gradients(tile, of_lse.part(rows, keys), scoring)
+            more_q, more_k, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
             part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
         dq.add(n, part_q, dq.total[:, rows])
         dk.add(n, part_k, dk.total[:, keys])

@@ -92,7 +92,7 @@ class FlashAttention:
         **_: object,
     ) -> Grads:
         function = self._function("backward", call.packing)
-        dout, q, k, v, out, lse, _ = given
+        dout, q, k, v, out, lse, _dlse = given
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         call_by_name(
             function,

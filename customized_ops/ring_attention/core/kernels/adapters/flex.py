@@ -159,7 +159,7 @@ def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
     def on_device(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(device)
 
-    def lists_on_device(of: str, side: Side) -> dict[str, Tensor]:
+    def lists_on_device(of: str, side: Side) -> dict[str, Any]:
         # Filled up with zeros to one width: torch 2.11 walks both by the strides of the first.
         width = max(x.indices.shape[1] for x in (side.partial, side.full))
         partial, full = (

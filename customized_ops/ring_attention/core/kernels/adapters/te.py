@@ -121,7 +121,7 @@ def attend_backward(
     dq, dk, dv = run(given)
     of_lse = apart(given)
     if of_lse is not None:
-        more_dq, more_dk, _ = run(of_lse)
+        more_dq, more_dk, _dv = run(of_lse)
         wide = accumulation_dtype(q.dtype)
         dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
     return dq, dk, dv

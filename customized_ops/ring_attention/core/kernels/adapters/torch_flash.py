@@ -49,7 +49,7 @@ def attend_backward(
     deterministic: bool,
     **_: object,
 ) -> Grads:
-    dout, q, k, v, out, lse, _ = given
+    dout, q, k, v, out, lse, _dlse = given
     with _deterministic_algorithms(deterministic):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out=dout,
