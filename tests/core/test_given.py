@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.merge.row_coverage import RowCoverage
+from customized_ops.ring_attention.core.merge.merge import RowCoverage
 
 LENGTH = 12
 RANGE = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)

@@ -11,32 +11,24 @@ import torch
 from torch import Tensor
 
 ALIGNED_BYTES = 256
+Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some memory of every rank.
+    """Some memory of every rank."""
 
-    Attributes:
-        of_ranks: uint8[n] tensors in rank order.
-        holder: what keeps the memory; tensors do not.
-    """
-
-    of_ranks: list[Tensor]
-    holder: object
+    of_ranks: list[Tensor]  # uint8[n], in rank order
+    holder: object  # what keeps the memory; tensors do not
 
     def __len__(self) -> int:
         return len(self.of_ranks[0])
 
 
 class Memory(Protocol):
-    """Memory of every rank of a group that all of them can write to.
+    """Memory of every rank of a group that all of them can write to."""
 
-    Attributes:
-        channels: how many there are for signals, the same on every rank.
-    """
-
-    channels: int
+    channels: int  # how many there are for signals, the same on every rank
 
     def allocate(self, n_bytes: int) -> Piece:
         """New memory. All ranks call this together; it returns when no rank has work under way."""
@@ -61,16 +53,13 @@ class Memory(Protocol):
 
 
 class Arena:
-    """Places for the exchanges of a pass, the same on every rank.
-
-    Attributes:
-        at: where the next place is looked for: generation of the memory, piece, bytes used of it.
-    """
+    """Places for the exchanges of a pass, the same on every rank."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._pieces: list[Piece] = []
         self._captured: list[Piece] = []
+        # Where the next place is looked for: generation of the memory, piece, bytes used of it.
         self.at = (0, 0, 0)
 
     @property
@@ -107,9 +96,6 @@ class Arena:
             self._pieces.append(self._memory.allocate(n_bytes))
         self.at = (generation, n, used + n_bytes)
         return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
-
-
-Shapes = Sequence[Sequence[int]]
 
 
 def bytes_of(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> int:

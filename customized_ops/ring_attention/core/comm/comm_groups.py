@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
 from . import fake_comm, inprocess
 from .dist_comm import DistComm
-from .messages import Comm, Messages, Reduction
+from .fake_comm import FakeComm
+from .messages import Comm
 from .symmetric import comm_over
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
 
 
-class AloneComm(Comm):
-    """A group of one rank, which has no peers."""
-
-    def __init__(self) -> None:
-        super().__init__("", 0, 1)
-
-    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`Comm.start`."""
-        assert not send and not receive, "a single rank has no peers"
-        return lambda: None
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """See :meth:`Comm.all_gather_object`."""
-        return [value]
-
-    def combine(self, tensor: Tensor, how: Reduction) -> None:
-        """See :meth:`Comm.all_reduce`: nothing to add."""
-
-
-ALONE = AloneComm()
+ALONE = FakeComm(0, 1)  # a group of one rank
 
 _by_name: dict[str, tuple[dist.ProcessGroup, DistComm]] = {}
 

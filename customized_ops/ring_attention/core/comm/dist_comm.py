@@ -28,17 +28,13 @@ class DistComm(Comm):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`Comm.start`."""
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         ops = [
-            dist.P2POp(dist.isend, message, group=self._group, group_peer=p)
-            for p in sorted(send, key=after)
-            for message in send[p]
-        ] + [
-            dist.P2POp(dist.irecv, message, group=self._group, group_peer=p)
-            for p in sorted(receive, key=after)
-            for message in receive[p]
+            dist.P2POp(operation, message, group=self._group, group_peer=p)
+            for operation, messages in ((dist.isend, send), (dist.irecv, receive))
+            for p in sorted(messages, key=after)
+            for message in messages[p]
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -51,13 +47,11 @@ class DistComm(Comm):
         return finish
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
-        """See :meth:`Comm.all_reduce`."""
         dense = tensor.contiguous()
         op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
         dist.all_reduce(dense, op=op, group=self._group)

@@ -12,20 +12,18 @@ from .messages import Comm, Messages, Reduction
 class FakeComm(Comm):
     """Rank ``rank`` of ``size`` without the others: nothing arrives, and buffers for it are never
     written. Plans, buffers and kernel calls are the real ones; results are meaningless, and moving
-    bytes takes no time."""
+    bytes takes no time. Of one rank, which has no peers, everything is real."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(f"fake:{rank}:{size}", rank, size)
+        super().__init__(f"fake:{rank}:{size}" if size > 1 else "", rank, size)
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`Comm.start`."""
         return lambda: None
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
-        """See :meth:`Comm.all_reduce`: the values stay this rank's."""
+        """The values stay this rank's."""
 
     def all_gather_object(self, value: object) -> list[object]:
-        """See :meth:`Comm.all_gather_object`: every rank has this rank's value."""
         return [value] * self.size
 
 

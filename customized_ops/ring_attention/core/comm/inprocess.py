@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -61,24 +61,23 @@ class InProcessComm(Comm):
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world.name, rank, world.size)
         self._world = world
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
-        self._gathers = 0
+        self._sent: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._received: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._gathers = itertools.count()
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
-        """See :meth:`Comm.start`. Messages are matched by count, as gloo and NCCL match them."""
+        # Messages are matched by count, as gloo and NCCL match them.
         world = self._world
         with world.changed:
             for peer, messages in send.items():
                 for message in messages:
-                    world.mail[self.rank, peer, self._sent[peer]] = message
-                    self._sent[peer] += 1
+                    world.mail[self.rank, peer, next(self._sent[peer])] = message
             world.changed.notify_all()
-        expected = []
-        for peer, buffers in receive.items():
-            for buffer in buffers:
-                expected.append(((peer, self.rank, self._received[peer]), buffer))
-                self._received[peer] += 1
+        expected = [
+            ((peer, self.rank, next(self._received[peer])), buffer)
+            for peer, buffers in receive.items()
+            for buffer in buffers
+        ]
 
         def finish() -> None:
             for key, buffer in expected:
@@ -88,9 +87,7 @@ class InProcessComm(Comm):
         return finish
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`."""
-        world, number = self._world, self._gathers
-        self._gathers += 1
+        world, number = self._world, next(self._gathers)
         with world.changed:
             world.gathered[number, self.rank] = value
             world.changed.notify_all()
@@ -99,22 +96,17 @@ class InProcessComm(Comm):
         return [world.gathered[key] for key in keys]
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
-        """See :meth:`Comm.all_reduce`. In rank order, so every rank gets the same bits."""
+        # In rank order, so every rank gets the same bits.
         parts = self.all_gather_object(tensor.clone())
         both = torch.add if how == "sum" else torch.maximum
         tensor.copy_(functools.reduce(both, parts))
 
 
 def this_thread(name: str) -> Comm:
-    """The calling thread's side of the world called ``name``.
-
-    Raises:
-        ValueError: its :func:`run_ranks` has ended.
-    """
+    """The calling thread's side of the world called ``name``."""
     if name not in _worlds:
-        raise ValueError(
-            f"the in-process ranks {name!r} have ended; a graph outlived its run_ranks"
-        )
+        problem = f"the in-process ranks {name!r} have ended; a graph outlived its run_ranks"
+        raise ValueError(problem)
     return _worlds[name].local.comm
 
 

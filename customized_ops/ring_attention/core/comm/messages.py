@@ -12,38 +12,49 @@ peers. There is no global state, and ranks are always ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.cost import H200
-from ..plan.exchange import Exchange, Where
+from ..plan.exchange import Exchange
 from .transfer_side import Dims, Put, TransferSide, copy, place
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
+Parts = dict[int, Sequence[Tensor]]  # peer -> what came from it
+Arrive = Callable[[], Parts]  # waits for the parts of all peers
+
+
+class Coming(NamedTuple):
+    """A fetch that has started: what ``arrive`` returns is still to be put into ``target``."""
+
+    target: TransferSide
+    arrive: Arrive
+    placed: Any = None
 
 
 @dataclass
 class Counters:
-    """Bytes this rank has sent to and received from other ranks through one Comm; of an all-reduce,
-    those of a ring."""
+    """Bytes sent to and received from other ranks; of an all-reduce, those of a ring."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
 class Pending:
-    """Something that is on its way; ``wait()`` returns it, once."""
+    """Something that is on its way; ``wait()`` returns it, once. ``placed`` is its place in memory
+    that peers write to, if it has one."""
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    def __init__(self, finish: Callable[[], Any], placed: Any = None) -> None:
         self._finish: Callable[[], Any] | None = finish
+        self.placed = placed
 
     def wait(self) -> Any:
         """Block until it is here (on a GPU: until the stream may use it), and free what was kept
@@ -54,26 +65,18 @@ class Pending:
 
 
 class Comm(ABC):
-    """A group of ranks that pass each other token ranges.
+    """A group of ranks that pass each other token ranges: this is rank ``rank`` of ``size``. In a
+    graph ``name`` stands for the group; ``comm_by_name`` finds the Comm again."""
 
-    Attributes:
-        rank, size: this rank in the group, and how many there are.
-        name: stands for the group in a graph; :func:`comm_by_name` finds the Comm again.
-        common_lengths: numbers of tokens of which all ranks are known to have held the same.
-        ahead: how many exchanges it pays to ask for before the first has arrived.
-        costs: what plans over this group are chosen by; the same on every rank.
-        two_streams: whether what waits for peers may run on a stream of its own.
-        compares: whether ranks compare their calls by default.
-    """
-
-    ahead = 1
-    costs = H200
-    two_streams = True
-    compares = False
+    ahead = 1  # how many exchanges it pays to ask for before the first has arrived
+    costs = H200  # what plans over this group are chosen by; the same on every rank
+    two_streams = True  # whether what waits for peers may run on a stream of its own
+    compares = False  # whether ranks compare their calls by default
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
+        # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
 
     @property
@@ -97,11 +100,8 @@ class Comm(ABC):
         """The part of :meth:`all_reduce` that depends on how ranks are connected."""
 
     def all_reduce(self, tensor: Tensor, how: Reduction) -> Tensor:
-        """Combine every rank's ``tensor``, of one shape and dtype, element by element.
-
-        Returns:
-            ``tensor``, overwritten with the same values on every rank.
-        """
+        """Overwrite every rank's ``tensor``, of one shape and dtype, with the sum or the maximum of
+        all, the same on every rank; returns it."""
         ring_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
         self.counters.sent_bytes += ring_bytes
         self.counters.received_bytes += ring_bytes
@@ -136,22 +136,28 @@ class Comm(ABC):
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
-        buffers = [
-            tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
-            for tensor, dim in zip(tensors, dims, strict=True)
-        ]
         source = TransferSide(tensors, dims, exchange.sent)
-        target = TransferSide(buffers, [dim.of_share for dim in dims], exchange.received)
-        arrive = self._pass(source, target.peers, target.shape)
-        if self.rank in exchange.sent:
+        target, arrive, placed = self._start_fetch(exchange, source, seen_by)
+        if self.rank in exchange.sent:  # what the rank holds itself is part of the buffers
             copy(source.of(self.rank), target.of(self.rank))
 
-        def finish() -> list[Tensor]:
+        def finish() -> Sequence[Tensor]:
             for peer, parts in sorted(arrive().items()):
                 place(target.of(peer), parts)
-            return buffers
+            return target.tensors
 
-        return Pending(finish)
+        return Pending(finish, placed)
+
+    def _start_fetch(
+        self, exchange: Exchange, source: TransferSide, seen_by: SeenBy | None
+    ) -> Coming:
+        """The part of :meth:`fetch` in which peers take part."""
+        buffers = [
+            tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
+            for tensor, dim in zip(source.tensors, source.dims, strict=True)
+        ]
+        target = TransferSide(buffers, [dim.of_share for dim in source.dims], exchange.received)
+        return Coming(target, self._pass(source, target))
 
     def send_home(
         self,
@@ -180,25 +186,36 @@ class Comm(ABC):
                 home may come into their memory; on every rank, or on none.
         """
         source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
-        arriving = TransferSide(results, dims, exchange.sent)
-        arrive = self._pass(source, exchange.sent, arriving.shape, dtype)
+        target = TransferSide(results, dims, exchange.sent)
+        arrive = self._start_home(exchange, source, target, dtype, seen_by, over)
+        # What the rank made for itself is left as it is.
         mine = {self.rank: source.take(self.rank)} if self.rank in exchange.sent else {}
-        return Pending(lambda: deliver(arrive() | mine, into, dims, exchange, put))
+
+        def finish() -> None:
+            parts = arrive() | mine
+            places = TransferSide(into() if callable(into) else into, dims, exchange.sent)
+            for peer in sorted(parts):
+                put(places.of(peer), parts[peer])
+
+        return Pending(finish)
+
+    def _start_home(
+        self,
+        exchange: Exchange,
+        source: TransferSide,
+        target: TransferSide,
+        dtype: torch.dtype | None,
+        seen_by: SeenBy | None,
+        over: Pending | None,
+    ) -> Arrive:
+        """The part of :meth:`send_home` in which peers take part."""
+        return self._pass(source, target, dtype)
 
     def _pass(
-        self,
-        source: TransferSide,
-        peers: Mapping[int, Where],
-        shape: Callable[[int, int], list[int]],
-        dtype: torch.dtype | None = None,
-    ) -> Callable[[], dict[int, Sequence[Tensor]]]:
-        """The parts of all tensors at once, so that NCCL moves them in one kernel.
-
-        Args:
-            peers: who sends something here. shape: of the n-th tensor's part from a peer.
-        Returns:
-            Waits for the parts of each peer and returns them, without one's own.
-        """
+        self, source: TransferSide, target: TransferSide, dtype: torch.dtype | None = None
+    ) -> Arrive:
+        """The parts of all tensors at once, so that NCCL moves them in one kernel. Of ``target``
+        only shapes count."""
         wires = [dtype or tensor.dtype for tensor in source.tensors]
         # A part that is one block of memory is sent without a copy.
         send = {
@@ -211,35 +228,21 @@ class Comm(ABC):
         }
         receive = {
             p: [
-                source.tensors[n].new_empty(prod(shape(n, p)), dtype=wire)
+                source.tensors[n].new_empty(prod(target.shape(n, p)), dtype=wire)
                 for n, wire in enumerate(wires)
             ]
-            for p in peers
+            for p in target.peers
             if p != self.rank
         }
         self.counters.sent_bytes += sum(m.nbytes for each in send.values() for m in each)
         self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
         wait = self.start(send, receive)
 
-        def arrive() -> dict[int, Sequence[Tensor]]:
+        def arrive() -> Parts:
             wait()
             return {
-                p: [part.view(shape(n, p)) for n, part in enumerate(parts)]
+                p: [part.view(target.shape(n, p)) for n, part in enumerate(parts)]
                 for p, parts in receive.items()
             }
 
         return arrive
-
-
-def deliver(
-    parts: Mapping[int, Sequence[Tensor]],
-    into: Into,
-    dims: Sequence[Dims],
-    exchange: Exchange,
-    put: Put,
-) -> None:
-    """Put results that came home in their places, in rank order."""
-    places = into() if callable(into) else into
-    target = TransferSide(places, dims, exchange.sent)
-    for peer in sorted(parts):
-        put(target.of(peer), parts[peer])

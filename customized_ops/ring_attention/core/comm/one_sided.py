@@ -15,9 +15,8 @@ its exchanges have places in one arena, of one size on every rank, so that every
 write (``placement``). The arena grows to the largest pass, is used again by all layers and plans of
 the group, and is freed with the group.
 
-Each exchange has a place of its own, but for results that go home at the end of a backward: they
-may come into the place of the keys that were fetched last. Then ranks first say when they have read
-those:
+Results that go home at the end of a backward may come into the place of the keys that were fetched
+last. Then ranks first say when they have read those:
 
     receiver of results                       their sender
     1. signal "free" once it has attended
@@ -27,17 +26,15 @@ those:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..plan.exchange import Exchange
 from .arena import Arena, Memory
-from .messages import Comm, Into, Pending, SeenBy, deliver
+from .messages import Arrive, Coming, Comm, Parts, Pending, SeenBy
 from .placement import DONE, Placed, Placement
-from .transfer_side import Block, Dims, Put, TransferSide, copy
+from .transfer_side import Block, TransferSide, copy
 
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
 # Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank
@@ -45,26 +42,16 @@ COPIES = 8  # batch entries that are copied one by one, so that each is one rang
 SPARED_BYTES, SPARED_TOKENS = 64 << 20, 16 << 10
 
 
-class Fetched(Pending):
-    """A fetch that is on its way, and its place."""
-
-    def __init__(self, placed: Placed, finish: Callable[[], Any]) -> None:
-        super().__init__(finish)
-        self.placed = placed
-
-
 class OneSidedComm(Comm):
     """A Comm whose ranks write into one another's memory.
 
     What comes without ``seen_by`` goes by messages, and so do tensors of another device (a group
     may have a backend for each), and exchanges of a pass that there is no channel left for.
-
-    Attributes:
-        spared_bytes, spared_tokens: of results, from which on they come over keys; the same on
-            every rank, and not changed once a pass was made.
     """
 
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
+    # Of results, from which on they come over keys; the same on every rank, and not changed once a
+    # pass was made.
     spared_bytes, spared_tokens = SPARED_BYTES, SPARED_TOKENS
 
     def __init__(self, memory: Memory, *given: Any) -> None:
@@ -76,12 +63,7 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def begin(self) -> None:
-        """See :meth:`Comm.begin`.
-
-        Raises:
-            RuntimeError: the pass before ended in an error, and nobody waits for its signals.
-        """
-        if self._under_way:
+        if self._under_way:  # nobody waits for the signals of the pass before
             raise RuntimeError(
                 f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
                 "may be out of step; make a new process group"
@@ -93,81 +75,58 @@ class OneSidedComm(Comm):
         self._placement.begin()
 
     def end(self) -> None:
-        """See :meth:`Comm.end`."""
         self._passes += 1
         for peer in self._peers:
             self._memory.put_signal(peer, DONE)
 
     def leave(self) -> None:
-        """See :meth:`Comm.leave`."""
         self._under_way = False
 
     @property
     def arena_bytes(self) -> int:
-        """See :class:`Comm`."""
         return self._arena.used_bytes
 
-    def fetch(
-        self,
-        exchange: Exchange,
-        tensors: Sequence[Tensor],
-        dims: Sequence[Dims],
-        seen_by: SeenBy | None = None,
-    ) -> Pending:
-        """See :meth:`Comm.fetch`."""
-        if seen_by is None or not self._placement.has_room(tensors[0]):
-            return super().fetch(exchange, tensors, dims)
-        placed = self._placement.fetch(exchange, tensors, dims, seen_by)
-        source = TransferSide(tensors, dims, exchange.sent)
+    def _start_fetch(
+        self, exchange: Exchange, source: TransferSide, seen_by: SeenBy | None
+    ) -> Coming:
+        if seen_by is None or not self._placement.has_room(source.tensors[0]):
+            return super()._start_fetch(exchange, source, seen_by)
+        placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
-        if self.rank in exchange.sent:  # what the rank holds itself is part of the buffer
-            target = TransferSide(placed.buffers, [d.of_share for d in dims], exchange.received)
-            copy(source.of(self.rank), target.of(self.rank))
 
-        def finish() -> list[Tensor]:
+        def arrive() -> Parts:
             self._arrived(placed)
-            return list(placed.buffers)
+            return {}  # peers have written into the buffers themselves
 
-        return Fetched(placed, finish)
+        return Coming(placed.received, arrive, placed)
 
-    def send_home(
+    def _start_home(
         self,
         exchange: Exchange,
-        results: Sequence[Tensor],
-        into: Into,
-        dims: Sequence[Dims],
-        put: Put,
-        dtype: torch.dtype | None = None,
-        seen_by: SeenBy | None = None,
-        over: Pending | None = None,
-    ) -> Pending:
-        """See :meth:`Comm.send_home`."""
-        if seen_by is None or not self._placement.has_room(results[0]):
-            return super().send_home(exchange, results, into, dims, put, dtype)
-        placed = self._placement.home(
-            exchange,
-            TransferSide(results, dims, exchange.sent),
-            [dtype or t.dtype for t in results],
-            seen_by,
-            over.placed if isinstance(over, Fetched) else None,
-            (self.spared_bytes, self.spared_tokens),
-        )
+        source: TransferSide,
+        target: TransferSide,
+        dtype: torch.dtype | None,
+        seen_by: SeenBy | None,
+        over: Pending | None,
+    ) -> Arrive:
+        if seen_by is None or not self._placement.has_room(source.tensors[0]):
+            return super()._start_home(exchange, source, target, dtype, seen_by, over)
+        dtypes = [dtype or t.dtype for t in source.tensors]
+        spent = over.placed if over is not None else None
+        spared = self.spared_bytes, self.spared_tokens
+        placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
         for free in placed.channels[1:]:
             for peer in placed.sources:
                 self._memory.put_signal(peer, free)
             for peer in placed.targets:
                 self._memory.wait_signal(peer, free)
-        source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
         self._write(placed, source)
-        parts = placed.buffers
-        if self.rank in exchange.sent:  # what the rank made for itself is left as it is
-            parts = parts | {self.rank: source.take(self.rank)}
 
-        def finish() -> None:
+        def arrive() -> Parts:
             self._arrived(placed)
-            deliver(parts, into, dims, exchange, put)
+            return placed.received
 
-        return Pending(finish)
+        return arrive
 
     def _write(self, placed: Placed, source: TransferSide) -> None:
         """Copy to peers what they need, and signal that it has arrived."""

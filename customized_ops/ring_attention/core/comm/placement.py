@@ -16,33 +16,24 @@ from torch import Tensor
 from ..plan.exchange import Exchange
 from .arena import Arena, Memory, bytes_of, tensors_in
 from .messages import SeenBy
-from .transfer_side import Block, Dims, TransferSide
+from .transfer_side import Block, TransferSide
 
 DONE = 0  # channel of the signal at the end of a pass; those of exchanges follow
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """An exchange of tensors of certain shapes, at a certain place.
+    """An exchange of tensors of certain shapes, at a certain place."""
 
-    Attributes:
-        channels: of its signal "arrived", and of "free" where that is waited for.
-        places: uint8 of every rank, where it writes.
-        copies: peers, and where the tokens for each are to be written.
-        buffers: what is received.
-        targets, sources: peers that are written to, and that write here.
-        after: where the arena goes on.
-    """
-
-    channels: list[int]
-    places: list[Tensor]
-    copies: list[tuple[int, Block]]
-    buffers: Any
-    targets: list[int]
-    sources: list[int]
+    channels: list[int]  # of its signal "arrived", and of "free" where that is waited for
+    places: list[Tensor]  # uint8 of every rank, where it writes
+    targets: list[int]  # peers that are written to
+    sources: list[int]  # peers that write here
+    copies: list[tuple[int, Block]]  # peers, and where the tokens for each are to be written
+    received: Any  # a fetch: the TransferSide that it fills; results: the parts by peer
     sent_bytes: int
     received_bytes: int
-    after: tuple[int, int, int]
+    after: tuple[int, int, int]  # where the arena goes on
 
 
 class Placement:
@@ -76,24 +67,18 @@ class Placement:
         others = (p for p in peers if p != self._rank)
         return sorted(others, key=lambda p: (p - self._rank) % self._size)
 
-    def fetch(
-        self, exchange: Exchange, tensors: Sequence[Tensor], dims: Sequence[Dims], seen_by: SeenBy
-    ) -> Placed:
+    def fetch(self, exchange: Exchange, source: TransferSide, seen_by: SeenBy) -> Placed:
         """Places where each rank's buffers are one after the other."""
-        key = (
-            "fetch",
-            *[(t.shape, t.dtype) for t in tensors],
-            *dims,
-            self._arena.at,
-            self._channel,
-        )
+        of_tensors = [(t.shape, t.dtype) for t in source.tensors]
+        key = ("fetch", *of_tensors, *source.dims, self._arena.at, self._channel)
         if (placed := self._cached(exchange, key)) is not None:
             return placed
-        dtypes = [t.dtype for t in tensors]
+        dtypes = [t.dtype for t in source.tensors]
+        of_share = [dim.of_share for dim in source.dims]
         on_ranks = self._on_all_ranks(exchange, seen_by)
+        both = list(zip(source.tensors, source.dims, strict=True))
         shapes = [
-            [dim.shape(t, there.tokens, n) for t, dim in zip(tensors, dims, strict=True)]
-            for n, there in enumerate(on_ranks)
+            [dim.shape(t, there.tokens, n) for t, dim in both] for n, there in enumerate(on_ranks)
         ]
         places = self._arena.take(max(bytes_of(each, dtypes) for each in shapes))
         targets, sources = self.others(exchange.sent), self.others(exchange.received)
@@ -101,14 +86,15 @@ class Placement:
         for peer in targets:
             where = on_ranks[peer].received[self._rank]
             there = tensors_in(places[peer], shapes[peer], dtypes)
-            side = TransferSide(there, [dim.of_share for dim in dims], {self._rank: where})
+            side = TransferSide(there, of_share, {self._rank: where})
             copies.append((peer, side.of(self._rank)))
             sent += _bytes_of_tokens(there, where.count, on_ranks[peer])
         buffers = tensors_in(places[self._rank], shapes[self._rank], dtypes)
         arriving = sum(exchange.received[p].count for p in sources)
         received = _bytes_of_tokens(buffers, arriving, exchange)
+        target = TransferSide(buffers, of_share, exchange.received)
         channels, after = [self._channel + 1], self._arena.at
-        placed = Placed(channels, places, copies, buffers, targets, sources, sent, received, after)
+        placed = Placed(channels, places, targets, sources, copies, target, sent, received, after)
         return self._kept(exchange, key, placed)
 
     def home(
@@ -120,17 +106,16 @@ class Placement:
         spent: Placed | None,
         spared: tuple[int, int],
     ) -> Placed:
-        """Places where each rank has what its peers send it, by peer.
+        """Places where each rank has what its peers send it, by peer: results, with the dims of all
+        heads, that travel in ``dtypes``.
 
         Args:
-            results: the shares of tensors that go home, with the dims of all heads.
-            dtypes: what each travels in.
             spent: a fetch whose place is used instead, if it is large enough and that is worth it,
                 which is so on every rank or on none.
             spared: from how many bytes, or tokens fetched, on it is worth it.
         """
-        shapes_in = [(t.shape, t.dtype) for t in results.tensors]
-        key = ("home", spent, *dtypes, *shapes_in, *results.dims, self._arena.at, self._channel)
+        of_tensors = [(t.shape, t.dtype) for t in results.tensors]
+        key = ("home", spent, *dtypes, *of_tensors, *results.dims, self._arena.at, self._channel)
         if (placed := self._cached(exchange, key)) is not None:
             return placed
         on_ranks = self._on_all_ranks(exchange, seen_by)
@@ -155,11 +140,11 @@ class Placement:
         targets, sources = self.others(exchange.received), self.others(exchange.sent)
         tokens = [dim.tokens for dim in results.dims]
         copies = [(peer, Block(part_of(peer, self._rank), tokens)) for peer in targets]
-        buffers = {peer: part_of(self._rank, peer) for peer in coming[self._rank]}
+        parts = {peer: part_of(self._rank, peer) for peer in coming[self._rank]}
         sent = sum(t.nbytes for _, to in copies for t in to.tensors)
-        received = sum(t.nbytes for parts in buffers.values() for t in parts)
+        received = sum(t.nbytes for each in parts.values() for t in each)
         after = self._arena.at
-        placed = Placed(channels, places, copies, buffers, targets, sources, sent, received, after)
+        placed = Placed(channels, places, targets, sources, copies, parts, sent, received, after)
         return self._kept(exchange, key, placed)
 
     def _on_all_ranks(self, exchange: Exchange, seen_by: SeenBy) -> list[Exchange]:
@@ -167,13 +152,14 @@ class Placement:
 
     def _cached(self, exchange: Exchange, key: Any) -> Placed | None:
         placed = self._placed.get(exchange, {}).get(key)
-        if placed is not None:
-            self._arena.at, self._channel = placed.after, placed.channels[-1]
-        return placed
+        return None if placed is None else self._go_on_after(placed)
 
     def _kept(self, exchange: Exchange, key: Any, placed: Placed) -> Placed:
         self._placed.setdefault(exchange, {})[key] = placed
-        self._channel = placed.channels[-1]
+        return self._go_on_after(placed)
+
+    def _go_on_after(self, placed: Placed) -> Placed:
+        self._arena.at, self._channel = placed.after, placed.channels[-1]
         return placed
 
 

@@ -29,12 +29,10 @@ class SymmetricMemory:
     for all its groups (pytorch/pytorch#196082). A rank that was in other groups before would wait
     for keys that its peers never write, for ever. So ranks compare how often they have made some,
     and those that are behind make some for themselves alone, as often as it takes.
-
-    Attributes:
-        made: how often this process has made symmetric memory here, of any group; memory that other
-            code makes is not counted.
     """
 
+    # How often this process has made symmetric memory here, of any group; memory that other code
+    # makes is not counted.
     made = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,11 +57,6 @@ class SymmetricMemory:
         return symmetric.rendezvous(memory, group.group_name), memory
 
     def allocate(self, n_bytes: int) -> Piece:
-        """See :class:`~.arena.Memory`.
-
-        Raises:
-            RuntimeError: called while a CUDA graph is captured.
-        """
         if self.capturing():
             raise RuntimeError(
                 "seqshard: buffers for what ranks exchange must be made before a CUDA graph is "
@@ -77,19 +70,15 @@ class SymmetricMemory:
         return Piece(buffers, (handle, memory))
 
     def holds(self, tensor: Tensor) -> bool:
-        """See :class:`~.arena.Memory`."""
         return tensor.device == self._device
 
     def capturing(self) -> bool:
-        """See :class:`~.arena.Memory`."""
         return torch.cuda.is_current_stream_capturing()
 
     def put_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.arena.Memory`."""
         self._signals.put_signal(peer, channel)
 
     def wait_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.arena.Memory`."""
         self._signals.wait_signal(peer, channel)
 
 
@@ -104,12 +93,8 @@ class SymmetricComm(OneSidedComm, DistComm):
 def comm_over(group: dist.ProcessGroup) -> DistComm:
     """The fastest Comm for a group: all of its ranks call this together.
 
-    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail where a group of GPUs
-    has no symmetric memory. Groups of CPUs send messages whatever it says.
-
-    Raises:
-        ValueError: ``SEQSHARD_COMM`` says something else.
-        RuntimeError: it says "symmetric", but the ranks cannot.
+    ``SEQSHARD_COMM`` says "nccl" for messages alone, and "symmetric" to fail (RuntimeError) where a
+    group of GPUs has no symmetric memory. Groups of CPUs send messages whatever it says.
     """
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "nccl", "symmetric"):
@@ -127,11 +112,9 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             failure = f"symmetric memory: {error}"
         problem = _first(messages, failure)
-    if problem is None:
-        return comm
-    if choice == "symmetric":
+    if problem is not None and choice == "symmetric":
         raise RuntimeError(f"{CHOICE}=symmetric, but {problem}")
-    return messages
+    return comm if problem is None else messages
 
 
 def _first(comm: DistComm, problem: str | None) -> str | None:
@@ -142,9 +125,8 @@ def _first(comm: DistComm, problem: str | None) -> str | None:
 def _unreachable(comm: DistComm, device: torch.device) -> str | None:
     """Why this rank cannot write into the memory of its peers, or None."""
     here = torch.cuda.get_device_properties(device).uuid
-    visible = {
-        str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())
-    }
+    gpus = range(torch.cuda.device_count())
+    visible = {str(torch.cuda.get_device_properties(n).uuid): n for n in gpus}
     places = comm.all_gather_object((socket.gethostname(), str(here)))
     if len({host for host, _ in places}) > 1:
         return "the ranks are on several hosts"

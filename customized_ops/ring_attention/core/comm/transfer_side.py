@@ -20,15 +20,12 @@ from ..plan.exchange import Where
 
 
 class Dims(NamedTuple):
-    """Which dims of a tensor are its tokens and its heads.
-
-    Attributes:
-        shares: heads (start, stop) of each rank of a team; peer p has share p % len(shares). Empty:
-            every rank has all heads.
-    """
+    """Which dims of a tensor are its tokens and its heads."""
 
     tokens: int
     heads: int
+    # Heads (start, stop) of each rank of a team: peer p has share p % len(shares). Empty: all have
+    # all heads.
     shares: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -57,16 +54,11 @@ ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] a
 
 
 class Block(NamedTuple):
-    """The same tokens of several tensors.
-
-    Attributes:
-        tokens: which dim of each tensor its tokens are.
-        rows: int64[n], which tokens; None: all that there are.
-    """
+    """The same tokens of several tensors."""
 
     tensors: Sequence[Tensor]
-    tokens: Sequence[int]
-    rows: Tensor | None = None
+    tokens: Sequence[int]  # which dim of each tensor its tokens are
+    rows: Tensor | None = None  # int64[n], which tokens; None: all that there are
 
 
 Put = Callable[[Block, Sequence[Tensor]], None]
@@ -95,16 +87,11 @@ def copy(source: Block, target: Block) -> None:
 
 @dataclass(slots=True)
 class TransferSide:
-    """Tensors whose tokens leave, or arrive.
-
-    Attributes:
-        dims: of each tensor; a peer has its share of the heads.
-        peers: where the tokens of each peer are.
-    """
+    """Tensors whose tokens leave, or arrive."""
 
     tensors: Sequence[Tensor]
-    dims: Sequence[Dims]
-    peers: Mapping[int, Where]
+    dims: Sequence[Dims]  # of each tensor; a peer has its share of the heads
+    peers: Mapping[int, Where]  # where the tokens of each peer are
 
     def shape(self, n: int, peer: int) -> list[int]:
         """Of the peer's part of tensor ``n``."""
@@ -112,16 +99,14 @@ class TransferSide:
 
     def of(self, peer: int) -> Block:
         """The peer's part, in place."""
-        where = self.peers[peer]
-        start, count, scattered = where.start, where.count, where.indices is not None
-        parts, tokens = [], []
-        for t, dim in zip(self.tensors, self.dims, strict=True):
-            part = dim.share(t, peer)
-            if not scattered and count != t.shape[dim.tokens]:
-                part = part.narrow(dim.tokens, start, count)
-            parts.append(part)
-            tokens.append(dim.tokens)
-        return Block(parts, tokens, where.on(parts[0].device) if scattered else None)
+        where, tokens = self.peers[peer], [dim.tokens for dim in self.dims]
+        parts = [dim.share(t, peer) for t, dim in zip(self.tensors, self.dims, strict=True)]
+        if where.indices is not None:
+            return Block(parts, tokens, where.on(parts[0].device))
+        start, count, both = where.start, where.count, zip(parts, tokens, strict=True)
+        return Block(
+            [t if t.shape[dim] == count else t.narrow(dim, start, count) for t, dim in both], tokens
+        )
 
     def take(self, peer: int, dtypes: Sequence[torch.dtype] | None = None) -> Sequence[Tensor]:
         """The peer's part: views, or the tensors themselves, where its tokens are one range, else
@@ -129,10 +114,9 @@ class TransferSide:
         block = self.of(peer)
         if block.rows is None:
             return block.tensors
-        wanted = dtypes or [t.dtype for t in self.tensors]
         parts = [
-            t.new_empty(self.shape(n, peer), dtype=dtype)
-            for n, (t, dtype) in enumerate(zip(self.tensors, wanted, strict=True))
+            t.new_empty(self.shape(n, peer), dtype=dtypes[n] if dtypes else t.dtype)
+            for n, t in enumerate(self.tensors)
         ]
         copy(block, Block(parts, block.tokens))
         return parts

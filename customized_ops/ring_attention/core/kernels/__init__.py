@@ -4,8 +4,7 @@
 """
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
-from .operands import BackwardOperands
-from .pairs import Pairs
+from .operands import BackwardOperands, Pairs
 from .protocol import FEATURES, LARGE, Capabilities, Kernel, Request
 from .scoring import Scoring, Tokens
 

@@ -20,22 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Ints
+from ..mask.intervals import spread
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class BlockList:
-    """For each block of one side, blocks of the other.
+    """For each block of one side, blocks of the other."""
 
-    Attributes:
-        counts: int32[blocks], how many.
-        indices: int32[blocks, most], which ones, ascending; 0 beyond the count. ``most`` is the
-            largest count, or 1.
-    """
-
-    counts: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]  # [blocks], how many
+    # [blocks, most], which ones, ascending; 0 beyond the count; most is the largest count, or 1.
     indices: npt.NDArray[np.int32]
 
 
@@ -50,12 +45,8 @@ class Side:
 def block_lists(
     slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
 ) -> tuple[Side, Side]:
-    """Lists for each block of rows, and for each block of keys.
-
-    Args:
-        slices: int64[n, 6], normalised and disjoint, within ``q_len`` rows and ``k_len`` keys.
-        block_q, block_k: rows and keys of a block.
-    """
+    """Lists for each block of ``block_q`` rows, and for each block of ``block_k`` keys. The slices,
+    int64[n, 6], are normalised, disjoint and within ``q_len`` rows and ``k_len`` keys."""
     row_blocks, key_blocks = -(-q_len // block_q), -(-k_len // block_k)
     strips = _strips(slices, block_q)
     first, stop = strips[:, K0] // block_k, -(-strips[:, K1] // block_k)
@@ -63,7 +54,7 @@ def block_lists(
     row_block = strips[:, Q0] // block_q
 
     # Areas are needed only where a strip covers a part of a block: several may make it full.
-    strip, key_block = _ranges(np.concatenate([first, whole1]), np.concatenate([whole0, stop]))
+    strip, key_block = spread(np.concatenate([first, whole1]), np.concatenate([whole0, stop]))
     strip %= max(1, len(strips))
     pieces = strips[strip]
     pieces[:, K0] = np.maximum(pieces[:, K0], key_block * block_k)
@@ -74,7 +65,7 @@ def block_lists(
     height = np.minimum(block_q, q_len - i * block_q)
     complete = attended == height * np.minimum(block_k, k_len - j * block_k)
 
-    strip, key_block = _ranges(whole0, whole1)
+    strip, key_block = spread(whole0, whole1)
     full_i = np.concatenate([row_block[strip], i[complete]])
     full_j = np.concatenate([key_block, j[complete]])
     i, j = i[~complete], j[~complete]
@@ -124,7 +115,7 @@ def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32
 
 def _strips(slices: Slices, block_q: int) -> Slices:
     """The slices cut at every ``block_q`` rows, normalised."""
-    which, block = _ranges(slices[:, Q0] // block_q, -(-slices[:, Q1] // block_q))
+    which, block = spread(slices[:, Q0] // block_q, -(-slices[:, Q1] // block_q))
     strips = slices[which]
     strips[:, Q0] = np.maximum(strips[:, Q0], block * block_q)
     strips[:, Q1] = np.minimum(strips[:, Q1], (block + 1) * block_q)
@@ -148,37 +139,31 @@ def _whole_blocks(
     return np.where(none, first, whole0), np.where(none, first, whole1)
 
 
-def _ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """Every (n, value) with starts[n] <= value < stops[n], in order."""
-    counts = stops - starts
-    which = np.repeat(np.arange(len(counts)), counts)
-    before = np.cumsum(counts) - counts
-    return which, np.arange(len(which)) + (starts - before)[which]
-
-
 def _listed(of: Ints, other: Ints, blocks: int) -> BlockList:
     """Pairs of blocks as lists of ``other`` for each ``of``."""
     order = np.lexsort((other, of))
-    of, other = of[order], other[order]
-    counts = np.bincount(of, minlength=blocks)
-    indices = np.zeros((blocks, max(1, counts.max(initial=0))), dtype=np.int32)
-    indices[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = other
-    return BlockList(counts.astype(np.int32), indices)
+    counts, indices = _table(of[order], other[order], blocks, empty=0)
+    return BlockList(counts.astype(np.int32), indices.astype(np.int32))
+
+
+def _table(of: Ints, values: Ints, length: int, *, empty: int) -> tuple[Ints, Ints]:
+    """Values by where they belong, ``of``, which ascends: how many, int64[length], and which ones,
+    [length, most or 1], filled up with ``empty``."""
+    counts = np.bincount(of, minlength=length)
+    table = np.full((length, max(1, counts.max(initial=0))), empty)
+    table[of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]] = values
+    return counts, table
 
 
 def _slices_by_rows(slices: Slices, q_len: int) -> tuple[Ints, Ints]:
     """Runs of rows that the same slices cover, int64[runs + 1] bounds, and the slices of each run
-    in the order of their keys, int64[runs, most] filled up with -1.
+    in the order of their keys, filled up with -1.
 
     The order holds for the whole run: from row to row a slice's bounds move by one key at most, so
     disjoint ones cannot pass one another.
     """
     heads = np.unique(np.concatenate([slices[:, Q0], slices[:, Q1], [0, q_len]]))
-    which, run = _ranges(*np.searchsorted(heads, slices[:, [Q0, Q1]].T))
+    which, run = spread(*np.searchsorted(heads, slices[:, [Q0, Q1]].T))
     start = np.maximum(slices[which, K0], heads[run] + slices[which, LO])
     by_key = np.lexsort((start, run))
-    which, run = which[by_key], run[by_key]
-    counts = np.bincount(run, minlength=len(heads) - 1)
-    order = np.full((len(heads) - 1, max(0, counts.max(initial=0))), -1, dtype=np.int64)
-    order[run, np.arange(len(run)) - (np.cumsum(counts) - counts)[run]] = which
-    return heads, order
+    return heads, _table(run[by_key], which[by_key], len(heads) - 1, empty=-1)[1]

@@ -33,13 +33,8 @@ class KernelError(ValueError):
 
 
 def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
-    """Check that there is such a kernel, able or not.
-
-    Args:
-        op: the caller, for errors. others: more names that ``op`` knows.
-    Raises:
-        KernelError: there is none; lists all.
-    """
+    """Raise KernelError if there is no such kernel, able or not. Errors name the caller, ``op``,
+    which may know ``others``."""
     known = ("auto", *KERNELS, *others)
     if name not in known:
         raise KernelError(f"{op}: kernel {name!r} is unknown; known: {', '.join(known)}")
@@ -53,10 +48,8 @@ def choose(op: str, name: str, request: Request) -> Kernel:
     kernels: to the logger "seqshard" at INFO, or as a warning where "auto" has nothing but the slow
     reference for a GPU.
 
-    Args:
-        op: the caller, for errors.
     Raises:
-        KernelError: unknown name, or a kernel that cannot; says why and which can.
+        KernelError: unknown name, or a kernel that cannot; names ``op``, why, and which can.
     """
     check_name(op, name)
     try:
@@ -123,10 +116,9 @@ def _chosen(name: str, request: Request) -> Kernel:
         raise KernelError(f"no kernel can do this ({_listed(why_not)})")
     if found == reference.NAME and request.device.type == "cuda":
         message = f"{_shown(request)}: auto takes the slow reference ({_listed(why_not)})"
-        unproven = [repr(name) for name in able(request) if name in UNPROVEN]
+        unproven = " or ".join(repr(name) for name in able(request) if name in UNPROVEN)
         if unproven:
-            names = " or ".join(unproven)
-            message += f"; kernel={names} can do this too, but was not yet verified on a GPU"
+            message += f"; kernel={unproven} can do this too, but was not yet verified on a GPU"
         warnings.warn(message, stacklevel=3)
     else:
         log.info("%s: kernel %s (%s)", _shown(request), found, _listed(why_not))

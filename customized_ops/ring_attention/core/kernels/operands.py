@@ -1,13 +1,40 @@
-"""What a backward pass is given, and what both passes return."""
+"""What a kernel is given, and what it returns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ..mask.slices import Slices
+
+T = TypeVar("T")
 OutLse = tuple[Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The pairs that a kernel call attends. One object serves every call of a plan's stage, so what
+    a kernel works out from it (calls, block lists, index tensors) is worked out once.
+
+    Attributes:
+        slices: int64[n, 6], normalised and disjoint; they count rows of q and k.
+        q_len, k_len: tokens of q and k, attended or not.
+    """
+
+    slices: Slices
+    q_len: int
+    k_len: int
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def made(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned the first time that ``key`` was asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class BackwardOperands(NamedTuple):
@@ -31,13 +58,8 @@ class BackwardOperands(NamedTuple):
 
     def part(self, rows: slice, keys: slice) -> BackwardOperands:
         """Some of the rows and some of the keys, as views."""
-        dout, q, k, v, out, lse, dlse = self
+        dout, q, out = [t[:, rows] for t in (self.dout, self.q, self.out)]
+        dlse = None if self.dlse is None else self.dlse[..., rows]
         return BackwardOperands(
-            dout[:, rows],
-            q[:, rows],
-            k[:, keys],
-            v[:, keys],
-            out[:, rows],
-            lse[..., rows],
-            None if dlse is None else dlse[..., rows],
+            dout, q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], dlse
         )

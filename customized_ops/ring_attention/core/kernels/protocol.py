@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .operands import BackwardOperands, Grads, OutLse
-from .pairs import Pairs
+from .operands import BackwardOperands, Grads, OutLse, Pairs
 from .scoring import Scoring, Tokens
 
 # What a request may need beyond a causal or full softmax, and a kernel may have.
@@ -25,6 +23,7 @@ FEATURES = (
     "64-bit indices",  # tensors of LARGE elements or more
 )
 LARGE = 2**31
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Capabilities:
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
         lse_columns: by how much a gradient of lse widens v, see
-            :func:`~.window.lse_gradient.widened`.
+            :func:`~.window.columns.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
     """
 
@@ -77,7 +76,7 @@ class Capabilities:
     def refuses(self, request: Request) -> str | None:
         """Why the kernel cannot take the request, or None if it can."""
         if request.dtype not in self.dtypes:
-            return f"takes {_listed(self.dtypes)}, not {request.dtype}"
+            return f"takes {', '.join(map(str, self.dtypes))}, not {request.dtype}"
         lacking = [feature for feature in request.features if feature not in self.features]
         if lacking:
             return f"has no {', '.join(lacking)}"
@@ -97,17 +96,8 @@ class Capabilities:
         if self.arch == (0, 0):
             return None
         found = torch.cuda.get_device_capability(device)
-        if found >= self.arch:
-            return None
-        return f"needs compute capability {_dotted(self.arch)}, not {_dotted(found)}"
-
-
-def _listed(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(str, dtypes))
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+        needed, has = (".".join(map(str, version)) for version in (self.arch, found))
+        return None if found >= self.arch else f"needs compute capability {needed}, not {has}"
 
 
 class Kernel(Protocol):
@@ -131,11 +121,9 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
     ) -> OutLse:
-        """Returns out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64).
-
-        Both are of these pairs alone: k may be a part of a row's keys, to be merged with others.
-        The same bit for bit from run to run.
-        """
+        """out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64) of these
+        pairs alone: k may be a part of a row's keys, to be merged with others. The same bit for bit
+        from run to run."""
         ...
 
     def backward(
@@ -148,9 +136,5 @@ class Kernel(Protocol):
         deterministic: bool = False,
     ) -> Grads:
         """dq, dk, dv of these pairs, in the inputs' dtypes or wider: the executor adds them up over
-        stages and ranks.
-
-        Args:
-            deterministic: whether the gradients must be the same bit for bit from run to run.
-        """
+        stages and ranks. ``deterministic`` asks for the same bits from run to run."""
         ...

@@ -85,10 +85,7 @@ class Tokens:
     def part(self, rows: slice, keys: slice) -> Tokens:
         """Of some of the rows and keys."""
         return replace(
-            self,
-            rows=self.rows[rows],
-            keys=self.keys[keys],
-            key_positions=self.key_positions[keys],
+            self, rows=self.rows[rows], keys=self.keys[keys], key_positions=self.key_positions[keys]
         )
 
     def distances(self) -> Tensor:

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
-
 from ..mask import AttnMask
+from ..mask.intervals import depth
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1
 
 SHAPE_CLASSES = ("full", "causal", "packed", "window", "sparse")
@@ -28,7 +26,7 @@ SHAPE_CLASSES = ("full", "causal", "packed", "window", "sparse")
 def shape_class(mask: AttnMask) -> str:
     """The class of a mask, one of SHAPE_CLASSES. A mask that attends nothing is "full"."""
     slices = mask.slices
-    if _share(slices[:, Q0], slices[:, Q1]) or _share(slices[:, K0], slices[:, K1]):
+    if depth(slices[:, Q0], slices[:, Q1]) > 1 or depth(slices[:, K0], slices[:, K1]) > 1:
         return "sparse"
     if needs_window(mask):
         return "window"
@@ -50,9 +48,3 @@ def needs_window(mask: AttnMask) -> bool:
     """
     slices = mask.slices
     return bool((slices[:, LO] > slices[:, K0] - slices[:, Q1] + 1).any())
-
-
-def _share(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
-    """Whether some of the ranges [start, stop), none of them empty, overlap."""
-    order = np.argsort(starts, kind="stable")
-    return bool((stops[order][:-1] > starts[order][1:]).any())

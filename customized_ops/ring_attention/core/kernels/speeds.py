@@ -16,12 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
-
-from .protocol import Request
+from .protocol import HALF, Request
 
 BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of two
-HALF = (torch.bfloat16, torch.float16)
 
 # Kernel -> class of masks -> tokens -> (forward, backward).
 Figures = dict[int, tuple[float, float]]
@@ -64,15 +61,15 @@ def seconds(kernel: str, request: Request) -> float:
     """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
     forward, at the measured length that is nearest by ratio; infinite where there is no figure.
 
-    Args:
-        kernel: its name. request: of it count device, dtype, shape class and tokens.
+    Of the request count device, dtype, shape class and tokens.
     """
     measured = SPEEDS.get(kernel, {})
     shape = request.shape_class
     figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
     if request.device.type != "cuda" or request.dtype not in HALF or not figures:
         return math.inf
-    forward, backward = figures[_nearest(request.tokens, figures)]
+    nearest = min(figures, key=lambda n: abs(math.log(max(request.tokens, 1) / n)))
+    forward, backward = figures[nearest]
     return 1 / forward + BACKWARD_WORK / backward
 
 
@@ -81,20 +78,14 @@ def fastest_first(names: Iterable[str], request: Request) -> list[str]:
 
     A kernel without a figure for the request counts as fast as the slowest before it, and kernels
     that are equally fast keep their order. So it comes after all that precede it in ``names``, and
-    before those that follow and are slower than these.
-
-    Args:
-        names: all kernels, the fastest first as far as is known. request: see :func:`seconds`.
+    before those that follow and are slower than these. ``names`` are all kernels, the fastest first
+    as far as is known.
     """
     expected: dict[str, float] = {}
     for name in names:
         measured = seconds(name, request)
         expected[name] = measured if math.isfinite(measured) else max(expected.values(), default=0)
     return sorted(expected, key=expected.__getitem__)
-
-
-def _nearest(tokens: int, measured: Figures) -> int:
-    return min(measured, key=lambda n: abs(math.log(max(tokens, 1) / n)))
 
 
 def bucket(tokens: int) -> int:

@@ -25,7 +25,7 @@ _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 class _Variant(NamedTuple):
     """A compiled kernel and its tile."""
 
-    compiled: Any  # None where kernels are interpreted
+    compiled: Any  # None before the first call, and where kernels are interpreted
     tile_rows: int
     head_tiles: int
     constants: tuple[Any, ...]
@@ -61,12 +61,9 @@ def move(
     *,
     add: bool,
 ) -> None:
-    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`.
-
-    Args:
-        sources, targets: at most MOST_MOVED each; all fit and have the same b, h and d.
-        from_rows, to_rows: at least one is given.
-    """
+    """Copy rows of each source over rows of its target, or add them; see :func:`.copy_rows`. At
+    most MOST_MOVED tensors, that all fit and have the same b, h and d, and one or both of the
+    indices."""
     both = [t for pair in zip(sources, targets, strict=True) for t in pair]
     absent = 2 * MOST_MOVED - len(both)
     numbers = [stride for t in both for stride in _vectors(t)] + [0, 0, 0] * absent
@@ -90,12 +87,8 @@ def _launch(
     strides: Sequence[int],
     constants: tuple[Any, ...] = (),
 ) -> None:
-    """Launch a kernel, on the current stream of the first tensor's device.
-
-    Args:
-        shape: b, rows, heads and d of what it works on.
-        tensors, strides, constants: the kernel's arguments, but for sizes and those of a tile.
-    """
+    """Launch a kernel, on the current stream of the first tensor's device, over a ``shape`` of b,
+    rows, heads and d. The rest are the kernel's arguments, but for sizes and those of a tile."""
     b, length, heads, dim = shape
     if 0 in shape:
         return

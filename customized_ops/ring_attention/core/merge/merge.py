@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .row_coverage import RowCoverage
 from .rows import on_gpu
 
 
@@ -66,10 +65,52 @@ def _per_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-class Accumulator:
-    """The running result of one block of rows over stages.
+Piece = tuple[int, int, bool]  # first row, one past the last, whether the rows had a part before
 
-    A first part of all rows is kept as it is; only a second one costs a merge.
+
+class RowCoverage:
+    """A set of rows that grows by ranges; a step has a handful of them, so plain lists will do."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []  # disjoint, apart and sorted
+
+    def add(self, start: int, stop: int) -> list[Piece]:
+        """Take in rows start .. stop - 1; their pieces, in order."""
+        if start == stop:
+            return []
+        if not self._ranges:
+            self._ranges = [(start, stop)]
+            return [(start, stop, False)]
+        if len(self._ranges) == 1 and self._ranges[0][0] <= start and stop <= self._ranges[0][1]:
+            return [(start, stop, True)]
+        before = [r for r in self._ranges if r[1] < start]
+        after = [r for r in self._ranges if r[0] > stop]
+        met = self._ranges[len(before) : len(self._ranges) - len(after)]
+        pieces, at = [], start
+        for first, last in met:
+            first, last = max(first, start), min(last, stop)
+            if at < first:
+                pieces.append((at, first, False))
+            if first < last:
+                pieces.append((first, last, True))
+            at = last
+        if at < stop:
+            pieces.append((at, stop, False))
+        bounds = [*met, (start, stop)]
+        joined = min(first for first, _ in bounds), max(last for _, last in bounds)
+        self._ranges = [*before, joined, *after]
+        return pieces
+
+    def rest(self, length: int) -> list[Piece]:
+        """Take in the rows of 0 .. length - 1 that were not there; their pieces, in order."""
+        if self._ranges == [(0, length)]:
+            return []
+        return [piece for piece in self.add(0, length) if not piece[2]]
+
+
+class Accumulator:
+    """The running result of one block of rows over stages. A first part of all rows is kept as it
+    is; only a second one costs a merge.
 
     Args:
         length: of the block; needed where a part may come first that has some rows only.
@@ -85,12 +126,8 @@ class Accumulator:
         self._covered = RowCoverage()
 
     def add(self, out: Tensor, lse: Tensor, rows: slice | None = None) -> None:
-        """Merge the result of attending further keys; takes ownership of both tensors.
-
-        Args:
-            out: [b, n, h, d]. lse: [b, h, n].
-            rows: which of the block they are, n with start and stop; None: all.
-        """
+        """Merge out [b, n, h, d] and lse [b, h, n] of attending further keys, and own both tensors.
+        ``rows``, with start and stop, says which n of the block they are; None: all."""
         first, count = (0 if rows is None else rows.start), out.shape[1]
         wide = accumulation_dtype(out.dtype)
         if self._out is None or self._lse is None:
@@ -100,8 +137,9 @@ class Accumulator:
                 self._covered.add(0, length)
                 self._out, self._lse = out, lse
                 return
-            self._out = _empty(out, 1, length, wide if self._wide else out.dtype)
-            self._lse = _empty(lse, 2, length, lse.dtype)
+            b, _, h, d = out.shape
+            self._out = out.new_empty((b, length, h, d), dtype=wide if self._wide else out.dtype)
+            self._lse = lse.new_empty((b, h, length))
         for start, stop, covered in self._covered.add(first, first + count):
             # Writing into another dtype would round, and a second part may follow.
             if self._wide if covered else self._out.dtype != out.dtype:
@@ -135,13 +173,6 @@ def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-def _empty(like: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Memory for ``like`` with another length along ``dim``."""
-    shape = list(like.shape)
-    shape[dim] = length
-    return like.new_empty(shape, dtype=dtype)
-
-
 def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Result of rows that attend nothing: out 0, lse -inf. ``rows``: [b, l, h, d]."""
     b, length, h, _ = rows.shape
@@ -150,13 +181,10 @@ def unattended(rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 class Sum:
-    """The running gradient of one tensor, [b, l, h, d], over stages and ranks.
-
-    A first part of all rows is kept as it is; from the second on the sum is in the accumulation
-    dtype.
+    """The running gradient of one tensor, ``like``, [b, l, h, d], over stages and ranks. A first
+    part of all rows is kept as it is; from the second on the sum is in the accumulation dtype.
 
     Args:
-        like: the tensor.
         parts: the most parts that any row gets. With at most two, the second is added in the first
             one's dtype, which rounds once; None is unknown.
     """
@@ -168,12 +196,8 @@ class Sum:
         self._covered = RowCoverage()
 
     def add(self, part: Tensor, rows: slice | None = None) -> None:
-        """Add a part, in any dtype; takes ownership of it.
-
-        Args:
-            part: [b, n, h, d].
-            rows: which rows they are, n with start and stop; None: all.
-        """
+        """Add a part [b, n, h, d] of any dtype, and own it. ``rows``, with start and stop, says
+        which n rows it has; None: all."""
         first, count = (0 if rows is None else rows.start), part.shape[1]
         pieces = self._covered.add(first, first + count)
         if self._total is None:
@@ -188,10 +212,7 @@ class Sum:
                 self._total = self._total.to(accumulation_dtype(self._like.dtype))
             here = span_of(self._total, 1, start, stop)
             piece = span_of(part, 1, start - first, stop - first)
-            if covered:
-                here.add_(piece)
-            else:
-                here.copy_(piece)
+            (here.add_ if covered else here.copy_)(piece)
 
     def _may_round(self, total: Tensor) -> bool:
         """Whether a part may be added to ``total`` in the dtype that it has."""
@@ -213,9 +234,7 @@ class Sum:
 
     def place(self) -> Tensor:
         """The sum so far, to be added to in place: wide, unless no row gets more than two parts.
-
-        Then at most one part may be added to a row, since it is rounded there.
-        """
+        Then at most one part may be added to a row, since it is rounded there."""
         if self._total is not None and self._may_round(self._total):
             return self.so_far()
         return self.wide()

@@ -2,8 +2,8 @@
 
 The torch path of each function is its definition. On a CUDA device with Triton one kernel does the
 same for several tensors of [b, l, h, d], and reads and writes each element once. Ranges of rows
-need no kernel of ours: torch's ``copy_`` and ``add_`` are one kernel, which converts, or adds a
-narrow dtype to a wide one or the reverse, in fp32 and rounds once.
+need no kernel of ours: torch's ``copy_`` and ``add_`` are one kernel, which converts, or adds mixed
+dtypes in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -44,31 +44,11 @@ def copy_rows(
             _copy_torch(some[0], places[0], dim, from_rows, to_rows)
 
 
-def _copy_torch(
-    source: Tensor, target: Tensor, dim: int, from_rows: Tensor | None, to_rows: Tensor | None
-) -> None:
-    if from_rows is not None and to_rows is None and source.dtype == target.dtype:
-        torch.index_select(source, dim, from_rows, out=target)
-        return
-    part = source if from_rows is None else source.index_select(dim, from_rows)
-    if to_rows is None:
-        target.copy_(part)
-    else:
-        target.index_copy_(dim, to_rows, part.to(target.dtype))
-
-
 def add_rows(
     parts: Sequence[Tensor], totals: Sequence[Tensor], dims: Sequence[int], rows: Tensor | None
 ) -> None:
-    """Add row i of each part to row rows[i] of its sum, in place.
-
-    Each element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once.
-
-    Args:
-        parts, totals: of the same shape but for rows; strides and dtypes may differ.
-        dims: which dim of each pair its rows are.
-        rows: int64[n], on the tensors' device, no row twice; None is all rows, in order.
-    """
+    """Add row i of each part to row rows[i] of its sum, in place; see :func:`copy_rows`. Each
+    element is added in fp32 (fp64 where either is) and rounded to the sum's dtype once."""
     if rows is None:
         for part, total in zip(parts, totals, strict=True):
             total.add_(part)
@@ -108,24 +88,34 @@ def _grouped(
 ) -> Iterator[Group]:
     """Pairs of a source and a target that one launch moves, with the module that launches; or a
     single pair with None, which torch moves. Last the dim of their rows."""
-    some: list[Tensor] = []
-    places: list[Tensor] = []
-    kernels = None
+    group: Group = (None, [], [], 1)
     for source, target, dim in zip(sources, targets, dims, strict=True):
-        taken_by = on_gpu(source, target) if dim == 1 else None
-        if taken_by is None:
+        kernels = on_gpu(source, target) if dim == 1 else None
+        if kernels is None:
             yield None, [source], [target], dim
             continue
-        if some and not (len(some) < taken_by.MOST_MOVED and _same_shape(source, some[0])):
-            yield kernels, some, places, 1
+        _, some, places, _ = group
+        if some and (len(some) == kernels.MOST_MOVED or _shape(source) != _shape(some[0])):
+            yield group
             some, places = [], []
-        kernels = taken_by
-        some.append(source)
-        places.append(target)
-    if some:
-        yield kernels, some, places, 1
+        group = kernels, [*some, source], [*places, target], 1
+    if group[1]:
+        yield group
 
 
-def _same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of rows have the same b, h and d."""
-    return a.shape[0] == b.shape[0] and a.shape[2:] == b.shape[2:]
+def _shape(rows: Tensor) -> tuple[int, ...]:
+    """b, h and d of a tensor of rows."""
+    return (rows.shape[0], *rows.shape[2:])
+
+
+def _copy_torch(
+    source: Tensor, target: Tensor, dim: int, from_rows: Tensor | None, to_rows: Tensor | None
+) -> None:
+    if from_rows is not None and to_rows is None and source.dtype == target.dtype:
+        torch.index_select(source, dim, from_rows, out=target)
+        return
+    part = source if from_rows is None else source.index_select(dim, from_rows)
+    if to_rows is None:
+        target.copy_(part)
+    else:
+        target.index_copy_(dim, to_rows, part.to(target.dtype))

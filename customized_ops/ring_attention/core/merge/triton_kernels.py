@@ -23,6 +23,10 @@ LSES = ["lse_b", "lse_h", "lse_l", "part_lse_b", "part_lse_h", "part_lse_l"]
 MOVES = [f"{end}{n}_{dim}" for n in range(3) for end in ("from", "to") for dim in "blh"]
 
 
+# Arguments of one tensor to a line.
+# fmt: off
+
+
 @triton.jit
 def pairs(length: tl.tensor, heads: tl.tensor, ROWS: tl.constexpr, HEADS: tl.constexpr) -> Any:
     """The rows and heads of this program's pairs, and which of them there are; heads fastest."""
@@ -36,11 +40,8 @@ def pairs(length: tl.tensor, heads: tl.tensor, ROWS: tl.constexpr, HEADS: tl.con
 
 @triton.jit
 def offsets(
-    row: tl.tensor,
-    head: tl.tensor,
-    stride_b: tl.tensor,
-    stride_l: tl.tensor,
-    stride_h: tl.tensor,
+    row: tl.tensor, head: tl.tensor,
+    stride_b: tl.tensor, stride_l: tl.tensor, stride_h: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> Any:
     """Offsets of the pairs' elements in a tensor of rows."""
@@ -51,21 +52,11 @@ def offsets(
 
 @triton.jit
 def moved(
-    source: tl.tensor,
-    target: tl.tensor,
-    from_b: tl.tensor,
-    from_l: tl.tensor,
-    from_h: tl.tensor,
-    to_b: tl.tensor,
-    to_l: tl.tensor,
-    to_h: tl.tensor,
-    from_row: tl.tensor,
-    to_row: tl.tensor,
-    head: tl.tensor,
-    here: tl.tensor,
-    ADD: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    source: tl.tensor, target: tl.tensor,
+    from_b: tl.tensor, from_l: tl.tensor, from_h: tl.tensor,
+    to_b: tl.tensor, to_l: tl.tensor, to_h: tl.tensor,
+    from_row: tl.tensor, to_row: tl.tensor, head: tl.tensor, here: tl.tensor,
+    ADD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """Copy one tensor's part of the tile, or add it in fp32."""
     mask = here[:, None] & (tl.arange(0, BLOCK) < DIM)[None, :]
@@ -81,29 +72,13 @@ def moved(
     do_not_specialize_on_alignment=["lse", "part_lse", "rows"],
 )
 def merge(
-    out: tl.tensor,
-    part: tl.tensor,
-    lse: tl.tensor,
-    part_lse: tl.tensor,
-    rows: tl.tensor,
-    length: tl.int64,
-    heads: tl.int64,
-    out_b: tl.int64,
-    out_l: tl.int64,
-    out_h: tl.int64,
-    part_b: tl.int64,
-    part_l: tl.int64,
-    part_h: tl.int64,
-    lse_b: tl.int64,
-    lse_h: tl.int64,
-    lse_l: tl.int64,
-    part_lse_b: tl.int64,
-    part_lse_h: tl.int64,
-    part_lse_l: tl.int64,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    out: tl.tensor, part: tl.tensor, lse: tl.tensor, part_lse: tl.tensor, rows: tl.tensor,
+    length: tl.int64, heads: tl.int64,
+    out_b: tl.int64, out_l: tl.int64, out_h: tl.int64,
+    part_b: tl.int64, part_l: tl.int64, part_h: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64, lse_l: tl.int64,
+    part_lse_b: tl.int64, part_lse_h: tl.int64, part_lse_l: tl.int64,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:
     """Merge part row i into row i, or rows[i], as :func:`..merge.merge_torch` does in fp32."""
     row, head, here = pairs(length, heads, ROWS, HEADS)
@@ -137,39 +112,19 @@ def merge(
     do_not_specialize_on_alignment=["from_rows", "to_rows"],
 )
 def move(
-    source0: tl.tensor,
-    target0: tl.tensor,
-    source1: tl.tensor,
-    target1: tl.tensor,
-    source2: tl.tensor,
-    target2: tl.tensor,
-    from_rows: tl.tensor,
-    to_rows: tl.tensor,
-    length: tl.int64,
-    heads: tl.int64,
-    from0_b: tl.int64,
-    from0_l: tl.int64,
-    from0_h: tl.int64,
-    to0_b: tl.int64,
-    to0_l: tl.int64,
-    to0_h: tl.int64,
-    from1_b: tl.int64,
-    from1_l: tl.int64,
-    from1_h: tl.int64,
-    to1_b: tl.int64,
-    to1_l: tl.int64,
-    to1_h: tl.int64,
-    from2_b: tl.int64,
-    from2_l: tl.int64,
-    from2_h: tl.int64,
-    to2_b: tl.int64,
-    to2_l: tl.int64,
-    to2_h: tl.int64,
+    source0: tl.tensor, target0: tl.tensor,
+    source1: tl.tensor, target1: tl.tensor,
+    source2: tl.tensor, target2: tl.tensor,
+    from_rows: tl.tensor, to_rows: tl.tensor,
+    length: tl.int64, heads: tl.int64,
+    from0_b: tl.int64, from0_l: tl.int64, from0_h: tl.int64,
+    to0_b: tl.int64, to0_l: tl.int64, to0_h: tl.int64,
+    from1_b: tl.int64, from1_l: tl.int64, from1_h: tl.int64,
+    to1_b: tl.int64, to1_l: tl.int64, to1_h: tl.int64,
+    from2_b: tl.int64, from2_l: tl.int64, from2_h: tl.int64,
+    to2_b: tl.int64, to2_l: tl.int64, to2_h: tl.int64,
     ADD: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:
     """Copy or add row i, or from_rows[i], to row i, or to_rows[i], of one to three tensors."""
     row, head, here = pairs(length, heads, ROWS, HEADS)
@@ -181,14 +136,14 @@ def move(
     moved(
         source0, target0, from0_b, from0_l, from0_h, to0_b, to0_l, to0_h,
         from_row, to_row, head, here, ADD, DIM, BLOCK,
-    )  # fmt: skip
+    )
     if source1 is not None:
         moved(
             source1, target1, from1_b, from1_l, from1_h, to1_b, to1_l, to1_h,
             from_row, to_row, head, here, ADD, DIM, BLOCK,
-        )  # fmt: skip
+        )
     if source2 is not None:
         moved(
             source2, target2, from2_b, from2_l, from2_h, to2_b, to2_l, to2_h,
             from_row, to_row, head, here, ADD, DIM, BLOCK,
-        )  # fmt: skip
+        )

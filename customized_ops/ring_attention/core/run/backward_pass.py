@@ -17,12 +17,8 @@ from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 
 class BackwardPass(RankPass):
-    """See :func:`.executor.attention_backward`.
-
-    Args:
-        rows: dout, q, out, lse and, if it has a gradient, dlse.
-        wire: dtype of gradients between ranks.
-    """
+    """See :func:`.executor.attention_backward`. ``rows`` are dout, q, out, lse and, if it has a
+    gradient, dlse; ``wire`` is the dtype of gradients between ranks."""
 
     def __init__(
         self,
@@ -48,17 +44,17 @@ class BackwardPass(RankPass):
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of the rank's tokens."""
         own_last = self.own_last(self._q, self._k, self._v)
-        with self.second():
+        with self.streams.second():
             self.begin()
             asked = self.ask_queries(self._rows)  # 1.
             stages = self.ask_keys(self._q, self._k, self._v)
         if not own_last:
             self._attend_local()  # 2.
-        with self.second():
+        with self.streams.second():
             self._attend_stages(asked, stages)  # 3. and 4.
         if own_last:
             self._attend_local()
-        self.join()
+        self.streams.join()
         self._add_late()  # 5.
         for home in self._going_home:
             home.wait()
@@ -102,15 +98,9 @@ class BackwardPass(RankPass):
         """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
         dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
         (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
-        operands = BackwardOperands(
-            span_of(dout, 1, start, stop),
-            span_of(q, 1, start, stop),
-            keys.k,
-            keys.v,
-            span_of(out, 1, start, stop),
-            span_of(lse, 2, start, stop),
-            span_of(dlse[0], 2, start, stop) if dlse else None,
-        )
+        dout, q, out = [span_of(t, 1, start, stop) for t in (dout, q, out)]
+        lse, *dlse = [span_of(t, 2, start, stop) for t in (lse, *dlse)]
+        operands = BackwardOperands(dout, q, keys.k, keys.v, out, lse, *dlse)
         return self._kernel.backward(
             operands, pairs, keys.heads.scoring, tokens, deterministic=self._deterministic
         )
@@ -129,7 +119,12 @@ class BackwardPass(RankPass):
         """Send sums to the tokens' owners, who add them to their ``totals``."""
         results, every = [part.so_far() for part in parts], [dims] * len(parts)
         into = lambda: [total.place() for total in totals]  # noqa: E731
-        self._going_home.append(self.send_home(results, into, every, add, self._wire, stage=stage))
+        exchange, seen_by = self.exchange(stage)
+        # They may come over the last keys, as no other stage then has to wait until its peers are
+        # done.
+        over = None if stage is None else self.last
+        home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
+        self._going_home.append(home)
 
     def _add_late(self) -> None:
         if not self._late_dq.empty:

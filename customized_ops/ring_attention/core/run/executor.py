@@ -12,9 +12,8 @@ Forward                                      Backward, the same plan reversed
 
 Step 4 comes, in both passes, after the last stage in which any rank has remote queries.
 
-What needs nothing from peers, attending the rank's own keys with its own rows, runs on the caller's
-stream; all else on a second stream of higher priority (``side_stream``). So what waits for peers is
-hidden behind what does not, and so is what travels home.
+Attending the rank's own keys with its own rows needs nothing from peers and runs on the caller's
+stream; all else runs on a second stream of higher priority (``side_stream``), hidden behind it.
 
 Where the plan splits heads, a rank computes its share of them only. Where the plan says so,
 received keys arrive in groups of heads: a group is attended, and its gradients go home, while the
@@ -31,11 +30,10 @@ Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
                    itself is not rounded to it
 
 ``reduce_dtype=None`` is the input dtype, unless the plan makes a rank compute another rank's rows
-over keys it received: those gradients may already be sums, so they travel wide. Accumulation is
-always wide.
+over keys it received: those gradients may already be sums, so they travel wide.
 
-What arrives is added or merged in rank order, so nothing here depends on who was first: the forward
-is the same bit for bit from run to run, the backward where the kernel's is (``deterministic``).
+What arrives is added or merged in rank order, so the forward is the same bit for bit from run to
+run, the backward where the kernel's is (``deterministic``).
 """
 
 from __future__ import annotations

@@ -27,16 +27,16 @@ class ForwardPass(RankPass):
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Returns out and lse of the rank's rows."""
-        with self.second():
+        with self.streams.second():
             self.begin()
             asked = self.ask_queries([self._q])  # 1.
             stages = self.ask_keys(self._q, self._k, self._v)
         self._attend_local()  # 2.
-        with self.second():
+        with self.streams.second():
             self._attend_stages(asked, stages)  # 3. and 4.
             if self._home is None:
                 self.end()  # peers need not wait for what the first stream still attends
-        self.join()
+        self.streams.join()
         self._results += self._merged()  # 5.
         if self._home is not None:
             self._home.wait()
@@ -77,8 +77,10 @@ class ForwardPass(RankPass):
     def _send_home(self, results: Accumulator, remote_q: Tensor) -> None:
         parts = results.result(remote_q, self._v.shape[-1], self._q.dtype)
         dims = self.share.rows, self.share.stats
-        put = merge if self.mine.shared_rows else place
-        self._home = self.send_home(parts, self._results, dims, put)
+        put, (exchange, seen_by) = merge if self.mine.shared_rows else place, self.exchange(None)
+        self._home = self._comm.send_home(
+            exchange, parts, self._results, dims, put, seen_by=seen_by
+        )
 
     def _merged(self) -> tuple[Tensor, Tensor]:
         """out and lse of the rank's own rows, of all heads, without what comes home."""

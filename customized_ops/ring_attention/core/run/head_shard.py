@@ -21,11 +21,8 @@ from ..plan.rank_plan import Range
 class HeadShard:
     """The heads that one rank computes: the n-th of a team has the n-th share.
 
-    Attributes:
-        whole: whether the share is all heads.
-        rows, stats, keys: dims, with the shares, of what is shaped as q, as lse, and as k or v.
-        scoring: that of these heads.
-        device: of the call's tensors.
+    ``rows``, ``stats`` and ``keys`` are the dims, with the shares, of what is shaped as q, as lse,
+    and as k or v; ``whole`` says whether the share is all heads.
     """
 
     def __init__(
@@ -45,38 +42,33 @@ class HeadShard:
             heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
             self.rows, self.stats, self.keys = _dims(*heads, plan.team_size)
             self._first_head, _ = self.rows.shares[rank % plan.team_size]
-            scoring = self._scoring_of_heads(scoring)
-        self.scoring = scoring
+        self.scoring = self._scoring_of_heads(scoring)
 
     def _scoring_of_heads(self, scoring: Scoring) -> Scoring:
-        if scoring.alibi_slopes is None:
+        if scoring.alibi_slopes is None or self.whole:
             return scoring
         return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
 
     def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
         """The groups of heads whose keys arrive one after the other, each as a share that every
-        rank has; this share itself where there is one group.
-
-        Args:
-            q: [b, l, h, d], k: [b, m, g, d]: with all heads.
-        """
+        rank has; this share itself where there is one group. q and k have all heads."""
         q_heads, kv_heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
         count = min(self._plan.head_groups, kv_heads)
         if count == 1:
             return [self]
         assert self.whole, "heads are split between ranks or in groups, not both"
-        groups = []
         dims = _dims(q_heads, kv_heads, count)
-        for n in range(count):
-            group = copy(self)
-            group.whole = False
-            group.rows, group.stats, group.keys = (
-                dim._replace(shares=dim.shares[n : n + 1]) for dim in dims
-            )
-            ((group._first_head, _),) = group.rows.shares
-            group.scoring = group._scoring_of_heads(self.scoring)
-            groups.append(group)
-        return groups
+        return [
+            self._group(*(dim._replace(shares=dim.shares[n : n + 1]) for dim in dims))
+            for n in range(count)
+        ]
+
+    def _group(self, rows: Dims, stats: Dims, keys: Dims) -> HeadShard:
+        group = copy(self)
+        group.whole, group.rows, group.stats, group.keys = False, rows, stats, keys
+        ((group._first_head, _),) = rows.shares
+        group.scoring = group._scoring_of_heads(self.scoring)
+        return group
 
     def of(self, tensor: Tensor, dims: Dims) -> Tensor:
         """The share of ``tensor``, a view."""
@@ -109,13 +101,8 @@ class HeadShard:
             self.of(here, dims).add_(part)
 
     def call(self, stage: int, remote: bool, keys: Tensor) -> tuple[Range, Pairs, Tokens | None]:
-        """The rows that a stage's kernel call takes, the pairs that it attends, and their tokens if
-        the kernel needs them.
-
-        Args:
-            remote: whether the rows are remote queries, not the rank's own.
-            keys: those of the stage.
-        """
+        """The rows that a stage's kernel call takes, remote queries or the rank's own, the pairs
+        that it attends, and their tokens if the kernel needs them."""
         key = ("call", self._rank, stage, remote)
         known = self._plan.on_device.get(key)
         if known is None:
@@ -127,15 +114,13 @@ class HeadShard:
         rows, pairs = known
         if not self.scoring.needs_tokens:
             return rows, pairs, None
-        return rows, pairs, self._tokens(stage, remote).part(slice(*rows), slice(None))
-
-    def _tokens(self, stage: int, remote: bool) -> Tokens:
-        rows, keys = self._indices(stage, remote)
-        positions = self._key_positions
-        if positions is None:
-            shift = self._plan.mask.k_len - self._plan.mask.q_len
-            return Tokens(rows, keys, keys - shift, self._first_head)
-        return Tokens(rows, keys, positions[keys], self._first_head)
+        row_tokens, key_tokens = self._indices(stage, remote)
+        if self._key_positions is None:
+            positions = key_tokens - (self._plan.mask.k_len - self._plan.mask.q_len)
+        else:
+            positions = self._key_positions[key_tokens]
+        tokens = Tokens(row_tokens[slice(*rows)], key_tokens, positions, self._first_head)
+        return rows, pairs, tokens
 
     def _indices(self, stage: int, remote: bool) -> tuple[Tensor, Tensor]:
         """Global indices of the rows and the keys at hand, on the device once for all layers."""
@@ -150,8 +135,7 @@ class HeadShard:
 
 
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
-    """Results of groups of heads, in order, as results of all heads; ``dims``: where each has its
-    heads. Those of one group are returned as they are."""
+    """Results of groups of heads as results of all; ``dims``: where each has its heads."""
     if len(groups) == 1:
         return groups[0]
     results = zip(*groups, strict=True)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..comm.messages import Into, Pending, SeenBy
-from ..comm.transfer_side import Dims, Put
+from ..comm.messages import Pending, SeenBy
 from ..kernels import Kernel
 from ..plan import Plan
 from ..plan.exchange import Exchange
@@ -25,15 +22,10 @@ LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind
 
 
 class Queries(NamedTuple):
-    """Rows that attend keys, with the heads of the rank's share.
+    """Rows that attend keys, with the heads of the rank's share."""
 
-    Attributes:
-        tensors: q; in a backward dout, q, out, lse and, if it has a gradient, dlse.
-        remote: whether they are rows of other ranks, not the rank's own.
-    """
-
-    tensors: Sequence[Tensor]
-    remote: bool = False
+    tensors: Sequence[Tensor]  # q; in a backward dout, q, out, lse and, if it has a gradient, dlse
+    remote: bool = False  # whether they are rows of other ranks, not the rank's own
 
 
 class Keys(NamedTuple):
@@ -53,30 +45,21 @@ class RankCall(NamedTuple):
     heads: HeadShard
 
 
-Results = list[tuple[Tensor, ...]]  # of each group of heads
+Attending = list[tuple[Queries, list[tuple[Tensor, ...]]]]  # rows, results of groups of heads
 Arriving = Iterator[tuple[int, Stage, Iterator[Keys]]]
 
 
 class RankPass:
-    """A forward or a backward of one rank.
-
-    Attributes:
-        mine: the rank's part of the plan.
-        local, late_rows: see :class:`~.rank_plan.RankPlan`.
-    """
+    """A forward or a backward of one rank; ``mine`` is its part of the plan."""
 
     def __init__(self, call: RankCall) -> None:
         self._plan, self._comm, self._kernel, self.share = call
         self.mine = self._plan.rank(self._comm.rank)
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
-        self._last: Pending | None = None  # fetch of keys, once they are here
+        self.last: Pending | None = None  # fetch of keys, once they are here
         two = self._moves and self._comm.two_streams
-        self._streams = SideStream(self.share.device, two=two)
-
-    def second(self) -> AbstractContextManager[object]:
-        """In this context work goes to the stream for what waits for peers."""
-        return self._streams.second()
+        self.streams = SideStream(self.share.device, two=two)
 
     def own_last(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether a backward's host comes to the rank's own keys after all others. On two streams
@@ -84,17 +67,13 @@ class RankPass:
         call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
         their way home. (With fewer key heads the call of own keys itself takes the most.)"""
         large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
-        return self._streams.two and large and not side_stream.ONE_QUEUE
+        return self.streams.two and large and not side_stream.ONE_QUEUE
 
     def begin(self) -> None:
         """Before the first exchange with a peer."""
-        self._streams.fork()
+        self.streams.fork()
         if self._moves:
             self._comm.begin()
-
-    def join(self) -> None:
-        """From here on all work is on one stream again."""
-        self._streams.join()
 
     def end(self) -> None:
         """After the last use of what peers have sent: they may start the next pass."""
@@ -111,20 +90,22 @@ class RankPass:
         move, the tensors themselves: no stage attends remote queries then."""
         if not self._plan.rows_move:
             return Pending(lambda: tensors)
+        exchange, seen_by = self.exchange(None)
         dims = self.share.query_dims(len(tensors))
-        return self._comm.fetch(self.mine.q, tensors, dims, self._seen_by(None))
+        return self._comm.fetch(exchange, tensors, dims, seen_by)
 
     def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
         """Each stage with its number and its keys, one group of heads after the other, which have
         arrived when they are looked at. As many of the following groups as the Comm likes are on
         their way meanwhile."""
-        groups, remote = self.share.groups(q, k), self.mine.key_exchanges
-        waiting = deque([(n, kv, heads) for n, kv in remote for heads in groups])
+        groups = self.share.groups(q, k)
+        waiting = deque((n, heads) for n, _ in self.mine.key_exchanges for heads in groups)
         coming: deque[Pending] = deque()
 
         def ask() -> None:
-            n, kv, heads = waiting.popleft()
-            coming.append(self._comm.fetch(kv, [k, v], [heads.keys] * 2, self._seen_by(n)))
+            n, heads = waiting.popleft()
+            exchange, seen_by = self.exchange(n)
+            coming.append(self._comm.fetch(exchange, [k, v], [heads.keys] * 2, seen_by))
 
         def arriving(stage: Stage) -> Iterator[Keys]:
             if stage.kv is None:
@@ -135,7 +116,7 @@ class RankPass:
                 if waiting:
                     ask()
                 keys, values = here.wait()
-                self._last = None if coming else here
+                self.last = None if coming else here
                 yield Keys(heads, keys, values)
 
         for _ in range(min(self._comm.ahead, len(waiting))):
@@ -144,16 +125,13 @@ class RankPass:
 
     def own_keys(self, k: Tensor, v: Tensor) -> Keys:
         """The rank's own keys, read in place."""
-        return Keys(
-            self.share, self.share.of(k, self.share.keys), self.share.of(v, self.share.keys)
-        )
+        dims = self.share.keys
+        return Keys(self.share, self.share.of(k, dims), self.share.of(v, dims))
 
-    def attending(
-        self, stage: Stage, own: Queries, remote: Queries
-    ) -> list[tuple[Queries, Results]]:
+    def attending(self, stage: Stage, own: Queries, remote: Queries) -> Attending:
         """The rows that attend keys of the stage on the second stream, each with an empty list for
         the results."""
-        some: list[tuple[Queries, Results]] = []
+        some: Attending = []
         if len(stage.own) and stage is not self.local:
             some.append((own, []))
         if len(stage.remote):
@@ -166,28 +144,14 @@ class RankPass:
 
     def remote_queries_done(self, stage: int) -> bool:
         """Whether after this stage no rank attends remote queries any more, so that their results
-        go home while further keys are attended. True on all ranks at once, as they exchange in one
+        go home while further keys are attended. True on all ranks at once: they exchange in one
         order."""
         return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 
-    def send_home(
-        self,
-        results: Sequence[Tensor],
-        into: Into,
-        dims: Sequence[Dims],
-        put: Put,
-        dtype: torch.dtype | None = None,
-        *,
-        stage: int | None = None,
-    ) -> Pending:
-        """Send the results for a stage's keys to their owners; None: those for remote queries. They
-        may come over the last keys, as no other stage then has to wait until its peers are done."""
-        exchange, seen_by = _exchange(self.mine, stage), self._seen_by(stage)
-        over = None if stage is None else self._last
-        return self._comm.send_home(exchange, results, into, dims, put, dtype, seen_by, over)
-
-    def _seen_by(self, stage: int | None) -> SeenBy:
-        return lambda peer: _exchange(self._plan.rank(peer), stage)
+    def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
+        """What moves for a stage's keys or, for None, for remote queries: as it is on this rank,
+        and as it is on its peers."""
+        return _exchange(self.mine, stage), lambda peer: _exchange(self._plan.rank(peer), stage)
 
 
 def _exchange(of: RankPlan, stage: int | None) -> Exchange:

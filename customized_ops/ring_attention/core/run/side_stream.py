@@ -21,14 +21,11 @@ ONE_QUEUE = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class SideStream:
-    """The caller's stream and a second one beside it; on a CPU, or where one is enough, nothing.
+    """The caller's stream and, if ``two``, a second one beside it, never on a CPU.
 
     A tensor may be used on either between :meth:`fork` and :meth:`join` if it lives until then:
     the second stream starts after all that the first was given before, and the first goes on after
     all that the second was given.
-
-    Attributes:
-        two: whether there is a second one.
     """
 
     def __init__(self, device: torch.device, *, two: bool) -> None:
@@ -59,22 +56,18 @@ class SideStream:
 class StreamPair:
     """A stream and the second one beside it, kept from call to call with the events by which they
     wait for each other: torch's own ways make an event for each wait, and look at all devices to
-    change streams.
-
-    As a context, never nested, it makes the second stream the current one, on the device of both.
-    """
+    change streams. As a context, never nested, it makes the second stream the current one, on the
+    device of both."""
 
     def __init__(self, main: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
         self._main, self.second = main, second
         self._given, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        """See :meth:`SideStream.fork`."""
         self._given.record(self._main)
         self.second.wait_event(self._given)
 
     def join(self) -> None:
-        """See :meth:`SideStream.join`."""
         self._done.record(self.second)
         self._main.wait_event(self._done)
 
@@ -87,10 +80,6 @@ class StreamPair:
 
 @lru_cache(maxsize=64)
 def _pair_of(device: torch.device, caller: int) -> StreamPair:
-    """Each of a caller's streams has its own, as their work is in no order. (torch takes streams
-    from a pool of 32, so a program with more of high priority may share one.)
-
-    Args:
-        caller: the handle of the stream that is current.
-    """
+    """Each of a caller's streams, by its handle, has its own, as their work is in no order. (torch
+    takes streams from a pool of 32, so a program with more of high priority may share one.)"""
     return StreamPair(torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1))

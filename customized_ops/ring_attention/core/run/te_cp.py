@@ -5,8 +5,7 @@
     kernel="te_cp:a2a"           tokens become heads and back, as in Ulysses
 
 It takes fewer problems than the executor does, see :func:`refusal`, and is never chosen by "auto".
-An op's partition rule knows nothing of it: what an engine takes a call to cost is what the plan
-would move, not what the library does. An engine cuts sequences contiguously, and of such only full
+Engines cost a call by what the plan would move. They cut sequences contiguously, of which only full
 attention is the library's; causal calls name their layout and group.
 It keeps what its backward needs in an autograd graph, which an op cannot hand from its forward to
 its backward; so the backward runs the forward again first. It tells no lse: that is NaN.
@@ -41,16 +40,11 @@ COMMS = {"te_cp": "p2p", "te_cp:all_gather": "all_gather", "te_cp:a2a": "a2a"}
 
 @dataclass(frozen=True)
 class Documents:
-    """A mask in TransformerEngine's words: each document attends itself.
+    """A mask in TransformerEngine's words: each document attends itself."""
 
-    Attributes:
-        cu_seqlens: where documents start, and where the last ends.
-        causal: whether tokens see only those up to their own. left: how far back; -1 for all.
-    """
-
-    cu_seqlens: tuple[int, ...]
-    causal: bool
-    left: int
+    cu_seqlens: tuple[int, ...]  # where documents start, and where the last ends
+    causal: bool  # whether tokens see only those up to their own
+    left: int  # how far back; -1 for all
 
     @property
     def window(self) -> tuple[int, int]:
@@ -79,17 +73,12 @@ class Documents:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """An op call that TransformerEngine runs as a whole.
-
-    Attributes:
-        comm_type: the library's name of how tokens move.
-        packed: whether tensors are [l, h, d]; else [b, l, h, d].
-    """
+    """An op call that TransformerEngine runs as a whole."""
 
     comm: Comm
-    comm_type: str
+    comm_type: str  # the library's name of how tokens move
     documents: Documents
-    packed: bool
+    packed: bool  # whether tensors are [l, h, d]; else [b, l, h, d]
     softmax_scale: float
     deterministic: bool
 
@@ -98,9 +87,8 @@ class ContextParallel:
         with torch.no_grad():
             out = self._run(*(t.contiguous() for t in (q, k, v)))
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        return out.view(*q.shape[:-1], v.shape[-1]), q.new_full(
-            shape, torch.nan, dtype=accumulation_dtype(q.dtype)
-        )
+        lse = q.new_full(shape, torch.nan, dtype=accumulation_dtype(q.dtype))
+        return out.view(*q.shape[:-1], v.shape[-1]), lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """dq, dk, dv, after another forward."""
@@ -119,19 +107,13 @@ class ContextParallel:
         if self.packed:
             mask = "padding_causal" if documents.causal else "padding"
         starts = _starts(documents.cu_seqlens, 0 if self.packed else len(q), q.device)
-        longest = int(np.diff(documents.cu_seqlens).max())
-        attend = _library().attn_forward_func_with_cp
-        return attend(
+        longest, padded = int(np.diff(documents.cu_seqlens).max()), starts if self.packed else None
+        return _library().attn_forward_func_with_cp(
             is_training=True,
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            cu_seqlens_q_padded=starts if self.packed else None,
-            cu_seqlens_kv_padded=starts if self.packed else None,
+            **{"q": q, "k": k, "v": v},
+            **{"cu_seqlens_q": starts, "cu_seqlens_kv": starts},
+            **{"max_seqlen_q": longest, "max_seqlen_kv": longest},
+            **{"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded},
             dropout_p=0.0,
             cp_group=group,
             cp_global_ranks=dist.get_process_group_ranks(group),
@@ -160,11 +142,9 @@ def choose(
 ) -> ContextParallel:
     """The call that ``name``, one of COMMS, stands for.
 
-    Args:
-        op: who asks, for errors. sink: whether the call has a sink.
     Raises:
-        KernelError: it cannot do this; says why. Every rank finds the same, and none has sent
-            anything yet.
+        KernelError: it cannot do this; names ``op`` and says why. Every rank finds the same, and
+            none has sent anything yet.
     """
     reason = "has no sink" if sink else refusal(name, request, plan, comm, packed=packed)
     if reason is not None:

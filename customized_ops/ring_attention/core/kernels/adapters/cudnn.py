@@ -12,7 +12,6 @@ the next call runs into: a single pair goes as two tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,42 +20,24 @@ from torch.nn.functional import pad
 
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype, unattended
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
-from ..protocol import Capabilities
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
+from ..window.columns import apart
 from ..window.lowering import lower
-from ..window.lse_gradient import apart
 from ..window.spans import Gradient, Spans
 from .torch_sdpa import Tile
 
 NAME = "cudnn"
 CAPABILITIES = (
-    Capabilities(
-        device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
-        features=("lse gradient",),
-        widths=((128, 128),),
-        multiple=8,
-        arch=(8, 0),
-    ),
+    Capabilities("cuda", HALF, ("lse gradient",), widths=((128, 128),), multiple=8, arch=(8, 0)),
 )
 
 # cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
 CUDNN = 91002
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The calls of some pairs, and which rows and keys they cover."""
-
-    tiles: tuple[Tile, ...]
-    rows: Spans
-    keys: Spans
-
-
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
         return f"torch {torch.__version__} has no cuDNN attention"
     if not torch.backends.cudnn.is_available():
@@ -86,39 +67,32 @@ def tiles(pairs: Pairs) -> list[Tile]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
-    cut = _cut(pairs)
-    if cut.rows.whole:
-        return _attend(cut.tiles[0], q, k, v, scoring)
-    out, lse = unattended(q, v.shape[-1], cut.rows.dtype(q.dtype))
-    for tile, fresh in zip(cut.tiles, cut.rows.fresh, strict=True):
-        rows = slice(tile.q0, tile.q1)
+    cut, rows, _ = _cut(pairs)
+    if rows.whole:
+        return _attend(cut[0], q, k, v, scoring)
+    out, lse = unattended(q, v.shape[-1], rows.dtype(q.dtype))
+    for tile, fresh in zip(cut, rows.fresh, strict=True):
         part, part_lse = _attend(tile, q, k, v, scoring)
         if fresh:
-            out[:, rows], lse[..., rows] = part, part_lse
+            out[:, tile.rows], lse[..., tile.rows] = part, part_lse
         else:
-            merge_(out[:, rows], lse[..., rows], part, part_lse)
+            merge_(out[:, tile.rows], lse[..., tile.rows], part, part_lse)
     return out, lse
 
 
 def backward(
-    given: BackwardOperands,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    deterministic: bool = False,
+    given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """See :class:`~.protocol.Kernel`. The gradient of lse is calls of its own."""
+    """The gradient of lse is calls of its own."""
     q, k, v = given.q, given.k, given.v
-    cut, of_lse, wide = _cut(pairs), apart(given), accumulation_dtype(q.dtype)
-    dq = Gradient(q, cut.rows)
-    dk, dv = Gradient(k, cut.keys), Gradient(v, cut.keys)
-    for n, tile in enumerate(cut.tiles):
-        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+    (cut, all_rows, all_keys), of_lse = _cut(pairs), apart(given)
+    wide = accumulation_dtype(q.dtype)
+    dq, dk, dv = Gradient(q, all_rows), Gradient(k, all_keys), Gradient(v, all_keys)
+    for n, tile in enumerate(cut):
+        rows, keys = tile.rows, tile.keys
         part_q, part_k, part_v = _gradients(tile, given.part(rows, keys), scoring)
         if of_lse is not None:
-            more_q, more_k, _ = _gradients(tile, of_lse.part(rows, keys), scoring)
+            more_q, more_k, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
             part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
         dq.add(n, part_q, dq.total[:, rows])
         dk.add(n, part_k, dk.total[:, keys])
@@ -126,22 +100,23 @@ def backward(
     return dq.total, dk.total, dv.total
 
 
-def _cut(pairs: Pairs) -> Cut:
-    def make() -> Cut:
-        cut = tuple(tiles(pairs))
+def _cut(pairs: Pairs) -> tuple[list[Tile], Spans, Spans]:
+    """The calls of some pairs, and which rows and keys they cover."""
+
+    def make() -> tuple[list[Tile], Spans, Spans]:
+        cut = tiles(pairs)
         rows = Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len)
-        return Cut(cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len))
+        return cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len)
 
     return pairs.made(_cut, make)
 
 
 def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> OutLse:
     """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
-    rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query=_heads_first(tile, q[:, rows]),
-        key=_heads_first(tile, k[:, keys]),
-        value=_heads_first(tile, v[:, keys]),
+        query=_heads_first(tile, q[:, tile.rows]),
+        key=_heads_first(tile, k[:, tile.keys]),
+        value=_heads_first(tile, v[:, tile.keys]),
         attn_bias=None,
         compute_log_sumexp=True,
         dropout_p=0.0,

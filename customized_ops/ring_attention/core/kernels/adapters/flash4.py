@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ..block_lists import blocks_touched
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
-from ..protocol import Capabilities, Request
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
+from ..protocol import HALF, Capabilities, Request
 from ..scoring import Scoring, Tokens
 from ..window import windowed
+from ..window.columns import cut_to, first_columns, operands_of_same_width, same_width
 from ..window.library_calls import PACKED, LibraryCall, lowered
 from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
-from ..window.widths import cut_to, operands_of_same_width, same_width
+from ..window.windowed import NOWHERE, Into
 from . import flash4_blocks
 
 NAME = "flash4"
@@ -38,9 +38,7 @@ class Flash4Capabilities(Capabilities):
     """Newer GPUs than Hopper have fewer kernels."""
 
     def refuses(self, request: Request) -> str | None:
-        """See :class:`~.protocol.Capabilities`."""
-        reason = super().refuses(request)
-        if reason is not None:
+        if (reason := super().refuses(request)) is not None:
             return reason
         widths = request.head_dim, request.v_dim
         if not _go_together(*widths, grouped=request.q_heads != request.kv_heads):
@@ -61,7 +59,7 @@ class Flash4Capabilities(Capabilities):
 CAPABILITIES = (
     Flash4Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
+        dtypes=HALF,
         features=("softcap", "window", "lse gradient", "deterministic", "64-bit indices"),
         widths=((256, 256),),
         multiple=8,  # TMA moves 16 bytes at a time
@@ -70,19 +68,16 @@ CAPABILITIES = (
 )
 
 # The library's functions have no stable signature: what the calls here name, checked once.
+OPTIONS = (
+    *("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", *PACKED),
+    *("mask_mod", "aux_tensors", "block_sparse_tensors"),
+)
 NEEDS = {
     "flash_attn.cute.interface._flash_attn_fwd": (
-        *("q", "k", "v", "softmax_scale", "softcap", "causal", "return_lse"),
-        *("window_size_left", "window_size_right"),
-        *PACKED,
-        *("mask_mod", "aux_tensors", "block_sparse_tensors", "out", "lse"),
+        *("q", "k", "v", "return_lse", "out", "lse", *OPTIONS),
     ),
     "flash_attn.cute.interface._flash_attn_bwd": (
-        *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "softcap", "causal"),
-        *("window_size_left", "window_size_right"),
-        *PACKED,
-        *("mask_mod", "aux_tensors", "block_sparse_tensors", "dlse", "deterministic"),
-        *("dq", "dk", "dv"),
+        *("q", "k", "v", "out", "dout", "lse", "dlse", "deterministic", "dq", "dk", "dv", *OPTIONS),
     ),
     "flash_attn.cute.block_sparsity.BlockSparseTensorsTorch": (
         *("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"),
@@ -99,7 +94,6 @@ COPY_BYTES = 3e12  # per second, read or written
 
 @cache
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     if importlib.util.find_spec("flash_attn") is None:
         return "flash_attn.cute is not installed; pip install --pre flash-attn-4"
     for path, needs in NEEDS.items():
@@ -126,7 +120,6 @@ def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     v_dim = v.shape[-1]
     if not _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != v.shape[2]):
         q, k, v = same_width(q, k, v)
@@ -135,7 +128,7 @@ def forward(
         out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
     else:
         out, lse = windowed.forward(attend, q, k, v, pairs, scoring)
-    return (out if out.shape[-1] == v_dim else out[..., :v_dim]), lse
+    return first_columns(out, v_dim), lse
 
 
 def backward(
@@ -146,10 +139,7 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> Grads:
-    """See :class:`~.protocol.Kernel`.
-
-    The way is chosen anew: whichever way the forward went, out and lse are the same thing.
-    """
+    # The way is chosen anew: whichever way the forward went, out and lse are the same thing.
     inputs, (_, q, k, v, *_) = given, given
     if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
         given = operands_of_same_width(given)
@@ -167,19 +157,9 @@ def backward(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
 ) -> OutLse:
-    """One window call; see :class:`~.windowed.Attend`."""
     out, lse = (None, None) if into is None else into
     out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=scoring.softmax_scale,
-        softcap=scoring.softcap,
-        return_lse=True,
-        out=out,
-        lse=lse,
-        **_bounds(call.window),
-        **(call.packing.arguments if call.packing else {}),
+        q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
     )
     return out, lse
 
@@ -190,21 +170,27 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: tuple[Tensor | None, ...] = (None, None, None),
+    into: Into = NOWHERE,
 ) -> Grads:
-    """One window call's gradients; see :class:`~.windowed.AttendBackward`."""
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
         **given._asdict(),  # which have the library's names
-        softmax_scale=scoring.softmax_scale,
-        softcap=scoring.softcap,
-        deterministic=deterministic,
         dq=into[0],
         dk=into[1],
         dv=into[2],
-        **_bounds(call.window),
-        **(call.packing.arguments if call.packing else {}),
+        deterministic=deterministic,
+        **_options(call, scoring),
     )
     return dq, dk, dv
+
+
+def _options(call: LibraryCall, scoring: Scoring) -> dict[str, Any]:
+    """What forward and backward are both given."""
+    return {
+        "softmax_scale": scoring.softmax_scale,
+        "softcap": scoring.softcap,
+        **_bounds(call.window),
+        **(call.packing.arguments if call.packing else {}),
+    }
 
 
 @cache
@@ -212,11 +198,8 @@ def _bounds(window: Window) -> dict[str, Any]:
     """The library has kernels of their own for no bounds and for causal ones."""
     left, right = (None if bound < 0 else bound for bound in window)
     causal = (left, right) == (None, 0)
-    return {
-        "causal": causal,
-        "window_size_left": left,
-        "window_size_right": None if causal else right,
-    }
+    right = None if causal else right
+    return {"causal": causal, "window_size_left": left, "window_size_right": right}
 
 
 def _blocks_if_faster(

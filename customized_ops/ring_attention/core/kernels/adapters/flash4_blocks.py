@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..block_lists import BlockList, Side, block_lists, row_intervals
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..scoring import Scoring
 
 BLOCK_Q = 128
@@ -32,18 +31,14 @@ MOST_BLOCKS = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What the library is given for some pairs.
+    """What the library is given for some pairs."""
 
-    Attributes:
-        of_rows, of_keys: the library's BlockSparseTensorsTorch, forward and backward.
-        bounds: int32[rows up to whole blocks * intervals * 2], start and stop of every interval.
-        intervals: of a row, one of INTERVALS.
-    """
-
-    of_rows: Any
-    of_keys: Any
-    bounds: Tensor
-    intervals: int
+    of_rows: Any  # the library's BlockSparseTensorsTorch, for the forward
+    of_keys: Any  # and for the backward
+    bounds: (
+        Tensor  # int32[rows up to whole blocks * intervals * 2], of each interval start and stop
+    )
+    intervals: int  # of a row, one of INTERVALS
 
 
 @cache  # an import statement in each call would cost microseconds
@@ -141,16 +136,10 @@ def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
 def _for_library(side: Side, size: tuple[int, int], device: torch.device) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    def tensors(blocks: BlockList) -> tuple[Tensor, Tensor]:
+    def tensors(of: str, blocks: BlockList) -> dict[str, Tensor]:
         """[1, 1, blocks] and [1, 1, blocks, most]: the same for every batch entry and head."""
         counts, indices = (torch.from_numpy(a).to(device) for a in (blocks.counts, blocks.indices))
-        return counts[None, None], indices[None, None]
+        return {f"{of}_block_cnt": counts[None, None], f"{of}_block_idx": indices[None, None]}
 
-    partial, full = tensors(side.partial), tensors(side.full)
-    return BlockSparseTensorsTorch(
-        mask_block_cnt=partial[0],
-        mask_block_idx=partial[1],
-        full_block_cnt=full[0],
-        full_block_idx=full[1],
-        block_size=size,
-    )
+    partial, full = tensors("mask", side.partial), tensors("full", side.full)
+    return BlockSparseTensorsTorch(**partial, **full, block_size=size)

@@ -16,11 +16,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window.library_calls import PACKED, LibraryCall, Packing
 from ..window.lowering import Window
@@ -33,26 +32,18 @@ BACKWARD = ("dout", *INPUTS, "out", "softmax_lse", "dq", "dk", "dv", "determinis
 
 @dataclass(eq=False)
 class FlashAttention:
-    """A kernel, see :class:`~.protocol.Kernel`, through one of the two libraries.
-
-    Attributes:
-        LIBRARY: the module of its functions. install: how to get it. versions: which will do.
-        varlen: whether packed sequences have functions of their own.
-        wide_right: see :func:`~.lowering.lower`.
-        renames: whether the names of causal and window differ between functions and versions.
-        constants: further arguments of every call. forward_constants: of every forward.
-    """
+    """A kernel, see :class:`~.protocol.Kernel`, through one of the two libraries."""
 
     NAME: str
     CAPABILITIES: tuple[Capabilities, ...]
-    LIBRARY: str
-    install: str
-    versions: str
-    varlen: bool
-    wide_right: bool
-    renames: bool
-    constants: dict[str, Any] = field(default_factory=dict)
-    forward_constants: dict[str, Any] = field(default_factory=dict)
+    LIBRARY: str  # the module of its functions
+    install: str  # how to get it
+    versions: str  # which will do
+    varlen: bool  # whether packed sequences have functions of their own
+    wide_right: bool  # see :func:`~.lowering.lower`
+    renames: bool  # whether names of causal and window differ between functions and versions
+    constants: dict[str, Any] = field(default_factory=dict)  # further arguments of every call
+    forward_constants: dict[str, Any] = field(default_factory=dict)  # and of every forward
 
     def __post_init__(self) -> None:
         self.forward, self.backward = kernel_of(
@@ -61,7 +52,6 @@ class FlashAttention:
 
     @cache  # noqa: B019 - the two instances live as long as the process
     def missing(self) -> str | None:
-        """See :class:`~.protocol.Kernel`."""
         try:
             library = self._library()
         except Exception as error:  # a library built for another torch raises anything
@@ -85,16 +75,8 @@ class FlashAttention:
         return lacking(function, (*operands, *(PACKED if packed else ()), *options))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: LibraryCall,
-        scoring: Scoring,
-        *,
-        into: OutLse | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
     ) -> OutLse:
-        """See :class:`~.windowed.Attend`."""
         function = self._function("forward", call.packing)
         options = self._options(function, scoring, call.window, call.packing)
         out, lse, *_ = call_by_name(function, q=q, k=k, v=v, **self.forward_constants, **options)
@@ -107,22 +89,15 @@ class FlashAttention:
         scoring: Scoring,
         *,
         deterministic: bool,
-        into: tuple[Tensor | None, ...] = (None, None, None),
+        **_: object,
     ) -> Grads:
-        """See :class:`~.windowed.AttendBackward`."""
         function = self._function("backward", call.packing)
-        dq, dk, dv = (t.new_empty(t.shape) for t in (given.q, given.k, given.v))
+        dout, q, k, v, out, lse, _dlse = given
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         call_by_name(
             function,
-            dout=given.dout,
-            q=given.q,
-            k=given.k,
-            v=given.v,
-            out=given.out,
-            softmax_lse=given.lse.contiguous(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            **{"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv},
+            softmax_lse=lse.contiguous(),
             deterministic=deterministic,
             **self._options(function, scoring, call.window, call.packing),
         )
@@ -161,17 +136,9 @@ class FlashAttention:
 
 
 def _capabilities(arch: tuple[int, int], *more: str) -> tuple[Capabilities, ...]:
-    return (
-        Capabilities(
-            device="cuda",
-            dtypes=(torch.bfloat16, torch.float16),
-            features=("softcap", "window", "lse gradient", *more),
-            widths=((256, 256),),
-            multiple=8,
-            lse_columns=LSE_COLUMNS,
-            arch=arch,
-        ),
-    )
+    features = ("softcap", "window", "lse gradient", *more)
+    limits = {"multiple": 8, "lse_columns": LSE_COLUMNS}
+    return (Capabilities("cuda", HALF, features, widths=((256, 256),), arch=arch, **limits),)
 
 
 flash2 = FlashAttention(

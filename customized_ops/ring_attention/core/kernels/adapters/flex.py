@@ -27,7 +27,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,19 +35,16 @@ from annotations.library.define import autograd_on
 from ...mask.slices import K0, Slices
 from ...merge.merge import Accumulator, Sum, accumulation_dtype
 from ..block_lists import Side, block_lists, row_intervals
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
-from ..protocol import Capabilities
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
-
-Ints = npt.NDArray[np.int32]
 
 NAME = "flex"
 # No 64-bit indices: with torch 2.11, dk of rows of 2.5e9 elements was wrong on an H200.
 CAPABILITIES = (
     Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        dtypes=(*HALF, torch.float32),
         features=("softcap", "alibi", "window", "lse gradient", "deterministic"),
         widths=((256, 256),),
         arch=(8, 0),
@@ -62,7 +58,6 @@ VARIANTS = 64  # of compiled code: lengths turn symbolic, scorings and dtypes do
 
 
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     return None
@@ -71,7 +66,6 @@ def missing() -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     merged = Accumulator()
     for mask in _masks(pairs, q.device):
         with torch.no_grad():
@@ -80,14 +74,9 @@ def forward(
 
 
 def backward(
-    given: BackwardOperands,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    deterministic: bool = False,
+    given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """See :class:`~.protocol.Kernel`. Bitwise the same always: each gradient is summed by one
+    """Bitwise the same always: each gradient is summed by one
     program in a fixed order."""
     inputs = given.q, given.k, given.v
     sums = [Sum(t) for t in inputs]
@@ -167,20 +156,28 @@ def _grouped(slices: Slices, q_len: int) -> list[Slices]:
 def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    def on_device(x: Ints) -> Tensor:
+    def on_device(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(device)
 
-    def lists_on_device(side: Side) -> list[Tensor]:
-        partial, full = _equally_wide(side)
-        lists = (side.partial.counts, partial, side.full.counts, full)
-        return [on_device(x)[None, None] for x in lists]
+    def lists_on_device(of: str, side: Side) -> dict[str, Any]:
+        # Filled up with zeros to one width: torch 2.11 walks both by the strides of the first.
+        width = max(x.indices.shape[1] for x in (side.partial, side.full))
+        partial, full = (
+            np.pad(x.indices, ((0, 0), (0, width - x.indices.shape[1])))
+            for x in (side.partial, side.full)
+        )
+        lists = {
+            f"{of}_num_blocks": side.partial.counts,
+            f"{of}_indices": partial,
+            f"full_{of}_num_blocks": side.full.counts,
+            f"full_{of}_indices": full,
+        }
+        return {name: on_device(x)[None, None] for name, x in lists.items()}
 
     # Lengths of whole blocks: those that the ends of q and k cut short are partial then, as where
     # torch makes the lists.
     rows, keys = (-(-length // BLOCK) * BLOCK for length in (pairs.q_len, pairs.k_len))
     by_rows, by_keys = block_lists(slices, rows, keys, BLOCK, BLOCK)
-    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = lists_on_device(by_rows)
-    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = lists_on_device(by_keys)
     intervals = row_intervals(slices, pairs.q_len, MOST_INTERVALS)
     assert intervals is not None
     count = intervals.shape[1]
@@ -190,25 +187,11 @@ def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
     bounds = [(on_device(start.copy()), on_device(stop.copy())) for start, stop in intervals]
     return BlockMask(
         seq_lengths=(pairs.q_len, pairs.k_len),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=q_num_blocks,
-        q_indices=q_indices,
-        full_q_num_blocks=full_q_num_blocks,
-        full_q_indices=full_q_indices,
+        **lists_on_device("kv", by_rows),
+        **lists_on_device("q", by_keys),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_mask_mod(bounds),
     )
-
-
-def _equally_wide(side: Side) -> list[Ints]:
-    """The indices of partial and of full blocks, filled up with zeros to one width: torch 2.11
-    walks both by the strides of the first."""
-    lists = (side.partial.indices, side.full.indices)
-    width = max(indices.shape[1] for indices in lists)
-    return [np.pad(indices, ((0, 0), (0, width - indices.shape[1]))) for indices in lists]
 
 
 def _mask_mod(intervals: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:

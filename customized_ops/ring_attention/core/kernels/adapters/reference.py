@@ -14,20 +14,15 @@ import torch
 from torch import Tensor
 
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
-from ...merge.merge import accumulation_dtype
+from ...merge.merge import accumulation_dtype, unattended
 from ..attention_dropout import keep
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
-from ..protocol import FEATURES, Capabilities
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
+from ..protocol import FEATURES, HALF, Capabilities
 from ..scoring import Scoring, Tokens
 
 NAME = "reference"
 CAPABILITIES = tuple(
-    Capabilities(
-        device=device,
-        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        features=FEATURES,
-    )
+    Capabilities(device, (torch.float64, torch.float32, *HALF), FEATURES)
     for device in ("cpu", "cuda")
 )
 
@@ -45,18 +40,14 @@ class Block:
 
 
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     return None
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     wide = accumulation_dtype(q.dtype)
-    b, rows, h, _ = q.shape
-    out = q.new_zeros((b, rows, h, v.shape[-1]), dtype=wide)
-    lse = q.new_full((b, h, rows), -torch.inf, dtype=wide)
+    out, lse = unattended(q, v.shape[-1], wide)
     for block in _blocks(q, k, pairs.slices):
         scores, _ = _scores(block, q, k, scoring, tokens)
         block_lse = torch.logsumexp(scores, dim=-1)
@@ -70,12 +61,7 @@ def forward(
 
 
 def backward(
-    given: BackwardOperands,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    deterministic: bool = False,
+    given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
     """See :class:`~.protocol.Kernel`.
 
@@ -154,14 +140,6 @@ def _dropout(block: Block, p: Tensor, scoring: Scoring, tokens: Tokens | None) -
     assert tokens is not None and scoring.dropout_seed is not None
     here = tokens.part(block.rows, block.keys)
     b, g, heads_per_kv = p.shape[:3]
-    kept = keep(
-        scoring.dropout_seed,
-        scoring.dropout_p,
-        here.rows,
-        here.keys,
-        here.first_head,
-        g * heads_per_kv,
-        here.first_batch,
-        b,
-    )
+    drawn = scoring.dropout_seed, scoring.dropout_p, here.rows, here.keys
+    kept = keep(*drawn, here.first_head, g * heads_per_kv, here.first_batch, b)
     return kept.unflatten(1, (g, heads_per_kv)).to(p.dtype) / (1 - scoring.dropout_p)

@@ -8,7 +8,6 @@ many shapes is slow at its first step only.
 from __future__ import annotations
 
 import importlib
-import inspect
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -18,18 +17,19 @@ from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window import windowed
+from ..window.columns import apart
 from ..window.library_calls import LibraryCall, Packing
-from ..window.lse_gradient import apart
+from ..window.signatures import lacking
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
 CAPABILITIES = (
     Capabilities(
         device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
+        dtypes=HALF,
         features=("window", "lse gradient", "deterministic"),
         widths=((256, 256),),  # on Hopper; cuDNN itself takes fewer on later GPUs
         multiple=8,
@@ -47,9 +47,16 @@ MIXED_WIDTHS = 128
 
 @lru_cache(maxsize=1)  # a broken install takes long to fail
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     try:
-        return _lacking()
+        lacks = lacking(_fused().fused_attn_fwd, NEEDED)
+        if lacks:
+            names = " and ".join(lacks)
+            return f"transformer_engine is too old: no {names}; 2.15 or newer is needed"
+        utils = importlib.import_module("transformer_engine.pytorch.utils")
+        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), CUDNN))
+        if tuple(utils.get_cudnn_version()) < CUDNN:
+            return f"cuDNN {found} is too old; {least} or newer is needed"
+        return None
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
         return (
             f"transformer_engine.pytorch cannot be imported ({type(error).__name__}: {error}); "
@@ -57,22 +64,9 @@ def missing() -> str | None:
         )
 
 
-def _lacking() -> str | None:
-    """What keeps an installed TransformerEngine from serving, or None."""
-    taken = inspect.signature(_fused().fused_attn_fwd).parameters
-    lacking = [name for name in NEEDED if name not in taken]
-    if lacking:
-        return f"transformer_engine is too old: no {' and '.join(lacking)}; 2.15 or newer is needed"
-    found = importlib.import_module("transformer_engine.pytorch.utils").get_cudnn_version()
-    if tuple(found) < CUDNN:
-        return f"cuDNN {_dotted(found)} is too old; {_dotted(CUDNN)} or newer is needed"
-    return None
-
-
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
 ) -> OutLse:
-    """See :class:`~.windowed.Attend`."""
     packed = _packed_if_refused(q, k, call)
     if packed is not None:
         out, lse = attend(packed.pack(q), packed.pack(k), packed.pack(v), packed, scoring)
@@ -92,10 +86,9 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: tuple[Tensor | None, ...] = (None, None, None),
+    **_: object,
 ) -> Grads:
-    """See :class:`~.windowed.AttendBackward`. cuDNN knows no gradient of lse: that is a second
-    call, whose dq and dk are added in fp32."""
+    """cuDNN knows no gradient of lse: that is a second call, whose dq and dk are added in fp32."""
     packed = _packed_if_refused(given.q, given.k, call)
     if packed is not None:
         grads = attend_backward(
@@ -128,18 +121,14 @@ def attend_backward(
     dq, dk, dv = run(given)
     of_lse = apart(given)
     if of_lse is not None:
-        more_dq, more_dk, _ = run(of_lse)
+        more_dq, more_dk, _dv = run(of_lse)
         wide = accumulation_dtype(q.dtype)
         dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
     return dq, dk, dv
 
 
 class _Shape:
-    """One call's shapes in the library's words.
-
-    Attributes:
-        format: "bshd" or "thd". layout: that of q, k and v.
-    """
+    """One call's shapes in the library's words; ``format`` is "bshd" or "thd"."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> None:
         self._window, self._width = call.window, _width(q.shape[-1], v.shape[-1])
@@ -220,10 +209,6 @@ def _width(d: int, e: int) -> int:
 def _fused() -> ModuleType:
     importlib.import_module("transformer_engine.pytorch")  # which loads its libraries
     return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import Capabilities
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
 from ..window.library_calls import LibraryCall
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 CAPABILITIES = Capabilities(
     device="cuda",
-    dtypes=(torch.bfloat16, torch.float16),
+    dtypes=HALF,
     features=("window", "lse gradient", "deterministic", "64-bit indices"),
     widths=((256, 256),),
     multiple=8,
@@ -33,15 +33,10 @@ CAPABILITIES = Capabilities(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
 ) -> OutLse:
-    """See :class:`~.windowed.Attend`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query=q,
-        key=k,
-        value=v,
-        return_debug_mask=False,
-        **_options(q, k, call, scoring),
+        query=q, key=k, value=v, return_debug_mask=False, **_options(q, k, call, scoring)
     )
     return out, lse
 
@@ -52,21 +47,20 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: tuple[Tensor | None, ...] = (None, None, None),
+    **_: object,
 ) -> Grads:
-    """See :class:`~.windowed.AttendBackward`."""
-    lse = given.lse
+    dout, q, k, v, out, lse, _dlse = given
     with _deterministic_algorithms(deterministic):
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_out=given.dout,
-            query=given.q,
-            key=given.k,
-            value=given.v,
-            out=given.out,
+            grad_out=dout,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
             logsumexp=lse.contiguous(),
             rng_state=lse.new_empty(2, dtype=torch.uint64),  # dropout's, so not read
             unused=lse.new_empty(0),
-            **_options(given.q, given.k, call, scoring),
+            **_options(q, k, call, scoring),
         )
     return dq, dk, dv
 

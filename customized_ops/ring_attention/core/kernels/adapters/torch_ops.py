@@ -14,16 +14,13 @@ CAPABILITIES = (torch_flash.CAPABILITIES, torch_sdpa.CAPABILITIES)
 
 
 def missing() -> str | None:
-    """See :class:`~.protocol.Kernel`."""
     return None
 
 
 def forward(q: Tensor, *rest: Any) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     return (torch_flash if q.device.type == "cuda" else torch_sdpa).forward(q, *rest)
 
 
 def backward(given: BackwardOperands, *rest: Any, deterministic: bool = False) -> Grads:
-    """See :class:`~.protocol.Kernel`."""
     on_device = torch_flash if given.q.device.type == "cuda" else torch_sdpa
     return on_device.backward(given, *rest, deterministic=deterministic)

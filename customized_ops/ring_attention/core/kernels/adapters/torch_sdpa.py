@@ -16,18 +16,16 @@ from torch import Tensor
 
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
 from ...merge import merge_
-from ...merge.merge import accumulation_dtype
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
-from ..protocol import Capabilities
+from ...merge.merge import accumulation_dtype, unattended
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
+from ..protocol import HALF, Capabilities
 from ..scoring import Scoring, Tokens
-from ..window.lse_gradient import widened
+from ..window.columns import operands_of_same_width, same_width, widened
 from ..window.spans import Spans
-from ..window.widths import operands_of_same_width, same_width
 
 CAPABILITIES = Capabilities(
     device="cpu",
-    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    dtypes=(torch.float64, torch.float32, *HALF),
     features=("alibi", "window", "lse gradient", "deterministic", "64-bit indices"),
 )
 
@@ -47,6 +45,16 @@ class Tile:
     k1: int
     causal: bool = False
     band: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows, as an index."""
+        return slice(self.q0, self.q1)
+
+    @property
+    def keys(self) -> slice:
+        """The keys, as an index."""
+        return slice(self.k0, self.k1)
 
     def mask(self, like: Tensor) -> Tensor | None:
         """Additive mask [rows, keys], or None."""
@@ -89,15 +97,12 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    """See :class:`~.protocol.Kernel`."""
     cut, merging = _cut(pairs, scoring)
     wide = accumulation_dtype(q.dtype)
-    b, length, h, _ = q.shape
-    out = q.new_zeros((b, length, h, v.shape[-1]), dtype=wide if merging else q.dtype)
-    lse = q.new_full((b, h, length), -torch.inf, dtype=wide)
+    out, lse = unattended(q, v.shape[-1], wide if merging else q.dtype)
     q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
     for tile in cut:
-        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        rows, keys = tile.rows, tile.keys
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_[:, rows].transpose(1, 2),
             k_[:, keys].transpose(1, 2),
@@ -117,19 +122,13 @@ def forward(
 
 
 def backward(
-    given: BackwardOperands,
-    pairs: Pairs,
-    scoring: Scoring,
-    tokens: Tokens | None,
-    *,
-    deterministic: bool = False,
+    given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """See :class:`~.protocol.Kernel`."""
     q, wide = given.q, accumulation_dtype(given.q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, given.k, given.v))
     given = operands_of_same_width(widened(given))
     for tile in _cut(pairs, scoring)[0]:
-        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        rows, keys = tile.rows, tile.keys
         part = given.part(rows, keys)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(t.transpose(1, 2) for t in part[:5]),
@@ -163,5 +162,5 @@ def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) ->
     if scoring.alibi_slopes is None:
         return mask
     assert tokens is not None and mask is not None
-    here = tokens.part(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1))
+    here = tokens.part(tile.rows, tile.keys)
     return scoring.alibi_bias(here, accumulation_dtype(q.dtype)) + mask

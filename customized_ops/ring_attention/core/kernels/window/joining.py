@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ...arrays import Ints
 from ...mask.slices import HI, K0, LO, Q0, Slices, areas
-
-Ints = npt.NDArray[np.int64]
 
 
 def join(slices: Slices) -> Slices:

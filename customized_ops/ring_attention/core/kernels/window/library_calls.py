@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..operands import BackwardOperands
-from ..pairs import Pairs
-from .lowering import Range, Window, WindowCall, lower
+from ..operands import BackwardOperands, Pairs
+from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -27,18 +27,13 @@ PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 class Packing:
     """Sequences end to end, the n-th rows with the n-th keys. Either may be empty: rows without
     keys give out 0, and keys without rows take gradient 0.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32[n + 1], on the device of q.
-        max_seqlen_q, max_seqlen_k: no less than the tokens of the longest.
-        square: whether each has as many keys as rows; False where that is not known.
     """
 
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # int32[n + 1], on the device of q
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # no less than the tokens of the longest
     max_seqlen_k: int
-    square: bool = False
+    square: bool = False  # whether each has as many keys as rows; False where that is not known
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -48,24 +43,16 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class LibraryCall:
-    """One call of a library that knows windows and cu_seqlens.
-
-    Attributes:
-        packing: of several segments; None where each batch entry is one sequence.
-        number: of the lowered call. Several have the same where each batch entry takes its own.
-        entries: how many batch entries it has. entry: which, or None for all.
-        rows, keys: (start, length) of its tokens, or None for all.
-        skips_rows: see :class:`~.lowering.WindowCall`.
-    """
+    """One call of a library that knows windows and cu_seqlens."""
 
     window: Window
-    packing: Packing | None
-    number: int = 0
-    entries: int = 1
-    entry: int | None = None
-    rows: tuple[int, int] | None = None
+    packing: Packing | None  # of several segments; None where each batch entry is one sequence
+    number: int = 0  # of the lowered call: the same where each batch entry takes a call of its own
+    entries: int = 1  # how many batch entries it has
+    entry: int | None = None  # which one, or None for all
+    rows: tuple[int, int] | None = None  # (start, length) of its tokens, or None for all
     keys: tuple[int, int] | None = None
-    skips_rows: bool = False
+    skips_rows: bool = False  # see :class:`~.lowering.WindowCall`
 
     @property
     def stats_are_views(self) -> bool:
@@ -80,17 +67,11 @@ class LibraryCall:
 
     def operands(self, given: BackwardOperands) -> BackwardOperands:
         """All operands, cut and packed."""
-        dout, q, k, v, out, lse, dlse = given
-        rows, keys, pack = self.cut_rows, self.cut_keys, self.pack
-        return BackwardOperands(
-            pack(rows(dout)),
-            pack(rows(q)),
-            pack(keys(k)),
-            pack(keys(v)),
-            pack(rows(out)),
-            self.pack_stats(self.cut_stats(lse)),
-            None if dlse is None else self.pack_stats(self.cut_stats(dlse)),
-        )
+        dout, q, out = [self.pack(self.cut_rows(t)) for t in (given.dout, given.q, given.out)]
+        k, v = [self.pack(self.cut_keys(t)) for t in (given.k, given.v)]
+        stats = (given.lse,) if given.dlse is None else (given.lse, given.dlse)
+        packed = [self.pack_stats(self.cut_stats(t)) for t in stats]
+        return BackwardOperands(dout, q, k, v, out, *packed)
 
     def cut_rows(self, t: Tensor) -> Tensor:
         """[b, i, h, d] of all rows -> those of the call, a view."""
@@ -142,7 +123,7 @@ class LibraryCalls:
 
     @classmethod
     def of(
-        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool, wide_right: bool
+        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool = True, wide_right: bool = True
     ) -> LibraryCalls:
         """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
@@ -151,11 +132,9 @@ class LibraryCalls:
 
         def make() -> LibraryCalls:
             windows = lowered(pairs, gaps, wide_right)
-            calls = tuple(
-                call
-                for n, window in enumerate(windows)
-                for call in _library_calls(n, window, pairs, batch, flat, device)
-            )
+            numbered = enumerate(windows)
+            each = (_library_calls(n, one, pairs, batch, flat, device) for n, one in numbered)
+            calls = tuple(chain.from_iterable(each))
             cut = len(calls) > len(windows)
             rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
             keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
@@ -167,9 +146,7 @@ class LibraryCalls:
 def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
     """The window calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
 
-    def make() -> tuple[WindowCall, ...]:
-        return lower(pairs.slices, gaps=gaps, wide_right=wide_right)
-
+    make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made((lowered, gaps, wide_right), make)
 
 
@@ -178,7 +155,9 @@ def _library_calls(
 ) -> Iterator[LibraryCall]:
     """One for all batch entries if the call is one segment or all entries are end to end, else one
     for each."""
-    rows, keys = _span(call.rows, pairs.q_len), _span(call.keys, pairs.k_len)
+    (row, last_row), (key, last_key) = call.rows, call.keys
+    rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
+    keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
     packed = len(call.segments) > 1
     together = not packed or (flat and rows is None and keys is None)
     entries = batch if together else 1
@@ -186,12 +165,6 @@ def _library_calls(
     for n in range(0, batch, entries):
         entry = None if entries == batch else n
         yield LibraryCall(call.window, packing, number, entries, entry, rows, keys, call.skips_rows)
-
-
-def _span(tokens: Range, length: int) -> tuple[int, int] | None:
-    """(start, length), or None for all tokens."""
-    start, stop = tokens
-    return None if tokens == (0, length) else (start, stop - start)
 
 
 def _packing(call: WindowCall, batch: int, device: torch.device) -> Packing:

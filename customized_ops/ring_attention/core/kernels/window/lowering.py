@@ -18,14 +18,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ...arrays import Bools, Ints
+from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
 from .joining import join
 
 Window = tuple[int, int]  # left, right of the bottom-right diagonal; -1 for no bound
 Range = tuple[int, int]  # start, stop
-Ints = npt.NDArray[np.int64]
 
 TILE = 128  # rows and keys of the tiles that kernels work in, to count work by
 # Rows or keys that a call may leave out between two segments. They are written, as zeros, and some
@@ -35,15 +35,10 @@ MOST_GAP = 64 * TILE
 
 @dataclass(frozen=True, eq=False)
 class WindowCall:
-    """One window over some segments.
+    """One window over some segments."""
 
-    Attributes:
-        window: that of every segment.
-        segments: int64[n, 4], (q0, q1, k0, k1), in order and disjoint in rows and in keys.
-    """
-
-    window: Window
-    segments: Ints
+    window: Window  # that of every segment
+    segments: Ints  # int64[n, 4], (q0, q1, k0, k1), in order and disjoint in rows and in keys
 
     @cached_property
     def rows(self) -> Range:
@@ -64,8 +59,7 @@ class WindowCall:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
         Rows between two segments become segments without keys, keys between them segments without
-        rows. None is longer than the longest of the call or a tile: a kernel is launched for the
-        longest, and the rest should cost nothing.
+        rows; none longer than the longest of the call or a tile, as a kernel is launched for that.
         """
         q0, q1, k0, k1 = self.segments.T
         real = np.stack([q1 - q0, k1 - k0], axis=1)
@@ -74,9 +68,8 @@ class WindowCall:
             return real
         most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
         out = [real[:1]]
-        for n in range(len(skipped)):
-            rows, keys = skipped[n].tolist()
-            out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n + 1 : n + 2]]
+        for n, (rows, keys) in enumerate(skipped.tolist(), 1):
+            out += [_pieces(rows, most_rows, 0), _pieces(keys, most_keys, 1), real[n : n + 1]]
         return np.concatenate(out)
 
 
@@ -110,9 +103,8 @@ def tiles(call: WindowCall) -> int:
     """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
     what its time is about proportional to."""
     rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
-    heights = -(-rows // TILE)
-    rows, keys = np.repeat(rows, heights), np.repeat(keys, heights)
-    start = TILE * (np.arange(len(rows)) - np.repeat(np.cumsum(heights) - heights, heights))
+    segment, tile = spread(np.zeros_like(rows), -(-rows // TILE))
+    rows, keys, start = rows[segment], keys[segment], TILE * tile
     stop = np.minimum(start + TILE, rows)
     left, right = call.window
     first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)
@@ -121,9 +113,9 @@ def tiles(call: WindowCall) -> int:
 
 
 def _last_key(slices: Slices) -> Ints:
-    """The row from which on the last key is attended, of slices whose right bound cuts keys off
-    rows before: above, the bound is 0 from the bottom right corner, below, it is none. Elsewhere
-    the end of the rows. int64[n]."""
+    """int64[n], the row from which on the last key is attended, of slices whose right bound cuts
+    keys off rows before: above, the bound is 0 from the bottom right corner, below, it is none.
+    Elsewhere the end of the rows."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return np.where(open_right, slices[:, Q1], slices[:, K1] - slices[:, HI])
 
@@ -139,7 +131,7 @@ def _narrow(slices: Slices) -> Slices:
     return _cut_below(slices, np.where(_tall(slices), first_missing, slices[:, Q1]))
 
 
-def _tall(slices: Slices) -> npt.NDArray[np.bool_]:
+def _tall(slices: Slices) -> Bools:
     """Which have no right bound, and more rows than keys."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return open_right & (slices[:, Q1] - slices[:, Q0] > slices[:, K1] - slices[:, K0])
@@ -167,14 +159,10 @@ class Bound(NamedTuple):
 
     A slice that needs no bound takes any that does not reach it, so documents that are shorter than
     a window, or of one row, go with others.
-
-    Attributes:
-        exact: the bound, or -1 for none.
-        least: the least bound that others may need.
     """
 
-    exact: int
-    least: int
+    exact: int  # the bound, or -1 for none
+    least: int  # the least bound that others may need
 
     def with_(self, other: Bound) -> Bound | None:
         """What both need, or None if no bound suits both."""

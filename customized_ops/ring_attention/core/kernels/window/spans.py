@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, compress
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...mask.intervals import depth
 from ...merge.merge import accumulation_dtype
 from .lowering import Range
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Which of all rows, or keys, the calls cover.
+    """Which of all rows, or keys, the calls cover."""
 
-    Attributes:
-        whole: whether there is one call, and it covers everything at once.
-        fresh: of each call, whether it overlaps no earlier one. The results of a fresh call are
-            written where they belong; those of others are added or merged.
-        outside: what is in no fresh call.
-        most: the largest number of calls that share a token.
-    """
-
-    whole: bool
+    whole: bool  # whether there is one call, and it covers everything at once
+    # Of each call, whether it overlaps no earlier one. The results of a fresh call are written
+    # where they belong; those of others are added or merged.
     fresh: tuple[bool, ...]
-    outside: tuple[Range, ...]
-    most: int
+    outside: tuple[Range, ...]  # what is in no fresh call
+    most: int  # the largest number of calls that share a token
 
     @classmethod
     def of(cls, ranges: list[Range], length: int, *, cut: bool = False) -> Spans:
@@ -44,9 +39,8 @@ class Spans:
             if start > done:
                 outside.append((done, start))
             done = stop
-        edges = sorted([(start, 1) for start, _ in ranges] + [(stop, -1) for _, stop in ranges])
-        most = max(accumulate(step for _, step in edges), default=0)
-        return cls(not cut and ranges == [(0, length)], fresh, tuple(outside), most)
+        whole = not cut and ranges == [(0, length)]
+        return cls(whole, fresh, tuple(outside), depth(starts, stops))
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the calls' results, of ``dtype``, are added up.
@@ -59,12 +53,9 @@ class Spans:
 
 
 class Gradient:
-    """The gradient of one tensor from those of the calls' parts of it.
-
-    Attributes:
-        total: [b, l, h, d], in the dtype of ``like`` or, where more than two calls have a token, of
-            accumulation. Where one call has everything, what it returned.
-    """
+    """The gradient of one tensor from those of the calls' parts of it: ``total``, [b, l, h, d], in
+    the dtype of ``like`` or, where more than two calls have a token, of accumulation. Where one
+    call has everything, it is what that returned."""
 
     def __init__(self, like: Tensor, spans: Spans) -> None:
         self._spans, self._dtype, self.total = spans, like.dtype, like

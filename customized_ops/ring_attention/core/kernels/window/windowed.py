@@ -8,84 +8,47 @@ gradients added: in their own dtype where no token has more than two parts, else
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
-from ..operands import BackwardOperands, Grads, OutLse
-from ..pairs import Pairs
+from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..scoring import Scoring, Tokens
+from .columns import cut_to, first_columns, operands_of_same_width, same_width, widened
 from .library_calls import LibraryCall, LibraryCalls
-from .lse_gradient import widened
 from .spans import Gradient
-from .widths import cut_to, operands_of_same_width, same_width
 
+Into = tuple[Tensor | None, ...]
+NOWHERE: Into = (None, None, None)
 LSE_COLUMNS = 8  # by which dlse widens v for libraries that take no dlse: they want multiples of 8
 
 
-class Attend(Protocol):
-    """One call of a library's forward: one window, one sequence a batch entry or packed ones.
+# One call of a library's forward: one window, one sequence a batch entry or packed ones.
+#
+#     attend(q, k, v, call: LibraryCall, scoring, *, into: OutLse | None = None) -> OutLse
+#
+# q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] -> out [b, i, h, e], lse [b, h, i] fp32; with a
+# packing q [i, h, d], k [j, g, d], v [j, g, e] -> out [i, h, e], lse [h, i]. The lse of rows
+# without keys may be either infinity. ``into`` is where out and lse belong, views whose last dim is
+# dense: a library that can write there returns them, any other ignores them.
+Attend = Callable[..., OutLse]
 
-    q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] -> out [b, i, h, e], lse [b, h, i] fp32; with a
-    packing q [i, h, d], k [j, g, d], v [j, g, e] -> out [i, h, e], lse [h, i]. The lse of rows
-    without keys may be either infinity.
-
-    Args:
-        into: where out and lse belong, views whose last dim is dense. A library that can write
-            there returns them; any other ignores them.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: LibraryCall,
-        scoring: Scoring,
-        *,
-        into: OutLse | None = None,
-    ) -> OutLse: ...
-
-
-class AttendBackward(Protocol):
-    """One call of a library's backward: dq, dk, dv in the inputs' dtype, shaped as they are. lse
-    and dlse have any strides.
-
-    Args:
-        into: where dq, dk and dv belong, as of :class:`Attend`; each may be None.
-    """
-
-    def __call__(
-        self,
-        given: BackwardOperands,
-        call: LibraryCall,
-        scoring: Scoring,
-        *,
-        deterministic: bool,
-        into: tuple[Tensor | None, ...] = (None, None, None),
-    ) -> Grads: ...
+# One call of a library's backward: dq, dk, dv in the inputs' dtype, shaped as they are. lse and
+# dlse have any strides. Each of ``into``, where the gradients belong, may be None.
+#
+#     attend_backward(given: BackwardOperands, call: LibraryCall, scoring, *, deterministic: bool,
+#                     into: Into = NOWHERE) -> Grads
+AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pairs: Pairs,
-    scoring: Scoring,
-    *,
-    gaps: bool = True,
-    wide_right: bool = True,
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: bool
 ) -> OutLse:
-    """:meth:`.protocol.Kernel.forward` through ``attend``.
-
-    Args:
-        gaps, wide_right: see :func:`.lowering.lower`.
-    """
-    todo = LibraryCalls.of(pairs, (q, k, v), gaps, wide_right)
+    """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are ``gaps`` and
+    ``wide_right`` of :func:`.lowering.lower`."""
+    todo = LibraryCalls.of(pairs, (q, k, v), **limits)
     if todo.rows.whole:
         return _attend(attend, todo.calls[0], q, k, v, scoring)
     b, rows, h, _ = q.shape
@@ -137,15 +100,10 @@ def backward(
     scoring: Scoring,
     *,
     deterministic: bool = False,
-    gaps: bool = True,
-    wide_right: bool = True,
+    **limits: bool,
 ) -> Grads:
-    """:meth:`.protocol.Kernel.backward` through ``attend_backward``.
-
-    Args:
-        gaps, wide_right: see :func:`.lowering.lower`.
-    """
-    todo = LibraryCalls.of(pairs, given[:5], gaps, wide_right)
+    """:meth:`.protocol.Kernel.backward` through ``attend_backward``; see :func:`forward`."""
+    todo = LibraryCalls.of(pairs, given[:5], **limits)
     if todo.rows.whole and todo.keys.whole and todo.calls[0].takes_all:
         return attend_backward(given, todo.calls[0], scoring, deterministic=deterministic)
     dq = Gradient(given.q, todo.rows)
@@ -166,30 +124,24 @@ def backward(
 
 
 def kernel_of(
-    attend: Attend,
-    attend_backward: AttendBackward,
-    *,
-    gaps: bool = True,
-    wide_right: bool = True,
-    same_widths: bool = False,
+    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: bool
 ) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
     """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
 
     Args:
-        gaps, wide_right: see :func:`.lowering.lower`.
         same_widths: for a library that wants q, k and v equally wide and takes no dlse. Its
             ``Capabilities`` say ``lse_columns=LSE_COLUMNS``.
+        limits: see :func:`forward`.
     """
 
     def kernel_forward(
         q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
     ) -> OutLse:
-        """See :class:`~.protocol.Kernel`."""
         v_dim = v.shape[-1]
         if same_widths:
             q, k, v = same_width(q, k, v)
-        out, lse = forward(attend, q, k, v, pairs, scoring, gaps=gaps, wide_right=wide_right)
-        return (out if out.shape[-1] == v_dim else out[..., :v_dim]), lse
+        out, lse = forward(attend, q, k, v, pairs, scoring, **limits)
+        return first_columns(out, v_dim), lse
 
     def kernel_backward(
         given: BackwardOperands,
@@ -199,11 +151,10 @@ def kernel_of(
         *,
         deterministic: bool = False,
     ) -> Grads:
-        """See :class:`~.protocol.Kernel`."""
         inputs = given
         if same_widths:
             given = operands_of_same_width(widened(given, LSE_COLUMNS))
-        options = {"deterministic": deterministic, "gaps": gaps, "wide_right": wide_right}
+        options = {"deterministic": deterministic, **limits}
         return cut_to(backward(attend_backward, given, pairs, scoring, **options), inputs)
 
     return kernel_forward, kernel_backward

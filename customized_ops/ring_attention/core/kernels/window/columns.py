@@ -1,4 +1,5 @@
-"""The gradient of lse, for a library whose backward takes none.
+"""Columns that operands get beside their own: zeros, for libraries that want q, k and v equally
+wide; the gradient of lse, for those whose backward takes none.
 
 d lse / d scores is the probabilities, so a gradient of lse enters where rowsum(dout * out) does,
 with the opposite sign:  dscores = P * (dout v^T - rowsum(dout * out) + dlse).
@@ -6,19 +7,45 @@ with the opposite sign:  dscores = P * (dout v^T - rowsum(dout * out) + dlse).
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
-from ..operands import BackwardOperands
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..operands import BackwardOperands, Grads
+
+
+def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zero-pad the last dims to one width: zeros change neither scores nor the columns that are
+    kept. A tensor that needs no padding is returned as it is."""
+    width = max(t.shape[-1] for t in tensors)
+    return tuple(t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors)
+
+
+def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
+    """:func:`same_width` of all operands of a backward."""
+    dout, q, k, v, out = same_width(*given[:5])
+    return BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
+
+
+def first_columns(t: Tensor, width: int) -> Tensor:
+    """A view, or ``t`` itself if it has no more."""
+    return t if t.shape[-1] == width else t[..., :width]
+
+
+def cut_to(grads: Iterable[Tensor], given: BackwardOperands) -> Grads:
+    """dq, dk, dv without the columns that q, k and v do not have: views, or what was given."""
+    inputs = given.q, given.k, given.v
+    dq, dk, dv = [first_columns(g, t.shape[-1]) for g, t in zip(grads, inputs, strict=True)]
+    return dq, dk, dv
 
 
 def widened(given: BackwardOperands, columns: int = 1) -> BackwardOperands:
     """The operands without dlse, which columns added to dout, out and v carry instead.
 
     With out = 1, dout = -dlse and v = 0 in one more column, the row sum gains -dlse and nothing
-    else changes. dv has as many more columns, which mean nothing.
-
-    Args:
-        columns: how many to add; those after the first are 0.
+    else changes. Further columns are 0. dv has as many more columns, which mean nothing.
     """
     dout, _, _, v, out, _, dlse = given
     if dlse is None:
@@ -28,7 +55,7 @@ def widened(given: BackwardOperands, columns: int = 1) -> BackwardOperands:
     return given._replace(
         dout=torch.cat([dout, -column, *rest], dim=-1),
         out=torch.cat([out, torch.ones_like(column), *rest], dim=-1),
-        v=torch.nn.functional.pad(v, (0, columns)),
+        v=pad(v, (0, columns)),
         dlse=None,
     )
 
