@@ -25,7 +25,7 @@ from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import make_plan
 from .core.plan.report.picture import draw
-from .core.plan.work import ASSIGNMENTS
+from .core.plan.search import ASSIGNMENTS
 from .core.report import report
 from .core.run import te_cp
 from .doctor import doctor

@@ -19,8 +19,7 @@ from .core.comm import Comm
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.comm.transfer_side import Dims, add
 from .core.layout import Layout
-from .core.plan.exchange import Exchange
-from .core.plan.relayout import relayout
+from .core.plan.exchange import Exchange, relayout
 from .op.arguments import ArgumentError, checked
 from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 from .op.shard_layout import BY_DOCUMENT

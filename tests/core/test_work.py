@@ -14,21 +14,21 @@ from customized_ops.ring_attention.core.mask.slices import (
     Q0,
     Q1,
     areas,
+    cut_keys,
+    cut_rows,
     normalise,
     to_dense,
 )
-from customized_ops.ring_attention.core.plan import Plan, make_plan, work_evened, work_shared
+from customized_ops.ring_attention.core.plan import Plan, even_work, make_plan
 from customized_ops.ring_attention.core.plan import work as work_module
-from customized_ops.ring_attention.core.plan.work import FEWER_BYTES, nearest, owned
-from customized_ops.ring_attention.core.plan.work_evened import evened
-from customized_ops.ring_attention.core.plan.work_parts import (
+from customized_ops.ring_attention.core.plan.even_work import TOLERANCE, evened, shared
+from customized_ops.ring_attention.core.plan.work import (
+    FEWER_BYTES,
     TEAM,
-    TOLERANCE,
     area_per_team,
-    cut_keys,
-    cut_rows,
+    nearest,
+    owned,
 )
-from customized_ops.ring_attention.core.plan.work_shared import shared
 
 many = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -275,7 +275,7 @@ def test_shares_are_as_even_as_they_can_be(data):
     between = between.reshape(n, n)
     if chain:
         between *= np.eye(n) + np.eye(n, k=-1)
-    given_away = work_shared._fractions_given(between)
+    given_away = even_work._fractions_given(between)
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b and between[a, b]]
     load = between.sum(1)
     for a, b in pairs:
@@ -299,7 +299,7 @@ def test_what_is_even_or_too_much_is_not_shared(monkeypatch):
     assert shared(uneven, layout, layout, 1) is not uneven
     for limit, value in (("MOST_SHARED", 8), ("MOST_SHARING", 3)):
         with monkeypatch.context() as patch:
-            patch.setattr(work_shared, limit, value)
+            patch.setattr(even_work, limit, value)
             assert shared(uneven, layout, layout, 1) is uneven
     alone = owned(AttnMask.varlen([0, 400, 512]).slices, Layout.from_sizes([400, 112]), 1)
     kept = shared(alone, Layout.from_sizes([400, 112]), Layout.from_sizes([400, 112]), 1)
@@ -368,7 +368,7 @@ def test_cells():
     layout = Layout.zigzag(1000, 3)
     slices = np.array([(0, 1000, 0, 1000, -999, 999)], dtype=np.int64)
     for most in (1e9, 130_000.0, 5000.0, 10.0):
-        cells, area = work_evened._cells(slices, layout, most)
+        cells, area = even_work._cells(slices, layout, most)
         bounds = [*cells[:, 0].tolist(), int(cells[-1, 1])]
         assert bounds[0] == 0 and bounds[-1] == 1000 and (np.diff(bounds) > 0).all()
         assert cells[1:, 0].tolist() == cells[:-1, 1].tolist()

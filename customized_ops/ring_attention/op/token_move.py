@@ -17,8 +17,7 @@ from ..core.comm.comm_groups import comm_by_name
 from ..core.comm.transfer_side import Dims, add
 from ..core.layout import Layout
 from ..core.layout.layout_arguments import shorten
-from ..core.plan.exchange import Exchange
-from ..core.plan.relayout import gather, relayout
+from ..core.plan.exchange import Exchange, gather, relayout
 from .arguments import ArgumentError
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens

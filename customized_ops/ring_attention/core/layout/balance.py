@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bools, Ints, Numbers
-from ..mask.slices import K0, K1, Q0, Q1, Slices, normalise
+from ..mask.intervals import spread
+from ..mask.slices import K0, K1, Q0, Q1, Slices, clip_each
 from ..mask.slices import areas as areas_of
 from .balance_splits import even_out
 from .balance_swaps import Search
@@ -53,17 +54,12 @@ def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, Bools]:
     while start < len(slices):
         stop = int(np.searchsorted(rows_before, rows_before[start] + BATCH_ROWS, side="right")) - 1
         stop = max(stop, start + 1)
-        touched = last[start:stop] - first[start:stop] + 1
-        within = np.arange(touched.sum()) - np.repeat(np.cumsum(touched) - touched, touched)
-        at = np.repeat(first[start:stop], touched) + within
-        parts = np.repeat(slices[start:stop], touched, axis=0)
-        parts[:, Q0] = np.maximum(parts[:, Q0], at * chunk)
-        parts[:, Q1] = np.minimum(parts[:, Q1], (at + 1) * chunk)
-        tight = normalise(parts)
-        assert len(tight) == len(parts), "a nonempty row range of a normalised slice has keys"
-        np.add.at(area, at, areas_of(tight))
-        np.add.at(edges, (at, tight[:, K0] // chunk), 1)
-        np.add.at(edges, (at, (tight[:, K1] - 1) // chunk + 1), -1)
+        x, at = spread(first[start:stop], last[start:stop] + 1)
+        rows = np.stack([at, at + 1], axis=1) * chunk
+        parts = clip_each(slices[start + x], rows, Q0)
+        np.add.at(area, at, areas_of(parts))
+        np.add.at(edges, (at, parts[:, K0] // chunk), 1)
+        np.add.at(edges, (at, (parts[:, K1] - 1) // chunk + 1), -1)
         start = stop
     return area, np.cumsum(edges[:, :n], axis=1, dtype=np.int32) > 0
 

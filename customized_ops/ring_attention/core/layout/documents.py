@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Bools, Floats, Ints
-from ..mask.intervals import spread, touched, union
-from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, normalise
+from ..mask.intervals import union
+from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
 
 Weighted = Sequence[tuple[Slices, float]]  # a mask and how much its area counts
 
@@ -36,11 +36,8 @@ def area_of_ranges(weighted: Weighted, ranges: Ints) -> Floats:
     """float64[m]: the weighted area of each of int64[m, 2] disjoint row ranges, sorted."""
     area = np.zeros(len(ranges))
     for slices, weight in weighted:
-        x, at = spread(*touched(slices[:, Q0], slices[:, Q1], ranges))
-        parts = slices[x]
-        parts[:, Q0] = np.maximum(parts[:, Q0], ranges[at, 0])
-        parts[:, Q1] = np.minimum(parts[:, Q1], ranges[at, 1])
-        area += weight * np.bincount(at, areas(normalise(parts)), minlength=len(ranges))
+        _, at, parts = cut_rows(slices, ranges)
+        area += weight * np.bincount(at, areas(parts), minlength=len(ranges))
     return area
 
 

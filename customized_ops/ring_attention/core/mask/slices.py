@@ -19,6 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Ints
+from .intervals import spread, touched
+
 Slices = npt.NDArray[np.int64]  # [n, 6]: q0, q1, k0, k1, lo, hi
 
 Q0, Q1, K0, K1, LO, HI = range(6)
@@ -33,13 +36,7 @@ def as_slices(rows: Sequence[Sequence[int]] | Slices) -> Slices:
 
 
 def normalise(slices: Slices) -> Slices:
-    """The same pairs with every bound tight, empty slices dropped.
-
-    Args:
-        slices: int64[n, 6], any bounds.
-    Returns:
-        int64[m, 6], m <= n, in the order given.
-    """
+    """The same pairs with every bound tight, empty slices dropped; the order stays."""
     tight = tighten(slices)
     q0, q1, k0, k1, lo, hi = tight.T
     return tight[(q0 < q1) & (k0 < k1) & (lo <= hi)]
@@ -54,11 +51,6 @@ def tighten(slices: Slices) -> Slices:
 
     One pass is enough: trimming queries by the trimmed keys moves k1 - hi and k0 - lo by at most
     hi - lo >= 0, so the key bounds stay tight.
-
-    Args:
-        slices: int64[n, 6], any bounds.
-    Returns:
-        int64[n, 6].
     """
     q0, q1, k0, k1, lo, hi = slices.T
     k1 = np.minimum(k1, q1 + hi)
@@ -74,11 +66,39 @@ def tighten(slices: Slices) -> Slices:
 def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
     """The part of ``slices`` inside queries [q0, q1) and keys [k0, k1), normalised."""
     out = slices.copy()
-    np.maximum(out[:, Q0], q0, out=out[:, Q0])
-    np.minimum(out[:, Q1], q1, out=out[:, Q1])
-    np.maximum(out[:, K0], k0, out=out[:, K0])
-    np.minimum(out[:, K1], k1, out=out[:, K1])
+    out[:, [Q0, K0]] = np.maximum(out[:, [Q0, K0]], (q0, k0))
+    out[:, [Q1, K1]] = np.minimum(out[:, [Q1, K1]], (q1, k1))
     return normalise(out)
+
+
+def cut_rows(slices: Slices, tiles: Ints) -> tuple[Ints, Ints, Slices]:
+    """``slices`` cut at row ranges.
+
+    Args:
+        slices: normalised int64[n, 6].
+        tiles: int64[m, 2], sorted disjoint row ranges.
+    Returns:
+        (index of the slice, index of the tile, the part), the parts normalised.
+    """
+    x, tile = spread(*touched(slices[:, Q0], slices[:, Q1], tiles))
+    return x, tile, clip_each(slices[x], tiles[tile], Q0)
+
+
+def cut_keys(slices: Slices, tiles: Ints) -> tuple[Ints, Ints, Slices]:
+    """As :func:`cut_rows`, at key ranges."""
+    x, tile = spread(*touched(slices[:, K0], slices[:, K1], tiles))
+    return x, tile, clip_each(slices[x], tiles[tile], K0)
+
+
+def clip_each(slices: Slices, ranges: Ints, start: int) -> Slices:
+    """Each of ``slices`` inside its own range, int64[n, 2], of queries (``start`` is Q0) or of keys
+    (K0), normalised. Slices are normalised, and each meets its range."""
+    parts = slices.copy()
+    parts[:, start] = np.maximum(parts[:, start], ranges[:, 0])
+    parts[:, start + 1] = np.minimum(parts[:, start + 1], ranges[:, 1])
+    tight = normalise(parts)
+    assert len(tight) == len(parts), "every row and every key of a normalised slice has a pair"
+    return tight
 
 
 def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
@@ -86,24 +106,20 @@ def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
     return slices + np.array([q_by, q_by, k_by, k_by, k_by - q_by, k_by - q_by], dtype=np.int64)
 
 
-def _sum_min(start: Slices, stop: Slices, slope_from: Slices, cap: Slices) -> Slices:
+def areas(slices: Slices) -> Ints:
+    """Number of pairs in each slice of a normalised list, int64[n]."""
+    q0, q1, k0, k1, lo, hi = slices.T
+    # The sum of a maximum is minus the sum of a minimum over the rows counted backwards.
+    last_keys = _sum_min(q0, q1, hi, k1 - 1)
+    first_keys = -_sum_min(1 - q1, 1 - q0, -lo, -k0)
+    return last_keys - first_keys + (q1 - q0)
+
+
+def _sum_min(start: Ints, stop: Ints, slope_from: Ints, cap: Ints) -> Ints:
     """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
     turn = np.clip(cap - slope_from, start, stop)
     rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
     return rising + cap * (stop - turn)
-
-
-def areas(slices: Slices) -> npt.NDArray[np.int64]:
-    """Number of pairs in each slice of a normalised list, int64[n]."""
-    q0, q1, k0, k1, lo, hi = slices.T
-    return _sum_min(q0, q1, hi, k1 - 1) - _sum_max(q0, q1, lo, k0) + (q1 - q0)
-
-
-def _sum_max(start: Slices, stop: Slices, slope_from: Slices, floor: Slices) -> Slices:
-    """Sum over i in [start, stop) of max(i + slope_from, floor), elementwise."""
-    turn = np.clip(floor - slope_from, start, stop)
-    rising = (turn + stop - 1) * (stop - turn) // 2 + slope_from * (stop - turn)
-    return rising + floor * (turn - start)
 
 
 def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:

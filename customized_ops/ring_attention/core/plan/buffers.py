@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Ints
 from ..mask.intervals import spread, touched
-from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, normalise
+from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, clip_each, cut_rows
 
 START, STOP, OFFSET = range(3)
 
@@ -27,11 +27,8 @@ def over_buffers(slices: Slices, rows: Ints, keys: Ints) -> Slices:
     """
     if len(slices) == 0 or len(rows) == 0 or len(keys) == 0:
         return np.zeros((0, 6), dtype=np.int64)
-    x, place = spread(*touched(slices[:, Q0], slices[:, Q1], rows[:, :OFFSET]))
-    parts = slices[x]
-    parts[:, Q0] = np.maximum(parts[:, Q0], rows[place, START])
-    parts[:, Q1] = np.minimum(parts[:, Q1], rows[place, STOP])
-    parts = _moved(normalise(parts), q_by=rows[place, OFFSET] - rows[place, START])
+    _, place, parts = cut_rows(slices, rows[:, :OFFSET])
+    parts = _moved(parts, q_by=rows[place, OFFSET] - rows[place, START])
     return joined_keys(_over_keys(parts, keys))
 
 
@@ -50,10 +47,8 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     cut = []
     for begin, end in ((first, core0), (core1, last)):
         x, place = spread(begin, end)
-        edge = parts[x]
-        edge[:, K0] = np.maximum(edge[:, K0], keys[place, START])
-        edge[:, K1] = np.minimum(edge[:, K1], keys[place, STOP])
-        cut.append(_moved(normalise(edge), k_by=keys[place, OFFSET] - keys[place, START]))
+        edge = clip_each(parts[x], tiles[place], K0)
+        cut.append(_moved(edge, k_by=keys[place, OFFSET] - keys[place, START]))
     # Runs of places that lie side by side in the buffer.
     length = keys[:, STOP] - keys[:, START]
     starts_run = np.ones(len(keys), dtype=bool)

@@ -12,12 +12,12 @@ import numpy as np
 from ..arrays import Bools, Ints
 from ..layout import Layout
 from ..mask import AttnMask
-from ..mask.intervals import spread, touched, union
-from ..mask.slices import K0, K1, Q0, Q1, areas, normalise
+from ..mask.intervals import touched, union
+from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
 from .head_shares import HeadShare, head_shares
 from .rank_plan import RankPlan, rank_plan
-from .work_parts import TEAM, Work
+from .work import TEAM, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,13 +120,10 @@ class PlanValue:
         # One number line for all: a rank's tokens lie a stride from the next rank's.
         stride = self.k_layout.total
         tiles = own[:, 1:3] + stride * own[:, :1]
-        at = self.work[:, [K0, K1]] + stride * team[:, None]
-        x, piece = spread(*touched(at[:, 0], at[:, 1], tiles))
-        parts = self.work[x, :TEAM]
-        parts[:, K0] = np.maximum(parts[:, K0], own[piece, 1])
-        parts[:, K1] = np.minimum(parts[:, K1], own[piece, 2])
+        on_line = self.work[:, :TEAM] + np.outer(stride * team, [0, 0, 1, 1, 1, 1])
+        x, _, parts = cut_keys(on_line, tiles)
         pairs = np.zeros(self.group_size, dtype=np.int64)
-        np.add.at(pairs, team[x], areas(normalise(parts)))
+        np.add.at(pairs, team[x], areas(parts))
         return pairs
 
     @cached_property

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ..layout import Layout, LayoutError
 from ..mask import AttnMask
+from ..mask.slices import Slices
 from .cost import CostModel, Pass
+from .even_work import evened, shared
 from .head_groups import best_head_groups
 from .head_shares import head_shares
 from .plan_value import PlanValue
-from .work import ASSIGNMENTS, FEWER_BYTES
+from .work import FEWER_BYTES, Work, nearest, owned
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
+Works = list[Work]
 
 DIM, ITEMSIZE = 128, 2  # of a head, and of an element
 # What differs by less than a twentieth is as fast.
@@ -21,6 +25,52 @@ AS_FAST = 0.95
 # What the busiest link may do to spare a kernel call: be at work for HIDDEN of the two passes,
 # which kernels do not feel, but no more than BUSIER times what it is at the least.
 HIDDEN, BUSIER = 0.25, 1.5
+
+
+def _owner(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    return [owned(slices, q_layout, team)]
+
+
+def _balanced(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    return [evened(owned(slices, q_layout, team), q_layout, team)]
+
+
+def _nearest(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    work = nearest(owned(slices, q_layout, team), k_layout, team, cost)
+    return [evened(work, q_layout, team)]
+
+
+def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    at_home = owned(slices, q_layout, team)
+    near = nearest(at_home, k_layout, team, cost)
+    both = shared(at_home, q_layout, k_layout, team)
+    evens = [evened(work, q_layout, team) for work in _distinct([at_home, near, both])]
+    return _distinct([at_home, *evens])
+
+
+def _distinct(works: Works) -> Works:
+    """Without what is there already; a step that had nothing to do returns what it was given."""
+    return [work for n, work in enumerate(works) if all(work is not other for other in works[:n])]
+
+
+def _shared(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    return [evened(shared(owned(slices, q_layout, team), q_layout, k_layout, team), q_layout, team)]
+
+
+def _zigzag(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
+    return [owned(slices, Layout.zigzag(q_layout.total, q_layout.group_size), team)]
+
+
+# Ways to assign work, by name: the mask's slices, q layout, k layout, ranks in a team and cost of
+# a row (see :func:`.work.nearest`) -> candidates, the simplest first.
+ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = {
+    "auto": _auto,
+    "owner": _owner,
+    "balanced": _balanced,
+    "nearest": _nearest,
+    "shared": _shared,
+    "zigzag": _zigzag,
+}
 
 
 @dataclass(frozen=True)
@@ -51,38 +101,29 @@ class PlanRequest:
             )
         if self.stages is not None and self.stages < 0:
             raise ValueError(f"stages must be 0 or more, got {self.stages}")
-        self._check_head_groups()
         if self.assignment not in ASSIGNMENTS:
             known = ", ".join(ASSIGNMENTS)
             raise ValueError(f"assignment must be one of {known}, got {self.assignment!r}")
-        self._check_team_size()
+        self._check_heads()
 
-    def _check_head_groups(self) -> None:
-        groups, team_size = self.head_groups, self.team_size
-        if groups is None:
-            return
-        if not 1 <= groups <= max(self.heads[1], 1):
+    def _check_heads(self) -> None:
+        (q_heads, kv_heads), ranks = self.heads, self.q_layout.group_size
+        groups, size = self.head_groups or 1, self.team_size
+        if self.head_groups is not None and not 1 <= self.head_groups <= max(kv_heads, 1):
             raise ValueError(
-                f"head_groups must be 1 to the {self.heads[1]} key heads, got {groups}"
+                f"head_groups must be 1 to the {kv_heads} key heads, got {self.head_groups}"
             )
-        if groups > 1:
-            if team_size != 1:
-                raise ValueError(
-                    f"head_groups={groups} needs team_size=1, got {team_size}: heads are split "
-                    "between ranks or in groups, not both"
-                )
-            head_shares(*self.heads, groups)
-
-    def _check_team_size(self) -> None:
-        size, ranks, q_heads = self.team_size, self.q_layout.group_size, self.heads[0]
-        if size is None:
-            return
-        if size < 1 or ranks % size or size > max(q_heads, 1):
+        if groups > 1 and size != 1:
+            raise ValueError(
+                f"head_groups={groups} needs team_size=1, got {size}: heads are split between "
+                "ranks or in groups, not both"
+            )
+        if size is not None and (size < 1 or ranks % size or size > max(q_heads, 1)):
             raise ValueError(
                 f"team_size must divide the {ranks} ranks and be at most the {q_heads} query "
                 f"heads, got {size}"
             )
-        head_shares(*self.heads, size)
+        head_shares(*self.heads, max(groups, size or 1))
 
 
 def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
@@ -142,11 +183,8 @@ class _Rates:
         """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
         if plan.team_size > 1 or not plan.keys_move:
             return plan
-        count = (
-            best_head_groups(plan, self.passes(plan), self.costs, self.heads)
-            if count is None
-            else count
-        )
+        if count is None:
+            count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
         return plan if count == 1 else replace(plan, head_groups=count, on_device={}, _ranks={})
 
     def best(self, plans: list[AnyPlan]) -> AnyPlan:
@@ -155,9 +193,8 @@ class _Rates:
         calls, and of these the one with the least busy link. (Two H200s, contiguous shards of a
         causal mask: a call less was worth 0.6 to 6 % from 8k tokens to 64k, and 1.3 times the bytes
         cost nothing.)"""
-        passes = [self.passes(plan) for plan in plans]
-        seconds = [sum(each.seconds for each in both) for both in passes]
-        link = [sum(float(each.link.max()) for each in both) for both in passes]
+        seconds = [self.seconds(plan) for plan in plans]
+        link = [sum(float(each.link.max()) for each in self.passes(plan)) for plan in plans]
         fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
         least = min(link[n] for n in fast)
         most = min(max(least / FEWER_BYTES, HIDDEN * min(seconds)), BUSIER * least)

@@ -5,7 +5,7 @@ team is the ranks that share out the heads of the same work; without a split of 
 rank. Everything else of a plan follows from its work: a team needs the rows and the keys of its
 slices, and a row's result is merged from all teams that have a part of it.
 
-Four ways to place work, and each is a step here:
+Four ways to place work, each a function here or in :mod:`.even_work`:
 
     keys move    the holder of the rows computes; the usual ring attention          owned
     rows move    the holder of the keys computes, where rows are fewer than keys    nearest
@@ -15,23 +15,32 @@ Four ways to place work, and each is a step here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Bools, Floats, Ints
 from ..layout import Layout
 from ..mask.intervals import touched, union
-from ..mask.slices import K0, K1, Q0, Q1, Slices
-from .work_evened import evened
-from .work_parts import TEAM, Work, cut_keys, cut_rows, with_team
-from .work_shared import shared
+from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
+
+Work = npt.NDArray[np.int64]  # [n, 7]: a slice, and
+TEAM = 6
 
 # Rows move instead of keys where that leaves at most so many of the bytes: their results come back
 # and are merged, and one step more is waited for.
 FEWER_BYTES = 0.8
 # Parts (slice x holder of keys) above which no search for rows to move is made.
 MAX_PARTS = 1 << 20
+
+
+def with_team(slices: Slices, team: Ints) -> Work:
+    return np.concatenate([slices, team[:, None]], axis=1)
+
+
+def area_per_team(work: Work, teams: int) -> Floats:
+    """float64[teams]: pairs that each team computes."""
+    area = np.bincount(work[:, TEAM], areas(work[:, :TEAM]), minlength=teams)
+    return area.astype(np.float64)
 
 
 def owned(slices: Slices, layout: Layout, team_size: int) -> Work:
@@ -112,50 +121,3 @@ def _rows_move(here: Ints, there: Ints, parts: Slices, row_cost: float) -> Bools
     if load.max() > FEWER_BYTES * all_keys.sum(1).max():
         return np.zeros(len(parts), dtype=bool)
     return away & (every[here, there] | (some[here, there] & slim))
-
-
-def _owner(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    return [owned(slices, q_layout, team)]
-
-
-def _balanced(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    return [evened(owned(slices, q_layout, team), q_layout, team)]
-
-
-def _nearest(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    work = nearest(owned(slices, q_layout, team), k_layout, team, cost)
-    return [evened(work, q_layout, team)]
-
-
-def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    at_home = owned(slices, q_layout, team)
-    near = nearest(at_home, k_layout, team, cost)
-    both = shared(at_home, q_layout, k_layout, team)
-    evens = [evened(work, q_layout, team) for work in _distinct([at_home, near, both])]
-    return _distinct([at_home, *evens])
-
-
-def _distinct(works: Works) -> Works:
-    """Without what is there already; a step that had nothing to do returns what it was given."""
-    return [work for n, work in enumerate(works) if all(work is not other for other in works[:n])]
-
-
-def _shared(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    return [evened(shared(owned(slices, q_layout, team), q_layout, k_layout, team), q_layout, team)]
-
-
-def _zigzag(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
-    return [owned(slices, Layout.zigzag(q_layout.total, q_layout.group_size), team)]
-
-
-# Ways to assign work, by name: the mask's slices, q layout, k layout, ranks in a team and cost of
-# a row -> candidates, the simplest first.
-Works = list[Work]
-ASSIGNMENTS: dict[str, Callable[[Slices, Layout, Layout, int, float], Works]] = {
-    "auto": _auto,
-    "owner": _owner,
-    "balanced": _balanced,
-    "nearest": _nearest,
-    "shared": _shared,
-    "zigzag": _zigzag,
-}

@@ -6,12 +6,11 @@ import numpy as np
 
 from ...arrays import Floats, Ints
 from ...mask.intervals import spread, touched
-from ...mask.slices import K0, K1, Q0, Q1, Slices
+from ...mask.slices import K0, K1, Q0, Q1, Slices, cut_keys
 from .. import moves
 from ..exchange import RECV, SEND, TOKEN0, TOKEN1
 from ..plan_value import PlanValue
-from ..work import MAX_PARTS
-from ..work_parts import TEAM, cut_keys
+from ..work import MAX_PARTS, TEAM
 
 Parts = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
 Image = Floats  # [height, width, 3], between 0 and 1
