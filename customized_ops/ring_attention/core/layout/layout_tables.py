@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Ints
+from ..mask.intervals import runs
 from .layout_arguments import LayoutError
 
 
@@ -51,9 +52,8 @@ def joined(table: Ints) -> Ints:
         raise LayoutError(f"range ({start}, {stop}) of rank {rank} ends before it starts")
     rank, start, stop = table[table[:, 1] < table[:, 2]].T
     apart = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-    some = np.ones(min(len(rank), 1), dtype=bool)
-    head, tail = np.concatenate([some, apart]), np.concatenate([apart, some])
-    return np.stack([rank[head], start[head], stop[tail]], axis=1)
+    heads, lasts = runs(apart, len(rank))
+    return np.stack([rank[heads], start[heads], stop[lasts]], axis=1)
 
 
 def by_start(table: Ints) -> Ints:

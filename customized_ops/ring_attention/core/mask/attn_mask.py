@@ -3,7 +3,6 @@
 :class:`AttnMask` is what users make. Here are its dense and packed masks; named patterns come from
 :mod:`.patterns`, other forms of masks from :mod:`.conversions`, and what every mask can do from
 :mod:`.mask_value`.
-
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Ints
+from .intervals import runs
 from .mask_arguments import MaskError, count, ranges, shown
 from .mask_value import MaskValue
 from .overlap import require_disjoint
@@ -157,7 +158,7 @@ class Conversions(MaskValue):
 def _range_types(types: Sequence[str | int] | npt.NDArray[np.integer]) -> Ints:
     """Indices into RANGE_TYPES."""
     known: dict[object, int] = {name: n for n, name in enumerate(RANGE_TYPES)}
-    known.update({n: n for n in range(len(RANGE_TYPES))})
+    known |= {n: n for n in known.values()}
     if not isinstance(types, (list, tuple, np.ndarray)):
         raise MaskError(f"types must be a list with a type for each range, got {shown(types)}")
     kinds = []
@@ -195,15 +196,12 @@ def _block_length(name: str, length: int | None, blocks: int, block: int) -> int
 
 def _set_rectangles(blocks: npt.NDArray[np.bool_]) -> Slices:
     """Disjoint rectangles of set blocks, int64[n, 6] in blocks, top to bottom and left to right."""
-    edges = np.diff(np.pad(blocks, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    row, start = np.nonzero(edges == 1)
-    stop = np.nonzero(edges == -1)[1]
+    row, start, stop = runs_of(blocks).T
     order = np.lexsort((row, stop, start))
     row, start, stop = row[order], start[order], stop[order]
     # With equal runs side by side, a run tops a rectangle unless the row above has it too.
-    top = np.ones(len(row), dtype=bool)
-    top[1:] = (np.diff(row) != 1) | (np.diff(start) != 0) | (np.diff(stop) != 0)
-    bottom = np.roll(top, -1)
-    wide = np.full(int(top.sum()), UNBOUNDED)
+    apart = (np.diff(row) != 1) | (np.diff(start) != 0) | (np.diff(stop) != 0)
+    top, bottom = runs(apart, len(row))
+    wide = np.full_like(top, UNBOUNDED)
     slices = np.stack([row[top], row[bottom] + 1, start[top], stop[top], -wide, wide], axis=1)
     return slices[np.lexsort((start[top], row[top]))]

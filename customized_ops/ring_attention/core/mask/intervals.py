@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Bools, Ints
 
 
 def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -45,10 +45,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     line = group * stride - base
     order = np.argsort(start + line, kind="stable")
     start, stop = (start + line)[order], (stop + line)[order]
-    reach = np.maximum.accumulate(stop)
-    first = np.ones(len(start), dtype=bool)
-    first[1:] = start[1:] > reach[:-1]
-    heads = np.flatnonzero(first)
+    heads, _ = runs(start[1:] > np.maximum.accumulate(stop)[:-1], len(start))
     begin, end = start[heads], np.maximum.reduceat(stop, heads)
     start = begin % stride + base
     return np.stack([begin // stride, start, start + end - begin], axis=1)
@@ -63,11 +60,14 @@ def depth(start: Ints, stop: Ints) -> int:
 
 def joined(places: Ints) -> Ints:
     """Join rows (start, stop, offset) that continue the one before in both numberings."""
-    if len(places) == 0:
-        return places
-    first = np.ones(len(places), dtype=bool)
-    length = places[:-1, 1] - places[:-1, 0]
-    first[1:] = (places[1:, 0] != places[:-1, 1]) | (places[1:, 2] != places[:-1, 2] + length)
-    heads = np.flatnonzero(first)
-    lasts = np.append(heads[1:], len(places)) - 1
-    return np.stack([places[heads, 0], places[lasts, 1], places[heads, 2]], axis=1)
+    start, stop, offset = places.T
+    apart = (start[1:] != stop[:-1]) | (offset[1:] != (offset + stop - start)[:-1])
+    heads, lasts = runs(apart, len(places))
+    return np.stack([start[heads], stop[lasts], offset[heads]], axis=1)
+
+
+def runs(apart: Bools, count: int) -> tuple[Ints, Ints]:
+    """Runs of ``count`` rows, where ``apart``, bool[count - 1], says before which row one begins:
+    the first row and the last row of each."""
+    heads = np.flatnonzero(np.append(True, apart)[:count])
+    return heads, np.append(heads[1:], count)[: len(heads)] - 1

@@ -1,4 +1,5 @@
-"""What the mask constructors accept, and what they say about the rest."""
+"""What the mask constructors accept. Every function here raises MaskError for anything else, and
+names the argument."""
 
 from __future__ import annotations
 
@@ -25,11 +26,7 @@ def shown(value: object) -> str:
 
 
 def integer(name: str, value: object, least: int) -> int:
-    """``value``, a Python or numpy integer of at least ``least``, as an int.
-
-    Raises:
-        MaskError: something else.
-    """
+    """``value``, a Python or numpy integer of at least ``least``, as an int."""
     try:
         number = _index(value)
     except TypeError:
@@ -46,11 +43,7 @@ def _index(value: object) -> int:
 
 
 def count(name: str, value: object, least: int = 0) -> int:
-    """``value`` tokens or blocks.
-
-    Raises:
-        MaskError: not an integer, below ``least``, or beyond what slices can tell from no bound.
-    """
+    """``value`` tokens or blocks: at least ``least``, and what slices can tell from no bound."""
     number = integer(name, value, least)
     if number >= UNBOUNDED:
         raise MaskError(f"{name} must be below 2**40, got {number}")
@@ -58,44 +51,28 @@ def count(name: str, value: object, least: int = 0) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """``value``, a bool or 0 or 1, as a bool.
-
-    Raises:
-        MaskError: something else.
-    """
+    """``value``, a bool or 0 or 1, as a bool."""
     if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
         raise MaskError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
 def reach(name: str, value: object) -> int:
-    """``value`` tokens or blocks, with -1 as UNBOUNDED.
-
-    Raises:
-        MaskError: not an integer of -1 or more.
-    """
+    """``value`` tokens or blocks, with -1 as UNBOUNDED."""
     number = integer(name, value, least=-1)
     return UNBOUNDED if number < 0 else min(number, UNBOUNDED)
 
 
 def window_reach(window: object) -> tuple[int, int]:
-    """``window`` as the (left, right) reach in tokens.
-
-    Raises:
-        MaskError: not two integers of -1 or more.
-    """
+    """``window`` as the (left, right) reach in tokens."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise MaskError(f"window must be (left, right), -1 for no bound, got {shown(window)}")
     return reach("window[0]", window[0]), reach("window[1]", window[1])
 
 
 def integers(name: str, values: object, width: int | None = None) -> Ints:
-    """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0.
-
-    Raises:
-        MaskError: not integers (floats and bools included), or of another shape; names the first
-            entry of a list that does not fit.
-    """
+    """``values`` as int64[n], or as int64[n, width]; nothing at all is n = 0. Floats and bools are
+    refused; the first entry of a list that does not fit is named."""
     if isinstance(values, Sequence):
         _require_entries(name, values, width)
     wanted = "a sequence of integers" if width is None else f"rows of {width} integers"
@@ -116,11 +93,7 @@ def integers(name: str, values: object, width: int | None = None) -> Ints:
 
 
 def _require_entries(name: str, values: Sequence[Any], width: int | None) -> None:
-    """One by one, for numpy takes a bool among integers for an integer.
-
-    Raises:
-        MaskError: an entry is not an integer of 64 bits, or not ``width`` of them; names it.
-    """
+    """One by one, for numpy takes a bool among integers for an integer."""
     for n, entry in enumerate(values):
         try:
             numbers = [_index(one) for one in ([entry] if width is None else entry)]
@@ -132,12 +105,7 @@ def _require_entries(name: str, values: Sequence[Any], width: int | None) -> Non
 
 
 def cumulative(name: str, values: object) -> Ints:
-    """Cumulative lengths int64[documents + 1].
-
-    Raises:
-        MaskError: not integers, not starting at 0, falling, or ending beyond what :func:`count`
-            takes; names the entry.
-    """
+    """Cumulative lengths int64[documents + 1], from 0 and never falling."""
     lengths = integers(name, values)
     if len(lengths) == 0:
         raise MaskError(f"{name} must be cumulative lengths, the first of them 0, got none")
@@ -155,12 +123,7 @@ def cumulative(name: str, values: object) -> Ints:
 
 
 def ranges(name: str, values: object, length: int | None) -> Ints:
-    """Token ranges (start, stop) inside ``length`` tokens, if given, as int64[n, 2].
-
-    Raises:
-        MaskError: not pairs of integers, or a range that leaves the sequence or ends before its
-            start.
-    """
+    """Token ranges (start, stop) inside ``length`` tokens, if given, as int64[n, 2]."""
     pairs = integers(name, values, width=2)
     bad = (pairs[:, 0] < 0) | (pairs[:, 0] > pairs[:, 1])
     if length is not None:
@@ -175,11 +138,7 @@ def ranges(name: str, values: object, length: int | None) -> Ints:
 
 
 def one_range(name: str, value: object, length: int) -> tuple[int, int]:
-    """A token range inside ``length`` tokens; None is all of them.
-
-    Raises:
-        MaskError: not a range, or one that leaves the sequence.
-    """
+    """A token range inside ``length`` tokens; None is all of them."""
     if value is None:
         return 0, length
     if not isinstance(value, (tuple, list)) or len(value) != 2:

@@ -196,11 +196,7 @@ class MaskValue:
 
 
 def require_inside(slices: Slices, q_len: int, k_len: int) -> None:
-    """Refuse slices that are not ranges of the sequences.
-
-    Raises:
-        MaskError: a slice leaves the sequences, or ends before it starts; names the first.
-    """
+    """Raise a MaskError that names the first slice that is not a range of the sequences."""
     q0, q1, k0, k1 = slices[:, Q0], slices[:, Q1], slices[:, K0], slices[:, K1]
     inside = (q0 >= 0) & (q0 <= q1) & (q1 <= q_len) & (k0 >= 0) & (k0 <= k1) & (k1 <= k_len)
     if not inside.all():

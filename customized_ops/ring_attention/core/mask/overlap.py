@@ -41,11 +41,8 @@ def first_overlap(slices: Slices) -> tuple[int, int] | None:
 def require_disjoint(slices: Slices, name: Callable[[int], str]) -> None:
     """Refuse a list that covers a pair twice.
 
-    Args:
-        slices: int64[n, 6], any bounds up to UNBOUNDED.
-        name: what the user calls slice n.
     Raises:
-        MaskError: two slices share a pair; names both.
+        MaskError: two slices share a pair; names both as ``name`` does.
     """
     twice = first_overlap(tighten(slices))
     if twice is not None:

@@ -3,7 +3,8 @@
 Everywhere: ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no bound;
 a count beyond the sequence means all of it. Patterns with ``block`` lie over blocks of that many
 tokens, the last of which may be short; all their other numbers then count blocks. That is how
-UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks.
+UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks. A number that is
+negative (but -1 as window), a ``block`` or ``stride`` of 0 and what is no integer are refused.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..arrays import Ints
+from .intervals import spread
 from .mask_arguments import MaskError, count, integers, reach
 from .mask_value import MaskValue
-from .slices import HI, K0, LO, Q0, UNBOUNDED, Slices, as_slices
+from .slices import K0, Q0, UNBOUNDED, Slices, as_slices
 
 if TYPE_CHECKING:
     from typing import Self
@@ -26,26 +28,19 @@ def rectangle(q0: int, q1: int, k0: int, k1: int, *, causal: bool = False) -> Sl
     return as_slices([(q0, q1, k0, k1, -UNBOUNDED, 0 if causal else UNBOUNDED)])
 
 
-def local(n: int, left: int, right: int, block: int) -> Slices:
-    """Each block of tokens with the blocks from ``left`` before to ``right`` after it, full."""
+def local(n: int, left: int, right: int, block: int, *, causal: bool = False) -> Slices:
+    """Each block of tokens with the blocks from ``left`` before to ``right`` after it: whole, or
+    its pairs up to the diagonal if ``causal``."""
+    hi = 0 if causal else UNBOUNDED
     if block == 1:
-        return as_slices([(0, n, 0, n, -left, right)])
+        return as_slices([(0, n, 0, n, -left, min(right, hi))])
     blocks = -(-n // block)
-    left, right = min(left, blocks), min(right, blocks)
     at = np.arange(blocks)
-    slices = np.empty((blocks, 6), dtype=np.int64)
-    slices[:, Q0], slices[:, K0] = at * block, np.maximum(at - left, 0) * block
-    slices[:, Q0 + 1] = np.minimum((at + 1) * block, n)
-    slices[:, K0 + 1] = np.minimum((at + 1 + right) * block, n)
-    slices[:, LO], slices[:, HI] = -UNBOUNDED, UNBOUNDED
-    return slices
-
-
-def causal_local(n: int, left: int, block: int) -> Slices:
-    """:func:`local` with no block after, and causal."""
-    slices = local(n, left, 0, block)
-    slices[:, HI] = 0
-    return slices
+    q0, k0 = at * block, np.maximum(at - left, 0) * block
+    q1 = np.minimum(q0 + block, n)
+    k1 = np.minimum((at + 1 + min(right, blocks)) * block, n)
+    wide = np.full_like(at, UNBOUNDED)
+    return np.stack([q0, q1, k0, k1, -wide, np.full_like(at, hi)], axis=1)
 
 
 def causal_blocks(starts: Ints, stops: Ints) -> Slices:
@@ -62,8 +57,8 @@ def diagonals(n: int, stride: int, beyond: int, block: int) -> Slices:
         zero = np.zeros_like(before)
         return np.stack([zero, zero + n, zero, zero + n, -before, -before], axis=1)
     times = blocks - before  # blocks on each diagonal
-    column = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-    row = column + np.repeat(before, times)
+    diagonal, column = spread(np.zeros_like(times), times)
+    row = column + before[diagonal]
     wide = np.full_like(row, UNBOUNDED)
     q0, k0 = row * block, column * block
     return np.stack([q0, np.minimum(q0 + block, n), k0, k0 + block, -wide, wide], axis=1)
@@ -86,10 +81,9 @@ class Patterns(MaskValue):
         Raffel et al., T5, arXiv:1910.10683, section 3.2.
 
         Args:
-            n: tokens.
-            prefix: tokens that all see; more than ``n`` is all.
+            n, prefix: tokens.
         Raises:
-            MaskError: a negative number, or not an integer.
+            MaskError: a number is out of range, or no integer.
         """
         n, prefix = count("n", n), count("prefix", prefix)
         prefix = min(prefix, n)
@@ -112,7 +106,7 @@ class Patterns(MaskValue):
         Args:
             n, block: tokens.
         Raises:
-            MaskError: ``n`` is negative, ``block`` is below 1, or not integers.
+            MaskError: a number is out of range, or no integer.
         """
         n, block = count("n", n), count("block", block, least=1)
         return cls._disjoint(local(n, n, 0, block), n, n)
@@ -135,12 +129,11 @@ class Patterns(MaskValue):
             prefix: tokens of the question.
             branches: tokens of each answer, integers; may be empty, as may an answer.
         Raises:
-            MaskError: a negative number, or not integers.
+            MaskError: a number is out of range, or no integer.
         """
         prefix = count("prefix", prefix)
         lengths = integers("branches", branches)
-        if (lengths < 0).any():
-            at = int((lengths < 0).argmax())
+        for at in np.flatnonzero(lengths < 0).tolist():
             raise MaskError(f"branches[{at}] must be at least 0, got {lengths[at]}")
         stops = prefix + np.cumsum(lengths)
         n = int(stops[-1]) if len(stops) else prefix
@@ -167,14 +160,14 @@ class Patterns(MaskValue):
         Args:
             n: tokens.
             window: keys, or blocks, before a token's own; -1 for all, which is plain causal.
-            sink: first keys, or blocks; more than there are is all.
+            sink: first keys, or blocks.
             block: tokens in a block.
         Raises:
-            MaskError: a negative number (but -1 as window), ``block`` below 1, or not integers.
+            MaskError: a number is out of range, or no integer.
         """
         n, block = count("n", n), count("block", block, least=1)
         kept = min(count("sink", sink) * block, n)
-        recent = causal_local(n, reach("window", window), block)
+        recent = local(n, reach("window", window), 0, block, causal=True)
         np.maximum(recent[:, K0], kept, out=recent[:, K0])
         sinks = rectangle(0, n, 0, kept, causal=True)
         return cls._disjoint(np.concatenate([sinks, recent]), n, n)
@@ -209,12 +202,11 @@ class Patterns(MaskValue):
             block: tokens in a block. There are n / stride slices for tokens, and up to
                 (n / block)² / (2 stride) for blocks.
         Raises:
-            MaskError: a negative number (but -1 as window), ``stride`` or ``block`` below 1, or
-                not integers.
+            MaskError: a number is out of range, or no integer.
         """
         n, block = count("n", n), count("block", block, least=1)
         stride, left = count("stride", stride, least=1), reach("window", window)
-        recent, far = causal_local(n, left, block), diagonals(n, stride, left, block)
+        recent, far = local(n, left, 0, block, causal=True), diagonals(n, stride, left, block)
         return cls._disjoint(np.concatenate([recent, far]), n, n)
 
     @classmethod
@@ -235,10 +227,10 @@ class Patterns(MaskValue):
         Args:
             n: tokens.
             window: keys, or blocks, on each side of a token's own; -1 for all, which is full.
-            global_tokens: first tokens, or blocks; more than there are is all.
+            global_tokens: first tokens, or blocks.
             block: tokens in a block.
         Raises:
-            MaskError: a negative number (but -1 as window), ``block`` below 1, or not integers.
+            MaskError: a number is out of range, or no integer.
         """
         n, block = count("n", n), count("block", block, least=1)
         first = min(count("global_tokens", global_tokens) * block, n)
@@ -268,9 +260,9 @@ class Patterns(MaskValue):
         Args:
             n: tokens, of which the last are the query.
             block: tokens in a block of the context; its last one may be short.
-            query: tokens; more than ``n`` is all.
+            query: tokens.
         Raises:
-            MaskError: a negative number, ``block`` below 1, or not integers.
+            MaskError: a number is out of range, or no integer.
         """
         n, block = count("n", n), count("block", block, least=1)
         context = n - min(count("query", query), n)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Ints
-from ..mask.intervals import spread, touched
+from ..mask.intervals import runs, spread, touched
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, clip_each, cut_rows
 
 START, STOP, OFFSET = range(3)
@@ -51,14 +51,12 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
         cut.append(_moved(edge, k_by=keys[place, OFFSET] - keys[place, START]))
     # Runs of places that lie side by side in the buffer.
     length = keys[:, STOP] - keys[:, START]
-    starts_run = np.ones(len(keys), dtype=bool)
-    starts_run[1:] = keys[1:, OFFSET] != keys[:-1, OFFSET] + length[:-1]
-    run = np.cumsum(starts_run) - 1
-    heads = np.append(np.flatnonzero(starts_run), len(keys))
+    heads, lasts = runs(keys[1:, OFFSET] != (keys[:, OFFSET] + length)[:-1], len(keys))
     some = np.flatnonzero(core0 < core1)
-    x, r = spread(run[core0[some]], run[core1[some] - 1] + 1)
+    tiles = np.stack([heads, lasts + 1], axis=1)
+    x, r = spread(*touched(core0[some], core1[some], tiles))
     x = some[x]
-    begin, end = np.maximum(core0[x], heads[r]), np.minimum(core1[x], heads[r + 1]) - 1
+    begin, end = np.maximum(core0[x], heads[r]), np.minimum(core1[x] - 1, lasts[r])
     k0, k1 = keys[begin, OFFSET], keys[end, OFFSET] + length[end]
     q0, q1 = parts[x, Q0], parts[x, Q1]
     cut.append(np.stack([q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0], axis=1))
@@ -76,8 +74,6 @@ def joined_keys(slices: Slices) -> Slices:
     """Join slices over the same rows whose keys are side by side and which one band describes:
     a rectangle and the triangle right of it are one causal slice."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q1], slices[:, Q0]))]
-    if len(slices) < 2:
-        return slices
     left, right = slices[:-1], slices[1:]
     q0, q1, edge = left[:, Q0], left[:, Q1], left[:, K1]
     joins = (
@@ -89,8 +85,7 @@ def joined_keys(slices: Slices) -> Slices:
         & (right[:, HI] >= edge - 1 - q0)  # and neither band cuts into the other
         & (left[:, LO] <= edge - q1 + 1)
     )
-    heads = np.flatnonzero(np.append(True, ~joins))
-    lasts = np.append(heads[1:], len(slices)) - 1
+    heads, lasts = runs(~joins, len(slices))
     out = slices[heads]
     out[:, K1], out[:, HI] = slices[lasts, K1], slices[lasts, HI]
     return out

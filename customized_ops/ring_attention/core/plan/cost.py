@@ -140,7 +140,7 @@ class CostModel:
         def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Ints) -> float:
             """When it is complete."""
             nonlocal link_free
-            bytes_ = moved_bytes(what, rank, token_bytes)
+            bytes_ = _moved_bytes(what, rank, token_bytes)
             if not bytes_:
                 return now
             start = max(now, link_free)
@@ -150,35 +150,32 @@ class CostModel:
 
         rows_there = exchange("rows", 0, mine.q, h * head_dim * itemsize)
         # Heads in each group are as many, or nearly.
-        parts = [
-            (n, stage, 1 if stage.kv is None else min(plan.head_groups, int(g.max())))
-            for n, stage in enumerate(mine.stages)
-        ]
-        parts = [part for part in parts for _ in range(part[2])]
-        key_bytes = g * (head_dim + v_dim) * itemsize
-        coming = exchange("keys", 0, mine.stages[0].kv, key_bytes / parts[0][2])
-        for (n, stage, groups), after in zip(parts, [*parts[1:], None], strict=True):
-            there = coming
+        groups = [1 if s.kv is None else min(plan.head_groups, int(g.max())) for s in mine.stages]
+        parts = [n for n, count in enumerate(groups) for _ in range(count)]  # a stage's number each
+
+        def keys(n: int) -> float:
+            token_bytes = g * (head_dim + v_dim) * itemsize / groups[n]
+            return exchange("keys", n, mine.stages[n].kv, token_bytes)
+
+        coming = keys(0)
+        for n, after in zip(parts, [*parts[1:], None], strict=True):
+            stage, there = mine.stages[n], coming
             if after is not None:
-                coming = exchange("keys", after[0], after[1].kv, key_bytes / after[2])
+                coming = keys(after)
             for kind, slices in (("own", stage.own), ("guests", stage.remote)):
                 if len(slices):
                     start = max(now, there, rows_there if kind == "guests" else 0.0)
-                    pairs = areas(slices).sum() / groups
-                    seconds, _ = self.attend_seconds(pairs, h[rank], head_dim, v_dim)
-                    now = start + float(seconds)
+                    pairs = areas(slices).sum() / groups[n]
+                    now = start + float(self.attend_seconds(pairs, h[rank], head_dim, v_dim)[0])
                     spans.append(Span(kind, n, start, now))
-            if n + 1 == plan.remote_stages and (after is None or after[0] > n):
+            if n + 1 == plan.remote_stages and after != n:
                 exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
         return spans
 
 
-def moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Ints) -> int:
-    """What a rank sends to others, or receives from them, whichever is more.
-
-    Args:
-        token_bytes: number[P]: of a token as each rank computes it.
-    """
+def _moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Ints) -> int:
+    """What a rank sends to others, or receives from them, whichever is more;
+    ``token_bytes``, number[P], are of a token as each rank computes it."""
     if exchange is None:
         return 0
     out, into = (each[each[:, 0] != rank] for each in (exchange.send, exchange.recv))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Floats, Ints
 from ..layout import Layout
-from ..mask.intervals import spread, touched
+from ..mask.intervals import runs, spread, touched
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 from .work import TEAM, Work, area_per_team, with_team
 
@@ -111,10 +111,9 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
     holder = pieces[np.searchsorted(pieces[:, 1], cells[:, 0], side="right") - 1, 0] // team_size
     computes = _assign(cells, holder, cell_area, area - mean, TOLERANCE / 2 * mean)
     # Neighbouring cells that stay together are one range again.
-    edge = np.ones(len(cells), dtype=bool)
-    edge[1:] = (computes[1:] != computes[:-1]) | (holder[1:] != holder[:-1])
-    heads = np.flatnonzero(edge)
-    ranges = np.stack([cells[heads, 0], np.append(cells[heads[1:], 0], layout.total)], axis=1)
+    apart = (computes[1:] != computes[:-1]) | (holder[1:] != holder[:-1])
+    heads, lasts = runs(apart, len(cells))
+    ranges = np.stack([cells[heads, 0], cells[lasts, 1]], axis=1)
     _, n, parts = cut_rows(given, ranges)
     after = np.concatenate([work[~giveable], with_team(parts, computes[heads][n])])
     return after if area_per_team(after, teams).max() < area.max() else work
@@ -125,8 +124,7 @@ def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Ints, Floats]:
     kernels' tiles, and finer where a cell would hold an area above ``most``; with areas."""
     pieces = layout.pieces
     grid = np.arange(0, layout.total, TILE_ROWS)
-    bounds = np.sort(np.concatenate([grid, pieces[:, 1], [layout.total]]), kind="stable")
-    bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
+    bounds = np.unique(np.concatenate([grid, pieces[:, 1], [layout.total]]))
     area = area_per_cell(slices, bounds)
     parts = np.minimum(np.ceil(area / most), np.diff(bounds)).astype(np.int64).clip(1)
     if (parts > 1).any():
@@ -142,10 +140,9 @@ def _assign(cells: Ints, holder: Ints, cell_area: Floats, excess: Ints, slack: f
     computes = holder.copy()
     before = [0.0, *np.cumsum(cell_area).tolist()]  # area of the cells before a cell
     rows = [*cells[:, 0].tolist(), int(cells[-1, 1])]
-    breaks = np.flatnonzero(holder[1:] != holder[:-1]) + 1
     spans: dict[int, list[list[int]]] = {}
-    for c0, c1 in zip([0, *breaks.tolist()], [*breaks.tolist(), len(cells)], strict=True):
-        spans.setdefault(int(holder[c0]), []).append([c0, c1])
+    for c0, last in np.stack(runs(holder[1:] != holder[:-1], len(cells)), axis=1).tolist():
+        spans.setdefault(int(holder[c0]), []).append([c0, last + 1])
     givers = [(-e, team) for team, e in enumerate(excess.tolist()) if e > slack]
     takers = [(e, team) for team, e in enumerate(excess.tolist()) if e < -slack]
     heapq.heapify(givers)

@@ -122,6 +122,13 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
     )
 
 
+def own_places(moves: Moves, rank: int, team_size: int) -> Ints:
+    """int64[t, 3]: where the rank's own tokens that its team needs are in its own tensor."""
+    own = moves[(moves[:, SEND] == rank) & (moves[:, RECV] == rank // team_size)]
+    own = own[np.argsort(own[:, TOKEN0], kind="stable")]
+    return joined(own[:, [TOKEN0, TOKEN1, SEND_OFFSET]])
+
+
 def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:
     """int64[tokens]: the global token at each position of a buffer with these places."""
     table = np.asarray(places, dtype=np.int64).reshape(-1, 3)

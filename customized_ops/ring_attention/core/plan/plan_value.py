@@ -15,8 +15,10 @@ from ..mask import AttnMask
 from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
+from .buffers import over_buffers
+from .exchange import Exchange, exchange, own_places
 from .head_shares import HeadShare, head_shares
-from .rank_plan import RankPlan, rank_plan
+from .rank_plan import RankPlan, Stage
 from .work import TEAM, Work
 
 
@@ -79,8 +81,7 @@ class PlanValue:
     @cached_property
     def n_stages(self) -> int:
         """Stages that each rank runs; all ranks run the same number, empty ones included."""
-        moving = not self.gathered and self.keys_move
-        return 1 + self.steps if moving else 1
+        return 1 if self.gathered or not self.keys_move else 1 + self.steps
 
     @cached_property
     def shared_rows(self) -> bool:
@@ -181,45 +182,48 @@ class PlanValue:
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does; made on first use."""
         if rank not in self._ranks:
-            size = self.team_size
-            kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
-            stage_of = (
-                np.zeros(len(kv_moves), dtype=np.int64)
-                if self.gathered
-                else moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
-            )
-            pieces = self.k_layout.pieces
-            self._ranks[rank] = rank_plan(
-                rank,
-                self.work[self.work[:, TEAM] == rank // size, :TEAM],
-                moves.of_rank(self.q_needed, self.q_layout, rank, size),
-                kv_moves,
-                stage_of,
-                pieces[pieces[:, 0] == rank, 1:],
-                self.n_stages,
-                team_size=size,
-                gathered=self.gathered,
-                shared_rows=self.shared_rows,
-                head_groups=self.head_groups,
-            )
+            self._ranks[rank] = self._rank_plan(rank)
         return self._ranks[rank]
+
+    def _rank_plan(self, rank: int) -> RankPlan:
+        size, team = self.team_size, rank // self.team_size
+        slices = self.work[self.work[:, TEAM] == team, :TEAM]
+        q_moves = moves.of_rank(self.q_needed, self.q_layout, rank, size)
+        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
+        q = exchange(q_moves, rank, size, local=False)
+        own_rows = own_places(q_moves, rank, size)
+
+        def stage(kv: Exchange | None, keys: Ints) -> Stage:
+            own, remote = over_buffers(slices, own_rows, keys), over_buffers(slices, q.places, keys)
+            return Stage(kv, own, remote)
+
+        if self.gathered:  # the rank's own keys are copied beside those that it receives
+            kv = exchange(kv_moves, rank, size, local=True)
+            stages = [stage(kv, kv.places)]
+        else:
+            pieces = self.k_layout.pieces
+            stages = [stage(None, pieces[pieces[:, 0] == rank, 1:])]
+            stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
+            for n in range(1, self.n_stages):  # a rank with nothing to do in a stage still has it
+                kv = exchange(kv_moves[stage_of == n], rank, size, local=False)
+                stages.append(stage(kv, kv.places))
+        return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 
     def kv_tokens(self) -> Ints:
         """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
         one share of the heads each."""
-        return self._kv_tokens
+        return self._tokens[0]
 
     def q_tokens(self) -> Ints:
         """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
-        return self._q_tokens
+        return self._tokens[1]
 
     @cached_property
-    def _kv_tokens(self) -> Ints:
-        return moves.counts(self.kv_needed, self.k_layout, self.team_size)
-
-    @cached_property
-    def _q_tokens(self) -> Ints:
-        return moves.counts(self.q_needed, self.q_layout, self.team_size)
+    def _tokens(self) -> tuple[Ints, Ints]:
+        return (
+            moves.counts(self.kv_needed, self.k_layout, self.team_size),
+            moves.counts(self.q_needed, self.q_layout, self.team_size),
+        )
 
     def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
@@ -276,11 +280,11 @@ class PlanValue:
     def _kv_bytes(self, size: Ints) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
         is to attend it receives ``size[r]``."""
-        return moves.sizes(self.kv_needed, self._kv_tokens, size, self.team_size)
+        return moves.sizes(self.kv_needed, self.kv_tokens(), size, self.team_size)
 
     def _q_bytes(self, size: Ints) -> Ints:
         """The same of query rows."""
-        return moves.sizes(self.q_needed, self._q_tokens, size, self.team_size)
+        return moves.sizes(self.q_needed, self.q_tokens(), size, self.team_size)
 
 
 def _own_and_others(ranges: Ints, rank: Ints, layout: Layout) -> tuple[Bools, Bools]:

@@ -1,7 +1,4 @@
-"""One rank's part of a plan: what it sends and receives, and the mask over its buffers.
-
-work + moves of all ranks --rank_plan--> RankPlan(q, stages)
-"""
+"""One rank's part of a plan: what it sends and receives, and the mask over its buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from ..arrays import Ints
-from ..mask.intervals import depth, joined, union
+from ..mask.intervals import depth, union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, shift
-from .buffers import over_buffers
-from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Exchange, Moves, exchange
+from .exchange import Exchange
 
 Range = tuple[int, int]  # start, stop
 
@@ -151,46 +147,3 @@ def _most_parts(parts: Iterable[Ints]) -> int:
     ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
     _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
     return depth(start, stop)
-
-
-def rank_plan(
-    rank: int,
-    slices: Slices,
-    q_moves: Moves,
-    kv_moves: Moves,
-    stage_of: Ints,
-    held: Ints,
-    n_stages: int,
-    *,
-    team_size: int,
-    gathered: bool,
-    shared_rows: bool,
-    head_groups: int = 1,
-) -> RankPlan:
-    """What ``rank`` does.
-
-    Args:
-        slices: the work of the rank's team.
-        q_moves, kv_moves: rows and keys that move to the rank's team or from the rank, and what it
-            holds itself of those.
-        stage_of: of each move of keys.
-        held: places of the rank's own keys.
-        n_stages: of the whole plan; a rank with nothing to do in a stage still has it.
-        gathered: the local keys are copied beside the received ones, and there is one stage.
-    """
-    team = rank // team_size
-    here = (q_moves[:, SEND] == rank) & (q_moves[:, RECV] == team)
-    own = q_moves[here][:, [TOKEN0, TOKEN1, SEND_OFFSET]]
-    own_places = joined(own[np.argsort(own[:, 0], kind="stable")])
-    q = exchange(q_moves, rank, team_size, local=False)
-    stages = []
-    for n in range(n_stages):
-        if n == 0 and not gathered:
-            kv, key_places = None, held
-        else:
-            kv = exchange(kv_moves[stage_of == n], rank, team_size, local=gathered)
-            key_places = kv.places
-        own_slices = over_buffers(slices, own_places, key_places)
-        remote_slices = over_buffers(slices, q.places, key_places)
-        stages.append(Stage(kv, own_slices, remote_slices))
-    return RankPlan(rank, q, tuple(stages), shared_rows, head_groups)

@@ -20,11 +20,14 @@ from .text import format_bytes, format_seconds, layout_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 # Okabe and Ito's palette, which colour-blind readers tell apart; its black as a grey, since black
 # is for text. Beyond eight ranks no palette is, and colours run from dark to light by rank.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#666666")
+Sizes = tuple[int, int, int, int, int]  # query and key heads, their dims, bytes an element
 GOLDEN = 0.6180339887
+STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
 # Up to so many ranks are named and striped; of more, little would be seen.
 FEW = len(PALETTE)
 
@@ -73,7 +76,7 @@ def draw(
     figure.savefig(path)
 
 
-def _title(plan: PlanValue, sizes: tuple[int, int, int, int, int], costs: CostModel) -> str:
+def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
     mask, figures = plan.mask, measures(plan, *sizes, costs)
     names = [layout_name(layout).partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
@@ -112,11 +115,8 @@ def link_bytes(
 
 
 def _draw_mask(axes: Axes, plan: PlanValue, colors: Image) -> None:
-    from matplotlib.patches import Patch
-
-    mask = plan.mask
+    mask, parts = plan.mask, parts_by_step(plan)
     extent = (0, max(mask.k_len, 1), max(mask.q_len, 1), 0)
-    parts = parts_by_step(plan)
     image = paint(plan, parts, colors, striped=plan.group_size <= FEW)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="auto")
     for layout, strip, along in (
@@ -134,59 +134,56 @@ def _draw_mask(axes: Axes, plan: PlanValue, colors: Image) -> None:
     ticks = [n * mask.k_len // 4 for n in range(5)]
     axes.set_xticks(ticks, [_tokens(n) for n in ticks], fontsize=11)
     axes.set_xlabel("key tokens", fontsize=11, labelpad=2)
-    _legend(axes, plan, colors, Patch, steps=int(parts[2].max(initial=0)))
+    handles = _legend_of_ranks(plan, colors, steps=int(parts[2].max(initial=0)))
+    if handles:
+        _legend(axes, handles, below=0.07, columns=len(handles) if len(handles) <= 6 else 5)
 
 
-def _legend(axes: Axes, plan: PlanValue, colors: Image, patch: Any, steps: int) -> None:
+def _legend_of_ranks(plan: PlanValue, colors: Image, steps: int) -> list[Patch]:
     """Ranks by colour, and what stripes mean."""
-    step, ranks = plan.team_size, plan.group_size
+    from matplotlib.patches import Patch
+
+    size, ranks = plan.team_size, plan.group_size
     handles = []
     if ranks <= FEW:
-        for r in range(0, ranks, step):
-            name = f"rank {r}" if step == 1 else f"ranks {r}–{r + step - 1}"
-            handles.append(patch(facecolor=tuple(colors[r]), label=name))
+        for r in range(0, ranks, size):
+            name = f"rank {r}" if size == 1 else f"ranks {r}–{r + size - 1}"
+            handles.append(Patch(facecolor=tuple(colors[r]), label=name))
     if steps:
         later = "; whiter: later" if steps > 1 else ""
-        striped = {"edgecolor": "white", "hatch": "////"} if ranks <= FEW else {"alpha": 1 - PALE}
-        handles.append(patch(facecolor="#777777", label="keys it holds"))
-        name = f"keys it receives{later}"
-        handles.append(patch(facecolor="#777777", label=name, **striped))
-    if not handles:
-        return
+        striped = STRIPED if ranks <= FEW else {"alpha": 1 - PALE}
+        handles.append(Patch(facecolor="#777777", label="keys it holds"))
+        handles.append(Patch(facecolor="#777777", label=f"keys it receives{later}", **striped))
+    return handles
+
+
+def _legend(axes: Axes, handles: list[Patch], below: float, columns: int) -> None:
     axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.07), fontsize=11,
-        ncols=min(len(handles), 6 if len(handles) <= 6 else 5), frameon=False, handlelength=1.4,
-        columnspacing=1.2,
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -below), fontsize=11,
+        ncols=columns, frameon=False, handlelength=1.4, columnspacing=1.2,
     )  # fmt: skip
 
 
 def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     """Who holds each token, as a bar of ranks' colours with their numbers."""
-    pieces, total = layout.pieces, max(layout.total, 1)
+    pieces, total, across = layout.pieces, max(layout.total, 1), along == "x"
     if len(pieces):
         # Not all at one place in their pixel: stripes finer than a pixel would look like one rank.
         within = (0.5 + np.arange(PIXELS) * GOLDEN) % 1 if len(pieces) > PIXELS / 4 else 0.5
         token = ((np.arange(PIXELS) + within) * total / PIXELS).astype(np.int64)
         image = colors[pieces[np.searchsorted(pieces[:, 1], token, side="right") - 1, 0]]
-        image, extent = (
-            (image[None], (0, total, 0, 1)) if along == "x" else (image[:, None], (0, 1, total, 0))
-        )
-        axes.imshow(image, extent=extent, aspect="auto")
+        extent = (0, total, 0, 1) if across else (0, 1, total, 0)
+        axes.imshow(image[None] if across else image[:, None], extent=extent, aspect="auto")
     wide = pieces[pieces[:, 2] - pieces[:, 1] >= total / 40]
     for rank, start, stop, _ in wide.tolist():
-        line = axes.axvline if along == "x" else axes.axhline
-        line(stop, color="white", linewidth=0.8)
+        (axes.axvline if across else axes.axhline)(stop, color="white", linewidth=0.8)
         middle = ((start + stop) / 2, 0.5)
-        x, y = middle if along == "x" else middle[::-1]
         dark = colors[rank] @ (0.3, 0.59, 0.11) < 0.6
         axes.text(
-            x, y, str(rank), ha="center", va="center", fontsize=12,
-            color="white" if dark else "black",
+            *(middle if across else middle[::-1]), str(rank), ha="center", va="center",
+            fontsize=12, color="white" if dark else "black",
         )  # fmt: skip
-    if along == "x":
-        axes.set_ylim(0, 1)
-    else:
-        axes.set_xlim(0, 1)
+    (axes.set_ylim if across else axes.set_xlim)(0, 1)
     axes.axis("off")
 
 
@@ -200,15 +197,14 @@ def _draw_links(axes: Axes, keys: Ints, rows: Ints) -> None:
     axes.set_facecolor("#dddddd")
     image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=most, aspect="auto")
     if ranks <= FEW:
-        for (s, r), n in np.ndenumerate(shown):
-            if n > 0:
-                text = [f"{keys[s, r] / scale:.1f}"] if keys[s, r] else []
-                text += [f"+{rows[s, r] / scale:.1f}"] if rows[s, r] else []
-                color = "white" if n > 0.6 * most else "black"
-                axes.text(
-                    r, s, "\n".join(text), ha="center", va="center", color=color,
-                    fontsize=11 if ranks <= FEW // 2 else 9, linespacing=0.95,
-                )  # fmt: skip
+        for s, r in np.argwhere(shown > 0).tolist():
+            text = [f"{keys[s, r] / scale:.1f}"] if keys[s, r] else []
+            text += [f"+{rows[s, r] / scale:.1f}"] if rows[s, r] else []
+            axes.text(
+                r, s, "\n".join(text), ha="center", va="center", linespacing=0.95,
+                color="white" if shown[s, r] > 0.6 * most else "black",
+                fontsize=11 if ranks <= FEW // 2 else 9,
+            )  # fmt: skip
         axes.set_xticks(range(ranks))
         axes.set_yticks(range(ranks))
     else:
@@ -219,40 +215,30 @@ def _draw_links(axes: Axes, keys: Ints, rows: Ints) -> None:
     axes.set_ylabel("from rank", fontsize=11)
 
 
-def _draw_times(
-    axes: Axes,
-    plan: PlanValue,
-    colors: Image,
-    sizes: tuple[int, int, int, int, int],
-    costs: CostModel,
-) -> None:
+def _draw_times(axes: Axes, plan: PlanValue, colors: Image, sizes: Sizes, costs: CostModel) -> None:
     from matplotlib.patches import Patch
 
     links = {"keys": "#333333", "rows": "#888888", "results": "#c4c4c4"}
     few = plan.group_size <= FEW
-    spans = [costs.forward_spans(plan, r, *sizes) for r in range(plan.group_size)]
-    end = max((span.stop_seconds for mine in spans for span in mine), default=0.0)
+    spans = [
+        (r, span) for r in range(plan.group_size) for span in costs.forward_spans(plan, r, *sizes)
+    ]
+    end = max((span.stop_seconds for _, span in spans), default=0.0)
     number, unit = format_seconds(end).split()
     scale = float(number) / end if end else 1.0
-    for r, (kind, _, start, stop) in ((r, span) for r, mine in enumerate(spans) for span in mine):
+    for r, (kind, _, start, stop) in spans:
         on_link = kind in links
         axes.barh(
             r + (-0.27 if on_link else 0.12), (stop - start) * scale, left=start * scale,
             height=0.22 if on_link else 0.52, color=links[kind] if on_link else colors[r],
             edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and kind == "guests"),
         )  # fmt: skip
-    seen = {span.kind for mine in spans for span in mine}
-    handles = [
-        Patch(facecolor=color, label=f"link: {k}") for k, color in links.items() if k in seen
-    ]
+    seen = {span.kind for _, span in spans}
+    handles = [Patch(facecolor=links[k], label=f"link: {k}") for k in links if k in seen]
     handles.append(Patch(facecolor=colors[0], label="kernels"))
     if "guests" in seen and few:
-        label = "kernels, others' rows"
-        handles.append(Patch(facecolor=colors[0], edgecolor="white", hatch="////", label=label))
-    axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=11,
-        ncols=3, frameon=False, handlelength=1.4, columnspacing=1.2,
-    )  # fmt: skip
+        handles.append(Patch(facecolor=colors[0], label="kernels, others' rows", **STRIPED))
+    _legend(axes, handles, below=0.16, columns=3)
     axes.set_title("forward pass as predicted", fontsize=12)
     axes.set_xlabel(unit, fontsize=11, labelpad=2)
     axes.set_ylim(plan.group_size - 0.5, -0.5)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from operator import itemgetter, methodcaller
 
 import numpy as np
 
+from ...arrays import Numbers
 from ...layout import Layout
 from ..cost import H200, CostModel, Pass
 from ..plan_value import PlanValue
@@ -36,30 +38,15 @@ def report(
     figures = measures(plan, q_heads, kv_heads, head_dim, v_dim, itemsize, costs, reduce_itemsize)
     dims = f"{head_dim}" if v_dim in (None, head_dim) else f"{head_dim} (v: {v_dim})"
     sizes = f"{q_heads}:{kv_heads} heads of {dims}, {itemsize} bytes an element"
-    teams = _teams(plan, q_heads, kv_heads)
-    lines = [
-        *_header(plan, figures, sizes, teams),
-        "",
-        *_table(figures),
-        "",
-        *_footer(figures, costs),
-    ]
-    return "\n".join(lines)
-
-
-def _teams(plan: PlanValue, q_heads: int, kv_heads: int) -> list[str]:
-    """A line on how heads are split, if they are."""
-    if plan.team_size == 1:
-        return []
-    line = f"teams     of {plan.team_size} ranks, which share out the heads of the same pairs"
     shares = np.unique(plan.heads_of_ranks(q_heads, kv_heads), axis=0)[::-1].tolist()
-    return [f"{line}: {' or '.join(f'{h}:{g}' for h, g in shares)} each"]
+    each = " or ".join(f"{h}:{g}" for h, g in shares)
+    header = _header(plan, figures, sizes, each)
+    return "\n".join([*header, "", *_table(figures), "", *_footer(figures, costs)])
 
 
-def _header(plan: PlanValue, figures: Measures, sizes: str, teams: list[str]) -> list[str]:
+def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list[str]:
     mask = plan.mask
     density = mask.area / max(mask.q_len * mask.k_len, 1)
-    same = plan.q_layout == plan.k_layout
     q, k = layout_name(plan.q_layout), layout_name(plan.k_layout)
     away = figures.away_pairs.sum() / max(figures.pairs.sum(), 1)
     steps = plan.n_stages - 1
@@ -69,63 +56,59 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, teams: list[str]) ->
         stages = f"own keys first, while others arrive in {steps} step{'s' * (steps > 1)}"
     else:
         stages = "one: no rank needs keys of another"
-    groups = ["groups    " + _groups(plan)] if plan.head_groups > 1 else []
-    return [
-        f"mask      {mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
-        f"ranks     {plan.group_size}, {sizes}",
-        *teams,
-        "layout    " + (q if same else f"q {q}, k {k}"),
-        f"stages    {stages}",
-        *groups,
-        f"computed  {1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
-    ]
-
-
-def _groups(plan: PlanValue) -> str:
-    return f"{plan.head_groups} of key heads: keys of one arrive while those before are attended"
-
-
-COLUMNS = (
-    ("tokens", 8),
-    ("pairs", 13),
-    ("of mean", 7),
-    ("calls", 5),
-    ("slices", 6),
-    ("kv in", 8),
-    ("rows in", 8),
-    ("sends", 10),
-    ("receives", 10),
-    ("at least", 10),
-)
+    lines = {
+        "mask": f"{mask.q_len} queries x {mask.k_len} keys, {mask.area} pairs ({density:.1%})",
+        "ranks": f"{plan.group_size}, {sizes}",
+        "teams": f"of {plan.team_size} ranks, which share out the heads of the same pairs: "
+        f"{shares} each",
+        "layout": q if plan.q_layout == plan.k_layout else f"q {q}, k {k}",
+        "stages": stages,
+        "groups": f"{plan.head_groups} of key heads: keys of one arrive while those before are "
+        "attended",
+        "computed": f"{1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
+    }
+    if plan.team_size == 1:
+        del lines["teams"]
+    if plan.head_groups == 1:
+        del lines["groups"]
+    return [f"{name:<10}{text}" for name, text in lines.items()]
 
 
 def _table(figures: Measures) -> list[str]:
     """A line per rank, or per rank of note with a summary of all."""
     mean = figures.pairs.mean()
-    values = (
-        figures.tokens,
-        figures.pairs,
-        figures.pairs / mean if mean else np.ones(len(figures.pairs)),
-        figures.calls,
-        figures.slices,
-        figures.kv_received,
-        figures.rows_received,
-        figures.sent_bytes,
-        figures.received_bytes,
-        figures.bounds.received,
-    )
-    ranks = len(figures.tokens)
-    lines = [_line("rank", [name for name, _ in COLUMNS])]
-    shown = _of_note(figures)
-    for before, r in zip([-1, *shown], [*shown, ranks], strict=False):
-        if r > before + 1:
+    ratio = figures.pairs / mean if mean else np.ones(len(figures.pairs))
+    columns: list[tuple[str, int, Numbers, Callable[[float], str]]] = [
+        ("tokens", 8, figures.tokens, _whole),
+        ("pairs", 13, figures.pairs, _whole),
+        ("of mean", 7, ratio, "{:.3f}".format),
+        ("calls", 5, figures.calls, _whole),
+        ("slices", 6, figures.slices, _whole),
+        ("kv in", 8, figures.kv_received, _whole),
+        ("rows in", 8, figures.rows_received, _whole),
+        ("sends", 10, figures.sent_bytes, format_bytes),
+        ("receives", 10, figures.received_bytes, format_bytes),
+        ("at least", 10, figures.bounds.received, format_bytes),
+    ]
+
+    def line(name: str, value: Callable[[Numbers], float]) -> str:
+        cells = [f"{shown(value(of)):>{width}}" for _, width, of, shown in columns]
+        return " ".join([f"{name:>4}", *cells])
+
+    lines = [" ".join(["rank", *(f"{name:>{width}}" for name, width, *_ in columns)])]
+    shown_ranks, before = _of_note(figures), -1
+    for rank in [*shown_ranks, len(ratio)]:
+        if rank > before + 1:
             lines.append(" ...")
-        if r < ranks:
-            lines.append(_line(str(r), _cells([column[r] for column in values])))
-    if len(shown) < ranks:
-        for name in ("min", "mean", "max"):
-            lines.append(_line(name, _cells([getattr(column, name)() for column in values])))
+        if rank < len(ratio):
+            lines.append(line(str(rank), itemgetter(rank)))
+        before = rank
+    if len(shown_ranks) < len(ratio):
+        lines += [line(name, methodcaller(name)) for name in ("min", "mean", "max")]
     return lines
+
+
+_whole = "{:.0f}".format
 
 
 def _of_note(figures: Measures) -> list[int]:
@@ -138,21 +121,9 @@ def _of_note(figures: Measures) -> list[int]:
     return sorted(shown)
 
 
-def _cells(values: Sequence[float]) -> list[str]:
-    tokens, pairs, ratio, calls, slices, keys, rows, *counts = values
-    whole = [f"{value:.0f}" for value in (tokens, pairs, calls, slices, keys, rows)]
-    return [*whole[:2], f"{ratio:.3f}", *whole[2:], *(format_bytes(count) for count in counts)]
-
-
-def _line(name: str, cells: Sequence[str]) -> str:
-    widths = (width for _, width in COLUMNS)
-    columns = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    return " ".join([f"{name:>4}", *columns])
-
-
 def _footer(figures: Measures, costs: CostModel) -> list[str]:
     bounds, received = figures.bounds, figures.received_bytes
-    lines = [
+    return [
         f"forward   {_times(figures.forward)}",
         f"backward  {_times(figures.backward)}",
         f"          at {costs.forward_flops / 1e12:.0f} and {costs.backward_flops / 1e12:.0f} "
@@ -167,7 +138,6 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         + _at_least(str(bounds.pairs), figures.pairs_gap),
         f"imbalance (largest / mean): {figures.imbalance:.3f}",
     ]
-    return lines
 
 
 def _at_least(least: str, ratio: float) -> str:
