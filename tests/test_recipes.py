@@ -36,7 +36,7 @@ from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, li
 from customized_ops.ring_attention.core.layout import layout_spec
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
-from customized_ops.ring_attention.core.plan import work
+from customized_ops.ring_attention.core.plan import search
 from tests.core import test_patterns
 from tests.kernels import test_conformance
 from tests.ops import test_every_mask, test_mask_grid
@@ -149,7 +149,7 @@ def test_adding_a_way_to_assign_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def in_turn(
         slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float
-    ) -> work.Works:
+    ) -> search.Works:
         cuts = [
             (*row[:Q0], q, min(q + 5, row[Q1]), *row[Q1 + 1 :])
             for row in slices.tolist()
@@ -160,8 +160,8 @@ def test_adding_a_way_to_assign_work(monkeypatch: pytest.MonkeyPatch) -> None:
         teams = np.arange(len(parts)) % (q_layout.group_size // team)
         return [np.column_stack([parts, teams])]
 
-    monkeypatch.setitem(work.ASSIGNMENTS, "in turn", in_turn)
-    monkeypatch.setitem(work.ASSIGNMENTS, "auto", in_turn)  # what ops ask for
+    monkeypatch.setitem(search.ASSIGNMENTS, "in turn", in_turn)
+    monkeypatch.setitem(search.ASSIGNMENTS, "auto", in_turn)  # what ops ask for
     mask, layout = AttnMask.causal(tokens), Layout.contiguous(tokens, RANKS)
     assert make_plan(mask, layout, assignment="in turn").area.sum() == mask.area
     check_attention(mask, layout)
