@@ -178,10 +178,11 @@ def _draw_strip(axes: Axes, layout: Layout, colors: Image, along: str) -> None:
     for rank, start, stop, _ in wide.tolist():
         (axes.axvline if across else axes.axhline)(stop, color="white", linewidth=0.8)
         middle = ((start + stop) / 2, 0.5)
+        x, y = middle if across else middle[::-1]
         dark = colors[rank] @ (0.3, 0.59, 0.11) < 0.6
         axes.text(
-            *(middle if across else middle[::-1]), str(rank), ha="center", va="center",
-            fontsize=12, color="white" if dark else "black",
+            x, y, str(rank), ha="center", va="center", fontsize=12,
+            color="white" if dark else "black",
         )  # fmt: skip
     (axes.set_ylim if across else axes.set_xlim)(0, 1)
     axes.axis("off")
