@@ -201,7 +201,7 @@ def test_a_forward_looks_at_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_cut_forward_asks_once_what_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[nn.Module] = []
-    monkeypatch.setattr(seqshard, "_refuse_other_mixers", asked.append)
+    monkeypatch.setattr(seqshard, "_refuse_for_parts", lambda module, _: asked.append(module))
     model = tiny("llama")
     run_ranks(1, lambda comm: hf_jobs.cut(model, batch("plain"), comm, "contiguous"))
     assert len(model.model.layers) == 2 and len(asked) == 1
