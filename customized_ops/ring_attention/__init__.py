@@ -25,6 +25,7 @@ from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .op.arguments import ArgumentError
 from .op.uncompiled import make_plan
+from .packed_batches import PackDocuments, PackedBatch, packed_batches
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func
@@ -40,8 +41,11 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MaskError",
+    "PackDocuments",
+    "PackedBatch",
     "Plan",
     "make_plan",
+    "packed_batches",
     "run_ranks",
     "wrap_masked_attn_func",
     "wrap_maybe_shuffle",

@@ -567,7 +567,7 @@ def test_plans_are_cached_by_value():
 
 def test_plans_are_deterministic():
     def tables():
-        plan_module._make_plan.cache_clear()
+        plan_module._PLANS.clear()
         mask = AttnMask.dense(1000, causal=True, window=(300, 0))
         plan = make_plan(mask, Layout.contiguous(1000, 7), stages=2)
         ranks = [plan.rank(r) for r in range(7)]

@@ -10,8 +10,10 @@ once, and only where a slice needs them; so does a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any
 
 from ..layout import Layout
 from ..mask import AttnMask
@@ -20,10 +22,33 @@ from .plan_value import PlanValue
 from .report import picture, text
 from .search import PlanRequest, best_plan
 
+# Plans that are kept, the last ones that were made: a batch has one or two for all its layers, some
+# batches are planned ahead, and a plan of many pieces may take megabytes.
+MOST_PLANS = 64
+_PLANS: dict[PlanRequest, Plan] = {}
+_LOCK = Lock()
+# What a plan has beside what was asked for.
+MADE = "work", "team_size", "steps", "head_groups", "_ranks"
+
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanValue):
-    """What every rank moves and computes, as users have it. Made by :func:`make_plan`."""
+    """What every rank moves and computes, as users have it. Made by :func:`make_plan`.
+
+    A plan can be pickled, as by the worker of a DataLoader that makes it ahead of time. Where it
+    arrives it is known as if it had been made there: ops that need it find it.
+
+    Attributes:
+        request: what it was made for; None of a plan that :func:`make_plan` did not return.
+    """
+
+    request: PlanRequest | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = {name: getattr(self, name) for name in MADE}
+        if self.request is None:
+            return partial(Plan, self.mask, self.q_layout, self.k_layout, **made), ()
+        return _known, (self.request, made)
 
     def report(
         self,
@@ -116,7 +141,27 @@ def make_plan(
     return _make_plan(request)
 
 
-# A batch has a plan or two for all its layers; a plan of many pieces may take megabytes.
-@lru_cache(maxsize=32)
 def _make_plan(request: PlanRequest) -> Plan:
-    return best_plan(Plan, request)
+    """The plan for a request, made once for all layers of a batch; by any thread."""
+    plan = _PLANS.get(request)
+    if plan is None:
+        plan = best_plan(Plan, request)
+        object.__setattr__(plan, "request", request)
+        _keep(request, plan)
+    return plan
+
+
+def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
+    """A plan that was made elsewhere, known from now on."""
+    plan = _PLANS.get(request)
+    if plan is None:
+        plan = Plan(request.mask, request.q_layout, request.k_layout, **made, request=request)
+        _keep(request, plan)
+    return plan
+
+
+def _keep(request: PlanRequest, plan: Plan) -> None:
+    with _LOCK:
+        _PLANS[request] = plan
+        while len(_PLANS) > MOST_PLANS:
+            del _PLANS[next(iter(_PLANS))]

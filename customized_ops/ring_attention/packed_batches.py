@@ -1,0 +1,211 @@
+"""Batches of packed documents, with all that attention needs to know of their lengths.
+
+    for batch in packed_batches(loader, ranks=8, rank=rank, heads=(32, 8)):
+        model(batch.tokens, batch.positions, batch.cu_seqlens, batch.layout)
+
+Lengths that are new with every batch have a new layout and a new plan. They are made here, in the
+background, while the model computes on the batch before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .core.cost import H200, CostModel
+from .core.layout import Layout
+from .core.mask import AttnMask
+from .core.plan import Plan
+from .op.mask_source import Problem
+from .ring_attn_varlen import RING_ATTN_VARLEN
+
+IGNORE_INDEX = -100
+LayoutOf = Callable[[AttnMask, int], Layout]
+LAYOUTS: Mapping[str, LayoutOf] = {
+    "balanced": Layout.balanced,
+    "contiguous": lambda mask, ranks: Layout.contiguous(mask.q_len, ranks),
+}
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One rank's part of documents that lie end to end.
+
+    Attributes:
+        tokens: int64 [l], this rank's, in the order of ``layout``.
+        targets: int64 [l], the token after each in its document; -100 for the last of a document,
+            which cross entropy ignores.
+        positions: int64 [l], of each token in its document, for rotary embeddings.
+        cu_seqlens: int32 [documents + 1], cumulative lengths of all documents.
+        layout: which rank holds which tokens; pass it to attention with ``cu_seqlens``.
+        plan: what attention will find, for its report and its picture.
+        target_count: targets of all ranks that are not ignored. The loss of the batch is the sum of
+            each rank's over it: ``cross_entropy(..., reduction="sum") / target_count``.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    layout: Layout
+    plan: Plan
+    target_count: int
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same with what a model reads on a device; lengths stay on the host, where they are
+        read."""
+        moved = (
+            t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.positions)
+        )
+        return PackedBatch(*moved, self.cu_seqlens, self.layout, self.plan, self.target_count)
+
+
+@dataclass(frozen=True)
+class PackDocuments:
+    """From a list of documents to a :class:`PackedBatch`: the ``collate_fn`` of a DataLoader, whose
+    workers then plan ahead. Every rank must get the same documents in the same order.
+
+    Attributes:
+        ranks, rank: of the group that attends together.
+        heads: query and key heads of the model.
+        causal, window_size: of attention, as :func:`.wrap_ring_attn_varlen_func` takes them.
+        layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
+        costs: rates that plans are chosen by; those of the group if :func:`packed_batches` has one.
+    """
+
+    ranks: int
+    rank: int
+    heads: tuple[int, int]
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    layout: str = "balanced"
+    costs: CostModel = H200
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(
+                f"packed_batches: layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}"
+            )
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
+
+    def __call__(self, documents: Sequence[Any]) -> PackedBatch:
+        """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
+
+        Raises:
+            ValueError: there are no documents, or one is not a row of integers.
+        """
+        each = [_row(n, document) for n, document in enumerate(documents)]
+        if not each:
+            raise ValueError("packed_batches: a batch has no documents")
+        lengths = np.array([len(row) for row in each])
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        mask = AttnMask.varlen(bounds, causal=self.causal, window=self.window_size)
+        layout = LAYOUTS[self.layout](mask, self.ranks)
+        plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
+        plan.rank(self.rank)  # made here, not in the step
+        tokens = np.concatenate(each)
+        targets = np.append(tokens[1:], IGNORE_INDEX)
+        targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
+        positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
+        here = layout.positions(self.rank)
+        mine = (torch.from_numpy(x[here]) for x in (tokens, targets, positions))
+        count = int((targets[: len(tokens)] != IGNORE_INDEX).sum())
+        cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
+        return PackedBatch(*mine, cu_seqlens, layout, plan, count)
+
+
+def packed_batches(
+    loader: Iterable[Sequence[Any]],
+    *,
+    ranks: int,
+    rank: int,
+    heads: tuple[int, int],
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    layout: str = "balanced",
+    costs: CostModel = H200,
+    ahead: int = 2,
+) -> Iterator[PackedBatch]:
+    """Batches of packed documents, planned ahead in a thread.
+
+    Args:
+        loader: of lists of documents, such as a DataLoader with ``collate_fn=list``; the same on
+            every rank. Or of :class:`PackedBatch`, from one whose ``collate_fn`` is
+            :class:`PackDocuments`: these are passed on.
+        ahead: batches that are made before they are asked for.
+
+    The other arguments are those of :class:`PackDocuments`.
+
+    Raises:
+        ValueError: ``ahead`` is not positive, and as :class:`PackDocuments`; what ``loader`` raises
+            is raised where its batch is due.
+    """
+    if ahead < 1:
+        raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
+    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, costs)
+    return _ahead(loader, pack, ahead)
+
+
+def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[PackedBatch]:
+    """What is made in a thread, so many in advance; the thread ends with the iterator."""
+    made: Queue[tuple[PackedBatch | None, BaseException | None]] = Queue(count)
+    stopped = Event()
+
+    def put(batch: PackedBatch | None, error: BaseException | None = None) -> None:
+        while not stopped.is_set():
+            try:
+                return made.put((batch, error), timeout=0.1)
+            except Full:
+                continue
+
+    def work() -> None:
+        try:
+            for given in loader:
+                put(given if isinstance(given, PackedBatch) else pack(given))
+                if stopped.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(None, error)
+
+    thread = Thread(target=work, name="packed_batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = made.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        stopped.set()
+        _emptied(made)
+        thread.join()
+
+
+def _emptied(queue: Queue[Any]) -> None:
+    """Empty a queue, so that who waits to put something goes on."""
+    while True:
+        try:
+            queue.get_nowait()
+        except Empty:
+            return
+
+
+def _row(number: int, document: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    row = np.asarray(document)
+    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) or len(row) == 0):
+        raise ValueError(
+            f"packed_batches: document {number} must be a row of integers, got {row.dtype} "
+            f"{row.shape}"
+        )
+    return row.astype(np.int64)

@@ -1,0 +1,198 @@
+"""Batches of documents with new lengths each: what the iterator gives, and when plans are made."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense import assert_same
+from torch.utils.data import DataLoader
+
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    PackDocuments,
+    packed_batches,
+    run_ranks,
+    wrap_ring_attn_varlen_func,
+)
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan import plan as plans
+
+HEADS = (4, 2)
+
+
+def documents(seed: int) -> list[list[int]]:
+    """Some of no token, of one, and a long one."""
+    draw = np.random.default_rng(seed)
+    lengths = [*draw.integers(0, 12, draw.integers(1, 9)).tolist(), 1, int(draw.integers(20, 60))]
+    return [draw.integers(1, 99, n).tolist() for n in draw.permutation(lengths)]
+
+
+BATCHES = [documents(seed) for seed in range(12)]
+
+
+@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_token_is_on_one_rank_with_its_target(ranks: int, layout: str) -> None:
+    of_ranks = [
+        packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS, layout=layout)
+        for rank in range(ranks)
+    ]
+    for given, *batches in zip(BATCHES, *of_ranks, strict=True):
+        lay = batches[0].layout
+        assert all(batch.layout == lay for batch in batches)
+        whole = {
+            name: lay.unshard([getattr(batch, name) for batch in batches], dim=0).tolist()
+            for name in ("tokens", "targets", "positions")
+        }
+        assert whole["tokens"] == [token for row in given for token in row]
+        assert whole["targets"] == [t for row in given if row for t in (*row[1:], -100)]
+        assert whole["positions"] == [n for row in given for n in range(len(row))]
+        assert batches[0].cu_seqlens.tolist() == [0, *np.cumsum([len(row) for row in given])]
+        assert batches[0].target_count == sum(len(row) - 1 for row in given if row)
+
+
+def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
+    """Attention over the batches that a rank is given."""
+    results = []
+    for batch, tensors in zip(batches, whole, strict=True):
+        q, k, v = (batch.layout.shard(t, comm.rank, dim=0).requires_grad_() for t in tensors)
+        out = wrap_ring_attn_varlen_func(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            batch.cu_seqlens,
+            causal=True,
+            process_group=comm,
+            layout=batch.layout,
+        )
+        out.square().sum().backward()
+        results.append((out.detach(), q.grad, k.grad, v.grad))
+    return results
+
+
+def tensors(batch: Any, seed: int) -> list[torch.Tensor]:
+    draw, total = torch.Generator().manual_seed(seed), batch.layout.total
+    return [torch.randn(total, h, 8, generator=draw).double() for h in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_finds_the_plans_that_were_made_ahead(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that came from another process; results are those of one device."""
+    plans._PLANS.clear()
+    of_ranks = [
+        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS)) for rank in range(ranks)
+    ]
+    sent = pickle.dumps(of_ranks)
+    plans._PLANS.clear()
+    of_ranks = pickle.loads(sent)
+    assert len(plans._PLANS) == len(BATCHES)
+    whole = [tensors(batch, seed) for seed, batch in enumerate(of_ranks[0])]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("this was to be planned ahead")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plans, "best_plan", refuse)
+        found = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole))
+    for n, batch in enumerate(of_ranks[0]):
+        q, k, v = (t.requires_grad_() for t in whole[n])
+        cu = batch.cu_seqlens
+        out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True)
+        out.square().sum().backward()
+        expected = (out.detach(), q.grad, k.grad, v.grad)
+        parts = zip(*(results[n] for results in found), strict=True)
+        for name, one, each in zip(("out", "dq", "dk", "dv"), expected, parts, strict=True):
+            assert_same(f"batch {n}, {name}", batch.layout.unshard(list(each), dim=0), one)
+
+
+def test_the_next_batch_is_made_while_one_is_used() -> None:
+    made = threading.Semaphore(0)
+
+    taken: list[int] = []
+
+    def loader() -> Any:
+        for n, batch in enumerate(BATCHES):
+            taken.append(n)
+            yield batch
+            made.release()
+
+    batches = packed_batches(loader(), ranks=2, rank=0, heads=HEADS, ahead=2)
+    next(batches)
+    for _ in range(2):
+        assert made.acquire(timeout=30)
+    assert len(taken) >= 3
+    before = threading.active_count()
+    batches.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before - 1
+    assert len(taken) < len(BATCHES)
+
+
+def test_workers_of_a_data_loader_plan_ahead() -> None:
+    pack = PackDocuments(ranks=2, rank=1, heads=HEADS)
+    loader = DataLoader(BATCHES[:4], batch_size=None, collate_fn=pack, num_workers=1)
+    found = list(packed_batches(loader, ranks=2, rank=1, heads=HEADS))
+    for batch, given in zip(found, BATCHES, strict=False):
+        assert batch.tokens.tolist() == pack(given).tokens.tolist()
+        assert make_plan(batch.plan.mask, batch.layout, heads=HEADS, team_size=None) is batch.plan
+    assert len(found) == 4
+
+
+def test_a_plan_of_another_process_is_small_and_the_same() -> None:
+    mask = AttnMask.varlen([0, 700, 900, 4096], causal=True)
+    plan = make_plan(mask, Layout.balanced(mask, 4))
+    plan.rank(1)
+    plan.on_device["anything"] = torch.zeros(1 << 20)
+    sent = pickle.dumps(plan)
+    assert len(sent) < 20_000
+    assert pickle.loads(sent) is plan, "where it is known it is itself"
+    plans._PLANS.clear()
+    again = pickle.loads(sent)
+    assert again is not plan and not again.on_device
+    assert str(again) == str(plan) and (again.work == plan.work).all()
+    assert make_plan(mask, again.q_layout) is again
+
+
+def test_the_last_plans_are_kept() -> None:
+    plans._PLANS.clear()
+    made = [
+        make_plan(AttnMask.causal(8 + n), Layout.contiguous(8 + n, 2))
+        for n in range(plans.MOST_PLANS + 5)
+    ]
+    assert list(plans._PLANS.values()) == made[5:]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layout": "striped"}, "layout must be one of balanced, contiguous, got 'striped'"),
+        ({"rank": 2}, "rank must be 0 to 1, got 2"),
+        ({"ahead": 0}, "ahead must be at least 1, got 0"),
+        ({"loader": [[]]}, "a batch has no documents"),
+        ({"loader": [[[1], [[2]]]]}, "document 1 must be a row of integers, got int64 (1, 1)"),
+        ({"loader": [[[0.5]]]}, "document 0 must be a row of integers, got float64 (1,)"),
+    ],
+)
+def test_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        list(packed_batches(**{"loader": BATCHES, "ranks": 2, "rank": 0, "heads": HEADS} | given))
+    assert message in str(error.value)
+
+
+def test_what_the_loader_raises_is_raised() -> None:
+    def loader() -> Any:
+        yield BATCHES[0]
+        raise OSError("the disk is gone")
+
+    batches = packed_batches(loader(), ranks=2, rank=0, heads=HEADS)
+    next(batches)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
