@@ -5,6 +5,8 @@
 
 Lengths that are new with every batch have a new layout and a new plan. They are made here, in the
 background, while the model computes on the batch before.
+
+.. include:: docs/packed_training.md
 """
 
 from __future__ import annotations
