@@ -56,16 +56,8 @@ def wrap_ring_attn_varlen_func(
 
     Gathering k and v of packed sequences: Llama 3 herd of models, arXiv:2407.21783 (2024), 3.3.2.
     """
-    own = (
-        alibi_slopes,
-        softmax_scale,
-        dropout_p,
-        deterministic,
-        return_lse,
-        team_size,
-        k_layout,
-        use_cute,
-    )
+    scores = alibi_slopes, softmax_scale, dropout_p
+    own = *scores, deterministic, return_lse, team_size, k_layout, use_cute
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
     source = Documents(causal, window_size, 0, enable_ring, longest, *cu)
     return attend(RING_ATTN_VARLEN, q, k, v, source, process_group, own, options, return_attn_probs)

@@ -56,9 +56,8 @@ def wrap_sliding_window_attn_func(
     Returns:
         As :func:`wrap_ring_attn_func`, or packed; it raises the same errors.
 
-    Communication: with contiguous shards, even or uneven, the forward receives at most left + right
-    tokens of k and v; in another layout, what the windows of its pieces reach. The backward
-    receives the same, and sends as many of dk and dv home.
+    Communication: with contiguous shards the forward receives at most left + right tokens of k and
+    v, the backward the same, and it sends as many of dk and dv home.
 
     Beltagy, Peters, Cohan: Longformer, arXiv:2004.05150 (2020).
     """
