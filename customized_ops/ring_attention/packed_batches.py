@@ -12,7 +12,7 @@ background, while the model computes on the batch before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from typing import Any
@@ -63,10 +63,10 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
         read."""
-        moved = (
+        tokens, targets, positions = (
             t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.positions)
         )
-        return PackedBatch(*moved, self.cu_seqlens, self.layout, self.plan, self.target_count)
+        return replace(self, tokens=tokens, targets=targets, positions=positions)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,17 @@ class PackDocuments:
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
         here = layout.positions(self.rank)
-        mine = (torch.from_numpy(x[here]) for x in (tokens, targets, positions))
         count = int((targets[: len(tokens)] != IGNORE_INDEX).sum())
         cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
-        return PackedBatch(*mine, cu_seqlens, layout, plan, count)
+        return PackedBatch(
+            torch.from_numpy(tokens[here]),
+            torch.from_numpy(targets[here]),
+            torch.from_numpy(positions[here]),
+            cu_seqlens,
+            layout,
+            plan,
+            count,
+        )
 
 
 def packed_batches(

@@ -55,7 +55,6 @@ def wrap_sliding_window_attn_func(
 
     Returns:
         As :func:`wrap_ring_attn_func`, or packed; it raises the same errors.
-
     Communication: with contiguous shards the forward receives at most left + right tokens of k and
     v, the backward the same, and it sends as many of dk and dv home.
 
