@@ -114,6 +114,56 @@ def test_attention_finds_the_plans_that_were_made_ahead(
             assert_same(f"batch {n}, {name}", batch.layout.unshard(list(each), dim=0), one)
 
 
+def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, Any]]:
+    """Documents of no token and of one, one document, fewer than ranks, all short, one that is
+    longer than all others; ranks; how they attend."""
+    draw = np.random.default_rng(seed)
+    most = int(draw.choice([1, 4, 16, 40]))
+    lengths = draw.integers(0, most + 1, draw.integers(1, 14))
+    if draw.random() < 0.4:
+        lengths[draw.integers(len(lengths))] += int(lengths.sum()) + 1
+    lengths[0] += lengths.sum() == 0
+    left = int(draw.integers(0, 9)) if draw.random() < 0.3 else -1
+    how = {
+        "causal": bool(draw.random() < 0.8),
+        "window_size": (left, -1),
+        "layout": str(draw.choice(["balanced", "contiguous"])),
+    }
+    return [[7] * n for n in lengths.tolist()], int(draw.integers(1, 9)), how
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)], ids=len
+)
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+def test_random_batches_equal_one_device(seeds: range) -> None:
+    for seed in seeds:
+        given, ranks, how = drawn(seed)
+        of_ranks = [
+            next(packed_batches([given], ranks=ranks, rank=rank, heads=HEADS, **how))
+            for rank in range(ranks)
+        ]
+        lay, cu = of_ranks[0].layout, of_ranks[0].cu_seqlens
+        whole = tensors(of_ranks[0], seed)
+        masked = {"causal": how["causal"], "window_size": how["window_size"]}
+
+        def step(comm: Any, lay: Layout = lay, given: Any = (whole, cu, masked)) -> Any:
+            whole, cu, masked = given
+            q, k, v = (lay.shard(t, comm.rank, dim=0).requires_grad_() for t in whole)
+            where = {"process_group": comm, "layout": lay}
+            out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, **masked, **where)
+            out.square().sum().backward()
+            return out.detach(), q.grad, k.grad, v.grad
+
+        q, k, v = (t.clone().requires_grad_() for t in whole)
+        out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, **masked)
+        out.square().sum().backward()
+        found = zip(*run_ranks(ranks, step), strict=True)
+        expected = out.detach(), q.grad, k.grad, v.grad
+        for name, one, parts in zip("odkv", expected, found, strict=True):
+            assert_same(f"seed {seed}, {name}", lay.unshard(list(parts), dim=0), one)
+
+
 def test_the_next_batch_is_made_while_one_is_used() -> None:
     made = threading.Semaphore(0)
 
