@@ -23,6 +23,7 @@ from ..grammar import Shape
 from ..record import AnnotatedOp, OpRecord
 from ..registry import annotated_ops
 from ..rules import SplitSite, check_parts
+from .after_import import import_with
 
 Arguments = Mapping[str, Any]  # arguments by name
 
@@ -114,8 +115,10 @@ _listeners: list[Callable[[], None]] = []
 
 
 def declare_call(call: PublicCall) -> None:
-    """Make a public function known to engines that generate code."""
+    """Make a public function known to engines that generate code; to nnscaler as soon as a program
+    has imported it as well."""
     _calls[call.name] = call
+    import_with("nnscaler", "annotations.engines.nnscaler")
     for listener in _listeners:
         listener()
 
