@@ -1,16 +1,18 @@
-"""Batches of packed documents for calls, and a model with two kinds of op of ours."""
+"""Batches of packed documents, a model with two kinds of op of ours, and ways to write a call."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from customized_ops import ring_attention
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
 from on_nnscaler import attention_models as models
-from on_nnscaler import jobs
+from on_nnscaler import helper_calls, jobs
 from on_nnscaler.attention_models import training
 
 
@@ -42,3 +44,41 @@ class WithBoth(nn.Module):
 def with_both() -> nn.Module:
     torch.manual_seed(0)
     return WithBoth().double()
+
+
+# Calls that are not a name of the model's module.
+SCALED = partial(ring_attention.wrap_ring_attn_func, softmax_scale=0.3)
+BY_NAME = {"ring": ring_attention.wrap_ring_attn_func}
+
+
+def through_its_package(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return ring_attention.wrap_ring_attn_func(q, k, v)
+
+
+def packed_through_its_package(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return ring_attention.wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+
+def in_a_helper(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return helper_calls.attend(q, k, v)
+
+
+def packed_in_a_helper(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return helper_calls.attend_packed(q, k, v, cu)
+
+
+def of_a_partial(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return SCALED(q, k, v, causal=False)
+
+
+def of_a_table(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return BY_NAME["ring"](q, k, v)
+
+
+def mapped(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    (out,) = map(ring_attention.wrap_ring_attn_func, [q], [k], [v])
+    return out
+
+
+def no_attention(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return F.silu(q)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import Pool
 
+import customized_ops.ring_attention
 from annotations import parallelize
 from annotations.engines.nnscaler import OpNode
 from annotations.engines.nnscaler.sequence_policies import constraints
@@ -75,6 +76,19 @@ def test_a_length_that_does_not_divide(tmp_path: Path) -> None:
         "wrap_ring_attn_func: a call in layers.0 cannot be cut on 'l' over 3 ranks: 'l' = 16, and "
         "nnscaler cuts into equal parts\n    expected: a multiple of 3; pad the sequence"
     )
+
+
+def test_a_length_that_does_not_divide_under_autodist(tmp_path: Path) -> None:
+    """The same error, whether the constraints are the policy's or the user's own."""
+    own = Path(customized_ops.ring_attention.__file__).parent / "nnscaler_constraints.yaml"
+    for policy, further in (("cp", {}), ("autodist", {"partition_constraints_path": str(own)})):
+        settings = {"pas_config": autodist.settings(tmp_path, **further)}
+        job = training(models.ring, policy, plan=3, config=settings)
+        with pytest.raises(PartitionError) as raised:
+            jobs.generate(job, tmp_path / policy, ranks=3)
+        assert str(raised.value).startswith(
+            "wrap_ring_attn_func: a call in layers.0 cannot be cut on 'l' over 3 ranks: 'l' = 16, "
+        )
 
 
 def test_constraints_cannot_tell_packed_calls(tmp_path: Path) -> None:

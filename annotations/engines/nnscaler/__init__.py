@@ -15,9 +15,12 @@ from annotations.codegen import public_call
 
 from .generated_code import emit
 from .op_node import OpNode, make_node, register
-from .parallelization import as_config, parallelize
+from .parallelization import as_config, parallelize, plan_with_ours
+from .traced_calls import see_every_call
 
 register()
+see_every_call()
+plan_with_ours()
 public_call.on_declare(register)
 
 __all__ = ["OpNode", "as_config", "emit", "make_node", "parallelize", "register"]

@@ -13,7 +13,7 @@ from nnscaler.graph.function.dimops import IRDimops, OpAnno
 from nnscaler.graph.parser.register import CustomizedOps
 from nnscaler.ir.cten import IRTensor
 
-from annotations.codegen.public_call import PublicCall, declared_calls
+from annotations.codegen.public_call import PublicCall, declared_calls, qualified
 from annotations.rules import PartitionRule, SplitSite
 
 from . import placement
@@ -53,6 +53,13 @@ def _register_timed(signature: str, name: str, call: PublicCall) -> None:
         emit_fn=emit,
         input_gen_fn=example_inputs,
     )
+
+
+def is_registered(function: Any) -> bool:
+    """Whether calls of ``function`` are ops of nnscaler's graph."""
+    named = hasattr(function, "__module__") and hasattr(function, "__name__")
+    call = _registered.get(qualified(function)) if named else None
+    return call is not None and call.function is function
 
 
 @contextmanager

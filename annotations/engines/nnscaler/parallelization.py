@@ -14,10 +14,13 @@ from nnscaler.graph.function.dimops import IRDimops
 
 from . import graph_report
 from .op_node import OpNode, planned_for, register
-from .sequence_policies import POLICIES, ranks_of_an_op
+from .sequence_policies import POLICIES, check_constraints, ranks_of_an_op
 from .shuffled_parts import mark_shuffled, token_orders
 
 _logger = logging.getLogger(__name__)
+
+_plan = nnscaler.policies.fn
+_plans: list[str] = []  # of the calls of ``parallelize`` under way
 
 
 def as_config(config: Any) -> Any:
@@ -66,22 +69,33 @@ def parallelize(
             raise ValueError(f"pas_policy {pas_policy!r} is unknown to nnscaler; known: {known}")
         pas_policy = named
     register()  # ops of register_op
-    plans: list[str] = []
+    _plans.clear()
+    with _own_errors():
+        made = nnscaler.parallelize(
+            module_or_module_class, dict(dummy_forward_args), pas_policy, compute_config, **options
+        )
+    if made is not None:
+        made.plan = _plans[-1] if _plans else None
+    return made
 
-    def planned(graph: Any, cfg: Any) -> Any:
+
+def plan_with_ours() -> None:
+    """Have nnscaler's own ``parallelize`` plan by :func:`_planned` too."""
+    nnscaler.policies.fn = _planned
+
+
+def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
+    """nnscaler's ``policies.fn``: a graph cut by a policy, around which our calls are prepared for
+    the ranks at hand, and have their tokens' order followed."""
+    ranks = ranks_of_an_op(cfg)
+    with planned_for(ranks):
         for node in graph.select(ntype=OpNode):
             node.annotate()
         orders = token_orders(graph)
-        cut = nnscaler.policies.fn(graph, cfg, pas_policy)
+        if policy is nnscaler.policies.pas_autodist:
+            check_constraints(graph, cfg)
+        cut = _plan(graph, cfg, policy)
         mark_shuffled(orders, cut)
-        plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
-        _logger.info("%s", plans[-1])
-        return cut
-
-    with planned_for(ranks_of_an_op(compute_config)), _own_errors():
-        made = nnscaler.parallelize(
-            module_or_module_class, dict(dummy_forward_args), planned, compute_config, **options
-        )
-    if made is not None:
-        made.plan = plans[-1] if plans else None
-    return made
+    _plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
+    _logger.info("%s", _plans[-1])
+    return cut

@@ -36,15 +36,26 @@ def cuts_inside(graph: Any, ranks: int) -> dict[OpNode, tuple[int, int]]:
             ways = ways_of(node, ranks)
             way = next((w for w in ways if _identifier(node, w.cut) == name), None)
             if way is None:
-                size = node.anno.getlen(name)
-                raise PartitionError(
-                    f"a call in {node.fqn or 'the module'} cannot be cut on {name!r} over {ranks} "
-                    f"ranks: {name!r} = {size}, and nnscaler cuts into equal parts",
-                    details=[f"expected: a multiple of {ranks}; pad the sequence"],
-                    op=node.name,
-                )
+                raise _uneven(node, name, ranks)
             found[node] = way.cut
+    if not found:
+        raise PartitionError(
+            "the policy cuts attention on its sequence, and no call of it is seen in the model",
+            details=[
+                "expected: a wrap_*_attn_func called in the model's modules or in functions that "
+                "they call; calls made by compiled code (map, functools.reduce) are not seen",
+            ],
+        )
     return found
+
+
+def _uneven(node: OpNode, name: str, ranks: int) -> PartitionError:
+    return PartitionError(
+        f"a call in {node.fqn or 'the module'} cannot be cut on {name!r} over {ranks} ranks: "
+        f"{name!r} = {node.anno.getlen(name)}, and nnscaler cuts into equal parts",
+        details=[f"expected: a multiple of {ranks}; pad the sequence"],
+        op=node.name,
+    )
 
 
 def _identifier(node: OpNode, cut: tuple[int, int]) -> str:
@@ -93,15 +104,41 @@ def cp_policy(graph: Any, cfg: Any) -> Any:
 
     The user's own constraints (``pas_config["partition_constraints_path"]``) stay in force.
     """
-    given = cfg.pas_config.get("partition_constraints_path", "")
-    own = (yaml.safe_load(Path(given).read_text()) if given else None) or []
-    if not isinstance(own, list):
-        raise ValueError(f"partition_constraints_path: {given} must hold a list, got {own!r}")
+    own = _own_constraints(cfg)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "constraints.yaml"
         path.write_text(yaml.safe_dump(own + constraints(graph, ranks_of_an_op(cfg))))
         pas_config = {**cfg.pas_config, "partition_constraints_path": str(path)}
         return nnscaler.policies.pas_autodist(graph, replace(cfg, pas_config=pas_config))
+
+
+def _own_constraints(cfg: Any) -> list[dict[str, Any]]:
+    given = cfg.pas_config.get("partition_constraints_path", "")
+    own = (yaml.safe_load(Path(given).read_text()) if given else None) or []
+    if not isinstance(own, list):
+        raise ValueError(f"partition_constraints_path: {given} must hold a list, got {own!r}")
+    return own
+
+
+def check_constraints(graph: Any, cfg: Any) -> None:
+    """Refuse lengths that leave autodist no way to cut a call that the user's constraints pin.
+
+    Raises:
+        PartitionError: as :func:`cuts_inside`.
+    """
+    ranks = ranks_of_an_op(cfg)
+    pinned = {
+        rule["name"]: [
+            tuple(map(int, place.split(","))) for place in rule["allowed_partition_dims"]
+        ]
+        for rule in _own_constraints(cfg)
+        if not rule["replica_allowed"] and not rule["parent_module"]
+    }
+    for node in graph.select(ntype=OpNode):
+        allowed = [_identifier(node, cut) for cut in pinned.get(node.signature, ())]
+        possible = {_identifier(node, way.cut) for way in ways_of(node, ranks)}
+        if allowed and not possible.intersection(allowed):
+            raise _uneven(node, allowed[0], ranks)
 
 
 def ranks_of_an_op(config: Any) -> int:

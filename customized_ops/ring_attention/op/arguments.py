@@ -78,6 +78,7 @@ def ring_group(enable_ring: bool, process_group: GroupLike) -> GroupLike:
 
 # Read once: nnscaler's tracer puts stand-ins for these where this module looks them up.
 _BOOLS, _INTEGERS = (bool, np.bool_), (int, np.integer)
+_isinstance, _type = isinstance, type
 
 
 def _is_flag(value: object) -> bool:
@@ -104,8 +105,15 @@ def tokens_of(op: str, name: str, count: int) -> int:
 def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k and v must be floating tensors of one dtype, on one device."""
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise ArgumentError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if not _isinstance(t, Tensor):
+            kind = _type(t)
+            if kind.__module__.startswith("nnscaler."):
+                raise ArgumentError(
+                    f"{op}: nnscaler traces into this call, which it does not see as an op. Have "
+                    "the model, or a function that it calls, make the call, not compiled code "
+                    "(map, functools.reduce); and import annotations.engines.nnscaler"
+                )
+            raise ArgumentError(f"{op}: {name} must be a tensor, got {kind.__name__}")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise ArgumentError(f"{op}: {name} is {t.dtype} but q is {q.dtype}; give one dtype")
