@@ -10,15 +10,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_asked: set[tuple[str, str]] = set()
+
 
 def import_with(package: str, engine: str) -> None:
     """Import ``engine`` now if ``package`` is imported already, else right after it is.
 
     A failure is a warning: a program that imports both need not use them together.
     """
+    if (package, engine) in _asked:
+        return
+    _asked.add((package, engine))
     if package in sys.modules:
         _import(package, engine)
-    elif _AfterImport(package, engine) not in sys.meta_path:
+    else:
         sys.meta_path.insert(0, _AfterImport(package, engine))
 
 
@@ -40,11 +45,6 @@ class _AfterImport:
 
     def __init__(self, package: str, engine: str) -> None:
         self._package, self._engine = package, engine
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AfterImport) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

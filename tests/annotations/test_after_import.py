@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from annotations.codegen import after_import
 from annotations.codegen.after_import import import_with
 
 PACKAGE, ENGINE = "imported_package", "engine_of_it"
@@ -23,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / f"{ENGINE}.py").write_text(f"from {PACKAGE} import value")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(after_import, "_asked", set())
     yield tmp_path
     for name in (PACKAGE, ENGINE):
         sys.modules.pop(name, None)
@@ -60,6 +62,7 @@ def test_an_engine_that_fails(folder: Path, order: str) -> None:
         warnings.simplefilter("always")
         if order == "before":
             importlib.import_module(PACKAGE)
+        import_with(PACKAGE, ENGINE)
         import_with(PACKAGE, ENGINE)
         importlib.import_module(PACKAGE)
     (warning,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
