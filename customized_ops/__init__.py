@@ -17,4 +17,31 @@
 | `benchmark` | what was measured |
 """
 
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
 __all__: list[str] = []  # its modules are imported by their names
+
+
+class _FoldersBeside:
+    """Finds modules in folders of this package's name that have no ``__init__.py``, as a user's
+    beside his script: Python itself looks no further than a package that has one. A user's own
+    module comes first, but for ``ring_attention``, which the modules here are made of."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, module = name.rpartition(".")
+        if package != __name__ or module == "ring_attention":
+            return None
+        folders = [os.path.join(entry, __name__) for entry in sys.path]
+        made = [os.path.join(folder, "__init__.py") for folder in folders]
+        plain = [f for f, init in zip(folders, made, strict=True) if not os.path.exists(init)]
+        return PathFinder.find_spec(name, plain)
+
+
+sys.meta_path.insert(0, _FoldersBeside)

@@ -1,18 +1,12 @@
 """pyproject.toml declares what users install; the wheel holds the two packages and nothing else."""
 
 import re
-import shutil
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from wheels import PACKAGES, ROOT, build_wheel
 
 tomllib = pytest.importorskip("tomllib", reason="tomllib needs Python 3.11")
-
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("annotations", "customized_ops")
 
 
 @pytest.fixture(scope="module")
@@ -22,26 +16,8 @@ def pyproject():
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory):
-    """The file names in a wheel built, off line, from a copy of the sources."""
-    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
-    pytest.importorskip("pip", reason="building needs pip")
-    source = tmp_path_factory.mktemp("source")
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info")
-    for path in ROOT.iterdir():
-        if path.name in {*PACKAGES, "tests", "examples"}:
-            shutil.copytree(path, source / path.name, ignore=ignored)
-        elif path.suffix in {".toml", ".md"} or path.name == "LICENSE":
-            shutil.copy(path, source)
-    wheels = tmp_path_factory.mktemp("wheels")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, source],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = wheels.iterdir()
+    """The file names in a wheel."""
+    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
     assert wheel.name == "seqshard-0.1.0-py3-none-any.whl"
     return zipfile.ZipFile(wheel).namelist()
 

@@ -27,12 +27,12 @@ def chunk_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
-    *,
     ignore_index: int = -100,
+    chunk_size: int | None = None,
+    *,
+    bias: Tensor | None = None,
     reduction: str = "mean",
     softcap: float = 0.0,
-    chunk_size: int | None = None,
     return_lse: bool = False,
     vocab_group: GroupLike = None,
     vocab_size: int | None = None,
@@ -57,8 +57,9 @@ def chunk_linear_cross_entropy(
         target: int64 [*, l], rows of weight, or ``ignore_index``. Loss and gradients of any other
             target are NaN, on every device: raising would make the host wait for the device.
         ignore_index: the target of tokens that are left out. Their loss and its gradient are 0.
-        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``. The mean of no
-            tokens is 0 with gradients 0 (torch has NaN).
+        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"``, which is what
+            the function of this name in nnscaler's examples returns; it takes the same arguments by
+            position. The mean of no tokens is 0 with gradients 0 (torch has NaN).
         softcap: logits are kept in (-softcap, softcap) by a tanh; 0 is none.
         chunk_size: tokens at a time; None chooses so that their logits are 512 MiB.
         return_lse: also return the log-sum-exp of each token's logits; gradients flow through it,

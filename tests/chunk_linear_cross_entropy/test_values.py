@@ -261,3 +261,15 @@ def test_nothing_waits_for_the_gpu(dtype: torch.dtype) -> None:
         results(case, case.call, given, douts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nnscalers_arguments_and_result() -> None:
+    """Five by position, and a loss for each token."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 4).double(), torch.randn(5, 4).double()
+    target = torch.randint(5, (2, 6)).index_fill(1, torch.tensor([2]), 1)
+    losses = chunk_linear_cross_entropy(hidden, weight, target, 1, 4, reduction="none")
+    dense = F.cross_entropy(
+        (hidden @ weight.T).flatten(0, 1), target.flatten(), ignore_index=1, reduction="none"
+    )
+    torch.testing.assert_close(losses, dense.view(2, 6), rtol=1e-12, atol=1e-12)

@@ -31,7 +31,7 @@ class WithLoss(nn.Module):
             x,
             self.head,
             sample["targets"],
-            self.bias,
+            bias=self.bias,
             reduction=self.reduction,
             chunk_size=3,
             **self.groups,

@@ -128,14 +128,18 @@ def check_constraints(graph: Any, cfg: Any) -> None:
     """
     ranks = ranks_of_an_op(cfg)
     pinned = {
-        rule["name"]: [
-            tuple(map(int, place.split(","))) for place in rule["allowed_partition_dims"]
-        ]
+        rule["name"]: rule["allowed_partition_dims"]
         for rule in _own_constraints(cfg)
         if not rule["replica_allowed"] and not rule["parent_module"]
     }
     for node in graph.select(ntype=OpNode):
-        allowed = [_identifier(node, cut) for cut in pinned.get(node.signature, ())]
+        names = {
+            f"{index},{n}": placement.leading(dim)
+            for index, shape in enumerate(node.anno.inputs())
+            if not shape.ignore
+            for n, dim in enumerate(shape.dims)
+        }
+        allowed = [names[place] for place in pinned.get(node.signature, ()) if place in names]
         possible = {_identifier(node, way.cut) for way in ways_of(node, ranks)}
         if allowed and not possible.intersection(allowed):
             raise _uneven(node, allowed[0], ranks)

@@ -95,7 +95,7 @@ class LossCase:
             hidden,
             weight,
             target,
-            bias,
+            bias=bias,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             softcap=self.softcap,

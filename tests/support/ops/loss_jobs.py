@@ -85,7 +85,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden = torch.tanh(self.layer(self.embed(tokens)))
         loss = chunk_linear_cross_entropy(
-            hidden, self.head.weight, targets, self.head.bias, reduction=self.reduction
+            hidden, self.head.weight, targets, bias=self.head.bias, reduction=self.reduction
         )
         return loss.square().sum() / 16 if self.reduction == "none" else loss
 
