@@ -29,6 +29,7 @@ from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
+from .zigzag_allgather_attn_varlen import wrap_zigzag_allgather_attn_varlen_func
 from .zigzag_attn import wrap_zigzag_attn_func
 
 __all__ = [
@@ -55,5 +56,6 @@ __all__ = [
     "wrap_streaming_attn_func",
     "wrap_unshard_func",
     "wrap_unshuffle_func",
+    "wrap_zigzag_allgather_attn_varlen_func",
     "wrap_zigzag_attn_func",
 ]

@@ -41,17 +41,31 @@ from .sliding_window_attn import (
     wrap_sliding_window_attn_func,
 )
 from .streaming_attn import STREAMING_ATTN, STREAMING_ATTN_VARLEN, wrap_streaming_attn_func
+from .zigzag_allgather_attn_varlen import (
+    ZIGZAG_ALLGATHER_ATTN_VARLEN,
+    wrap_zigzag_allgather_attn_varlen_func,
+)
 from .zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
 
 Arguments = Mapping[str, Any]
 
 
 def _attention(
-    function: Callable[..., Any], dense: AttentionOp | None, packed: AttentionOp | None = None
+    function: Callable[..., Any],
+    dense: AttentionOp | None,
+    packed: AttentionOp | None = None,
+    *,
+    whole_keys: bool = False,
 ) -> PublicCall:
-    """Of an attention function: with ``cu_seqlens`` it is another op than without."""
+    """Of an attention function: with ``cu_seqlens`` it is another op than without.
+
+    Args:
+        whole_keys: whether it asks for k and v whole by itself, as ``q_rows=(0, 1)`` does.
+    """
 
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
+        if whole_keys and given["q_rows"] is None and not given["dropout_p"]:
+            given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
         refuse_unsupported(
             function.__name__, return_attn_probs=given.get("return_attn_probs", False)
@@ -182,6 +196,12 @@ for _call in (
     _attention(wrap_ring_attn_func, RING_ATTN),
     _attention(wrap_zigzag_attn_func, ZIGZAG_ATTN),
     _attention(wrap_ring_attn_varlen_func, None, RING_ATTN_VARLEN),
+    _attention(
+        wrap_zigzag_allgather_attn_varlen_func,
+        None,
+        ZIGZAG_ALLGATHER_ATTN_VARLEN,
+        whole_keys=True,
+    ),
     _attention(wrap_sliding_window_attn_func, SLIDING_WINDOW_ATTN, SLIDING_WINDOW_ATTN_VARLEN),
     _attention(wrap_streaming_attn_func, STREAMING_ATTN, STREAMING_ATTN_VARLEN),
     _attention(wrap_masked_attn_func, MASKED_ATTN),

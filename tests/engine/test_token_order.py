@@ -27,7 +27,7 @@ def check(pool: Pool, form: str, *how: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean"])
+@pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean", "whole keys"])
 def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
     """Also for documents of other lengths than it was planned for."""
     if form == "listed" and seed != 1:
@@ -36,8 +36,9 @@ def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
         assert "wrap_maybe_shuffle" in plan
 
 
-def test_on_four_ranks_and_lowered(four_ranks: Pool) -> None:
-    check(four_ranks, "plain", "cp", 1, {}, True)
+@pytest.mark.parametrize("form", ["plain", "whole keys"])
+def test_on_four_ranks_and_lowered(four_ranks: Pool, form: str) -> None:
+    check(four_ranks, form, "cp", 1, {}, True)
 
 
 def test_with_other_axes(four_ranks: Pool) -> None:
@@ -62,6 +63,7 @@ REFUSED = {
     "dense": "only attention over packed documents (cu_seqlens) takes that order",
     "twice": "zigzag by document (cu_seqlens) already",
     "convolution": "it mixes tokens",
+    "shuffled whole keys": "operands have tokens in different orders",
     "natural operand": "operands have tokens in different orders",
     "returned": "the module returns",
     "unshuffled by others": "restores natural order of tokens that are zigzag by document (other)",

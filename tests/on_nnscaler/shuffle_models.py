@@ -16,6 +16,7 @@ from customized_ops.ring_attention import (
     wrap_maybe_unshuffle,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_zigzag_allgather_attn_varlen_func,
 )
 
 from .jobs import Training
@@ -40,6 +41,10 @@ class Shuffling(nn.Module):
         if self.form == "dense":
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             return wrap_ring_attn_func(q, k, v, causal=True).squeeze(0)
+        if self.form == "whole keys":
+            k, v = wrap_maybe_unshuffle(k, cu), wrap_maybe_unshuffle(v, cu)
+        if "whole keys" in self.form:
+            return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
         if self.form == "other documents":
             cu = other
         return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
@@ -84,4 +89,5 @@ def cut_only(graph: Any, config: Any, name: str) -> Iterator[Any]:
     """A policy: ours of that name alone are cut on the sequence."""
     for node in get_pas_ops(graph):
         if name in node.name:
-            yield OpPlan(node, partition=OpPartition(*place_of(node, "l")))
+            tokens = "lq" if "allgather" in node.name else "l"
+            yield OpPlan(node, partition=OpPartition(*place_of(node, tokens)))

@@ -25,6 +25,24 @@ def test_equals_one_process(two_ranks: Pool) -> None:
         assert all("layout_by_document(" in call for call in calls_of(rank.code))
 
 
+def test_whole_keys(two_ranks: Pool) -> None:
+    """q stays in the order, k and v are restored and gathered by the engine."""
+    job = training("whole keys")
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for n, rank in enumerate(ranks):
+        for call in calls_of(rank.code):
+            assert f"q_rows=({n}, 2)" in call and "layout_by_document(" in call
+
+
+def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
+    """The rows of a part are then contiguous."""
+    job = training(form="whole keys", policy=partial(cut_only, name="allgather"))
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    assert all("layout" not in call for rank in ranks for call in calls_of(rank.code))
+
+
 def test_four_ranks(four_ranks: Pool) -> None:
     job = training(plan=4)
     jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
@@ -44,6 +62,7 @@ REFUSED = {
     "dense": "only attention over packed documents (cu_seqlens) takes that order",
     "other documents": "cu_seqlens_q is another tensor",
     "cumulative": "it mixes tokens",
+    "shuffled whole keys": "its operands have tokens in different orders",
     "natural operand": "its operands have tokens in different orders",
 }
 

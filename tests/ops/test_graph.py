@@ -271,6 +271,7 @@ def test_every_public_op_is_registered() -> None:
         "sliding_window_attn_varlen",
         "streaming_attn",
         "streaming_attn_varlen",
+        "zigzag_allgather_attn_varlen",
         "zigzag_attn",
     }
     assert {n.split("::")[1] for n in OPS} == attention | {"move_tokens", "shuffle_documents"}

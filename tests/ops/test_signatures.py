@@ -16,6 +16,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
+    wrap_zigzag_allgather_attn_varlen_func,
     wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.varlen_utils import shuffle_varlen, unshuffle_varlen
@@ -97,6 +98,7 @@ def parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         (wrap_zigzag_attn_func, DENSE, OURS | {"return_lse": False}),
         (wrap_ring_attn_varlen_func, VARLEN, OURS | {"k_layout": None, "team_size": None}),
         (wrap_sliding_window_attn_func, SLIDING_WINDOW, OURS),
+        (wrap_zigzag_allgather_attn_varlen_func, VARLEN, OURS),
         (wrap_maybe_shuffle, SHUFFLE, {}),
         (wrap_maybe_unshuffle, SHUFFLE, {}),
         (shuffle_varlen, SHUFFLE_VARLEN, {}),

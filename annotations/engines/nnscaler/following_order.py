@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annotations.errors import PartitionError
-from annotations.rules import PartitionRule
+from annotations.rules import Orders, PartitionRule
 
 from .placement import leading
 
@@ -86,7 +86,7 @@ class TokenOrders:
         annotation = getattr(node, "anno", None)
         name = None if annotation is None else self._identifier(node, first)
         takes = rule is not None and bool(rule.orders)
-        free = takes and name in rule.orders and name == "l"  # type: ignore[union-attr]
+        free = takes and name in rule.orders  # type: ignore[union-attr]
         if name is None or not (free or (not takes and self._is_free(node, rule, name))):
             raise _error(
                 node,
@@ -102,7 +102,7 @@ class TokenOrders:
                     "all operands that have the tokens in one order, through wrap_maybe_shuffle",
                 )
         if takes:
-            self._tell(node, rule, first)
+            self._tell(node, rule.orders[name], first)  # type: ignore[union-attr,index]
         for shape, tensor in zip(node.anno.outputs(), node.outputs(), strict=True):
             dim = _dim(shape, tensor, name) if _is_tensor(tensor) else None
             if dim is not None:
@@ -148,8 +148,8 @@ class TokenOrders:
                 "the tokens of wrap_maybe_shuffle with the same cu_seqlens",
             )
 
-    def _tell(self, node: Any, rule: Any, held: _Held) -> None:
-        found = rule.orders["l"].follow(held.order, _Arguments(node, self._original))
+    def _tell(self, node: Any, orders: Orders, held: _Held) -> None:
+        found = orders.follow(held.order, _Arguments(node, self._original))
         if isinstance(found, str):
             raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
         for name in found.by:

@@ -43,8 +43,8 @@ def mark_shuffled(orders: TokenOrders, graph: Any) -> None:
     groups: dict[Any, frozenset[tuple[int, ...]]] = {}
     parts = graph.select(ntype=OpNode)
     for part in parts:
-        inside = [site for site in part.sites() if site.group]
-        ranks = {placement.devices(part, site, part.placed) for site in inside}
+        cut = [site for site in part.sites() if site.group or site.identifier in part.rule.orders]
+        ranks = {placement.devices(part, site, part.placed) for site in cut}
         whole = part.outputs()[0].parent
         groups[whole] = groups.get(whole, frozenset()) | ranks
     if orders.check(groups):

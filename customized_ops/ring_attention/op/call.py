@@ -159,10 +159,19 @@ class AttentionCall:
         rows = self.source.whole_rows(keys) if part_of_rows else self.q.shape[-3]
         slopes = self.given[0]
         problem = self.source.problem(
-            title, Shards(comm, rows, keys, options.layout, options.k_layout, slopes)
+            title,
+            Shards(
+                comm,
+                rows,
+                keys,
+                "" if part_of_rows else options.layout,
+                options.k_layout,
+                slopes,
+            ),
         )
         if part_of_rows:
-            problem = rows_of(title, problem, options, self.q.shape[-3], slopes)
+            layout = self.source.row_layout(options.layout, rows, options.row_parts)
+            problem = rows_of(title, problem, options, self.q.shape[-3], slopes, layout)
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions

@@ -113,6 +113,10 @@ class MaskSource(ABC):
         """Tokens of the whole q, where a call holds one part of them and ``keys`` keys."""
         return keys
 
+    def row_layout(self, layout: str, rows: int, parts: int) -> Layout | None:
+        """How ``rows`` rows are cut into ``parts``, from its text; None if contiguously."""
+        return Layout.parse(layout) if layout and parts > 1 else None
+
 
 def has_data(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not those of a graph that is being traced."""

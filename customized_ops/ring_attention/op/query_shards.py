@@ -21,9 +21,11 @@ from torch import Tensor
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.merge.merge import accumulation_dtype
+from ..core.plan.buffers import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions
+from .shard_layout import BY_DOCUMENT
 
 HEADS = -2
 
@@ -44,7 +46,10 @@ def refuse_with_parts(op: str, options: OpOptions, ranks: int) -> None:
             f"{op}: with q_rows k and v are whole and nothing moves; leave process_group None, got "
             f"a group of {ranks} ranks"
         )
-    for name, layout in (("layout", options.layout), ("k_layout", options.k_layout)):
+    layouts = {"layout": options.layout, "k_layout": options.k_layout}
+    if _cuts_rows(options.layout, options.row_parts):
+        del layouts["layout"]
+    for name, layout in layouts.items():
         if layout:
             raise ArgumentError(
                 f"{op}: with q_rows k and v are whole and q is cut contiguously; leave {name} None,"
@@ -64,12 +69,28 @@ def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) ->
     return start, stop
 
 
-def rows_of(op: str, problem: Problem, options: OpOptions, rows: int, aligned: bool) -> Problem:
+def _cuts_rows(layout: str, parts: int) -> bool:
+    """Whether a layout may say how rows are cut into ``parts``."""
+    several = bool(layout) and parts > 1
+    return layout == BY_DOCUMENT or (several and Layout.parse(layout).group_size == parts)
+
+
+def rows_of(
+    op: str,
+    problem: Problem,
+    options: OpOptions,
+    rows: int,
+    aligned: bool,
+    layout: Layout | None = None,
+) -> Problem:
     """The problem of the ``rows`` rows that q holds.
 
     Args:
         aligned: whether scores depend on the distance of a row and a key.
+        layout: how q is cut into parts; None if contiguously.
     """
+    if layout is not None:
+        return _laid_out_rows(op, problem, options.row_part, rows, aligned, layout)
     mask = problem.mask
     part = options.row_part, options.row_parts
     start, stop = _bounds(op, "tokens", mask.q_len, *part, rows)
@@ -80,6 +101,32 @@ def rows_of(op: str, problem: Problem, options: OpOptions, rows: int, aligned: b
         positions = positions - start
     layout = Layout.contiguous(stop - start, 1)
     return Problem(_mask_of_rows(mask, start, stop), layout, problem.k_layout, positions)
+
+
+def _laid_out_rows(
+    op: str, problem: Problem, part: int, rows: int, aligned: bool, layout: Layout
+) -> Problem:
+    mask = problem.mask
+    if layout.total != mask.q_len or layout.sizes[part] != rows:
+        raise ArgumentError(
+            f"{op}: part {part} of {layout} has {layout.sizes[part]} tokens of {layout.total}, but "
+            f"q has {rows} of {mask.q_len}"
+        )
+    if aligned:
+        raise ArgumentError(
+            f"{op}: alibi_slopes do not go with rows of a layout, which may lie apart; leave them "
+            "None, or use wrap_ring_attn_varlen_func"
+        )
+    return Problem(
+        _mask_of_part(mask, layout, part), Layout.contiguous(rows, 1), problem.k_layout, None
+    )
+
+
+@lru_cache(maxsize=256)
+def _mask_of_part(mask: AttnMask, layout: Layout, part: int) -> AttnMask:
+    pieces = layout.pieces[layout.pieces[:, 0] == part, 1:]
+    keys = np.array([[0, mask.k_len, 0]], dtype=np.int64)
+    return AttnMask(over_buffers(mask.slices, pieces, keys), layout.sizes[part], mask.k_len)
 
 
 @lru_cache(maxsize=256)

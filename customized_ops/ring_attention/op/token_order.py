@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -97,13 +97,16 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         by_document = given["layout"] == BY_DOCUMENT
         return {"layout": BY_DOCUMENT if by_document else layout_at(site, given).spec}
 
-    def follow(name: str, given: Arguments) -> Follow | str:
+    def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
         if name != BY_DOCUMENT or not {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys():
             return "only attention over packed documents (cu_seqlens) takes that order"
         own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
+        if whole_keys and given.get("row_parts") == 1:
+            own.remove("row_parts")
         if own:
             return f"the call is given a {own[0]} of its own"
-        return Follow({"layout": BY_DOCUMENT}, ("cu_seqlens_q", "cu_seqlens_k"))
+        lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
+        return Follow({"layout": BY_DOCUMENT}, lengths)
 
     def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""
@@ -113,7 +116,11 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         alike = mask is not None and mask.area == q_len * k_len
         return {} if alike and not by_place else None
 
-    return {"l": Orders(wanted, told, cut, follow), "lq": Orders(lambda *_: None, rows_told)}
+    of_rows = partial(follow, whole_keys=True)
+    return {
+        "l": Orders(wanted, told, cut, follow),
+        "lq": Orders(lambda *_: None, rows_told, follow=of_rows),
+    }
 
 
 @lru_cache(maxsize=64)

@@ -166,6 +166,11 @@ class Documents(OneSequence):
     def whole_rows(self, keys: int) -> int:
         return int(self._ends[0][-1])
 
+    def row_layout(self, layout: str, rows: int, parts: int) -> Layout | None:
+        if layout == BY_DOCUMENT:
+            return Layout.zigzag(rows, parts, self._ends[0]) if parts > 1 else None
+        return MaskSource.row_layout(self, layout, rows, parts)
+
     def problem(self, op: str, shards: Shards) -> Problem:
         """The totals come from ``cu_seqlens``, so no rank asks another."""
         q_ends, k_ends = self._ends

@@ -18,6 +18,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
+    wrap_zigzag_allgather_attn_varlen_func,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
 
@@ -49,6 +50,10 @@ class Shuffling(nn.Module):
                 return wrap_ring_attn_func(q[None], k[None], v[None], causal=True)[0]
             case "window":
                 return wrap_sliding_window_attn_func(q, k, v, cu, cu, window_size=(5, 0))
+            case "whole keys" | "shuffled whole keys":
+                if self.form == "whole keys":
+                    k, v = wrap_maybe_unshuffle(k, cu), wrap_maybe_unshuffle(v, cu)
+                return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu, cu, causal=True)
             case "lse":
                 out, lse = wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True, return_lse=True)
                 return out * lse.transpose(0, 1).unsqueeze(-1).exp().to(out.dtype)

@@ -89,7 +89,7 @@ def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | Non
     for name in taking:
         split = splits.get(name)
         each = split if isinstance(split, tuple) else (split,)
-        cut = [axis for axis, identifier in enumerate(each) if identifier == "l"]
+        cut = [axis for axis, identifier in enumerate(each) if identifier in ("l", "lq")]
         axes.add(cut[0] if len(cut) == 1 else None)
     return axes.pop() if len(axes) == 1 else None
 
@@ -182,7 +182,7 @@ class _Following:
         record = record_of(node.target)
         assert record is not None
         given = record.arguments(node.args, node.kwargs)
-        found = record.rule.orders["l"].follow(held.order, given)
+        found = record.rule.orders[_tokens(node, record)].follow(held.order, given)
         if isinstance(found, str):
             raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
         for name in found.by:
@@ -216,10 +216,14 @@ def _way_of(node: Node) -> Along | None:
     """How an op that takes an order goes along its tokens; None where it is not to be cut so."""
     record = record_of(node.target)
     assert record is not None
-    bound = record.bind(arguments_of(node, record))
-    if all(split.identifier != "l" for split in bound.splits()):
-        return None
-    return _way(node, record, "l")
+    identifier = _tokens(node, record)
+    return _way(node, record, identifier) if identifier else None
+
+
+def _tokens(node: Node, record: OpRecord) -> str:
+    """What an op that takes an order calls its tokens; empty where it is not to be cut so."""
+    splits = {split.identifier for split in record.bind(arguments_of(node, record)).splits()}
+    return next((name for name in ("l", "lq") if name in splits & record.rule.orders.keys()), "")
 
 
 def _way(node: Node, record: OpRecord, identifier: str) -> Along:
