@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import OneSequence, SharedOptions, attend, attention_function, declare
+from .op.flash_annotation import flash_annotation
 
 RING_ATTN = declare(OneSequence, "seqshard::ring_attn", "wrap_ring_attn_func")
 
@@ -58,3 +59,6 @@ def wrap_ring_attn_func(
     own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, team_size
     source = OneSequence(causal, window_size)
     return attend(RING_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)
+
+
+flash_attention_anno = flash_annotation(wrap_ring_attn_func)

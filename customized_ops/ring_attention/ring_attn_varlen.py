@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
 from .op import CuSeqlens, Documents, SharedOptions, attend, attention_function, declare
+from .op.flash_annotation import flash_annotation
 
 RING_ATTN_VARLEN = declare(Documents, "seqshard::ring_attn_varlen", "wrap_ring_attn_varlen_func")
 
@@ -68,3 +69,6 @@ def wrap_ring_attn_varlen_func(
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
     source = Documents(causal, window_size, 0, enable_ring, longest, *cu)
     return attend(RING_ATTN_VARLEN, q, k, v, source, process_group, own, options, return_attn_probs)
+
+
+flash_attention_anno = flash_annotation(wrap_ring_attn_varlen_func)

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
+from .op.flash_annotation import flash_annotation
 from .op.window_source import sequence_or_documents
 
 # Rows stay with their holder: giving some away would move more than the halo.
@@ -66,3 +67,6 @@ def wrap_sliding_window_attn_func(
     source = sequence_or_documents(causal, window_size, 0, enable_ring, longest, *cu)
     op = SLIDING_WINDOW_ATTN_VARLEN if source.packed else SLIDING_WINDOW_ATTN
     return attend(op, q, k, v, source, process_group, own, options, return_attn_probs)
+
+
+flash_attention_anno = flash_annotation(wrap_sliding_window_attn_func)

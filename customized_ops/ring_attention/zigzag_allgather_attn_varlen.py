@@ -11,6 +11,7 @@ from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .maybe_shuffle import layout_by_document
 from .op import CuSeqlens, Documents, SharedOptions, attend, attention_function, declare
 from .op.arguments import ArgumentError, ring_group
+from .op.flash_annotation import flash_annotation
 
 TITLE = "wrap_zigzag_allgather_attn_varlen_func"
 ZIGZAG_ALLGATHER_ATTN_VARLEN = declare(
@@ -82,3 +83,6 @@ def wrap_zigzag_allgather_attn_varlen_func(
     source = Documents(causal, window_size, 0, enable_ring, longest, *cu)
     op = ZIGZAG_ALLGATHER_ATTN_VARLEN
     return attend(op, q, k, v, source, None, own, options, return_attn_probs)
+
+
+flash_attention_anno = flash_annotation(wrap_zigzag_allgather_attn_varlen_func, keys="al^")

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import OneSequence, SharedOptions, attend, attention_function, declare
+from .op.flash_annotation import flash_annotation
 
 TITLE = "wrap_zigzag_attn_func"
 ZIGZAG_ATTN = declare(
@@ -60,3 +61,6 @@ def wrap_zigzag_attn_func(
     own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
     source = OneSequence(causal, window_size)
     return attend(ZIGZAG_ATTN, q, k, v, source, process_group, own, options, return_attn_probs)
+
+
+flash_attention_anno = flash_annotation(wrap_zigzag_attn_func)

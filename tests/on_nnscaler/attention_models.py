@@ -24,6 +24,7 @@ from customized_ops.ring_attention import (
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
     wrap_unshuffle_func,
+    wrap_zigzag_allgather_attn_varlen_func,
     wrap_zigzag_attn_func,
 )
 
@@ -127,6 +128,10 @@ def packed_streaming(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> 
     return wrap_streaming_attn_func(q, k, v, 4, 2, cu_seqlens=cu)
 
 
+def zigzag_allgather(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
+    return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
+
+
 def masked(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     return wrap_masked_attn_func(q, k, v, m.mask, sink=m.sink)
 
@@ -179,7 +184,7 @@ def both_kinds(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor
 WITH_SINK = (ring_with_everything, zigzag, masked)
 PACKED = (
     *(varlen, varlen_by_rows, varlen_without_ring),
-    *(packed_window, packed_streaming, shuffled_documents),
+    *(packed_window, packed_streaming, shuffled_documents, zigzag_allgather),
 )
 
 

@@ -132,6 +132,7 @@ def test_the_file_of_constraints(two_ranks: Pool, tmp_path: Path) -> None:
 
 DENSE = (
     *(models.ring, models.zigzag, models.varlen, models.window, models.streaming, models.masked),
+    models.zigzag_allgather,
 )
 
 
