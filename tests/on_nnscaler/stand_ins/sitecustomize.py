@@ -39,12 +39,16 @@ DELEGATING = {
 
 
 def _delegating(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    # In low precision others than this are noisy on CPUs, in one process as well.
+    exact = {"kernel": "reference"} if "kernel" in signature.parameters else {}
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return function(*args, **{**kwargs, **exact})
 
     call.__module__ = module
-    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     declared = declared_calls().get(qualified(function))
     if declared is not None:
         declare_call(replace(declared, function=call))
