@@ -95,3 +95,4 @@ ConcreteProxy.jump_opcodes = (  # Python 3.11 has some that nnscaler does not kn
 TRACE_STRATEGY.update(dict.fromkeys(TRACE_STRATEGY, TRACE_STRATEGY["cpu"]))
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: GPUS
+torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()

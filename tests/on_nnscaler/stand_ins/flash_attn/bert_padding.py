@@ -1,0 +1,3 @@
+"""As :mod:`flash_attn`: names alone."""
+
+index_first_axis = pad_input = unpad_input = None
