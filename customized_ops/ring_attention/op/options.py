@@ -135,10 +135,14 @@ REDUCE_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 
+# Read once: nnscaler's tracer puts stand-ins for int and float where a function looks them up.
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
 def _number(
     op: str, name: str, value: Any, fits: Callable[[float], bool], what: str, kind: str = "a number"
 ) -> float:
-    numeric = isinstance(value, int | float | np.integer | np.floating)
+    numeric = isinstance(value, _NUMBERS)
     require(numeric and not isinstance(value, bool), op, name, kind, value)
     require(fits(float(value)), op, name, what, value)
     return float(value)
