@@ -101,7 +101,7 @@ def test_a_wrong_mesh_is_not_shown(four_ranks: Pool) -> None:
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_an_example_starts_its_own_ranks() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "train_llama.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_difference_fails_the_run(tmp_path: Path) -> None:
         (tmp_path / helper).write_text((ROOT / "examples" / helper).read_text())
     command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT
     )
     assert "NOT SO: the loss curve is that of one process" in done.stdout, done.stderr
     assert done.returncode != 0

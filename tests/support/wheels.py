@@ -45,6 +45,6 @@ def _pip(command: str, *arguments: Any) -> None:
         [sys.executable, "-m", "pip", command, *_OFF_LINE, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,7 +100,7 @@ def every_kind_of_call() -> int:
         same("inference", ())
     whole.eval(), parallel.eval()
     same("eval", ("loss",))
-    return sum(len(lowered.traces) for lowered in parallel._programs.values())
+    return sum(len(lowered.traces) for lowered in parallel._programs.plans)
 
 
 def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dic
     model, given = model.to(device()), {name: t.to(device()) for name, t in given.items()}
     parallel = parallelize(model, given, policy, ComputeConfig(ranks, ranks), compile=compiled)
     lowered = parallel._program()
-    flat = lowered.captured.flatten((), given)
+    flat = lowered.captured.inputs.flatten((), given)
     found: dict[str, Any] = {}
     sides = []
     for name, run in (("on DTensors", lowered._program), ("lowered", lowered)):
