@@ -30,6 +30,7 @@ from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
+from .warm_up import compiled_kernels, warm_up
 from .zigzag_allgather_attn_varlen import wrap_zigzag_allgather_attn_varlen_func
 from .zigzag_attn import wrap_zigzag_attn_func
 
@@ -45,9 +46,11 @@ __all__ = [
     "PackDocuments",
     "PackedBatch",
     "Plan",
+    "compiled_kernels",
     "make_plan",
     "packed_batches",
     "run_ranks",
+    "warm_up",
     "wrap_masked_attn_func",
     "wrap_maybe_shuffle",
     "wrap_maybe_unshuffle",

@@ -200,13 +200,13 @@ def test_a_plan_of_another_process_is_small_and_the_same() -> None:
     mask = AttnMask.varlen([0, 700, 900, 4096], causal=True)
     plan = make_plan(mask, Layout.balanced(mask, 4))
     plan.rank(1)
-    plan.on_device["anything"] = torch.zeros(1 << 20)
+    plan.made["anything"] = torch.zeros(1 << 20)
     sent = pickle.dumps(plan)
     assert len(sent) < 20_000
     assert pickle.loads(sent) is plan, "where it is known it is itself"
     plans._PLANS.clear()
     again = pickle.loads(sent)
-    assert again is not plan and not again.on_device
+    assert again is not plan and not again.made
     assert str(again) == str(plan) and (again.work == plan.work).all()
     assert make_plan(mask, again.q_layout) is again
 

@@ -102,7 +102,7 @@ class TransferSide:
         where, tokens = self.peers[peer], [dim.tokens for dim in self.dims]
         parts = [dim.share(t, peer) for t, dim in zip(self.tensors, self.dims, strict=True)]
         if where.indices is not None:
-            return Block(parts, tokens, where.on(parts[0].device))
+            return Block(parts, tokens, where.table.on(parts[0].device))
         start, count, both = where.start, where.count, zip(parts, tokens, strict=True)
         return Block(
             [t if t.shape[dim] == count else t.narrow(dim, start, count) for t, dim in both], tokens

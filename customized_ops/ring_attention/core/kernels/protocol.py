@@ -109,6 +109,9 @@ class Kernel(Protocol):
     bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
     ``tokens`` may be None unless ``scoring.needs_tokens``. Only the reference waits for the GPU: it
     copies the mask of each block there.
+
+    A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
+    pairs read on the device, so that it can be sent there ahead, with the tables of other calls.
     """
 
     NAME: str

@@ -34,6 +34,11 @@ class _Variant(NamedTuple):
 _variants: dict[tuple[Any, ...], _Variant] = {}
 
 
+def compiled() -> int:
+    """How many variants were compiled so far."""
+    return sum(variant.compiled is not None for variant in _variants.values())
+
+
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of rows, [b, l, h, d]: a dense, aligned d of a dtype
     that adds up in fp32, no matter the other strides."""

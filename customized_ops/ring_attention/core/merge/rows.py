@@ -71,6 +71,12 @@ def on_gpu(*tensors: Tensor) -> ModuleType | None:
     return launch if launch is not None and launch.fits(*tensors) else None
 
 
+def compiled() -> int:
+    """How many variants of the kernels were compiled in this process."""
+    launch = _launch()
+    return 0 if launch is None else int(launch.compiled())
+
+
 @cache
 def _launch() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:

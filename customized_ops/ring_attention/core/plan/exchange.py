@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arrays import Ints
+from ..index_table import IndexTable
 from ..layout import Layout
 from ..mask.intervals import joined, spread, touched
-
-if TYPE_CHECKING:
-    import torch
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
@@ -29,16 +26,12 @@ class Where:
     start: int
     count: int
     indices: Ints | None = None
-    _on: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """``indices`` on a device; copied there once."""
-        import torch
-
-        if device not in self._on:
-            assert self.indices is not None
-            self._on[device] = torch.from_numpy(self.indices).to(device)
-        return self._on[device]
+    @cached_property
+    def table(self) -> IndexTable:
+        """``indices``, for devices."""
+        assert self.indices is not None
+        return IndexTable(self.indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +73,12 @@ class Exchange:
     def indices(self) -> Ints:
         """int64[tokens]: the global token at each buffer position."""
         return token_indices(self.places, self.tokens)
+
+    @property
+    def tables(self) -> list[IndexTable]:
+        """Where scattered tokens are sent from and received, for devices."""
+        sides = *self.sent.values(), *self.received.values()
+        return [where.table for where in sides if where.indices is not None]
 
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:

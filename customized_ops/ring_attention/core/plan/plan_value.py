@@ -35,7 +35,7 @@ class PlanValue:
             once; else in how many steps they arrive.
         head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
             of fewer key heads, each is a group.
-        on_device: what the executor has copied to devices for this plan; goes with it.
+        made: what the executor has worked out for this plan; goes with it.
     """
 
     mask: AttnMask
@@ -45,7 +45,7 @@ class PlanValue:
     team_size: int
     steps: int
     head_groups: int = 1
-    on_device: dict[Any, Any] = field(default_factory=dict, repr=False)
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
     @property

@@ -176,7 +176,7 @@ class _Rates:
         """``plan``, or the same without stages where that is faster."""
         if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only spares calls
-        gathered = replace(plan, steps=0, on_device={}, _ranks={})
+        gathered = replace(plan, steps=0, made={}, _ranks={})
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
     def in_head_groups(self, plan: AnyPlan, count: int | None) -> AnyPlan:
@@ -185,7 +185,7 @@ class _Rates:
             return plan
         if count is None:
             count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
-        return plan if count == 1 else replace(plan, head_groups=count, on_device={}, _ranks={})
+        return plan if count == 1 else replace(plan, head_groups=count, made={}, _ranks={})
 
     def best(self, plans: list[AnyPlan]) -> AnyPlan:
         """Of the plans that are the fastest within a twentieth, those whose busiest link is well

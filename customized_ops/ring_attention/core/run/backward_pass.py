@@ -97,7 +97,7 @@ class BackwardPass(RankPass):
     def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
         """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
         dout, q, out, lse, *dlse = self.of_heads(queries, keys.heads)
-        (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
+        (start, stop), pairs, tokens = keys.heads.call(stage, queries.remote)
         dout, q, out = [span_of(t, 1, start, stop) for t in (dout, q, out)]
         lse, *dlse = [span_of(t, 2, start, stop) for t in (lse, *dlse)]
         operands = BackwardOperands(dout, q, keys.k, keys.v, out, lse, *dlse)

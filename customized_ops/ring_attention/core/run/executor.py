@@ -121,13 +121,13 @@ def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
     if scoring.needs_tokens:
         return None
     key = ("only call", rank)
-    if key not in plan.on_device:
+    if key not in plan.made:
         local, rows, pairs = plan.rank(rank).local, plan.q_layout.sizes[rank], None
         moves = plan.rows_move or plan.keys_move
         if local is not None and local.own_hull == (0, rows) and not moves:
             pairs = Pairs(local.own_in_hull, rows, plan.k_layout.sizes[rank])
-        plan.on_device[key] = pairs
-    found: Pairs | None = plan.on_device[key]
+        plan.made[key] = pairs
+    found: Pairs | None = plan.made[key]
     return found
 
 

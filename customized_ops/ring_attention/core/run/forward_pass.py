@@ -70,7 +70,7 @@ class ForwardPass(RankPass):
     def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor]:
         """out and lse over the keys, of the rows that attend some of the stage's (a hull)."""
         (q,) = self.of_heads(queries, keys.heads)
-        rows, pairs, tokens = keys.heads.call(stage, queries.remote, keys.k)
+        rows, pairs, tokens = keys.heads.call(stage, queries.remote)
         q = span_of(q, 1, *rows)
         return self._kernel.forward(q, keys.k, keys.v, pairs, keys.heads.scoring, tokens)
 

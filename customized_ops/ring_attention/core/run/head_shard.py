@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..comm.transfer_side import ROWS, STATS, Dims
-from ..kernels import Pairs, Scoring, Tokens
+from ..index_table import IndexTable, send
+from ..kernels import Kernel, Pairs, Scoring, Tokens
 from ..merge.merge import Sum, unattended
 from ..plan import Plan
 from ..plan.head_shares import head_shares
@@ -100,18 +101,10 @@ class HeadShard:
             here = total.wide() if rows is None else total.wide()[:, rows]
             self.of(here, dims).add_(part)
 
-    def call(self, stage: int, remote: bool, keys: Tensor) -> tuple[Range, Pairs, Tokens | None]:
+    def call(self, stage: int, remote: bool) -> tuple[Range, Pairs, Tokens | None]:
         """The rows that a stage's kernel call takes, remote queries or the rank's own, the pairs
         that it attends, and their tokens if the kernel needs them."""
-        key = ("call", self._rank, stage, remote)
-        known = self._plan.on_device.get(key)
-        if known is None:
-            here = self._plan.rank(self._rank).stages[stage]
-            rows = start, stop = here.remote_hull if remote else here.own_hull
-            slices = here.remote_in_hull if remote else here.own_in_hull
-            known = rows, Pairs(slices, stop - start, keys.shape[1])
-            self._plan.on_device[key] = known
-        rows, pairs = known
+        rows, pairs = self.pairs(stage, remote)
         if not self.scoring.needs_tokens:
             return rows, pairs, None
         row_tokens, key_tokens = self._indices(stage, remote)
@@ -122,16 +115,53 @@ class HeadShard:
         tokens = Tokens(row_tokens[slice(*rows)], key_tokens, positions, self._first_head)
         return rows, pairs, tokens
 
+    def pairs(self, stage: int, remote: bool) -> tuple[Range, Pairs]:
+        """The rows and the pairs of :meth:`call`, worked out once for all layers."""
+        key = ("call", self._rank, stage, remote)
+        known: tuple[Range, Pairs] | None = self._plan.made.get(key)
+        if known is None:
+            here = self._plan.rank(self._rank).stages[stage]
+            rows = start, stop = here.remote_hull if remote else here.own_hull
+            slices = here.remote_in_hull if remote else here.own_in_hull
+            keys = self._plan.k_layout.sizes[self._rank] if here.kv is None else here.kv.tokens
+            known = self._plan.made[key] = rows, Pairs(slices, stop - start, keys)
+        return known
+
     def _indices(self, stage: int, remote: bool) -> tuple[Tensor, Tensor]:
-        """Global indices of the rows and the keys at hand, on the device once for all layers."""
-        plan, key = self._plan, (self._rank, stage, remote, self.device)
-        if key not in plan.on_device:
+        """Global indices of the rows and the keys at hand."""
+        rows, keys = self.indices(stage, remote)
+        return rows.on(self.device), keys.on(self.device)
+
+    def indices(self, stage: int, remote: bool) -> tuple[IndexTable, IndexTable]:
+        """Global indices of a call's rows and keys, worked out once for all layers."""
+        plan, key = self._plan, ("indices", self._rank, stage, remote)
+        known: tuple[IndexTable, IndexTable] | None = plan.made.get(key)
+        if known is None:
             mine = plan.rank(self._rank)
             kv = mine.stages[stage].kv
             rows = mine.q.indices if remote else plan.q_layout.positions(self._rank)
             keys = plan.k_layout.positions(self._rank) if kv is None else kv.indices
-            plan.on_device[key] = tuple(torch.from_numpy(x).to(self.device) for x in (rows, keys))
-        return plan.on_device[key]
+            known = plan.made[key] = IndexTable(rows), IndexTable(keys)
+        return known
+
+    def send_tables(self, kernel: Kernel) -> None:
+        """Copy all that the rank's part of the plan needs on the device there, at once: where
+        scattered tokens go, and what its kernel calls read. Once for all layers and both passes."""
+        key = ("sent", self._rank, kernel.NAME, self.device, self.scoring.needs_tokens)
+        if self.device.type != "cuda" or key in self._plan.made:
+            return
+        mine = self._plan.rank(self._rank)
+        tables = list(mine.q.tables)
+        tables_of = getattr(kernel, "tables", None)
+        for n, stage in enumerate(mine.stages):
+            tables += stage.kv.tables if stage.kv is not None else ()
+            for remote, slices in ((False, stage.own), (True, stage.remote)):
+                if len(slices):
+                    _, pairs = self.pairs(n, remote)
+                    tables += tables_of(pairs) if tables_of is not None else ()
+                    tables += self.indices(n, remote) if self.scoring.needs_tokens else ()
+        send(tables, self.device)
+        self._plan.made[key] = True
 
 
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:

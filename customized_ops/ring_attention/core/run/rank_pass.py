@@ -58,6 +58,7 @@ class RankPass:
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
         self.last: Pending | None = None  # fetch of keys, once they are here
+        self.share.send_tables(self._kernel)
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
 

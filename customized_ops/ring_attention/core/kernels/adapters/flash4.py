@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from ..block_lists import blocks_touched
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..protocol import HALF, Capabilities, Request
 from ..scoring import Scoring, Tokens
-from ..window import windowed
+from ..window import library_calls, windowed
 from ..window.columns import cut_to, first_columns, operands_of_same_width, same_width
-from ..window.library_calls import PACKED, LibraryCall, lowered
+from ..window.library_calls import PACKED, LibraryCall, Packing, lowered
 from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, Into
@@ -90,6 +91,11 @@ NEEDS = {
 WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (610e12, 480e12)  # per second: forward, backward
 CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
 COPY_BYTES = 3e12  # per second, read or written
+# The library compiles kernels of their own for what fits a block, of 64 to 256 rows or keys, and
+# lengths that change would meet them one by one. So calls never say that they are so short: fewer
+# rows or keys than this are packed, as packed sequences may be shorter than the longest named.
+LEAST = 512
+tables = partial(library_calls.tables, least=LEAST)
 
 
 @cache
@@ -127,7 +133,7 @@ def forward(
     if blocks is not None:
         out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
     else:
-        out, lse = windowed.forward(attend, q, k, v, pairs, scoring)
+        out, lse = windowed.forward(attend, q, k, v, pairs, scoring, least=LEAST)
     return first_columns(out, v_dim), lse
 
 
@@ -148,10 +154,21 @@ def backward(
     if blocks is not None:
         grads = flash4_blocks.backward(given, blocks, scoring)
     else:
-        grads = windowed.backward(
-            attend_backward, given, pairs, scoring, deterministic=deterministic
-        )
+        options = {"deterministic": deterministic, "least": LEAST}
+        grads = windowed.backward(attend_backward, given, pairs, scoring, **options)
     return cut_to(grads, inputs)
+
+
+def compiled() -> int:
+    """How many kernels the library has compiled in this process; see :func:`.warm_up`."""
+    return flash4_blocks.compiled() if "flash_attn.cute.interface" in sys.modules else 0
+
+
+def warm_up(given: BackwardOperands, scoring: Scoring) -> None:
+    """Compile what attention of documents can need beside the calls that all of them make;
+    ``given`` has LEAST rows and keys or more."""
+    if torch.cuda.get_device_capability(given.q.device)[0] == 9:
+        flash4_blocks.warm_up(given, scoring)
 
 
 def attend(
@@ -189,8 +206,14 @@ def _options(call: LibraryCall, scoring: Scoring) -> dict[str, Any]:
         "softmax_scale": scoring.softmax_scale,
         "softcap": scoring.softcap,
         **_bounds(call.window),
-        **(call.packing.arguments if call.packing else {}),
+        **(_longest(call.packing) if call.packing else {}),
     }
+
+
+def _longest(packing: Packing) -> dict[str, Any]:
+    """The packing's arguments, with no longest below LEAST."""
+    longest = {"max_seqlen_q": packing.max_seqlen_q, "max_seqlen_k": packing.max_seqlen_k}
+    return packing.arguments | {name: max(LEAST, most) for name, most in longest.items()}
 
 
 @cache
@@ -225,7 +248,7 @@ def _blocks_if_faster(
         )
         if windows < max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
             return None
-        return flash4_blocks.lists(pairs, q.shape[-1], q.device)
+        return flash4_blocks.lists(pairs, q.shape[-1])
 
     key = (_blocks_if_faster, backward, q.shape, k.shape[2], v.shape, q.device)
     return pairs.made(key, make)

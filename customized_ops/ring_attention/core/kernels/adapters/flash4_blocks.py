@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...index_table import IndexTable, send
+from ...mask.slices import UNBOUNDED, normalise
 from ..block_lists import BlockList, Side, block_lists, row_intervals
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..scoring import Scoring
@@ -33,12 +35,17 @@ MOST_BLOCKS = 1 << 26
 class Lists:
     """What the library is given for some pairs."""
 
-    of_rows: Any  # the library's BlockSparseTensorsTorch, for the forward
-    of_keys: Any  # and for the backward
-    bounds: (
-        Tensor  # int32[rows up to whole blocks * intervals * 2], of each interval start and stop
-    )
+    of_rows: dict[str, IndexTable]  # for the library's BlockSparseTensorsTorch, in the forward
+    of_keys: dict[str, IndexTable]  # and in the backward
+    block_size: tuple[int, int]  # rows and keys
+    # int32[rows up to whole blocks * intervals * 2], of each interval start and stop
+    bounds: IndexTable
     intervals: int  # of a row, one of INTERVALS
+
+    @property
+    def tables(self) -> list[IndexTable]:
+        """All of them."""
+        return [*self.of_rows.values(), *self.of_keys.values(), self.bounds]
 
 
 @cache  # an import statement in each call would cost microseconds
@@ -47,13 +54,19 @@ def interface() -> ModuleType:
     return importlib.import_module("flash_attn.cute.interface")
 
 
+def compiled() -> int:
+    """How many kernels the library has compiled, each kind in the cache of its function."""
+    caches = (getattr(function, "compile_cache", None) for function in vars(interface()).values())
+    return sum(len(cache.cache) for cache in caches if cache is not None)
+
+
 def block_k(head_dim: int) -> int:
     """Keys of a block: the library's backward on Hopper wants exactly this many, and its forward
     takes them. The same blocks both ways make one list the other's transpose."""
     return 128 if head_dim <= 128 else 96 if head_dim <= 192 else 64
 
 
-def lists(pairs: Pairs, head_dim: int, device: torch.device) -> Lists | None:
+def lists(pairs: Pairs, head_dim: int) -> Lists | None:
     """The lists of ``pairs``, or None if there are too many blocks, or intervals in some row."""
 
     def make() -> Lists | None:
@@ -64,16 +77,16 @@ def lists(pairs: Pairs, head_dim: int, device: torch.device) -> Lists | None:
             return None
         bounds, intervals = found
         sides = block_lists(pairs.slices, pairs.q_len, pairs.k_len, *size)
-        of_rows, of_keys = (_for_library(side, size, device) for side in sides)
-        return Lists(of_rows, of_keys, torch.from_numpy(bounds).to(device), intervals)
+        of_rows, of_keys = (_tables(side) for side in sides)
+        return Lists(of_rows, of_keys, size, IndexTable(bounds), intervals)
 
-    return pairs.made((lists, block_k(head_dim), device), make)
+    return pairs.made((lists, block_k(head_dim)), make)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring) -> OutLse:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
     out, lse, *_ = interface()._flash_attn_fwd(
-        q=q, k=k, v=v, return_lse=True, **_options(made, scoring, made.of_rows)
+        q=q, k=k, v=v, return_lse=True, **_options(made, scoring, made.of_rows, q.device)
     )
     return out, lse
 
@@ -81,18 +94,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring) -> O
 def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
     """dq, dk, dv, as :meth:`~.protocol.Kernel.backward`; not deterministic."""
     dq, dk, dv = interface()._flash_attn_bwd(
-        **given._asdict(), **_options(made, scoring, made.of_keys)
+        **given._asdict(), **_options(made, scoring, made.of_keys, given.q.device)
     )
     return dq, dk, dv
 
 
-def _options(made: Lists, scoring: Scoring, blocks: Any) -> dict[str, Any]:
+def warm_up(given: BackwardOperands, scoring: Scoring) -> None:
+    """Compile what documents can need: rows that attend one range of keys, or two."""
+    rows, keys = given.q.shape[1], given.k.shape[1]
+    for ranges in ([(0, keys)], [(0, BLOCK_Q), (keys - BLOCK_Q, keys)]):
+        slices = [(0, rows, start, stop, -UNBOUNDED, UNBOUNDED) for start, stop in ranges]
+        made = lists(Pairs(normalise(np.array(slices)), rows, keys), given.q.shape[-1])
+        assert made is not None
+        forward(given.q, given.k, given.v, made, scoring)
+        backward(given, made, scoring)
+
+
+def _options(
+    made: Lists, scoring: Scoring, blocks: dict[str, IndexTable], device: torch.device
+) -> dict[str, Any]:
+    send(made.tables, device)
+    on_device = {name: table.on(device) for name, table in blocks.items()}
+    sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
     return {
         "softmax_scale": scoring.softmax_scale,
         "softcap": scoring.softcap,
         "mask_mod": attended(made.intervals),
-        "aux_tensors": [made.bounds],
-        "block_sparse_tensors": blocks,
+        "aux_tensors": [made.bounds.on(device)],
+        "block_sparse_tensors": sparsity.BlockSparseTensorsTorch(
+            **on_device, block_size=made.block_size
+        ),
     }
 
 
@@ -133,13 +164,12 @@ def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
     return table.ravel(), intervals
 
 
-def _for_library(side: Side, size: tuple[int, int], device: torch.device) -> Any:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+def _tables(side: Side) -> dict[str, IndexTable]:
+    """By the library's names, [1, 1, blocks] and [1, 1, blocks, most]: the same for every batch
+    entry and head."""
 
-    def tensors(of: str, blocks: BlockList) -> dict[str, Tensor]:
-        """[1, 1, blocks] and [1, 1, blocks, most]: the same for every batch entry and head."""
-        counts, indices = (torch.from_numpy(a).to(device) for a in (blocks.counts, blocks.indices))
-        return {f"{of}_block_cnt": counts[None, None], f"{of}_block_idx": indices[None, None]}
+    def of(name: str, blocks: BlockList) -> dict[str, IndexTable]:
+        arrays = {f"{name}_block_cnt": blocks.counts, f"{name}_block_idx": blocks.indices}
+        return {name: IndexTable(array[None, None]) for name, array in arrays.items()}
 
-    partial, full = tensors("mask", side.partial), tensors("full", side.full)
-    return BlockSparseTensorsTorch(**partial, **full, block_size=size)
+    return of("mask", side.partial) | of("full", side.full)

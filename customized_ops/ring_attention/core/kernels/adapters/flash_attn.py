@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
+from ..window import library_calls
 from ..window.library_calls import PACKED, LibraryCall, Packing
 from ..window.lowering import Window
 from ..window.signatures import call_by_name, lacking, required
@@ -49,6 +50,7 @@ class FlashAttention:
         self.forward, self.backward = kernel_of(
             self.attend, self.attend_backward, wide_right=self.wide_right, same_widths=True
         )
+        self.tables = partial(library_calls.tables, wide_right=self.wide_right)
 
     @cache  # noqa: B019 - the two instances live as long as the process
     def missing(self) -> str | None:

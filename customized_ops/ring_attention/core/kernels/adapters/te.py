@@ -8,7 +8,7 @@ many shapes is slow at its first step only.
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...merge.merge import accumulation_dtype
 from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
-from ..window import windowed
+from ..window import library_calls, windowed
 from ..window.columns import apart
 from ..window.library_calls import LibraryCall, Packing
 from ..window.signatures import lacking
@@ -212,3 +212,4 @@ def _fused() -> ModuleType:
 
 
 forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)
+tables = partial(library_calls.tables, gaps=False)

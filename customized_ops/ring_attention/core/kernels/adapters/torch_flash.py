@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..operands import BackwardOperands, Grads, OutLse
 from ..protocol import HALF, Capabilities
 from ..scoring import Scoring
+from ..window import library_calls
 from ..window.library_calls import LibraryCall
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
@@ -101,3 +103,4 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 forward, backward = kernel_of(attend, attend_backward, wide_right=False, same_widths=True)
+tables = partial(library_calls.tables, wide_right=False)

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..operands import BackwardOperands, Grads, OutLse
 from . import torch_flash, torch_sdpa
+from .torch_flash import tables
+
+__all__ = ["CAPABILITIES", "NAME", "backward", "forward", "missing", "tables"]
 
 NAME = "torch"
 CAPABILITIES = (torch_flash.CAPABILITIES, torch_sdpa.CAPABILITIES)

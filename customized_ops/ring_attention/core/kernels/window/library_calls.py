@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ...index_table import IndexTable
 from ..operands import BackwardOperands, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
@@ -120,12 +120,25 @@ class LibraryCalls:
     calls: tuple[LibraryCall, ...]
     rows: Spans
     keys: Spans
+    tables: tuple[IndexTable, ...]  # of the calls' packings
 
     @classmethod
     def of(
-        cls, pairs: Pairs, tensors: tuple[Tensor, ...], gaps: bool = True, wide_right: bool = True
+        cls,
+        pairs: Pairs,
+        tensors: tuple[Tensor, ...],
+        *,
+        gaps: bool = True,
+        wide_right: bool = True,
+        least: int = 0,
     ) -> LibraryCalls:
-        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
+        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once.
+
+        Args:
+            gaps, wide_right: see :func:`.lowering.lower`.
+            least: rows and keys from which on a call of one segment is not packed, in a batch of
+                one. (Of more, only entries that are whole could be packed together.)
+        """
         batch, device = tensors[0].shape[0], tensors[0].device
         # Batch entries are packed together where they are end to end in memory.
         flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
@@ -133,14 +146,21 @@ class LibraryCalls:
         def make() -> LibraryCalls:
             windows = lowered(pairs, gaps, wide_right)
             numbered = enumerate(windows)
-            each = (_library_calls(n, one, pairs, batch, flat, device) for n, one in numbered)
+            used: list[IndexTable] = []
+            each = (
+                _library_calls(n, one, pairs, batch, flat, device, least, used)
+                for n, one in numbered
+            )
             calls = tuple(chain.from_iterable(each))
             cut = len(calls) > len(windows)
             rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
             keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
-            return cls(calls, rows, keys)
+            return cls(calls, rows, keys, tuple(used))
 
-        return pairs.made((cls, gaps, wide_right, batch, flat, device), make)
+        found = pairs.made((cls, gaps, wide_right, least, batch, flat, device), make)
+        for table in found.tables:
+            table.on(device)  # for the current stream, which may not be the one that sent it
+        return found
 
 
 def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
@@ -150,30 +170,51 @@ def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[W
     return pairs.made((lowered, gaps, wide_right), make)
 
 
+def tables(
+    pairs: Pairs, *, gaps: bool = True, wide_right: bool = True, least: int = 0
+) -> list[IndexTable]:
+    """:meth:`.protocol.Kernel.tables` of a library with the limits of :meth:`LibraryCalls.of`:
+    those of one batch entry."""
+    calls = lowered(pairs, gaps, wide_right)
+    return [call.cu_seqlens for call in calls if _is_packed(call, least)]
+
+
+def _is_packed(call: WindowCall, least: int) -> bool:
+    (row, last_row), (key, last_key) = call.rows, call.keys
+    return len(call.segments) > 1 or min(last_row - row, last_key - key) < least
+
+
 def _library_calls(
-    number: int, call: WindowCall, pairs: Pairs, batch: int, flat: bool, device: torch.device
+    number: int,
+    call: WindowCall,
+    pairs: Pairs,
+    batch: int,
+    flat: bool,
+    device: torch.device,
+    least: int,
+    used: list[IndexTable],
 ) -> Iterator[LibraryCall]:
     """One for all batch entries if the call is one segment or all entries are end to end, else one
-    for each."""
+    for each. Its table is added to those ``used``."""
     (row, last_row), (key, last_key) = call.rows, call.keys
     rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
     keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
-    packed = len(call.segments) > 1
+    packed = _is_packed(call, least if batch == 1 else 0)
     together = not packed or (flat and rows is None and keys is None)
     entries = batch if together else 1
-    packing = _packing(call, entries, device) if packed else None
+    packing = None
+    if packed:
+        used.append(call.cu_seqlens if entries == 1 else call.cu_seqlens_of(entries))
+        packing = _packing(call, *used[-1].on(device))
     for n in range(0, batch, entries):
         entry = None if entries == batch else n
         yield LibraryCall(call.window, packing, number, entries, entry, rows, keys, call.skips_rows)
 
 
-def _packing(call: WindowCall, batch: int, device: torch.device) -> Packing:
+def _packing(call: WindowCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Packing:
     """A call's segments, once for each batch entry."""
     lengths = call.lengths()
-    ends = np.cumsum(np.tile(lengths, (batch, 1)), axis=0)
-    cu_seqlens = np.concatenate([np.zeros((1, 2), dtype=np.int64), ends]).astype(np.int32).T
-    cu_q, cu_k = (torch.from_numpy(x.copy()).to(device) for x in cu_seqlens)
     most_rows, most_keys = lengths.max(axis=0).tolist()
     square = bool((lengths[:, 0] == lengths[:, 1]).all())
     # To FlashAttention-2 a longest of 1 says that every sequence has a row: some have none.
-    return Packing(cu_q, cu_k, max(2, most_rows), most_keys, square)
+    return Packing(cu_seqlens_q, cu_seqlens_k, max(2, most_rows), most_keys, square)

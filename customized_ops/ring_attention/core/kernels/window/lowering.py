@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Bools, Ints
+from ...index_table import IndexTable
 from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
 from .joining import join
@@ -54,6 +55,17 @@ class WindowCall:
     def skips_rows(self) -> bool:
         """Whether some row of :attr:`rows` is in no segment."""
         return bool((self.segments[1:, 0] > self.segments[:-1, 1]).any())
+
+    @cached_property
+    def cu_seqlens(self) -> IndexTable:
+        """int32[2, m + 1]: where the :meth:`lengths` of rows and of keys start and end."""
+        return self.cu_seqlens_of(1)
+
+    def cu_seqlens_of(self, batch: int) -> IndexTable:
+        """:attr:`cu_seqlens` of so many batch entries end to end."""
+        lengths = np.tile(self.lengths(), (batch, 1)).T
+        ends = np.cumsum(lengths, axis=1)
+        return IndexTable(np.pad(ends, ((0, 0), (1, 0))).astype(np.int32))
 
     def lengths(self) -> Ints:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.

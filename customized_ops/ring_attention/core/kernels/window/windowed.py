@@ -44,10 +44,10 @@ AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: bool
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: int
 ) -> OutLse:
-    """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are ``gaps`` and
-    ``wide_right`` of :func:`.lowering.lower`."""
+    """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are those of
+    :meth:`.library_calls.LibraryCalls.of`."""
     todo = LibraryCalls.of(pairs, (q, k, v), **limits)
     if todo.rows.whole:
         return _attend(attend, todo.calls[0], q, k, v, scoring)
@@ -100,7 +100,7 @@ def backward(
     scoring: Scoring,
     *,
     deterministic: bool = False,
-    **limits: bool,
+    **limits: int,
 ) -> Grads:
     """:meth:`.protocol.Kernel.backward` through ``attend_backward``; see :func:`forward`."""
     todo = LibraryCalls.of(pairs, given[:5], **limits)
@@ -124,7 +124,7 @@ def backward(
 
 
 def kernel_of(
-    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: bool
+    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: int
 ) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
     """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
 

@@ -1,0 +1,92 @@
+"""Tables of integers that kernels read: made on the host, and copied to devices.
+
+What a batch needs travels together (:func:`send`): in one buffer, by one copy from pinned memory,
+for which neither the host nor the device's other streams wait until they read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arrays import Numbers
+
+if TYPE_CHECKING:  # plans are made without torch
+    import torch
+
+ALIGNMENT = 16  # bytes: where a table starts in its buffer
+
+
+@dataclass(frozen=True, eq=False)
+class IndexTable:
+    """Integers of the host, and their copies on devices, each made once."""
+
+    values: Numbers
+    _on: dict[torch.device, tuple[torch.Tensor, Sent | None]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The copy on a device, which the current stream may read."""
+        if device not in self._on:
+            send([self], device)
+        tensor, sent = self._on[device]
+        if sent is not None:
+            sent.wait()
+        return tensor
+
+    def __reduce__(self) -> tuple[type[IndexTable], tuple[Numbers]]:
+        return IndexTable, (self.values,)
+
+
+class Sent:
+    """A copy on its way to a GPU. A stream waits for it before it first reads it; the host never
+    does."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        import torch
+
+        self._buffer, stream = buffer, torch.cuda.current_stream(buffer.device)
+        self._arrived, self._waited = stream.record_event(), {stream.cuda_stream}
+
+    def wait(self) -> None:
+        """Let the current stream wait until the copy is here, the first time that it asks."""
+        import torch
+
+        handle = torch._C._cuda_getCurrentRawStream(self._buffer.device.index)
+        if handle in self._waited:
+            return
+        stream = torch.cuda.current_stream(self._buffer.device)
+        stream.wait_event(self._arrived)
+        self._buffer.record_stream(stream)  # memory is not used anew before the stream has read it
+        self._waited.add(handle)
+
+
+def send(tables: Iterable[IndexTable], device: torch.device) -> None:
+    """Copy the tables that are not on a device yet."""
+    import torch
+
+    missing = [table for table in tables if device not in table._on]
+    if not missing:
+        return
+    arrays = [torch.from_numpy(np.ascontiguousarray(table.values)) for table in missing]
+    if device.type != "cuda":
+        for table, array in zip(missing, arrays, strict=True):
+            table._on[device] = array.to(device), None
+        return
+    ends = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    for array, start in zip(arrays, ends[:-1], strict=True):
+        _as(host, start, array).copy_(array)
+    buffer = host.to(device, non_blocking=True)  # torch keeps ``host`` until it was read
+    sent = Sent(buffer)
+    for table, array, start in zip(missing, arrays, ends[:-1], strict=True):
+        table._on[device] = _as(buffer, start, array), sent
+
+
+def _as(buffer: torch.Tensor, start: int, array: torch.Tensor) -> torch.Tensor:
+    """The bytes of a buffer from ``start`` on that hold ``array``, with its shape and dtype."""
+    return buffer[start : start + array.nbytes].view(array.dtype).view(array.shape)

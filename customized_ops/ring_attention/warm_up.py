@@ -1,0 +1,122 @@
+"""Makes all kernels that packed documents of any lengths can need before the first step.
+
+    warm_up(tokens=32768, heads=(32, 8), head_dim=128, process_group=group)
+
+flash-attn-4 and Triton compile a kernel when a call of its kind is first met, which takes seconds.
+Which kinds there are depends on dtype, heads, head dims and options, not on lengths: but a document
+that is cut elsewhere may be the first to need one, at any step of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from .core.comm.comm_groups import GroupLike, group_comm
+from .core.kernels import KERNELS, BackwardOperands, Scoring
+from .core.mask import AttnMask
+from .core.merge import rows
+from .packed_batches import LAYOUTS
+from .ring_attn_varlen import wrap_ring_attn_varlen_func
+
+DRAWS = 16  # batches of random lengths; in 2,000 of them, no kind of call was met after the twelfth
+MANY = 300  # documents: some libraries have kernels of their own for that many in a call
+DOCUMENTS = (1, 3, MANY)
+LONG = 1024  # tokens: no kernel has a variant for more
+
+
+def compiled_kernels() -> int:
+    """How many kernels this process has compiled for attention so far, as far as libraries say:
+    flash-attn-4's and this package's own. A step after which it is the same compiled none."""
+    return rows.compiled() + sum(kernel.compiled() for kernel in _compiling())
+
+
+def warm_up(
+    tokens: int,
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    process_group: GroupLike = None,
+    layout: str = "balanced",
+    causal: bool = True,
+    **options: Any,
+) -> int:
+    """Attend random documents, forward and backward, as the training will.
+
+    Every rank of the group calls this, at the same point of its program. Buffers between ranks are
+    as large afterwards as batches of so many tokens need.
+
+    Args:
+        tokens: of a batch, on all ranks together.
+        heads: query and key heads. head_dim: of q and k. v_dim: of v; None: as q and k.
+        dtype: of q, k and v.
+        layout: "balanced" or "contiguous", as :func:`.packed_batches` has it.
+        options: further arguments of :func:`.wrap_ring_attn_varlen_func`, as the model passes them.
+    Returns:
+        kernels that were compiled, see :func:`compiled_kernels`.
+    Raises:
+        ValueError: what the op refuses.
+    """
+    comm, before = group_comm(process_group), compiled_kernels()
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    sizes = (heads[0], head_dim), (heads[1], head_dim), (heads[1], v_dim or head_dim)
+
+    def attend(bounds: np.ndarray[Any, Any], ranks: int, group: GroupLike, causal: bool) -> None:
+        mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", (-1, -1)))
+        where = LAYOUTS[layout](mask, ranks)
+        rank = comm.rank if ranks > 1 else 0
+        q, k, v = (
+            torch.zeros(where.sizes[rank], *size, dtype=dtype, device=device, requires_grad=True)
+            for size in sizes
+        )
+        given = {"causal": causal, "process_group": group, "layout": where} | options
+        out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
+        torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
+
+    alone = [(n, each) for n in DOCUMENTS for each in sorted({causal, False})]
+    hidden = None if comm.rank == 0 else True  # None: where there is a terminal
+    with tqdm(desc="warm_up", total=len(alone) + DRAWS, disable=hidden) as progress:
+        # The kinds of calls, without peers: a rank attends documents, parts of them, or whole
+        # blocks of keys that others hold.
+        for count, each_causal in alone:
+            attend(np.linspace(0, 4 * MANY, count + 1, dtype=int), 1, None, each_causal)
+            progress.update()
+        for kernel in _compiling():
+            if kernel.compiled():
+                q, k, v = (
+                    torch.zeros(1, LONG, *size, dtype=dtype, device=device) for size in sizes
+                )
+                out, lse = v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_zeros(1, heads[0], LONG)
+                given = BackwardOperands(out, q, k, v, out, lse.float())
+                kernel.warm_up(given, Scoring(1.0, options.get("softcap", 0.0)))
+        for bounds in _drawn(tokens):
+            attend(bounds, comm.size, process_group, causal)
+            progress.update()
+    return compiled_kernels() - before
+
+
+def _drawn(tokens: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Bounds of documents, the same on every rank, from few long ones to many short ones."""
+    draw = np.random.default_rng(0)
+    for median in np.geomspace(max(tokens / 4, 2), max(tokens / 512, 2), DRAWS):
+        lengths = np.ceil(draw.lognormal(np.log(median), 1.0, 1 + int(4 * tokens / median)))
+        ends = np.cumsum(lengths).astype(int)
+        yield np.concatenate([[0], ends[ends < tokens], [tokens]])
+
+
+def _each(out: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _compiling() -> list[Any]:
+    """The kernels that compile and say so, if their library was used."""
+    return [kernel for kernel in KERNELS.values() if hasattr(kernel, "compiled")]

@@ -1,0 +1,164 @@
+"""What new document lengths cost a training step on GPUs, beside lengths that were seen before.
+
+    torchrun --nproc-per-node 2 examples/benchmark/parts/new_batches.py
+    python examples/benchmark/parts/new_batches.py --ranks 8
+    python examples/benchmark/parts/new_batches.py --device cpu --tokens 256 --heads 4 2 --dim 16
+
+A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
+of a long-context corpus, is run three times: "new", where each step makes layout and plan itself;
+"ahead", a list like it whose plans a thread makes while the GPU works (``packed_batches``); and
+"known", the first list again. Steps are not waited for, as in a training; times are milliseconds a
+step, the median and the span of the rounds. "compiled" counts kernels that were compiled after
+``warm_up``, "syncs" the times that the host waited for the GPU in a step. Outside of torchrun, with
+``--ranks``, this is one rank that computes as if it had peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+
+from benchmark.documents import document_bounds
+
+from customized_ops.ring_attention import (
+    PackDocuments,
+    PackedBatch,
+    compiled_kernels,
+    packed_batches,
+    warm_up,
+    wrap_ring_attn_varlen_func,
+)
+from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
+
+OPS = 4
+
+
+class Steps:
+    """Runs steps of one rank and counts what they should not do."""
+
+    def __init__(self, comm: object, given: argparse.Namespace, rank: int) -> None:
+        self.comm, self.given, self.rank, self.syncs = comm, given, rank, 0
+        self.cuda = given.device.type == "cuda"
+
+    def step(self, batch: PackedBatch) -> None:
+        """The ops of one batch, each with tensors of its own."""
+        length, kind = len(batch.tokens), {"dtype": self.given.dtype, "device": self.given.device}
+        q_heads, kv_heads = self.given.heads
+        sizes = [(h, self.given.dim) for h in (q_heads, kv_heads, kv_heads)]
+        x: Tensor | None = None
+        for _ in range(OPS):
+            q, k, v = (torch.randn(length, *size, **kind, requires_grad=True) for size in sizes)
+            q = q if x is None else x
+            x = wrap_ring_attn_varlen_func(
+                q,
+                k,
+                v,
+                batch.cu_seqlens,
+                batch.cu_seqlens,
+                causal=True,
+                process_group=self.comm,
+                kernel=self.given.kernel,
+                layout=batch.layout,
+            )
+        assert x is not None
+        x.backward(x.detach())
+
+    def run(self, batches: Iterable[PackedBatch]) -> float:
+        """Milliseconds a step."""
+        count = 0
+        if self.cuda:
+            torch.cuda.synchronize()
+        start = perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in batches:
+                if self.cuda:
+                    torch.cuda.set_sync_debug_mode("warn")
+                self.step(batch)
+                if self.cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+                count += 1
+        if self.cuda:
+            torch.cuda.synchronize()
+        waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+        self.syncs += len(waits)
+        for place in {f"{warning.filename}:{warning.lineno}" for warning in waits}:
+            print(f"the host waits in {place}", file=sys.stderr)
+        return 1e3 * (perf_counter() - start) / count
+
+
+def documents(tokens: int, seeds: Iterable[int]) -> list[list[np.ndarray]]:
+    """Batches of documents, as lists of tokens."""
+    bounds = [np.array(document_bounds(tokens, seed)) for seed in seeds]
+    return [[np.zeros(n, dtype=np.int64) for n in np.diff(each)] for each in bounds]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--batches", type=int, default=40, help="of a list")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    given = parser.parse_args()
+    rank, ranks = int(os.environ.get("RANK", given.ranks // 2)), given.ranks
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if given.device.type == "cuda" else "gloo")
+        ranks, comm = dist.get_world_size(), dist.group.WORLD
+    else:
+        comm = FakeComm(rank, ranks)
+    if given.device.type == "cuda":
+        given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(given.device)
+    given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
+    columns = ["tokens", "layout", "warm-up s", "known", "new", "ahead", "compiled", "syncs"]
+    say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
+    say("".join(f"{column:>16}" for column in [*columns, "MiB"]))
+    seeds = iter(range(10**9))
+    for tokens in given.tokens:
+        for layout in ("balanced", "contiguous"):
+            start = perf_counter()
+            kind = {"dtype": given.dtype, "device": given.device, "kernel": given.kernel}
+            heads = given.heads[0], given.heads[1]
+            of = {"heads": heads, "head_dim": given.dim, "process_group": comm, "layout": layout}
+            warm_up(tokens, **of, **kind)
+            seconds, compiled = perf_counter() - start, compiled_kernels()
+            steps, times = Steps(comm, given, rank), []
+            plans = {"ranks": ranks, "rank": rank, "heads": heads, "layout": layout}
+            pack = PackDocuments(**plans)
+            steps.run(map(pack, documents(tokens, [next(seeds) for _ in range(3)])))
+            for _ in range(given.rounds):
+                lists = [
+                    documents(tokens, [next(seeds) for _ in range(given.batches)]) for _ in range(2)
+                ]
+                made: list[PackedBatch] = []
+                new = steps.run(made.append(pack(each)) or made[-1] for each in lists[0])
+                known = steps.run(made)
+                times.append((known, new, steps.run(packed_batches(lists[1], **plans))))
+            shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
+            counted = [compiled_kernels() - compiled, steps.syncs]
+            most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
+            row = [tokens, layout, f"{seconds:.1f}", *shown, *counted, most]
+            say("".join(f"{cell!s:>20}" for cell in row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
