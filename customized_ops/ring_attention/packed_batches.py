@@ -112,7 +112,7 @@ class PackDocuments:
         mask = AttnMask.varlen(bounds, causal=self.causal, window=self.window_size)
         layout = LAYOUTS[self.layout](mask, self.ranks)
         plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
-        plan.rank(self.rank)  # made here, not in the step
+        plan.rank(self.rank).prepare()  # made here, not in the step
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX

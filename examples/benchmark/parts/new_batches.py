@@ -6,7 +6,7 @@
 
 A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run three times: "new", where each step makes layout and plan itself;
-"ahead", a list like it whose plans a thread makes while the GPU works (``packed_batches``); and
+"ahead", a list like it whose plans the workers of a DataLoader make while the GPU works; and
 "known", the first list again. Steps are not waited for, as in a training; times are milliseconds a
 step, the median and the span of the rounds. "compiled" counts kernels that were compiled after
 ``warm_up``, "syncs" the times that the host waited for the GPU in a step. Outside of torchrun, with
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -38,7 +39,6 @@ from customized_ops.ring_attention import (
     PackDocuments,
     PackedBatch,
     compiled_kernels,
-    packed_batches,
     warm_up,
     wrap_ring_attn_varlen_func,
 )
@@ -152,7 +152,8 @@ def main() -> None:
                 made: list[PackedBatch] = []
                 new = steps.run(made.append(pack(each)) or made[-1] for each in lists[0])
                 known = steps.run(made)
-                times.append((known, new, steps.run(packed_batches(lists[1], **plans))))
+                ahead = DataLoader(lists[1], batch_size=None, collate_fn=pack, num_workers=2)
+                times.append((known, new, steps.run(ahead)))
             shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
             counted = [compiled_kernels() - compiled, steps.syncs]
             most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0

@@ -34,7 +34,7 @@ from .layout_arguments import (
     whole,
 )
 from .layout_spec import read, write
-from .layout_value import LayoutValue
+from .layout_value import IN_USE, LayoutValue
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -218,15 +218,19 @@ class Layout(LayoutValue):
         return Layout(np.concatenate(parts), len(ranges))
 
     @staticmethod
-    @lru_cache(maxsize=64)  # a layout may take megabytes
     def parse(spec: str) -> Layout:
         """The layout whose :attr:`spec` this is; the same object each time.
 
         Raises:
             LayoutError: ``spec`` is not one.
         """
-        maker, arguments = read(spec)
-        return getattr(Layout, maker)(*arguments)
+        return IN_USE.get(spec) or _read(spec)
+
+
+@lru_cache(maxsize=64)  # a layout may take megabytes
+def _read(spec: str) -> Layout:
+    maker, arguments = read(spec)
+    return getattr(Layout, maker)(*arguments)
 
 
 def _level_of_caller() -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # A shard of up to so many ranges is cut and joined; of more, gathered token by token.
 FEW_RANGES = 32
+# Layouts that are in use, by their text: ops carry layouts as text, and need not read it again.
+IN_USE: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +52,12 @@ class LayoutValue:
         tables.check_tiling(self.pieces)
         for name in ("spec", "total"):  # kept now: torch.compile cannot trace how they are made
             getattr(self, name)
+        IN_USE.setdefault(self.spec, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a layout that comes from another process."""
+        self.__dict__.update(state)
+        IN_USE.setdefault(self.spec, self)
 
     @cached_property
     def _hash(self) -> int:

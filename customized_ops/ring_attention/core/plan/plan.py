@@ -29,6 +29,8 @@ _PLANS: dict[PlanRequest, Plan] = {}
 _LOCK = Lock()
 # What a plan has beside what was asked for.
 MADE = "work", "team_size", "steps", "head_groups", "_ranks"
+# What a step looks up, of that which a plan works out when it is first asked.
+LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +48,11 @@ class Plan(PlanValue):
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {name: getattr(self, name) for name in MADE}
+        worked_out = {name: getattr(self, name) for name in LOOKED_UP}
         if self.request is None:
-            return partial(Plan, self.mask, self.q_layout, self.k_layout, **made), ()
-        return _known, (self.request, made)
+            plan = partial(Plan, self.mask, self.q_layout, self.k_layout, **made)
+            return plan, (), worked_out
+        return _known, (self.request, made), worked_out
 
     def report(
         self,

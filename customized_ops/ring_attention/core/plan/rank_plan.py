@@ -73,6 +73,15 @@ class RankPlan:
     shared_rows: bool
     head_groups: int = 1
 
+    def prepare(self) -> None:
+        """Work out now what a step looks up, not in the step."""
+        stages = [(stage, ("own_in_hull", "remote_in_hull")) for stage in self.stages]
+        exchanges = [(each, ("sent", "received")) for _, each in self.key_exchanges]
+        own = (self, ("local", "late_rows", "row_parts", "remote_parts", "key_parts"))
+        for each, names in (own, (self.q, ("sent", "received")), *stages, *exchanges):
+            for name in names:
+                getattr(each, name)
+
     @property
     def area(self) -> int:
         """Pairs this rank computes, each for its share of the heads."""
