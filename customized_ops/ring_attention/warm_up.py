@@ -98,6 +98,8 @@ def warm_up(
                 out, lse = v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_zeros(1, heads[0], LONG)
                 given = BackwardOperands(out, q, k, v, out, lse.float())
                 kernel.warm_up(given, Scoring(1.0, options.get("softcap", 0.0)))
+        like = torch.empty(0, dtype=dtype, device=device)
+        rows.warm_up(*heads, (head_dim, v_dim or head_dim), like)
         for bounds in _drawn(tokens):
             attend(bounds, comm.size, process_group, causal)
             progress.update()

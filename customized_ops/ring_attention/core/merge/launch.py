@@ -8,6 +8,8 @@ Nothing waits for the device, and a CUDA graph may capture all but the first cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +21,54 @@ VECTOR_ELEMENTS = kernels.VECTOR.value
 TILE_ELEMENTS = 4096  # of one tensor in one program: 4 loads of 16 bytes a thread in 2-byte dtypes
 LSE_ROWS = 8  # neighbouring rows of a program: 32 bytes, the least that memory hands out, of lse
 MOST_MOVED = 3  # tensors in one launch
-_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
-class _Variant(NamedTuple):
-    """A compiled kernel and its tile."""
+class _Tile(NamedTuple):
+    """The tile of a program, and the constants that a variant is compiled for."""
 
-    compiled: Any  # None before the first call, and where kernels are interpreted
-    tile_rows: int
-    head_tiles: int
+    rows: int
+    head_tiles: int  # that hold the heads of a row
     constants: tuple[Any, ...]
 
 
-_variants: dict[tuple[Any, ...], _Variant] = {}
+_variants: dict[tuple[Any, ...], Any] = {}
 
 
 def compiled() -> int:
     """How many variants were compiled so far."""
-    return sum(variant.compiled is not None for variant in _variants.values())
+    return len(_variants)
+
+
+def warm_up(q_heads: int, kv_heads: int, dims: tuple[int, int], like: Tensor) -> None:
+    """Compile what passes over tokens in any order can need.
+
+    Args:
+        dims: head dims of q and k, and of v.
+        like: of the dtype and on the device of q, k and v.
+    """
+    if any(dim % VECTOR_ELEMENTS for dim in dims):
+        return  # torch moves such rows
+    wide, row = torch.float32, torch.zeros(1, dtype=torch.int64, device=like.device)
+
+    def rows(heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        return like.new_zeros((1, 1, heads, dim), dtype=dtype)
+
+    same, ends = dims[0] == dims[1], ((row, None), (None, row), (row, row))
+    many = [(q_heads, dims[0], 1), (kv_heads, dims[0], 1 + same)]
+    many += [] if same else [(q_heads, dims[1], 1), (kv_heads, dims[1], 1)]
+    asked = [(q_heads, dims[0], MOST_MOVED)] if same else [(q_heads, dims[1], 2)]
+    for heads, dim, count in many + asked:
+        for source, target in product((like.dtype, wide), repeat=2):
+            parts = [rows(heads, dim, source) for _ in range(count)]
+            totals = [rows(heads, dim, target) for _ in range(count)]
+            for from_rows, to_rows in ends:
+                move(parts, totals, from_rows, to_rows, add=False)
+            move(parts, totals, None, row, add=True)
+    for out, part, places in product((like.dtype, wide), (like.dtype, wide), (None, row)):
+        lse = like.new_zeros((1, q_heads, 1), dtype=wide)
+        outs = [rows(q_heads, dims[1], dtype) for dtype in (out, part)]
+        merge(outs[0], lse, outs[1], lse.clone(), places)
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -47,7 +79,7 @@ def fits(*tensors: Tensor) -> bool:
         # Of numbers that are all multiples of a power of two, the bitwise or is one too.
         if (b | l | h | t.shape[3]) % VECTOR_ELEMENTS or t.data_ptr() % 16 or dense != 1:
             return False
-        if t.dtype not in _DTYPES:
+        if t.dtype not in DTYPES:
             return False
     return True
 
@@ -104,26 +136,27 @@ def _launch(
             _launch(kernel, shape, tensors, strides, constants)
         return
     dtypes = [None if t is None else t.dtype for t in tensors]
-    key = (id(kernel), device, heads, dim, *constants, *dtypes)
-    known = _variants.get(key)
-    _, tile_rows, head_tiles, constants = variant = known or _tiled(heads, dim, constants)
+    tile_rows, head_tiles, constants = _tiled(heads, dim, constants)
     grid = (-(-length // tile_rows) * head_tiles, b, 1)
-    if variant.compiled is None:
-        compiled = kernel[grid](*tensors, length, heads, *strides, *constants)
-        _variants[key] = variant._replace(compiled=compiled)
+    key = (id(kernel), device, *constants, *dtypes)
+    variant = _variants.get(key)
+    if variant is None:
+        variant = kernel[grid](*tensors, length, heads, *strides, *constants)
+        if variant is not None:  # where kernels are interpreted
+            _variants[key] = variant
     else:
         addresses = [None if t is None else t.data_ptr() for t in tensors]
-        variant.compiled[grid](*addresses, length, heads, *strides, *constants)
+        variant[grid](*addresses, length, heads, *strides, *constants)
 
 
-def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Variant:
-    """A variant that is yet to be compiled."""
+@cache
+def _tiled(heads: int, dim: int, constants: tuple[Any, ...]) -> _Tile:
     block = _power_of_two(dim)
     tile_pairs = max(TILE_ELEMENTS // block, 1)
     tile_heads = min(_power_of_two(heads), max(tile_pairs // LSE_ROWS, 1))
     tile_rows = tile_pairs // tile_heads
     constants = (*constants, dim, block, tile_rows, tile_heads)
-    return _Variant(None, tile_rows, -(-heads // tile_heads), constants)
+    return _Tile(tile_rows, -(-heads // tile_heads), constants)
 
 
 def _power_of_two(n: int) -> int:

@@ -77,6 +77,13 @@ def compiled() -> int:
     return 0 if launch is None else int(launch.compiled())
 
 
+def warm_up(q_heads: int, kv_heads: int, dims: tuple[int, int], like: Tensor) -> None:
+    """Compile, on a GPU, what passes over tokens in any order can need; see :mod:`.launch`."""
+    launch = _launch()
+    if launch is not None and like.is_cuda and like.dtype in launch.DTYPES:
+        launch.warm_up(q_heads, kv_heads, dims, like)
+
+
 @cache
 def _launch() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:

@@ -10,6 +10,7 @@ once, and only where a slice needs them; so does a row.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -27,6 +28,7 @@ from .search import PlanRequest, best_plan
 MOST_PLANS = 64
 _PLANS: dict[PlanRequest, Plan] = {}
 _LOCK = Lock()
+_OF_PARENT: dict[PlanRequest, Plan] = {}  # see _after_fork
 # What a plan has beside what was asked for.
 MADE = "work", "team_size", "steps", "head_groups", "_ranks"
 # What a step looks up, of that which a plan works out when it is first asked.
@@ -162,6 +164,16 @@ def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
         plan = Plan(request.mask, request.q_layout, request.k_layout, **made, request=request)
         _keep(request, plan)
     return plan
+
+
+def _after_fork() -> None:
+    """In a worker of a DataLoader: keep the parent's plans for good, as they may have tables on
+    GPUs, which a forked process may not free."""
+    global _PLANS, _OF_PARENT, _LOCK
+    _PLANS, _OF_PARENT, _LOCK = {}, _PLANS, Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _keep(request: PlanRequest, plan: Plan) -> None:
