@@ -23,10 +23,9 @@ from .core.merge import rows
 from .packed_batches import LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 
-DRAWS = 16  # batches of random lengths; in 2,000 of them, no kind of call was met after the twelfth
-MANY = 300  # documents: some libraries have kernels of their own for that many in a call
-DOCUMENTS = (1, 3, MANY)
-LONG = 1024  # tokens: no kernel has a variant for more
+DRAWS = 16  # batches of random lengths
+LONG = 2048  # tokens: no kernel has a variant for more
+FREE = (-1, -1)  # the window that is none
 
 
 def compiled_kernels() -> int:
@@ -68,41 +67,34 @@ def warm_up(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    sizes = (heads[0], head_dim), (heads[1], head_dim), (heads[1], v_dim or head_dim)
-
-    def attend(bounds: np.ndarray[Any, Any], ranks: int, group: GroupLike, causal: bool) -> None:
-        mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", (-1, -1)))
-        where = LAYOUTS[layout](mask, ranks)
-        rank = comm.rank if ranks > 1 else 0
-        q, k, v = (
-            torch.zeros(where.sizes[rank], *size, dtype=dtype, device=device, requires_grad=True)
-            for size in sizes
-        )
-        given = {"causal": causal, "process_group": group, "layout": where} | options
-        out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
-        torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
-
-    alone = [(n, each) for n in DOCUMENTS for each in sorted({causal, False})]
+    dims = head_dim, v_dim or head_dim
+    sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
+    kind = {"dtype": dtype, "device": device}
     hidden = None if comm.rank == 0 else True  # None: where there is a terminal
-    with tqdm(desc="warm_up", total=len(alone) + DRAWS, disable=hidden) as progress:
-        # The kinds of calls, without peers: a rank attends documents, parts of them, or whole
-        # blocks of keys that others hold.
-        for count, each_causal in alone:
-            attend(np.linspace(0, 4 * MANY, count + 1, dtype=int), 1, None, each_causal)
+    with tqdm(desc="warm_up", unit=" kernels", disable=hidden) as progress:
+        for _ in rows.warm_up(heads[0], set(dims), torch.empty(0, **kind)):
             progress.update()
+        for bounds in _drawn(tokens):
+            mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
+            where = LAYOUTS[layout](mask, comm.size)
+            length = where.sizes[comm.rank]
+            q, k, v = (torch.zeros(length, *size, **kind, requires_grad=True) for size in sizes)
+            given = {"causal": causal, "process_group": process_group, "layout": where} | options
+            out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
+            torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
+        # Those that were called compile what documents of other lengths would need.
         for kernel in _compiling():
             if kernel.compiled():
-                q, k, v = (
-                    torch.zeros(1, LONG, *size, dtype=dtype, device=device) for size in sizes
-                )
-                out, lse = v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_zeros(1, heads[0], LONG)
-                given = BackwardOperands(out, q, k, v, out, lse.float())
-                kernel.warm_up(given, Scoring(1.0, options.get("softcap", 0.0)))
-        like = torch.empty(0, dtype=dtype, device=device)
-        rows.warm_up(*heads, (head_dim, v_dim or head_dim), like)
-        for bounds in _drawn(tokens):
-            attend(bounds, comm.size, process_group, causal)
-            progress.update()
+                q, k, v = (torch.zeros(1, LONG, *size, **kind) for size in sizes)
+                out, lse = v.new_zeros(*q.shape[:3], dims[1]), q.new_zeros(1, heads[0], LONG)
+                dlse = lse.float() if options.get("return_lse") else None
+                for _ in kernel.warm_up(
+                    BackwardOperands(out, q, k, v, out, lse.float(), dlse),
+                    Scoring(1.0, options.get("softcap", 0.0)),
+                    window=tuple(options.get("window_size", FREE)) != FREE,
+                    deterministic=options.get("deterministic", False),
+                ):
+                    progress.update()
     return compiled_kernels() - before
 
 

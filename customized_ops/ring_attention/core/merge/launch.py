@@ -7,7 +7,7 @@ Nothing waits for the device, and a CUDA graph may capture all but the first cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -40,35 +40,37 @@ def compiled() -> int:
     return len(_variants)
 
 
-def warm_up(q_heads: int, kv_heads: int, dims: tuple[int, int], like: Tensor) -> None:
-    """Compile what passes over tokens in any order can need.
+def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
+    """Compile, one after the other, what passes over up to so many heads can need.
 
     Args:
-        dims: head dims of q and k, and of v.
+        dims: head dims of q, k and v.
         like: of the dtype and on the device of q, k and v.
     """
-    if any(dim % VECTOR_ELEMENTS for dim in dims):
-        return  # torch moves such rows
-    wide, row = torch.float32, torch.zeros(1, dtype=torch.int64, device=like.device)
+    powers = range(_power_of_two(heads).bit_length())
+    tiles = {_tiled(1 << n, dim, ()).constants: (1 << n, dim) for n in powers for dim in dims}
+    dtypes = like.dtype, torch.float32
+    indices = torch.zeros(1, dtype=torch.int64, device=like.device)
 
-    def rows(heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        return like.new_zeros((1, 1, heads, dim), dtype=dtype)
+    def rows(count: int, heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+        return [like.new_zeros((1, 1, heads, dim), dtype=dtype) for _ in range(count)]
 
-    same, ends = dims[0] == dims[1], ((row, None), (None, row), (row, row))
-    many = [(q_heads, dims[0], 1), (kv_heads, dims[0], 1 + same)]
-    many += [] if same else [(q_heads, dims[1], 1), (kv_heads, dims[1], 1)]
-    asked = [(q_heads, dims[0], MOST_MOVED)] if same else [(q_heads, dims[1], 2)]
-    for heads, dim, count in many + asked:
-        for source, target in product((like.dtype, wide), repeat=2):
-            parts = [rows(heads, dim, source) for _ in range(count)]
-            totals = [rows(heads, dim, target) for _ in range(count)]
+    ends = (indices, None), (None, indices), (indices, indices)
+    for some, dim in tiles.values():
+        for source, target, count in product(dtypes, dtypes, range(1, MOST_MOVED + 1)):
+            both = rows(count, some, dim, source), rows(count, some, dim, target)
+            if count == MOST_MOVED and (source, target) != (like.dtype, like.dtype):
+                continue  # only dout, q and out travel together
             for from_rows, to_rows in ends:
-                move(parts, totals, from_rows, to_rows, add=False)
-            move(parts, totals, None, row, add=True)
-    for out, part, places in product((like.dtype, wide), (like.dtype, wide), (None, row)):
-        lse = like.new_zeros((1, q_heads, 1), dtype=wide)
-        outs = [rows(q_heads, dims[1], dtype) for dtype in (out, part)]
-        merge(outs[0], lse, outs[1], lse.clone(), places)
+                move(*both, from_rows, to_rows, add=False)
+                yield
+            move(*both, None, indices, add=True)
+            yield
+        for out, part, places in product(dtypes, dtypes, (None, indices)):
+            lses = [like.new_zeros((1, some, 1), dtype=torch.float32) for _ in range(2)]
+            outs = rows(1, some, dim, out), rows(1, some, dim, part)
+            merge(*outs[0], lses[0], *outs[1], lses[1], places)
+            yield
 
 
 def fits(*tensors: Tensor) -> bool:

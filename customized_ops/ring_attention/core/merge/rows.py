@@ -77,11 +77,12 @@ def compiled() -> int:
     return 0 if launch is None else int(launch.compiled())
 
 
-def warm_up(q_heads: int, kv_heads: int, dims: tuple[int, int], like: Tensor) -> None:
-    """Compile, on a GPU, what passes over tokens in any order can need; see :mod:`.launch`."""
+def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
+    """Compile, on a GPU, what passes over rows of up to so many heads can need: ``dims`` are those
+    of q, k and v, and ``like`` has their dtype and device."""
     launch = _launch()
-    if launch is not None and like.is_cuda and like.dtype in launch.DTYPES:
-        launch.warm_up(q_heads, kv_heads, dims, like)
+    if launch is not None and on_gpu(*(like.new_empty((1, 1, 1, dim)) for dim in dims)):
+        yield from launch.warm_up(heads, dims, like)
 
 
 @cache

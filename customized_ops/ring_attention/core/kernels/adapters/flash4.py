@@ -12,13 +12,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...mask.slices import UNBOUNDED, normalise
 from ..block_lists import blocks_touched
 from ..operands import BackwardOperands, Grads, OutLse, Pairs
 from ..protocol import HALF, Capabilities, Request
@@ -95,6 +99,8 @@ COPY_BYTES = 3e12  # per second, read or written
 # lengths that change would meet them one by one. So calls never say that they are so short: fewer
 # rows or keys than this are packed, as packed sequences may be shorter than the longest named.
 LEAST = 512
+COMPILE_SECONDS = 3.0  # of such a kernel: block lists cannot be packed, and rarely pay where they are short
+MANY = 256  # segments of a call; it has other kernels for more
 tables = partial(library_calls.tables, least=LEAST)
 
 
@@ -164,11 +170,24 @@ def compiled() -> int:
     return flash4_blocks.compiled() if "flash_attn.cute.interface" in sys.modules else 0
 
 
-def warm_up(given: BackwardOperands, scoring: Scoring) -> None:
-    """Compile what attention of documents can need beside the calls that all of them make;
-    ``given`` has LEAST rows and keys or more."""
+def warm_up(
+    given: BackwardOperands, scoring: Scoring, *, window: bool, deterministic: bool
+) -> Iterator[None]:
+    """Compile, one after the other, all that documents of any lengths can need; ``window``: whether
+    they attend a window. ``given`` has LEAST rows and as many keys, or more."""
+    length, options = given.q.shape[1], {"deterministic": deterministic, "least": LEAST}
+    bounds = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-UNBOUNDED, 1)]
+    bounds += [(-1, UNBOUNDED), (-1, 0), (-1, 1)] if window else []
+    for (low, high), count in product(bounds, (1, 2, MANY + 1)):
+        ends = np.linspace(0, length, count + 1, dtype=np.int64)
+        slices = [(a, b, a, b, low, high) for a, b in pairwise(ends)]
+        pairs = Pairs(normalise(np.array(slices)), length, length)
+        windowed.forward(attend, *given[1:4], pairs, scoring, least=LEAST)
+        yield
+        windowed.backward(attend_backward, given, pairs, scoring, **options)
+        yield
     if torch.cuda.get_device_capability(given.q.device)[0] == 9:
-        flash4_blocks.warm_up(given, scoring)
+        yield from flash4_blocks.warm_up(given, scoring)
 
 
 def attend(
@@ -246,7 +265,9 @@ def _blocks_if_faster(
             + _merged_bytes(call, q, k, v, backward=backward) / COPY_BYTES
             for call in calls
         )
-        if windows < max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
+        short = q.shape[0] == 1 and min(pairs.q_len, pairs.k_len) < LEAST
+        compiling = COMPILE_SECONDS if short else 0.0
+        if windows < compiling + max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
             return None
         return flash4_blocks.lists(pairs, q.shape[-1])
 

@@ -8,7 +8,7 @@ function reads the row's intervals of keys from a table.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -99,7 +99,7 @@ def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
     return dq, dk, dv
 
 
-def warm_up(given: BackwardOperands, scoring: Scoring) -> None:
+def warm_up(given: BackwardOperands, scoring: Scoring) -> Iterator[None]:
     """Compile what documents can need: rows that attend one range of keys, or two."""
     rows, keys = given.q.shape[1], given.k.shape[1]
     for ranges in ([(0, keys)], [(0, BLOCK_Q), (keys - BLOCK_Q, keys)]):
@@ -107,7 +107,9 @@ def warm_up(given: BackwardOperands, scoring: Scoring) -> None:
         made = lists(Pairs(normalise(np.array(slices)), rows, keys), given.q.shape[-1])
         assert made is not None
         forward(given.q, given.k, given.v, made, scoring)
+        yield
         backward(given, made, scoring)
+        yield
 
 
 def _options(

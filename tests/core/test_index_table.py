@@ -1,0 +1,62 @@
+"""Tables of integers on devices: made once, together, without waiting."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from customized_ops.ring_attention.core.index_table import IndexTable, send
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tables() -> list[IndexTable]:
+    """Of several shapes and dtypes, one of them empty, one a view that is not dense."""
+    arrays = [
+        np.arange(7, dtype=np.int32),
+        np.zeros(0, dtype=np.int64),
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.arange(20, dtype=np.int32).reshape(4, 5)[:, 1::2],
+    ]
+    return [IndexTable(array) for array in arrays]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_is_on_the_device_as_it_is_on_the_host(device: str) -> None:
+    on, some = torch.zeros(0, device=device).device, tables()
+    send(some, on)
+    for table in some:
+        there = table.on(on)
+        assert there.device == on and np.array_equal(there.cpu().numpy(), table.values)
+        assert there.cpu().numpy().dtype == table.values.dtype
+        assert table.on(on) is there
+
+
+@pytest.mark.gpu
+def test_they_share_a_buffer_and_the_host_waits_for_nothing() -> None:
+    device, some = torch.device("cuda", 0), tables()
+    other = torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        send(some, device)
+        send(some, device)
+        alone = IndexTable(np.arange(9)).on(device)
+        with torch.cuda.stream(other):
+            sums = [table.on(device).sum() for table in some]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len({table.on(device).untyped_storage().data_ptr() for table in some}) == 1
+    torch.cuda.synchronize()
+    assert [int(n) for n in sums] == [int(table.values.sum()) for table in some]
+    assert alone.tolist() == list(range(9))
+
+
+def test_a_pickled_table_leaves_its_copies_behind() -> None:
+    table = tables()[2]
+    table.on(torch.device("cpu"))
+    again = pickle.loads(pickle.dumps(table))
+    assert np.array_equal(again.values, table.values) and not again._on
