@@ -85,8 +85,8 @@ def test_documents_of_any_lengths_need_no_other_kernel(
         tokens, ranks = int(draw.integers(600, 9000)), int(draw.integers(1, 9))
         bounds = documents(draw, tokens)
         mask = AttnMask.varlen(bounds, causal=True, window=window)
-        layout = (Layout.balanced, lambda _, ranks: Layout.contiguous(tokens, ranks))[n % 2]
-        plan = make_plan(mask, layout(mask, ranks), heads=HEADS)
+        layout = Layout.contiguous(tokens, ranks) if n % 2 else Layout.balanced(mask, ranks)
+        plan = make_plan(mask, layout, heads=HEADS)
         mine = plan.rank(ranks // 2)
         for stage in mine.stages:
             keys = plan.k_layout.sizes[mine.rank] if stage.kv is None else stage.kv.tokens

@@ -99,7 +99,7 @@ COPY_BYTES = 3e12  # per second, read or written
 # lengths that change would meet them one by one. So calls never say that they are so short: fewer
 # rows or keys than this are packed, as packed sequences may be shorter than the longest named.
 LEAST = 512
-COMPILE_SECONDS = 3.0  # of such a kernel: block lists cannot be packed, and rarely pay where they are short
+COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
 MANY = 256  # segments of a call; it has other kernels for more
 tables = partial(library_calls.tables, least=LEAST)
 
