@@ -69,23 +69,23 @@ def warm_up(
         device = torch.device("cuda", torch.cuda.current_device())
     dims = head_dim, v_dim or head_dim
     sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
-    kind = {"dtype": dtype, "device": device}
+    like = torch.empty(0, dtype=dtype, device=device)
     hidden = None if comm.rank == 0 else True  # None: where there is a terminal
     with tqdm(desc="warm_up", unit=" kernels", disable=hidden) as progress:
-        for _ in rows.warm_up(heads[0], set(dims), torch.empty(0, **kind)):
+        for _ in rows.warm_up(heads[0], set(dims), like):
             progress.update()
         for bounds in _drawn(tokens):
             mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
             where = LAYOUTS[layout](mask, comm.size)
             length = where.sizes[comm.rank]
-            q, k, v = (torch.zeros(length, *size, **kind, requires_grad=True) for size in sizes)
+            q, k, v = (like.new_zeros(length, *size).requires_grad_() for size in sizes)
             given = {"causal": causal, "process_group": process_group, "layout": where} | options
             out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
             torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
         # Those that were called compile what documents of other lengths would need.
         for kernel in _compiling():
             if kernel.compiled():
-                q, k, v = (torch.zeros(1, LONG, *size, **kind) for size in sizes)
+                q, k, v = (like.new_zeros(1, LONG, *size) for size in sizes)
                 out, lse = v.new_zeros(*q.shape[:3], dims[1]), q.new_zeros(1, heads[0], LONG)
                 dlse = lse.float() if options.get("return_lse") else None
                 for _ in kernel.warm_up(

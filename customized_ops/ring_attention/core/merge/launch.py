@@ -68,8 +68,8 @@ def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
             yield
         for out, part, places in product(dtypes, dtypes, (None, indices)):
             lses = [like.new_zeros((1, some, 1), dtype=torch.float32) for _ in range(2)]
-            outs = rows(1, some, dim, out), rows(1, some, dim, part)
-            merge(*outs[0], lses[0], *outs[1], lses[1], places)
+            (total,), (arrived,) = rows(1, some, dim, out), rows(1, some, dim, part)
+            merge(total, lses[0], arrived, lses[1], places)
             yield
 
 

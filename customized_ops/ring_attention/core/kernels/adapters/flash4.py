@@ -160,8 +160,9 @@ def backward(
     if blocks is not None:
         grads = flash4_blocks.backward(given, blocks, scoring)
     else:
-        options = {"deterministic": deterministic, "least": LEAST}
-        grads = windowed.backward(attend_backward, given, pairs, scoring, **options)
+        grads = windowed.backward(
+            attend_backward, given, pairs, scoring, deterministic=deterministic, least=LEAST
+        )
     return cut_to(grads, inputs)
 
 
@@ -175,7 +176,7 @@ def warm_up(
 ) -> Iterator[None]:
     """Compile, one after the other, all that documents of any lengths can need; ``window``: whether
     they attend a window. ``given`` has LEAST rows and as many keys, or more."""
-    length, options = given.q.shape[1], {"deterministic": deterministic, "least": LEAST}
+    length = given.q.shape[1]
     bounds = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-UNBOUNDED, 1)]
     bounds += [(-1, UNBOUNDED), (-1, 0), (-1, 1)] if window else []
     for (low, high), count in product(bounds, (1, 2, MANY + 1)):
@@ -184,7 +185,9 @@ def warm_up(
         pairs = Pairs(normalise(np.array(slices)), length, length)
         windowed.forward(attend, *given[1:4], pairs, scoring, least=LEAST)
         yield
-        windowed.backward(attend_backward, given, pairs, scoring, **options)
+        windowed.backward(
+            attend_backward, given, pairs, scoring, deterministic=deterministic, least=LEAST
+        )
         yield
     if torch.cuda.get_device_capability(given.q.device)[0] == 9:
         yield from flash4_blocks.warm_up(given, scoring)

@@ -8,6 +8,7 @@ gradients added: in their own dtype where no token has more than two parts, else
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: int
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: Any
 ) -> OutLse:
     """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are those of
     :meth:`.library_calls.LibraryCalls.of`."""
@@ -100,7 +101,7 @@ def backward(
     scoring: Scoring,
     *,
     deterministic: bool = False,
-    **limits: int,
+    **limits: Any,
 ) -> Grads:
     """:meth:`.protocol.Kernel.backward` through ``attend_backward``; see :func:`forward`."""
     todo = LibraryCalls.of(pairs, given[:5], **limits)
@@ -124,7 +125,7 @@ def backward(
 
 
 def kernel_of(
-    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: int
+    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: Any
 ) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
     """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
 
@@ -154,7 +155,9 @@ def kernel_of(
         inputs = given
         if same_widths:
             given = operands_of_same_width(widened(given, LSE_COLUMNS))
-        options = {"deterministic": deterministic, **limits}
-        return cut_to(backward(attend_backward, given, pairs, scoring, **options), inputs)
+        grads = backward(
+            attend_backward, given, pairs, scoring, deterministic=deterministic, **limits
+        )
+        return cut_to(grads, inputs)
 
     return kernel_forward, kernel_backward
