@@ -118,15 +118,20 @@ class Reorders:
 
     Attributes:
         identifier: of the positions.
-        name: of the order, for errors.
-        by: name of the tensor argument that the order depends on.
-        back: name of the argument that is True where natural order is restored.
+        orders: from the op's arguments by name to the names of the orders that it takes positions
+            in and returns them in; None is natural. Both the same: it works in that order.
+        by: name of the tensor argument that the order depends on, if it depends on one.
+        natural: the arguments, by name, of an op that works in natural order.
     """
 
     identifier: str
-    name: str
-    by: str
-    back: str
+    orders: Callable[[Mapping[str, Any]], tuple[str | None, str | None]]
+    by: str | None = None
+    natural: Mapping[str, Any] = field(default_factory=dict)
+
+    def moves(self, given: Mapping[str, Any]) -> bool:
+        """Whether a call takes or returns positions in another order than natural."""
+        return self.orders(given) != (None, None)
 
 
 @dataclass(frozen=True)

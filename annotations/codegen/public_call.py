@@ -44,9 +44,9 @@ class PublicCall:
             arguments to change so that one rank can call it without the others and does the same
             work.
         names: the op's names of tensor arguments, where they differ from the call's.
-        follow: from a split that communicates inside, and the code of each argument, to the code of
-            those that tell the call its tokens are in the order of
-            :class:`~annotations.rules.Reorders`; None where it cannot be told.
+        follow: from the name of an order of :class:`~annotations.rules.Reorders`, a split that
+            communicates inside, and the code of each argument, to the code of those that tell the
+            call its tokens are in that order; None where it cannot be told.
     """
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class PublicCall:
     when_cut: Callable[..., Any] | None = None
     fake_peers: Callable[[Arguments, Sequence[SplitSite]], Arguments] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    follow: Callable[[SplitSite, Mapping[str, str]], Mapping[str, str]] | None = None
+    follow: Callable[[str, SplitSite, Mapping[str, str]], Mapping[str, str]] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:

@@ -6,6 +6,7 @@ itself, so that causal attention over packed documents is the same work on every
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,15 @@ from .op.token_move import MOVES_TOKENS, UNKNOWN
 
 TITLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 TOKENS = Dims(0, 0)
+
+
+def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    return (BY_DOCUMENT, None) if given["back"] else (None, BY_DOCUMENT)
+
+
 SHUFFLES = replace(
     MOVES_TOKENS,
-    reorders=Reorders("l", BY_DOCUMENT, "cu_seqlens", "back"),
+    reorders=Reorders("l", _orders, by="cu_seqlens"),
     repeatable=("cu_seqlens",),
 )
 

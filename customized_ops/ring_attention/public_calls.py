@@ -32,6 +32,7 @@ from .maybe_shuffle import (
 from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
 from .op.options import Options, reduce_dtype_of
+from .op.shard_layout import BY_DOCUMENT, layout_named, refuse_layouts_of_ranks
 from .op.token_move import UNKNOWN, WHOLE, move_tokens
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
@@ -67,6 +68,7 @@ def _attention(
         if whole_keys and given["q_rows"] is None and not given["dropout_p"]:
             given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
+        _refuse_layouts(function, given)
         refuse_unsupported(
             function.__name__, return_attn_probs=given.get("return_attn_probs", False)
         )
@@ -132,8 +134,10 @@ def _attention_arguments(site: SplitSite) -> Arguments:
     return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
 
 
-def _layout_code(site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
-    """``layout=``, made of the call's own cu_seqlens."""
+def _layout_code(order: str, site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
+    """``layout=``; by document, made of the call's own cu_seqlens."""
+    if order != BY_DOCUMENT:
+        return {"layout": f"{qualified(layout_named)}({order!r}, {site.size}, {site.parts})"}
     cu_seqlens = code.get("cu_seqlens_q") or code["cu_seqlens"]
     return {"layout": f"{qualified(layout_by_document)}({cu_seqlens}, {site.parts})"}
 
@@ -182,6 +186,18 @@ def _group_only(site: SplitSite) -> Arguments:
 def _fake_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
     inside = next((site for site in sites if site.group), None)
     return {} if inside is None else {"process_group": FakeComm(inside.parts - 1, inside.parts)}
+
+
+def _refuse_layouts(function: Callable[..., Any], given: Arguments) -> None:
+    """Tokens of a call are in natural order, or in that of a shuffle before it."""
+    layouts = {name: given.get(name) for name in ("layout", "k_layout")}
+    refuse_layouts_of_ranks(function.__name__, **layouts)
+    for name, layout in layouts.items():
+        if layout is not None and layout != Layout.contiguous(layout.total, 1):
+            raise NotImplementedError(
+                f"{function.__name__}: {name}={layout} is another order than natural, which no "
+                "generated code carries; use wrap_shuffle_func or wrap_maybe_shuffle"
+            )
 
 
 def _refuse_without_ring(function: Callable[..., Any], given: Arguments) -> None:

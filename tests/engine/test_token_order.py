@@ -13,7 +13,7 @@ from ranks import Pool
 def check(pool: Pool, form: str, *how: Any) -> list[str]:
     """The plans of all ranks, whose losses and gradients are those of one process."""
     seed = how[1] if len(how) > 1 else 1
-    model = jobs.Shuffling(form)
+    model = jobs.model_of(form)
     loss = model(**jobs.inputs(seed))
     loss.backward()
     plans = []
@@ -34,6 +34,28 @@ def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
         pytest.skip("its documents are constants")
     for plan in check(two_ranks, form, "cp", seed):
         assert "wrap_maybe_shuffle" in plan
+
+
+TO_LAYOUTS = (
+    "to zigzag",
+    "to striped",
+    "to zigzag, sharded",
+    "to zigzag, zigzag attention",
+    "to zigzag, masked",
+    "to zigzag, documents",
+    "to zigzag, rolled there",
+)
+
+
+@pytest.mark.parametrize("form", TO_LAYOUTS)
+def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
+    for plan in check(two_ranks, form, "cp"):
+        assert "move_tokens" in plan
+
+
+@pytest.mark.parametrize("form", TO_LAYOUTS)
+def test_layouts_where_attention_is_cut_on_heads(two_ranks: Pool, form: str) -> None:
+    check(two_ranks, form, "ulysses")
 
 
 @pytest.mark.parametrize("form", ["plain", "whole keys"])
@@ -75,3 +97,17 @@ def test_refused_by_name(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):
         assert REFUSED[form] in said, said
         assert "zigzag by document (cu_seqlens)" in said and "expected: " in said
+
+
+REFUSED_LAYOUTS = {
+    "to zigzag, natural labels": "operands have tokens in different orders",
+    "to zigzag, returned": "the module returns",
+    "to zigzag, rolled in order": "it mixes tokens or depends on their places",
+    "to zigzag, own layout": "layout=zigzag:24:2 is for 2 ranks, but the call has no process_group",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED_LAYOUTS)
+def test_layouts_that_are_refused(two_ranks: Pool, form: str) -> None:
+    for said in two_ranks.run(jobs.refused, form):
+        assert REFUSED_LAYOUTS[form] in said, said

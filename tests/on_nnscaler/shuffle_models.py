@@ -12,10 +12,14 @@ from nnscaler.policies import OpPartition, OpPlan, get_pas_ops
 from torch import Tensor, nn
 
 from customized_ops.ring_attention import (
+    Layout,
     wrap_maybe_shuffle,
     wrap_maybe_unshuffle,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_roll_func,
+    wrap_shuffle_func,
+    wrap_unshuffle_func,
     wrap_zigzag_allgather_attn_varlen_func,
 )
 
@@ -38,6 +42,11 @@ class Shuffling(nn.Module):
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, other: Tensor) -> Tensor:
+        if self.form.startswith("to zigzag"):
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+            v = wrap_roll_func(v, -3, "zigzag") if "rolled" in self.form else v
+            layout = Layout.zigzag(LENGTH, 2) if "own layout" in self.form else None
+            return wrap_ring_attn_func(q, k, v, causal=True, layout=layout).squeeze(0)
         if self.form == "dense":
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             return wrap_ring_attn_func(q, k, v, causal=True).squeeze(0)
@@ -52,7 +61,11 @@ class Shuffling(nn.Module):
     def forward(self, sample: dict[str, Tensor]) -> Tensor:
         cu, other = sample["cu_seqlens"], sample["other"]
         natural = self.embedding(sample["tokens"])
-        x = wrap_maybe_shuffle(natural, cu)
+        zigzag = self.form.startswith("to zigzag")
+        if zigzag:
+            x = wrap_shuffle_func(natural.unsqueeze(0), "zigzag").squeeze(0)
+        else:
+            x = wrap_maybe_shuffle(natural, cu)
         if self.form == "cumulative":
             x = torch.cumsum(x, 0)
         if self.form == "natural operand":
@@ -62,7 +75,10 @@ class Shuffling(nn.Module):
             q, k, v = (p(y).view(LENGTH, HEADS, HEAD_DIM) for p in (self.q, self.k, self.v))
             out = self.attend(q, k, v, cu, other).reshape(LENGTH, HEADS * HEAD_DIM)
             x = x + F.gelu(self.o(out)) * 0.5
-        x = wrap_maybe_unshuffle(x, cu)
+        if not zigzag:
+            x = wrap_maybe_unshuffle(x, cu)
+        elif "natural labels" not in self.form:
+            x = wrap_unshuffle_func(x.unsqueeze(0), "zigzag").squeeze(0)
         return F.cross_entropy(self.head(x), sample["targets"])
 
 

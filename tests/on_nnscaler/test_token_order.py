@@ -43,6 +43,15 @@ def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
     assert all("layout" not in call for rank in ranks for call in calls_of(rank.code))
 
 
+@pytest.mark.parametrize("form", ["to zigzag", "to zigzag, rolled"])
+def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
+    job = training(form)
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for rank in ranks:
+        assert all("layout_named('zigzag', 64, 2)" in call for call in calls_of(rank.code))
+
+
 def test_four_ranks(four_ranks: Pool) -> None:
     job = training(plan=4)
     jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
@@ -64,6 +73,7 @@ REFUSED = {
     "cumulative": "it mixes tokens",
     "shuffled whole keys": "its operands have tokens in different orders",
     "natural operand": "its operands have tokens in different orders",
+    "to zigzag, natural labels": "its operands have tokens in different orders",
 }
 
 
@@ -72,7 +82,13 @@ def test_refused_by_name(tmp_path: Any, form: str) -> None:
     with pytest.raises(PartitionError) as raised:
         jobs.generate(training(form), tmp_path, ranks=2)
     said = str(raised.value)
-    assert REFUSED[form] in said and "zigzag by document" in said and "expected: " in said, said
+    order = "zigzag" if form.startswith("to zigzag") else "zigzag by document"
+    assert REFUSED[form] in said and order in said and "expected: " in said, said
+
+
+def test_a_layout_of_ranks_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="is for 2 ranks, but the call has no process_group"):
+        jobs.generate(training("to zigzag, own layout"), tmp_path, ranks=2)
 
 
 def test_attention_that_is_not_cut_like_its_shuffle(tmp_path: Any) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from annotations.errors import PartitionError
-from annotations.rules import Orders, PartitionRule
+from annotations.rules import Orders, PartitionRule, Reorders
 
 from .placement import leading
 
 RuleOf = Callable[[Any], PartitionRule | None]
 Original = Callable[[Any, str], Any]
-_UNDO = "wrap_maybe_unshuffle before it"
+_UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,16 @@ class _Held:
     by: Any
 
     def __str__(self) -> str:
-        return f"{self.order} ({getattr(self.by, 'name', self.by)})"
+        by = "" if self.by is None else f" ({getattr(self.by, 'name', self.by)})"
+        return f"{self.order}{by}"
 
 
 class TokenOrders:
     """What a graph of whole ops has in another order than natural.
 
     Attributes:
-        shuffles, takers: the ops that make or restore an order, and those whose arguments must name
-            it, by first result.
+        shuffles, takers: the ops that make, take or restore an order, and those whose arguments
+            must name it, by first result. orders: what these must name.
         problem: the first op that cannot take its operands' order; an error only where the
             shuffles are cut.
     """
@@ -56,6 +57,7 @@ class TokenOrders:
         """
         self.shuffles: dict[Any, Any] = {}
         self.takers: dict[Any, Any] = {}
+        self.orders: dict[Any, str] = {}
         self.problem: PartitionError | None = None
         self._held: dict[Any, _Held] = {}
         self._rule_of, self._original = rule_of, original
@@ -69,16 +71,22 @@ class TokenOrders:
         except PartitionError as error:
             self.problem = error
         for node in nodes:  # also those behind the problem
-            rule = rule_of(node)
-            if rule is not None and rule.reorders is not None:
+            if self._reorders(node) is not None:
                 self.shuffles[_whole(node.outputs()[0])] = node
+
+    def _reorders(self, node: Any) -> Reorders | None:
+        rule = self._rule_of(node)
+        found = None if rule is None else rule.reorders
+        given = _Arguments(node, self._original)
+        return found if found is not None and found.moves(given) else None
 
     def _visit(self, node: Any) -> None:
         rule = self._rule_of(node)
         tensors = [t for t in node.inputs() if _is_tensor(t)]
         held = [self._held.get(_whole(t)) for t in tensors]
-        if rule is not None and rule.reorders is not None:
-            self._shuffle(node, rule, held[0])
+        reorders = self._reorders(node)
+        if reorders is not None:
+            self._shuffle(node, reorders, held[0])
             return
         first = next((h for h in held if h is not None), None)
         if first is None:
@@ -99,7 +107,7 @@ class TokenOrders:
                 raise _error(
                     node,
                     f"its operands have tokens in different orders: {first} and {has or 'natural'}",
-                    "all operands that have the tokens in one order, through wrap_maybe_shuffle",
+                    "all operands that have the tokens in one order, through the same shuffle",
                 )
         if takes:
             self._tell(node, rule.orders[name], first)  # type: ignore[union-attr,index]
@@ -130,23 +138,25 @@ class TokenOrders:
         cuts = node.transform_space()
         return any(leading(node.anno.input(n).dims[dim]) == name for n, dim in cuts)
 
-    def _shuffle(self, node: Any, rule: PartitionRule, held: _Held | None) -> None:
-        assert rule.reorders is not None
-        shape = node.anno.inputs()[0]
-        dim = _dim(shape, node.inputs()[0], rule.reorders.identifier)
-        assert dim is not None
-        made = _Held(dim, rule.reorders.name, self._original(node, rule.reorders.by))
-        if not self._original(node, rule.reorders.back):
-            if held is not None:
-                raise _error(node, f"its tokens are {held} already", _UNDO)
-            self._held[_whole(node.outputs()[0])] = made
-        elif held != made:
+    def _shuffle(self, node: Any, rule: Reorders, held: _Held | None) -> None:
+        dim = _dim(node.anno.inputs()[0], node.inputs()[0], rule.identifier)
+        if dim is None:
+            what = "ranks would hold other numbers of tokens after it than before"
+            raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
+        by = None if rule.by is None else self._original(node, rule.by)
+        orders = rule.orders(_Arguments(node, self._original))
+        taken, made = (order and _Held(dim, order, by) for order in orders)
+        if taken is None and held is not None:
+            raise _error(node, f"its tokens are {held} already", _UNDO)
+        if taken is not None and held != taken:
+            does = "works on" if made is not None else "restores natural order of"
             raise _error(
                 node,
-                f"it restores natural order of tokens that are {made}, but its input's are "
-                f"{held or 'natural'}",
-                "the tokens of wrap_maybe_shuffle with the same cu_seqlens",
+                f"it {does} tokens that are {taken}, but its input's are {held or 'natural'}",
+                "the tokens of the shuffle that it undoes, with the same arguments",
             )
+        if made is not None:
+            self._held[_whole(node.outputs()[0])] = made
 
     def _tell(self, node: Any, orders: Orders, held: _Held) -> None:
         found = orders.follow(held.order, _Arguments(node, self._original))
@@ -162,6 +172,7 @@ class TokenOrders:
                     f"the cu_seqlens that wrap_maybe_shuffle was given as {name}; or {_UNDO}",
                 )
         self.takers[_whole(node.outputs()[0])] = node
+        self.orders[_whole(node.outputs()[0])] = held.order
 
     def check(self, groups: Mapping[Any, frozenset[tuple[int, ...]]]) -> bool:
         """Whether the shuffles are cut, so that attention must name their order.

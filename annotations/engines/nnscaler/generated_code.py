@@ -52,9 +52,10 @@ def emit(
             function = call.when_cut or function
         shard = call.arguments(replace(site, ranks=ranks))
         code |= {name: repr(value) for name, value in shard.items() if name in code}
-        if node.shuffled and site.identifier in rule.orders:
+        if node.order is not None and site.identifier in rule.orders:
             assert call.follow is not None
-            code |= call.follow(site, {name: _code(text) for name, text in code.items()})
+            given = {name: _code(text) for name, text in code.items()}
+            code |= call.follow(node.order, site, given)
     placement.check_order(node, rule, node.placed)
     parameters = call.signature.parameters
     written = [

@@ -86,13 +86,14 @@ class OpNode(IRDimops):
     Attributes:
         names: of the arguments among ``inputs()``; the others are ``kwargs``.
         base: the name that the call is declared by; a part's signature also says how it was cut.
-        shuffled: whether its tokens are in the order of a shuffle that the model calls itself.
+        order: name of the order of its tokens, of a shuffle that the model calls itself; None if
+            natural.
         placed: all parts that have a device.
     """
 
     names: tuple[str, ...]
     base: str
-    shuffled: bool = False
+    order: str | None = None
     placed: ClassVar[weakref.WeakSet[OpNode]] = weakref.WeakSet()
 
     @property

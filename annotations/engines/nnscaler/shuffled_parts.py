@@ -23,11 +23,13 @@ def token_orders(graph: Any) -> TokenOrders:
 
     def original(node: OpNode, name: str) -> Any:
         call, given = node.call, node.arguments()
-        if name == "back":
-            return call.op(on_meta({n: restored(v) for n, v in given.items()}))[1][name]
         own = [n for n in given if call.names.get(n, n) == name]
         value = given[own[-1]] if own else None
-        return value.parent if isinstance(value, IRTensor) else restored(traced(value))
+        if isinstance(value, IRTensor):
+            return value.parent
+        if own and value is not None:
+            return restored(traced(value))
+        return call.op(on_meta({n: restored(v) for n, v in given.items()}))[1].get(name)
 
     return TokenOrders(nnscaler.policies.get_pas_ops(graph), graph.outputs(), rule_of, original)
 
@@ -49,4 +51,4 @@ def mark_shuffled(orders: TokenOrders, graph: Any) -> None:
         groups[whole] = groups.get(whole, frozenset()) | ranks
     if orders.check(groups):
         for part in parts:
-            part.shuffled = part.outputs()[0].parent in orders.takers
+            part.order = orders.orders.get(part.outputs()[0].parent)

@@ -30,6 +30,7 @@ from .call import AttentionOp
 from .mask_source import MaskSource
 from .options import OP_OPTIONS, OPTIONAL_TENSORS, Options, SharedOptions
 from .query_shards import refuse_with_parts
+from .shard_layout import refuse_layouts_of_ranks
 
 _SHARED = frozenset(SharedOptions.__annotations__)
 
@@ -156,6 +157,8 @@ def _checked(call: UserCall) -> dict[str, Any]:
             op.record.bind({**given, **nothing, **numbers, **parts})
         valid = options.checked(title, q)
         refuse_with_parts(title, valid, ranks=1)
+        if traced and not valid.row_parts and not group_name(group):
+            refuse_layouts_of_ranks(title, layout=options.layout, k_layout=options.k_layout)
         optional = options.tensors(title, q)
         if not traced and any(t is not None for t in optional.values()):
             op.record.bind({**given, **optional, **numbers, **parts})

@@ -11,6 +11,12 @@ from .arguments import ArgumentError
 BY_DOCUMENT = "zigzag by document"
 
 
+def layout_named(spec: str, total: int, ranks: int) -> Layout:
+    """The layout of a text, or of the name of a kind over so many tokens and ranks."""
+    block = ":1" if spec == "striped" else ""
+    return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{ranks}{block}")
+
+
 def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
     """Where the tokens lie: ``spec`` if given, else ``total`` tokens (or, where only the local
     length is known, as many on every rank) contiguously.
@@ -25,7 +31,8 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         else:
             told = f", as the mask or cu_seqlens speak of {total} tokens in all"
         spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
-    layout = Layout.parse(spec)  # the same object for the same text, so plans are found at once
+    # The same object for the same text, so plans are found at once.
+    layout = layout_named(spec, local * comm.size if total is None else total, comm.size)
     if layout.group_size != comm.size:
         raise ArgumentError(
             f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
@@ -41,6 +48,17 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             f"sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
         )
     return layout
+
+
+def refuse_layouts_of_ranks(op: str, **layouts: Layout | None) -> None:
+    """A graph is one rank's program, and an engine that cuts it gives calls their layouts."""
+    for name, layout in layouts.items():
+        if layout is not None and layout.group_size != 1:
+            raise ArgumentError(
+                f"{op}: {name}={layout} is for {layout.group_size} ranks, but the call has no "
+                "process_group; under an engine that cuts the tokens leave it out: after "
+                "wrap_shuffle_func or wrap_maybe_shuffle it tells attention their order"
+            )
 
 
 def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:

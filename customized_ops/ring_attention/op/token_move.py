@@ -10,7 +10,7 @@ from torch import Tensor
 
 from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite
+from annotations.rules import Communicates, InnerCost, PartitionRule, Reorders, SplitSite
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import comm_by_name
@@ -19,6 +19,7 @@ from ..core.layout import Layout
 from ..core.layout.layout_arguments import shorten
 from ..core.plan.exchange import Exchange, gather, relayout
 from .arguments import ArgumentError
+from .shard_layout import layout_named
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens
 UNKNOWN = -1  # as a total: no engine has cut the sequence
@@ -67,8 +68,7 @@ def _layouts(
     def parsed(spec: str) -> Layout | None:
         if spec == WHOLE:
             return Layout.contiguous(total, comm.size) if cut else None
-        block = ":1" if spec == "striped" else ""
-        return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{comm.size}{block}")
+        return layout_named(spec, total, comm.size)
 
     return parsed(source), parsed(target)
 
@@ -114,8 +114,18 @@ def _cost(
     return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
 
 
+def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Contiguous shards, and the whole, are in natural order; so is all that has an own group."""
+
+    def order(spec: str) -> str | None:
+        return None if spec == WHOLE or spec.startswith("contiguous") or given["group"] else spec
+
+    return order(given["source"]), order(given["target"])
+
+
 MOVES_TOKENS = PartitionRule(
-    {"l": Communicates(lambda site: {"group": site.group, "total": site.size}, _cost)}
+    {"l": Communicates(lambda site: {"group": site.group, "total": site.size}, _cost)},
+    reorders=Reorders("l", _orders, natural={"source": "contiguous", "target": "contiguous"}),
 )
 
 

@@ -23,9 +23,10 @@ from ..core.arrays import Ints
 from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
 from ..core.mask import AttnMask
+from .arguments import ArgumentError
 from .cu_seqlens import on_host
 from .mask_source import Arguments, MaskSource, has_data
-from .shard_layout import BY_DOCUMENT
+from .shard_layout import BY_DOCUMENT, layout_named
 
 
 def layout_at(site: SplitSite, given: Arguments) -> Layout:
@@ -40,10 +41,16 @@ def layout_at(site: SplitSite, given: Arguments) -> Layout:
 
 @lru_cache(maxsize=64)
 def _cut(spec: str, total: int, parts: int) -> Layout:
-    """Parts as DTensor's ``Shard`` cuts, of the tokens in the order of a layout of one rank."""
-    order = Layout.parse(spec)
-    if order.group_size != 1 or order.total != total:
-        return Layout.contiguous(total, parts)
+    """The layout itself if it is for so many parts; of one for one rank, parts of its order as
+    DTensor's ``Shard`` cuts."""
+    order = layout_named(spec, total, parts)
+    if order.group_size not in (1, parts) or order.total != total:
+        raise ArgumentError(
+            f"layout {order} is of {order.total} tokens over {order.group_size} ranks, but the "
+            f"engine cuts {total} tokens over {parts}"
+        )
+    if order.group_size == parts:
+        return order
     _, start, stop = order.table.T
     end = np.cumsum(stop - start)
     bounds = tables.even_bounds(total, parts)
@@ -98,15 +105,18 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         return {"layout": BY_DOCUMENT if by_document else layout_at(site, given).spec}
 
     def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
-        if name != BY_DOCUMENT or not {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys():
+        packed = {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys()
+        if name == BY_DOCUMENT and not packed:
             return "only attention over packed documents (cu_seqlens) takes that order"
+        if name != BY_DOCUMENT and whole_keys:
+            return "a call of which only rows are cut takes no layout"
         own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
         if whole_keys and given.get("row_parts") == 1:
             own.remove("row_parts")
         if own:
             return f"the call is given a {own[0]} of its own"
         lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
-        return Follow({"layout": BY_DOCUMENT}, lengths)
+        return Follow({"layout": name}, lengths if name == BY_DOCUMENT else ())
 
     def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""

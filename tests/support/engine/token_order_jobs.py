@@ -10,15 +10,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
+from annotations.engines.torch.capture.capture_error import CaptureError
 from annotations.errors import PartitionError
 from customized_ops.ring_attention import (
+    Layout,
     wrap_masked_attn_func,
     wrap_maybe_shuffle,
     wrap_maybe_unshuffle,
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
+    wrap_roll_func,
+    wrap_shard_func,
+    wrap_shuffle_func,
     wrap_sliding_window_attn_func,
+    wrap_unshard_func,
+    wrap_unshuffle_func,
     wrap_zigzag_allgather_attn_varlen_func,
+    wrap_zigzag_attn_func,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
 
@@ -85,6 +93,48 @@ class Shuffling(nn.Module):
         return (x * weight).sum()
 
 
+class ShuffledToLayout(Shuffling):
+    """The same, dense and with :func:`wrap_shuffle_func`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu: Any, other: Tensor) -> Tensor:
+        q, k, v = q[None], k[None], v[None]
+        match self.form:
+            case "to zigzag, zigzag attention":
+                return wrap_zigzag_attn_func(q, k, v, causal=True)[0]
+            case "to zigzag, masked":
+                return wrap_masked_attn_func(q, k, v, self.mask)[0]
+            case "to zigzag, own layout":
+                layout = Layout.zigzag(LENGTH, 2)
+                return wrap_ring_attn_func(q, k, v, causal=True, layout=layout)[0]
+            case "to zigzag, documents":
+                return wrap_ring_attn_varlen_func(q[0], k[0], v[0], cu, cu, causal=True)
+        if self.form == "to zigzag, rolled there":
+            v = wrap_roll_func(v, -3, "zigzag")
+        if self.form == "to zigzag, rolled in order":
+            v = wrap_roll_func(v, -3)
+        return wrap_ring_attn_func(q, k, v, causal=True)[0]
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, other: Tensor) -> Tensor:
+        there, back = wrap_shuffle_func, wrap_unshuffle_func
+        if self.form == "to zigzag, sharded":
+            there, back = wrap_shard_func, wrap_unshard_func
+        kind: Any = "striped" if self.form == "to striped" else "zigzag"
+        x = there(x[None], kind)[0]
+        for n in range(2):
+            x = self.layer(n, x, cu_seqlens, other)
+        weight = torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view(x.shape)
+        if self.form == "to zigzag, natural labels":
+            return (x * weight).sum()
+        if self.form == "to zigzag, returned":
+            return {"hidden": x}
+        return (back(x[None], kind)[0] * weight).sum()
+
+
+def model_of(form: str) -> nn.Module:
+    """The model of a form."""
+    return (ShuffledToLayout if form.startswith("to ") else Shuffling)(form)
+
+
 def inputs(seed: int = 1) -> dict[str, Tensor]:
     """Documents of lengths that differ with the seed."""
     g = torch.Generator().manual_seed(seed)
@@ -101,7 +151,7 @@ def step(
 ) -> tuple[float, dict[str, Tensor], str]:
     """Loss, gradients and the plan's text over all ranks; planned for the documents of seed 1."""
     config = ComputeConfig(dist.get_world_size(), dist.get_world_size(), pas_config=settings or {})
-    parallel = parallelize(Shuffling(form), inputs(), policy, config, lowered=lowered)
+    parallel = parallelize(model_of(form), inputs(), policy, config, lowered=lowered)
     loss = parallel(**inputs(seed))
     loss.backward()
     parallel.sync_grad()
@@ -125,7 +175,7 @@ def refused(form: str) -> str:
     """What is said of a model that mixes tokens of different orders."""
     config = ComputeConfig(dist.get_world_size(), dist.get_world_size())
     try:
-        parallelize(Shuffling(form), inputs(), "cp", config)
-    except PartitionError as error:
+        parallelize(model_of(form), inputs(), "cp", config)
+    except (PartitionError, ValueError, CaptureError) as error:
         return str(error)
     return "nothing"

@@ -21,6 +21,7 @@ from torch.fx import Node
 from annotations.errors import PartitionError
 from annotations.record import OpRecord
 from annotations.registry import record_of
+from annotations.rules import Reorders
 
 from ..capture.capture import Captured
 from ..capture.nodes import arguments_of, is_getitem, resolve, tensor_inputs
@@ -45,26 +46,34 @@ _COPIES = (
 class _Held:
     """Attributes:
     place: where a tensor has the tokens. length: how many they are.
-    order: its name. by: what it depends on, a node.
+    order: its name. by: what it depends on, a node, or None.
     """
 
     place: Place
     length: int
     order: str
-    by: Node
+    by: Node | None
 
     def __str__(self) -> str:
-        return f"{self.order} ({self.by.name})"
+        return self.order if self.by is None else f"{self.order} ({self.by.name})"
 
 
 def shuffles(captured: Captured) -> list[Node]:
-    """The ops of a graph that put tokens in another order, or back."""
+    """The ops of a graph that put tokens in another order, or back, or work in one."""
     return [node for node in captured.graph.nodes if _reorders(node) is not None]
 
 
-def _reorders(node: Node) -> Any:
+def _reorders(node: Node) -> Reorders | None:
+    """The rule of such an op."""
     record = record_of(node.target)
-    return None if record is None else record.rule.reorders
+    rule = None if record is None else record.rule.reorders
+    return rule if rule is not None and rule.moves(_given(node)) else None
+
+
+def _given(node: Node) -> Mapping[str, Any]:
+    record = record_of(node.target)
+    assert record is not None
+    return record.arguments(node.args, node.kwargs)
 
 
 def without_shuffles(captured: Captured) -> Captured:
@@ -72,8 +81,14 @@ def without_shuffles(captured: Captured) -> Captured:
     graph = copy.deepcopy(captured.graph)
     found = replace(captured, graph=graph)
     for node in shuffles(found):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        graph.erase_node(node)
+        rule = _reorders(node)
+        assert rule is not None
+        before, after = rule.orders(_given(node))
+        if before == after:  # it does something else, in that order
+            tell(node, rule.natural)
+        else:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
     graph.lint()
     return found
 
@@ -96,7 +111,7 @@ def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | Non
 
 def _takes_an_order(node: Node) -> bool:
     record = record_of(node.target)
-    return record is not None and bool(record.rule.orders) and record.rule.reorders is None
+    return record is not None and bool(record.rule.orders)
 
 
 def ordered(captured: Captured) -> Captured:
@@ -125,8 +140,9 @@ class _Following:
     def visit(self, node: Node) -> None:
         inputs = tensor_inputs(node)
         held = [self._held.get(resolve(x)) for x in inputs]
-        if _reorders(node) is not None:
-            self._shuffle(node, held[0])
+        rule = _reorders(node)
+        if rule is not None:
+            self._shuffle(node, rule, held[0])
             return
         known = next(((slot, h) for slot, h in enumerate(held) if h is not None), None)
         if known is None:
@@ -151,7 +167,7 @@ class _Following:
                     node,
                     f"its operands have tokens in different orders: {inputs[slot].name} {first}, "
                     f"{source.name} {has or 'natural'}",
-                    "all operands that have the tokens in one order, through wrap_maybe_shuffle",
+                    "all operands that have the tokens in one order, through the same shuffle",
                 )
         if takes:
             self._tell(node, first)
@@ -159,24 +175,30 @@ class _Following:
             if place is not None:
                 self._held[node, index] = replace(first, place=place)
 
-    def _shuffle(self, node: Node, held: _Held | None) -> None:
-        record = record_of(node.target)
-        assert record is not None and record.rule.reorders is not None
-        rule, given = record.rule.reorders, record.arguments(node.args, node.kwargs)
-        (place,) = (x for x in _way(node, record, rule.identifier).inputs if x is not None)
+    def _shuffle(self, node: Node, rule: Reorders, held: _Held | None) -> None:
+        record, given = record_of(node.target), _given(node)
+        assert record is not None
         source = tensor_inputs(node)[0]
-        made = _Held(place, source.meta["val"].shape[place.dim], rule.name, _origin(given[rule.by]))
-        if not given[rule.back]:
-            if held is not None:
-                raise _error(node, f"the tokens of {source.name} are {held} already", _UNDO)
-            self._held[node, 0] = made
-        elif not self._agrees(held, made, place):
+        splits = record.bind(arguments_of(node, record)).splits()
+        if rule.identifier not in {split.identifier for split in splits}:
+            what = "ranks would hold other numbers of tokens after it than before"
+            raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
+        (place,) = (x for x in _way(node, record, rule.identifier).inputs if x is not None)
+        by = None if rule.by is None else _origin(given[rule.by])
+        length, (before, after) = source.meta["val"].shape[place.dim], rule.orders(given)
+        taken, made = (x and _Held(place, length, x, by) for x in (before, after))
+        if taken is None and held is not None:
+            raise _error(node, f"the tokens of {source.name} are {held} already", _UNDO)
+        if taken is not None and not self._agrees(held, taken, place):
+            does = "works on" if made is not None else "restores natural order of"
             raise _error(
                 node,
-                f"it restores natural order of tokens that are {made}, but those of {source.name} "
-                f"are {held or 'natural'}",
-                "the tokens of wrap_maybe_shuffle with the same cu_seqlens",
+                f"it {does} tokens that are {taken}, but those of {source.name} are "
+                f"{held or 'natural'}",
+                "the tokens of the shuffle that it undoes, with the same arguments",
             )
+        if made is not None:
+            self._held[node, 0] = made
 
     def _tell(self, node: Node, held: _Held) -> None:
         record = record_of(node.target)
@@ -187,7 +209,7 @@ class _Following:
             raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
         for name in found.by:
             by = _origin(given[name])
-            if not self._same(by, held.by):
+            if held.by is None or not self._same(by, held.by):
                 raise _error(
                     node,
                     f"its tokens are {held}, but {name} is another tensor, {by.name}",
@@ -202,14 +224,16 @@ class _Following:
         same = (held.place, held.length, held.order) == (place, wanted.length, wanted.order)
         return same and self._same(held.by, wanted.by)
 
-    def _same(self, a: Node, b: Node) -> bool:
+    def _same(self, a: Node | None, b: Node | None) -> bool:
         """Whether two nodes have the same value: they are one, or constants that are equal."""
+        if a is None or b is None:
+            return a is b
         constants = self.captured.constants
         equal = a.name in constants and b.name in constants
         return a is b or (equal and torch.equal(constants[a.name], constants[b.name]))
 
 
-_UNDO = "wrap_maybe_unshuffle before it"
+_UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
 
 
 def _way_of(node: Node) -> Along | None:
