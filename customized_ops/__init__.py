@@ -38,10 +38,13 @@ class _FoldersBeside:
         package, _, module = name.rpartition(".")
         if package != __name__ or module == "ring_attention":
             return None
-        folders = [os.path.join(entry, __name__) for entry in sys.path]
+        folders = [os.path.join(entry, __name__) for entry in sys.path if isinstance(entry, str)]
         made = [os.path.join(folder, "__init__.py") for folder in folders]
         plain = [f for f, init in zip(folders, made, strict=True) if not os.path.exists(init)]
-        return PathFinder.find_spec(name, plain)
+        found = PathFinder.find_spec(name, plain)
+        if found is not None and found.origin is None and PathFinder.find_spec(name, path):
+            return None  # a folder without modules of its own, such as a rest of one
+        return found
 
 
 sys.meta_path.insert(0, _FoldersBeside)

@@ -65,7 +65,7 @@ def _attention(
     """
 
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
-        if whole_keys and given["q_rows"] is None and not given["dropout_p"]:
+        if whole_keys and given["q_rows"] is None:
             given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
         _refuse_layouts(function, given)
@@ -77,11 +77,9 @@ def _attention(
         assert chosen is not None
         names = chosen.record.signature.parameters
         arguments = {name: value for name, value in given.items() if name in names}
-        for side, lengths in cu.items():  # lists and arrays become tensors
-            if lengths is not None and not isinstance(lengths, Tensor):
-                lengths = without_data((len(lengths),), torch.int64)
-            if chosen is packed:
-                arguments[f"cu_seqlens_{side}"] = lengths
+        if chosen is packed:
+            for side, lengths in cu.items():
+                arguments[f"cu_seqlens_{side}"] = _as_tensor(lengths)
         if isinstance(given.get("mask"), AttnMask):
             arguments["mask_slices"] = without_data((len(given["mask"].slices), 6), torch.int64)
         if isinstance(given["dropout_seed"], int):
@@ -112,6 +110,13 @@ def _attention(
         names={"cu_seqlens": "cu_seqlens_q"},
         follow=_layout_code,
     )
+
+
+def _as_tensor(lengths: Any) -> Tensor | None:
+    """Lengths as an op takes them: lists and arrays become tensors, here without data."""
+    if lengths is None or isinstance(lengths, Tensor):
+        return lengths
+    return without_data((len(lengths),), torch.int64)
 
 
 def _one_document(given: Arguments, rows: int, keys: int) -> dict[str, Any]:
@@ -169,7 +174,9 @@ def _move(
 def _documents(function: Callable[..., Any]) -> PublicCall:
     def op(given: Arguments) -> tuple[OpRecord, Arguments]:
         _refuse_without_ring(function, given)
-        return shuffle_documents.record, {**given, "back": function is wrap_maybe_unshuffle}
+        cu = _as_tensor(given["cu_seqlens"])
+        back = function is wrap_maybe_unshuffle
+        return shuffle_documents.record, {**given, "cu_seqlens": cu, "back": back}
 
     def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         parts = next((site.parts for site in sites if site.group), 1)

@@ -27,6 +27,7 @@ from .jobs import Training
 from .policies import place_of
 
 VOCAB, DIM, HEADS, HEAD_DIM, LENGTH = 32, 16, 2, 8, 64
+OWN_LAYOUT = Layout.zigzag(LENGTH, 2)
 
 
 class Shuffling(nn.Module):
@@ -45,7 +46,7 @@ class Shuffling(nn.Module):
         if self.form.startswith("to zigzag"):
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             v = wrap_roll_func(v, -3, "zigzag") if "rolled" in self.form else v
-            layout = Layout.zigzag(LENGTH, 2) if "own layout" in self.form else None
+            layout = OWN_LAYOUT if "own layout" in self.form else None
             return wrap_ring_attn_func(q, k, v, causal=True, layout=layout).squeeze(0)
         if self.form == "dense":
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))

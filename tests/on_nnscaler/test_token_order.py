@@ -73,7 +73,7 @@ REFUSED = {
     "cumulative": "it mixes tokens",
     "shuffled whole keys": "its operands have tokens in different orders",
     "natural operand": "its operands have tokens in different orders",
-    "to zigzag, natural labels": "its operands have tokens in different orders",
+    "to zigzag, natural labels": "it mixes tokens or depends on their places",
 }
 
 

@@ -7,7 +7,7 @@ the order as arguments. Takes nnscaler's nodes, but imports none of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,12 @@ from .placement import leading
 
 RuleOf = Callable[[Any], PartitionRule | None]
 Original = Callable[[Any, str], Any]
+_COPIES = ("clone", "to", "detach", "contiguous", "int", "long")  # of the same integers
+_SHUFFLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
+_THEIRS = (
+    "it is nnscaler's own, whose order the attention of this package does not see",
+    "from customized_ops.ring_attention import wrap_maybe_shuffle, wrap_maybe_unshuffle",
+)
 _UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
 
 
@@ -60,11 +66,15 @@ class TokenOrders:
         self.orders: dict[Any, str] = {}
         self.problem: PartitionError | None = None
         self._held: dict[Any, _Held] = {}
+        self._copied: dict[Any, Any] = {}  # from a copy of integers to what it was made from
         self._rule_of, self._original = rule_of, original
+        theirs = [node for node in nodes if node.name in _SHUFFLES and rule_of(node) is None]
+        if theirs and any(map(rule_of, nodes)):
+            raise _error(theirs[0], *_THEIRS)
         try:
             for node in nodes:
                 self._visit(node)
-            for tensor in filter(_is_tensor, outputs):
+            for tensor in _tensors_in(outputs):
                 if tensor.parent in self._held:
                     held = self._held[tensor.parent]
                     raise _error(None, f"the module returns tokens that are {held}", _UNDO)
@@ -90,6 +100,9 @@ class TokenOrders:
             return
         first = next((h for h in held if h is not None), None)
         if first is None:
+            if node.name in _COPIES and len(tensors) == 1:
+                whole = _whole(tensors[0])
+                self._copied[_whole(node.outputs()[0])] = self._copied.get(whole, whole)
             return
         annotation = getattr(node, "anno", None)
         name = None if annotation is None else self._identifier(node, first)
@@ -143,7 +156,7 @@ class TokenOrders:
         if dim is None:
             what = "ranks would hold other numbers of tokens after it than before"
             raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
-        by = None if rule.by is None else self._original(node, rule.by)
+        by = None if rule.by is None else self._origin(node, rule.by)
         orders = rule.orders(_Arguments(node, self._original))
         taken, made = (order and _Held(dim, order, by) for order in orders)
         if taken is None and held is not None:
@@ -158,12 +171,17 @@ class TokenOrders:
         if made is not None:
             self._held[_whole(node.outputs()[0])] = made
 
+    def _origin(self, node: Any, name: str) -> Any:
+        """An argument of a call; of a copy, what it was made from."""
+        value = self._original(node, name)
+        return self._copied.get(value, value) if _is_tensor(value) else value
+
     def _tell(self, node: Any, orders: Orders, held: _Held) -> None:
         found = orders.follow(held.order, _Arguments(node, self._original))
         if isinstance(found, str):
             raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
         for name in found.by:
-            by = self._original(node, name)
+            by = self._origin(node, name)
             if by != held.by:
                 raise _error(
                     node,
@@ -217,6 +235,19 @@ class _Arguments(Mapping[str, Any]):
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "indmap")
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """Those of results, in whatever containers."""
+    if _is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, Sequence | set) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors_in(each)
+    elif hasattr(value, "value") and value.value is not value:  # a constant, or what holds one
+        yield from _tensors_in(value.value)
 
 
 def _whole(tensor: Any) -> Any:

@@ -72,12 +72,11 @@ def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...
     """
     others = _place(node, site.identifier)[1]
     devices_of: dict[int, list[int]] = {index: [] for index in range(site.parts)}
-    for other in placed:
-        if _twin(node, other):
-            index, rest = _place(other, site.identifier)
-            if rest == others:
-                devices_of[index].extend(other.device)
-    copies = [sorted(set(on)) for on in devices_of.values()]
+    for other in _in_order(node, placed):
+        index, rest = _place(other, site.identifier)
+        if rest == others:
+            devices_of[index].extend(d for d in other.device if d not in devices_of[index])
+    copies = list(devices_of.values())
     mine = copies[site.index].index(node.device[0])
     if all(len(on) == len(copies[0]) for on in copies):
         ranks = tuple(on[mine] for on in copies)
@@ -102,11 +101,11 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
         PartitionError: rows of parts along one cut are permuted in different ways, or at all if the
             op is shard-aware.
     """
-    on: dict[tuple[tuple[str, int], ...], set[int]] = {}
-    for other in placed:
-        if _twin(node, other):
-            starts = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
-            on.setdefault(tuple(starts.items()), set()).update(other.device)
+    on: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for other in _in_order(node, placed):
+        starts = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
+        here = on.setdefault(tuple(starts.items()), [])
+        here.extend(device for device in other.device if device not in here)
     if len({len(devices_of_part) for devices_of_part in on.values()}) > 1:
         return  # autodist may leave some parts on more devices than others: these are no rows
     identifiers = [name for name, _ in next(iter(on))]
@@ -117,7 +116,7 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
         rows: dict[Any, list[tuple[int, list[int]]]] = {}
         for place, devices_of_part in on.items():
             others = tuple((n, start) for n, start in place if n != name)
-            rows.setdefault(others, []).append((dict(place)[name], sorted(devices_of_part)))
+            rows.setdefault(others, []).append((dict(place)[name], devices_of_part))
         on_devices = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
         orders = {
             tuple(np.argsort(parts)) for row in on_devices for parts in zip(*row, strict=True)
@@ -131,6 +130,12 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
                 details=["expected: devices in increasing order along every cut of the op"],
                 op=node.base,
             )
+
+
+def _in_order(node: Any, placed: Iterable[Any]) -> list[Any]:
+    """The parts of ``node``'s op in the order in which they were made: nnscaler's adapters take the
+    n-th copies of all parts together."""
+    return sorted((other for other in placed if _twin(node, other)), key=lambda part: part.cid)
 
 
 def _twin(node: Any, other: Any) -> bool:

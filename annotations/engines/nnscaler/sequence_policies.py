@@ -126,13 +126,13 @@ def check_constraints(graph: Any, cfg: Any) -> None:
     Raises:
         PartitionError: as :func:`cuts_inside`.
     """
-    ranks = ranks_of_an_op(cfg)
+    ranks, ours = ranks_of_an_op(cfg), graph.select(ntype=OpNode)
     pinned = {
         rule["name"]: rule["allowed_partition_dims"]
-        for rule in _own_constraints(cfg)
-        if not rule["replica_allowed"] and not rule["parent_module"]
+        for rule in (_own_constraints(cfg) if ours else ())
+        if not rule.get("replica_allowed", True) and not rule.get("parent_module")
     }
-    for node in graph.select(ntype=OpNode):
+    for node in ours:
         names = {
             f"{index},{n}": placement.leading(dim)
             for index, shape in enumerate(node.anno.inputs())

@@ -27,8 +27,11 @@ def fake_of(call: PublicCall) -> Callable[..., Any]:
             isinstance(given.get(name), Tensor) and given[name].requires_grad
             for name in record.differentiable
         )
-        for result in results:  # without this nnscaler would leave the backward out
-            result.requires_grad_(requires_grad and result.is_floating_point())
+        for result in results:
+            if result.is_floating_point():  # without this nnscaler would leave the backward out
+                result.requires_grad_(requires_grad)
+            else:  # nnscaler runs the next op on it, which may take it for indices
+                result.zero_()
         results = results[: call.outputs(bound.arguments)]
         return results if len(results) > 1 else results[0]
 

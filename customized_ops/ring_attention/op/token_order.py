@@ -110,6 +110,8 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
             return "only attention over packed documents (cu_seqlens) takes that order"
         if name != BY_DOCUMENT and whole_keys:
             return "a call of which only rows are cut takes no layout"
+        if whole_keys and given.get("alibi_slopes") is not None:
+            return "alibi_slopes do not go with rows of a layout, which may lie apart"
         own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
         if whole_keys and given.get("row_parts") == 1:
             own.remove("row_parts")
