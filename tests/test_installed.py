@@ -24,6 +24,7 @@ def project(tmp_path: Path) -> Path:
     own = tmp_path / "customized_ops"
     (own / "ring_attention").mkdir(parents=True)
     (own / "group").mkdir()
+    (own / "chunk_linear_cross_entropy" / "__pycache__").mkdir(parents=True)  # a rest of one
     (own / "extra.py").write_text("answer = 42")
     (own / "group" / "inner.py").write_text("answer = 43")
     (own / "ring_attention" / "__init__.py").write_text("raise AssertionError('not this one')")

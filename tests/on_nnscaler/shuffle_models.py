@@ -19,6 +19,7 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_varlen_func,
     wrap_roll_func,
     wrap_shuffle_func,
+    wrap_streaming_attn_func,
     wrap_unshuffle_func,
     wrap_zigzag_allgather_attn_varlen_func,
 )
@@ -27,6 +28,7 @@ from .jobs import Training
 from .policies import place_of
 
 VOCAB, DIM, HEADS, HEAD_DIM, LENGTH = 32, 16, 2, 8, 64
+LISTED = [0, 24, LENGTH]
 OWN_LAYOUT = Layout.zigzag(LENGTH, 2)
 
 
@@ -41,6 +43,7 @@ class Shuffling(nn.Module):
         self.q, self.k, self.v = (nn.Linear(DIM, HEADS * HEAD_DIM) for _ in range(3))
         self.o = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.register_buffer("slopes", torch.tensor([0.25, 0.5]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, other: Tensor) -> Tensor:
         if self.form.startswith("to zigzag"):
@@ -53,20 +56,34 @@ class Shuffling(nn.Module):
             return wrap_ring_attn_func(q, k, v, causal=True).squeeze(0)
         if self.form == "whole keys":
             k, v = wrap_maybe_unshuffle(k, cu), wrap_maybe_unshuffle(v, cu)
+        if self.form == "streaming":
+            return wrap_streaming_attn_func(q, k, v, 4, 2, cu_seqlens=cu)
+        if self.form == "slopes":
+            k, v = wrap_maybe_unshuffle(k, cu), wrap_maybe_unshuffle(v, cu)
+            return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu, cu, self.slopes, causal=True)
         if "whole keys" in self.form:
             return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
         if self.form == "other documents":
             cu = other
+        if self.form == "copied documents":
+            cu = cu.clone().to(torch.int64)
+        if self.form == "listed documents":
+            cu = LISTED
         return wrap_ring_attn_varlen_func(q, k, v, cu, cu, None, causal=True)
 
-    def forward(self, sample: dict[str, Tensor]) -> Tensor:
+    def forward(self, sample: dict[str, Tensor]) -> Any:
         cu, other = sample["cu_seqlens"], sample["other"]
-        natural = self.embedding(sample["tokens"])
+        if self.form == "tokens":
+            natural = wrap_maybe_unshuffle(
+                self.embedding(wrap_maybe_shuffle(sample["tokens"], cu)), cu
+            )
+        else:
+            natural = self.embedding(sample["tokens"])
         zigzag = self.form.startswith("to zigzag")
         if zigzag:
             x = wrap_shuffle_func(natural.unsqueeze(0), "zigzag").squeeze(0)
         else:
-            x = wrap_maybe_shuffle(natural, cu)
+            x = wrap_maybe_shuffle(natural, LISTED if self.form == "listed documents" else cu)
         if self.form == "cumulative":
             x = torch.cumsum(x, 0)
         if self.form == "natural operand":
@@ -76,8 +93,10 @@ class Shuffling(nn.Module):
             q, k, v = (p(y).view(LENGTH, HEADS, HEAD_DIM) for p in (self.q, self.k, self.v))
             out = self.attend(q, k, v, cu, other).reshape(LENGTH, HEADS * HEAD_DIM)
             x = x + F.gelu(self.o(out)) * 0.5
+        if self.form == "returned inside":
+            return {"states": [x]}
         if not zigzag:
-            x = wrap_maybe_unshuffle(x, cu)
+            x = wrap_maybe_unshuffle(x, LISTED if self.form == "listed documents" else cu)
         elif "natural labels" not in self.form:
             x = wrap_unshuffle_func(x.unsqueeze(0), "zigzag").squeeze(0)
         return F.cross_entropy(self.head(x), sample["targets"])

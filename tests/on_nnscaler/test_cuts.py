@@ -106,8 +106,23 @@ def test_rows_and_heads(four_ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
+    "devices", [[0, 1, 2, 3], [0, 2, 1, 3]], ids=lambda devices: "".join(map(str, devices))
+)
+@pytest.mark.parametrize("cuts", [[("l", 2), ("", 2)], [("g", 2), ("", 2)]], ids=["l", "g"])
+def test_copies_of_parts(four_ranks: Pool, cuts: list[tuple[str, int]], devices: list[int]) -> None:
+    """The n-th copies of all parts go together."""
+    job = cut(models.ring, *cuts, plan=4, devices=devices)
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
+
+
+@pytest.mark.parametrize(
     ("cuts", "devices", "lying"),
-    [([("l", 2)], [1, 0], "[[1], [0]]"), ([("g", 2), ("l", 2)], [3, 2, 0, 1], "[[3], [2]]")],
+    [
+        ([("l", 2)], [1, 0], "[[1], [0]]"),
+        ([("g", 2), ("l", 2)], [3, 2, 0, 1], "[[3], [2]]"),
+        ([("l", 2), ("", 2)], [2, 0, 1, 3], "[[2, 0], [1, 3]]"),
+        ([("", 2), ("l", 2)], [0, 3, 2, 1], "[[0, 2], [3, 1]]"),
+    ],
 )
 def test_parts_out_of_order(
     tmp_path: Any, cuts: list[tuple[str, int]], devices: list[int], lying: str
@@ -146,6 +161,13 @@ SWAPPED = [
     (models.ring_by_rows, [("lq", 2), ("g", 2)], [0, 3, 1, 2], "'lq' lie on devices"),
     (models.ring_by_rows, [("lq", 4)], [0, 2, 1, 3], "'lq' lie on devices"),
     (models.ring, [("qh", 4)], [0, 2, 1, 3], "'qh' lie on devices"),
+    (
+        models.ring_by_rows,
+        [("", 2), ("lq", 2)],
+        [0, 3, 2, 1],
+        "'lq' lie on devices [[[0, 2], [3, 1]]",
+    ),
+    (models.ring, [("", 2), ("g", 2)], [1, 2, 3, 0], "'g' lie on devices [[[1, 3], [2, 0]]"),
 ]
 
 

@@ -43,6 +43,14 @@ def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
     assert all("layout" not in call for rank in ranks for call in calls_of(rank.code))
 
 
+@pytest.mark.parametrize("form", ["copied documents", "listed documents", "streaming", "tokens"])
+def test_in_other_words(two_ranks: Pool, form: str) -> None:
+    """Lengths that are copied or a list, one argument for the lengths of q and k, and shuffled
+    integers, which the next op takes for indices."""
+    job = training(form)
+    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+
+
 @pytest.mark.parametrize("form", ["to zigzag", "to zigzag, rolled"])
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
     job = training(form)
@@ -73,6 +81,8 @@ REFUSED = {
     "cumulative": "it mixes tokens",
     "shuffled whole keys": "its operands have tokens in different orders",
     "natural operand": "its operands have tokens in different orders",
+    "returned inside": "the module returns tokens",
+    "slopes": "alibi_slopes do not go with rows of a layout",
     "to zigzag, natural labels": "it mixes tokens or depends on their places",
 }
 

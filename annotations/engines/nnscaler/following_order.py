@@ -174,7 +174,7 @@ class TokenOrders:
     def _origin(self, node: Any, name: str) -> Any:
         """An argument of a call; of a copy, what it was made from."""
         value = self._original(node, name)
-        return self._copied.get(value, value) if _is_tensor(value) else value
+        return self._copied.get(value, value) if hasattr(value, "tid") else value
 
     def _tell(self, node: Any, orders: Orders, held: _Held) -> None:
         found = orders.follow(held.order, _Arguments(node, self._original))

@@ -88,12 +88,13 @@ class OpNode(IRDimops):
         base: the name that the call is declared by; a part's signature also says how it was cut.
         order: name of the order of its tokens, of a shuffle that the model calls itself; None if
             natural.
-        placed: all parts that have a device.
+        number: the part's, in the order of the graph. placed: all parts that have a device.
     """
 
     names: tuple[str, ...]
     base: str
     order: str | None = None
+    number: int = 0
     placed: ClassVar[weakref.WeakSet[OpNode]] = weakref.WeakSet()
 
     @property

@@ -95,6 +95,8 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
         if policy is nnscaler.policies.pas_autodist:
             check_constraints(graph, cfg)
         cut = _plan(graph, cfg, policy)
+        for n, part in enumerate(cut.select(ntype=OpNode)):
+            part.number = n
         mark_shuffled(orders, cut)
     _plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
     _logger.info("%s", _plans[-1])

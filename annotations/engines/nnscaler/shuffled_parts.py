@@ -24,7 +24,8 @@ def token_orders(graph: Any) -> TokenOrders:
     def original(node: OpNode, name: str) -> Any:
         call, given = node.call, node.arguments()
         own = [n for n in given if call.names.get(n, n) == name]
-        own = own or [n for n in given if n == name.rpartition("_")[0]]  # one for q and k
+        if not own and name == "cu_seqlens_k":  # one argument for q and k
+            own = [n for n in given if n == "cu_seqlens"]
         value = given[own[-1]] if own else None
         if isinstance(value, IRTensor):
             return value.parent
