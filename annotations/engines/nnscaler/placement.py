@@ -133,8 +133,8 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
 
 
 def _in_order(node: Any, placed: Iterable[Any]) -> list[Any]:
-    """The parts of ``node``'s op in the order of the graph: nnscaler's adapters take the n-th copies
-    of all parts together."""
+    """The parts of ``node``'s op in the order of the graph: nnscaler's adapters take the n-th
+    copies of all parts together."""
     return sorted((other for other in placed if _twin(node, other)), key=lambda part: part.number)
 
 
