@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import threading
 from typing import Any
@@ -246,3 +247,20 @@ def test_what_the_loader_raises_is_raised() -> None:
     next(batches)
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
+
+
+def test_a_forked_worker_leaves_its_parents_plans_alone() -> None:
+    """Their tables may lie on GPUs, which it may not free, however many plans it makes."""
+    mask = AttnMask.causal(24)
+    mine = make_plan(mask, Layout.contiguous(24, 2))
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def work() -> None:
+        kept = len(plans._PLANS), plans._OF_PARENT[mine.request] is mine
+        again = make_plan(mask, Layout.contiguous(24, 2))
+        send.send((*kept, again is mine, np.array_equal(again.work, mine.work)))
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    assert receive.poll(60) and receive.recv() == (0, True, False, True)
+    worker.join()
