@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from annotations.progress import stage
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
 from ..plan.planning import AnyPolicy
-from ..plan.policies import named
-from ..plan.saved_plan import is_path
+from ..plan.policies import is_path, named
 from ..report.engine_plan import EnginePlan
 from .parallel_module import ParallelModule, same_weights
 from .rank_agreement import same_request
@@ -92,102 +90,79 @@ def parallelize(
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
         VerificationError: with ``verify``, something differs from the single module; names it.
     """
-    request = _Request(
-        module_or_module_class, dummy_forward_args, pas_policy, compute_config, module_dtype,
-        compute_dtype, verify, lowered, compile, nnscaler_only,
-    )  # fmt: skip
-    module = request.agreed()
-    example = verify if isinstance(verify, Mapping) else dummy_forward_args
-    parallel = request.made(module, example)
-    if verify and compute_config.ranks > 1:
-        alone = copy.deepcopy(module)
-        same_weights(alone)
-        with stage("verifying"):
-            same_as_alone(parallel, alone, example)
-    return parallel if example is dummy_forward_args else request.made(module, dummy_forward_args)
+    module: Any = module_or_module_class
+    example = dummy_forward_args
+    options = {
+        "module_dtype": module_dtype,
+        "compute_dtype": compute_dtype,
+        "verify": verify if isinstance(verify, bool) else "on arguments",
+        "lowered": lowered,
+        "compile": compile,
+    }
+    problem: Exception | None = None
+    try:
+        _check_options(options, nnscaler_only)
+        check_embedded(compute_config)
+        _check_module(module, example, verify, compute_config)
+        if not isinstance(pas_policy, EnginePlan) and not is_path(pas_policy):
+            named(pas_policy)
+        if module_dtype is not None:
+            module = copy.deepcopy(module).to(module_dtype)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    alone = _nobody_to_ask(compute_config)
+    if alone is None and compute_config.ranks > 1:
+        same_request(compute_config, pas_policy, module, options, problem)
+    if refused := problem or alone:
+        raise refused
+
+    def made(example: Mapping[str, Any]) -> ParallelModule:
+        given = module, example, pas_policy, compute_config, compute_dtype
+        return ParallelModule(*given, lowered=lowered, compile=compile)
+
+    if not verify or compute_config.ranks == 1:
+        return made(example)
+    compared = verify if isinstance(verify, Mapping) else example
+    parallel, single = made(compared), copy.deepcopy(module)
+    same_weights(single)
+    with stage("verifying"):
+        same_as_alone(parallel, single, compared)
+    return parallel if compared is example else made(example)
 
 
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """The arguments of :func:`parallelize`, of any type until they are checked."""
+def _check_options(options: Mapping[str, Any], nnscaler_only: Mapping[str, Any]) -> None:
+    for name, value in nnscaler_only.items():
+        if name not in NNSCALER_OPTIONS:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+        if value != NNSCALER_OPTIONS[name]:
+            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+    if options["compile"] and not options["lowered"]:
+        raise ValueError(
+            "parallelize: compile=True needs lowered=True: what is compiled is lowered"
+        )
+    for name in ("module_dtype", "compute_dtype"):
+        dtype = options[name]
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"parallelize: {name} must be a torch.dtype or None, got {dtype!r}")
 
-    module: Any
-    example: Any
-    policy: Any
-    config: ComputeConfig
-    module_dtype: Any
-    compute_dtype: Any
-    verify: bool | Mapping[str, Any]
-    lowered: bool
-    compile: bool
-    nnscaler_only: Mapping[str, Any]
 
-    def agreed(self) -> torch.nn.Module:
-        """The module in its dtype, where all ranks ask for the same, and none refuses it."""
-        module, problem = self.module, None
-        try:
-            self._check()
-            if self.module_dtype is not None:
-                module = copy.deepcopy(module).to(self.module_dtype)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem = error
-        options = {
-            "module_dtype": self.module_dtype,
-            "compute_dtype": self.compute_dtype,
-            "verify": self.verify if isinstance(self.verify, bool) else "on arguments",
-            "lowered": self.lowered,
-            "compile": self.compile,
-        }
-        alone = _nobody_to_ask(self.config)
-        if alone is None and self.config.ranks > 1:
-            same_request(self.config, self.policy, module, options, problem)
-        problem = problem or alone
-        if problem is not None:
-            raise problem
-        return module
-
-    def made(self, module: torch.nn.Module, example: Mapping[str, Any]) -> ParallelModule:
-        """The parallel module for these example arguments."""
-        given = module, example, self.policy, self.config, self.compute_dtype
-        return ParallelModule(*given, lowered=self.lowered, compile=self.compile)
-
-    def _check(self) -> None:
-        """Raises what :func:`parallelize` raises of its arguments."""
-        for name, value in self.nnscaler_only.items():
-            if name not in NNSCALER_OPTIONS:
-                raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-            if value != NNSCALER_OPTIONS[name]:
-                raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
-        check_embedded(self.config)
-        self._check_module()
-        if not isinstance(self.policy, EnginePlan) and not is_path(self.policy):
-            named(self.policy)
-        if isinstance(self.verify, Mapping) and self.config.plan_ngpus > 1:
-            bound_arguments(self.module, self.verify, "verify's arguments")
-        if self.compile and not self.lowered:
-            raise ValueError(
-                "parallelize: compile=True needs lowered=True: what is compiled is lowered"
-            )
-        for name in ("module_dtype", "compute_dtype"):
-            dtype = getattr(self, name)
-            if not isinstance(dtype, torch.dtype | None):
-                raise TypeError(f"parallelize: {name} must be a torch.dtype or None, got {dtype!r}")
-
-    def _check_module(self) -> None:
-        """And its example arguments."""
-        if not isinstance(self.module, torch.nn.Module):
-            raise NotImplementedError(
-                "parallelize: module classes are not supported yet; pass a module"
-            )
-        if any(isinstance(part, ParallelModule) for part in self.module.modules()):
-            raise ValueError("parallelize: the module, or a part of it, is parallelized already")
-        if not isinstance(self.example, Mapping):
-            raise TypeError(
-                "parallelize: dummy_forward_args must map forward's argument names to example "
-                f"values, got {type(self.example).__name__}"
-            )
-        if self.config.plan_ngpus > 1:  # whole copies are not captured
-            bound_arguments(self.module, self.example)
+def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig) -> None:
+    """And its arguments."""
+    if not isinstance(module, torch.nn.Module):
+        raise NotImplementedError(
+            "parallelize: module classes are not supported yet; pass a module"
+        )
+    if any(isinstance(part, ParallelModule) for part in module.modules()):
+        raise ValueError("parallelize: the module, or a part of it, is parallelized already")
+    if not isinstance(example, Mapping):
+        raise TypeError(
+            "parallelize: dummy_forward_args must map forward's argument names to example "
+            f"values, got {type(example).__name__}"
+        )
+    if config.plan_ngpus > 1:  # whole copies are not captured
+        bound_arguments(module, example)
+        if isinstance(verify, Mapping):
+            bound_arguments(module, verify, "verify's arguments")
 
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:

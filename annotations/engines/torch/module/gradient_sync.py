@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils.weak import TensorWeakRef
 
 from ..strategies.placements import cut_axes
 
@@ -94,7 +95,7 @@ class Bucket:
 
 
 class Reducer:
-    """The buckets of a module.
+    """The gradients of a module, in buckets.
 
     Args:
         cap_bytes: largest bucket.
@@ -108,15 +109,30 @@ class Reducer:
         self._cap_bytes, self._copies, self._overlap = cap_bytes, copies, overlap
         self._paused = False
         self._watched: list[Parameter] = []
-        self._buckets: list[Bucket] = []
-        self._started = 0
         self._hooks: list[Any] = []
+        self._buckets: list[Bucket] = []
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
+        self._started = 0  # of the buckets, how many
         self._reported: dict[Parameter, tuple[int, int]] = {}
-        self._forwards = 0
+        self._forwards = 0  # since a gradient came
+        self._ran = False  # whether a forward has, since the last sync
+        self._new: set[Parameter] = set()  # those that a backward has added to since
+        self._summed: dict[Parameter, TensorWeakRef] = {}  # gradients, by the last sync
+
+    @property
+    def due(self) -> bool:
+        """Whether there may be gradients to add up. Other copies may have had a backward where this
+        one had none, so a forward is enough."""
+        return self._ran or bool(self._new)
+
+    def forward(self, parameters: Sequence[Parameter]) -> None:
+        """A forward runs whose backward may find gradients of these parameters."""
+        self.watch(parameters)
+        self._forwards += 1
+        self._ran = True
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Take these parameters, before the backward; every rank takes the same."""
+        """Take these parameters; every rank takes the same."""
         parameters = [p for p in parameters if p.requires_grad]
         same = list(map(id, parameters)) == list(map(id, self._watched))
         # Another dtype since: buckets are of one.
@@ -128,18 +144,11 @@ class Reducer:
         self._watched = parameters
         # The backward comes to the last parameters first.
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
-        self._started = 0
-        self._hooks = []
         self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
-        self._reported = {}
+        self._started, self._reported = 0, {}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
         if self._overlap:
-            for p in self._places:
-                self._hooks.append(p.register_hook(partial(self._complete, p)))
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._accumulated))
-
-    def forward(self) -> None:
-        """A forward runs whose backward may report gradients."""
-        self._forwards += 1
+            self._hooks += [p.register_hook(partial(self._complete, p)) for p in self._places]
 
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
         """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
@@ -166,6 +175,9 @@ class Reducer:
 
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
+        self._new.add(parameter)
+        if not self._overlap or parameter not in self._places:
+            return
         self._forwards = 0
         if self._reported.pop(parameter, None) is not None:
             bucket, n = self._places[parameter]
@@ -185,9 +197,6 @@ class Reducer:
         bucket.missing.discard(n)
         if early is not None:
             bucket.early[n] = early
-        self._start_ready()
-
-    def _start_ready(self) -> None:
         # In order, so that ranks whose backwards differ still start the same bucket next.
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self._buckets[self._started].start()
@@ -203,6 +212,26 @@ class Reducer:
             self._paused = before
 
     def sync(self) -> None:
+        """Add up what is new. What ranks have added up before is left out, and comes back where no
+        rank has anything new. A gradient that was put into ``.grad`` by hand is new."""
+        self._ran = False
+        old = {
+            p: p.grad
+            for p, summed in self._summed.items()
+            if p.grad is not None and p not in self._new and summed() is p.grad
+        }
+        for parameter in old:
+            parameter.grad = None
+        try:
+            self._finish()
+        finally:
+            for parameter, grad in old.items():
+                if parameter.grad is None:
+                    parameter.grad = grad
+        self._new.clear()
+        self._summed = {p: TensorWeakRef(p.grad) for p in self._watched if p.grad is not None}
+
+    def _finish(self) -> None:
         """Start what has not started yet, and wait for all."""
         if self._reported:
             raise RuntimeError(
@@ -231,18 +260,17 @@ def buckets(
     Those that the plan cuts are left out where there is one copy: nothing is left to add up.
     """
     open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-    size: dict[tuple[torch.dtype, bool], int] = {}
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
     for parameter in parameters:
         cut = bool(cut_axes(parameter))
         if cut and copies is None:
             continue
-        key = parameter.dtype, cut
-        nbytes = local(parameter).nbytes
-        if open_.get(key) and size[key] + nbytes > cap_bytes:
+        key, nbytes = (parameter.dtype, cut), local(parameter).nbytes
+        size = sizes.get(key, 0) + nbytes
+        if key in open_ and size > cap_bytes:
             yield Bucket(open_.pop(key), copies if cut else None)
-        if key not in open_:
-            open_[key], size[key] = [], 0
-        open_[key].append(parameter)
-        size[key] += nbytes
+            size = nbytes
+        open_.setdefault(key, []).append(parameter)
+        sizes[key] = size
     for (_, cut), rest in open_.items():
         yield Bucket(rest, copies if cut else None)

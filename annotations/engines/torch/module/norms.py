@@ -35,17 +35,15 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
         part, axes = local(grad), cut_axes(grad)
-        # torch has no largest element of nothing.
         norm = part.new_zeros((), dtype=dtype)
-        if part.numel():
+        if part.numel():  # torch has no largest element of nothing
             norm = torch.linalg.vector_norm(part, norm_type, dtype=dtype)
-        key = (grad.device_mesh, axes) if isinstance(grad, DTensor) and axes else None
+        key = (grad.device_mesh, axes) if isinstance(grad, DTensor) and axes else (None, ())
         groups.setdefault(key, []).append(norm.double())
     powers = []
-    for key, norms in groups.items():
+    for (mesh, axes), norms in groups.items():
         power = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
-        if key is not None:
-            mesh, axes = key
+        if mesh is not None:
             partial = Partial("max" if largest else "sum")
             places = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
             power = DTensor.from_local(power, mesh, places, run_check=False).full_tensor()

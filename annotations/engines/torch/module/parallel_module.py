@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
-from ..capture.capture import Captured, CaptureError
+from ..capture.capture import CaptureError
 from ..capture.dropout import draw_seed
 from ..plan.meshes import axis_names, mesh_of_copies
 from ..plan.planning import AnyPolicy, Planning, captured_in, shared_plan, shared_policy
@@ -26,12 +26,10 @@ from ..report.engine_plan import EnginePlan, whole_copies
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Places
-from . import mixed_precision
-from .arrivals import Arrivals
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
+from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
 from .programs import Modes, Programs
 from .rank_agreement import same_batch, same_examples
-from .sharded_parameters import as_read, cut_to_fit, keep_in_parts, whole_without_data
 from .training import TrainingModule
 
 
@@ -82,7 +80,6 @@ class ParallelModule(TrainingModule):
         self._dummy_forward_args = dict(dummy_forward_args)
         self.compute_dtype = compute_dtype
         self._kept: Mapping[str, Places] | None = None
-        self._unsynced, self._arrivals = False, Arrivals()
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
@@ -93,7 +90,8 @@ class ParallelModule(TrainingModule):
         if config.plan_ngpus > 1:
             self._program()
         else:
-            self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
+            count = sum(p.nbytes for p in self.parameters() if p.requires_grad)
+            self.plan = whole_copies(config.num_scale_units, count)
 
     def _join(self, policy: AnyPolicy) -> None:
         """Meshes of all ranks, which then have one policy and one set of weights."""
@@ -125,24 +123,24 @@ class ParallelModule(TrainingModule):
             CaptureError: an input differs in structure, dtype or number of dims from
                 ``dummy_forward_args``.
         """
-        self._refuse_autocast()
-        if torch.is_grad_enabled():
-            self._unsynced = True
-            if self._reducer is not None:
-                parameters = list(self.parameters())
-                self._reducer.watch(parameters)
-                self._reducer.forward()
-                self._arrivals.watch(parameters)
-        if self.compute_config.plan_ngpus == 1:
+        ranks = self.compute_config.plan_ngpus
+        if ranks > 1 and torch.is_autocast_enabled(self._mesh.device_type):
+            raise CaptureError(
+                "torch.autocast around a parallelized module cannot change its graph; use it "
+                "inside the module's forward, or parallelize(..., compute_dtype=...)"
+            )
+        if torch.is_grad_enabled() and self._reducer is not None:
+            self._reducer.forward(list(self.parameters()))
+        if ranks == 1:
             self._original.training = self.training
-            return mixed_precision.call(self._original, self.compute_dtype, args, kwargs)
+            return call_in_dtype(self._original, self.compute_dtype, args, kwargs)
         inputs = self._program().captured.inputs
         on_cpu = self._mesh.device_type == "cpu"
         named = functools.partial(self._named, args, kwargs)
         same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
         program, flat = self._program_for(inputs.flatten(args, kwargs))
         if program.captured.draws:
-            flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
+            flat.append(draw_seed(self._mesh, dist.get_rank() // ranks))
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
@@ -173,14 +171,6 @@ class ParallelModule(TrainingModule):
         dropouts = [m for m in self.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
         return any(m.training and m.p > 0 for m in dropouts)
 
-    def _refuse_autocast(self) -> None:
-        device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
-        if device and torch.is_autocast_enabled(device):
-            raise CaptureError(
-                "torch.autocast around a parallelized module cannot change its graph; use it "
-                "inside the module's forward, or parallelize(..., compute_dtype=...)"
-            )
-
     def _attribute(self, name: str) -> Tensor:
         return as_read(attrgetter(name)(self))
 
@@ -195,7 +185,6 @@ class ParallelModule(TrainingModule):
         program = self._programs.latest(modes)
         if program is None:
             program = self._made(self._dummy_forward_args, self._policy, None)
-            self._programs.add(modes, program, self.plan)
         self.plan = self._programs.plans[program]
         return program
 
@@ -207,8 +196,7 @@ class ParallelModule(TrainingModule):
         if found is None:
             arguments = latest.captured.inputs.grown(flat)
             policy = self.plan if self._policy == "auto" else self._policy
-            made = self._made(arguments, policy, self._mesh.get_group())
-            self._programs.add(modes, made, self.plan)
+            self._made(arguments, policy, self._mesh.get_group())
             found = self._programs.find(modes, flat)
             assert found is not None, "a graph takes what it was captured with"
         self.plan = self._programs.plans[found[0]]
@@ -220,43 +208,40 @@ class ParallelModule(TrainingModule):
     def _made(
         self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any
     ) -> Program | Lowered:
-        program = self._build(arguments, policy, group)
-        if not self._lowered:
-            return program
-        return Lowered(program, compiled=self._compile, arrived=self._arrived)
-
-    def _build(self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any) -> Program:
         """Capture on every rank of ``group`` (None: of all); plan on the first, so that all ranks
         run one plan."""
-        self._original.training = self.training
-        captured = self._captured(arguments)
+        config, mesh, original = self.compute_config, self._plan_mesh, self._original
+        original.training = self.training
+        # Where parameters are in parts, the whole ones need no data.
+        without = whole_without_data(original) if self._kept else contextlib.nullcontext()
+        with without as mode:
+            captured = captured_in(self.compute_dtype, original, arguments, mode)
         trained = dict(self.named_parameters(remove_duplicate=False))
         planning = Planning(
             captured,
-            self._plan_mesh,
+            mesh,
             policy,
-            self.compute_config,
+            config,
             parameters={name: p.dtype for name, p in trained.items()},
-            rates=self.compute_config.pas_config.get("rates")
-            or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
+            rates=config.pas_config.get("rates") or known_rates(mesh, config.num_scale_units),
             device=next(iter(trained.values())).device if trained else "cpu",
             kept=self._kept,
         )
         planned = shared_plan(planning, group)
-        self.plan, self._kept = planned.report, planned.parameters
-        keep_in_parts(self._original, planned.parameters, self._plan_mesh)
+        self._kept = planned.parameters
+        keep_in_parts(original, planned.parameters, mesh)
         captured = planned.graph_of(captured)
-        by_name = {node.name: node for node in captured.graph.nodes}
-        strategies = {by_name[n]: s for n, s in planned.strategies.items()}
-        return Program(
-            captured, strategies, self._plan_mesh, planned.parameters, self.compute_dtype
-        )
-
-    def _captured(self, arguments: Mapping[str, Any]) -> Captured:
-        """The graph in the present modes; its parameters need no data if some are in parts."""
-        with contextlib.ExitStack() as stack:
-            mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
-            return captured_in(self.compute_dtype, self._original, arguments, mode)
+        strategies = {
+            node: planned.strategies[node.name]
+            for node in captured.graph.nodes
+            if node.name in planned.strategies
+        }
+        whole = Program(captured, strategies, mesh, planned.parameters, self.compute_dtype)
+        program: Program | Lowered = whole
+        if self._lowered:
+            program = Lowered(whole, compiled=self._compile, arrived=self._arrived)
+        self._programs.add(self._modes_now(), program, planned.report)
+        return program
 
 
 def same_weights(module: torch.nn.Module) -> None:
@@ -269,7 +254,3 @@ def same_weights(module: torch.nn.Module) -> None:
 def tensors_of(module: torch.nn.Module) -> Iterator[Tensor]:
     """Its parameters, then its buffers."""
     return chain(module.parameters(), module.buffers())
-
-
-def _gradient_bytes(module: torch.nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -16,7 +15,7 @@ from annotations.consistency import Statements, check_setting, described, digest
 
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
-from ..plan.saved_plan import is_path
+from ..plan.policies import is_path
 
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
@@ -52,14 +51,14 @@ def same_request(
     else:
         said["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
     facts = {name: repr(value) for name, value in {**said, **options}.items()}
-    tensors: list[Tensor] = []
+    first = torch.empty(0)
     if problem is None:
         try:
-            tensors = [*module.parameters(), *module.buffers()]
+            first = next((t for t in (*module.parameters(), *module.buffers())), first)
             facts |= _held(module)
         except Exception as error:  # of parameters that have no shape yet, say
             problem = error
-    with _on_device_of(tensors):
+    with torch.cuda.device_of(first):  # NCCL sends what is on the current device
         _compare("calls of parallelize", facts, None, problem)
     if problem is not None:
         raise problem
@@ -71,13 +70,6 @@ def _held(module: torch.nn.Module) -> dict[str, str]:
         notes = [" frozen"] * (not p.requires_grad) + [" without data"] * p.is_meta
         facts[f"parameter {name}"] = described(p) + "".join(notes)
     return facts | {f"buffer {name}": described(b) for name, b in module.named_buffers()}
-
-
-def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
-    """In this context the GPU that a rank's model is on is the current one."""
-    if tensors and tensors[0].is_cuda:
-        return torch.cuda.device(tensors[0].device)
-    return contextlib.nullcontext()
 
 
 def _sorted(given: Mapping[Any, Any], without: Sequence[str] = ()) -> dict[Any, Any]:
@@ -135,14 +127,13 @@ def _compare(
         return gathered
 
     said = Statements.gather(all_gather, facts, problem)
-    if problem is not None:
-        return
+    lines: list[str] = []
     if said.problems:
         lines = [f"{what}: refused on another rank", *said.refusals()]
-        raise CaptureError("\n    ".join(lines))
-    if differing := said.differing():
+    elif differing := said.differing():
         lines = [f"the ranks' {what} must be the same, but differ"]
         for name in differing:
             each = (f"rank {r} {facts.get(name, 'none')}" for r, facts in enumerate(said.facts))
             lines.append(f"{name}: {', '.join(each)}")
+    if lines and problem is None:
         raise CaptureError("\n    ".join(lines))

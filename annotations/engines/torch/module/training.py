@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
-from .arrivals import Arrivals
 from .gradient_sync import Reducer
 from .norms import total_norm
 
@@ -25,8 +24,6 @@ class TrainingModule(torch.nn.Module):
 
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
-    _unsynced: bool  # whether a forward has run since the last sync_grad
-    _arrivals: Arrivals
     _argument_names: tuple[str, ...]  # of forward
 
     def sync_grad(self) -> None:
@@ -40,22 +37,16 @@ class TrainingModule(torch.nn.Module):
         Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
         nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
         """
-        # Other copies may have had a backward where this one had none. So a forward is enough.
-        if self._reducer is None or not (self._unsynced or self._arrivals.new):
-            return
-        self._unsynced = False
-        self._reducer.watch(list(self.parameters()))
-        with self._arrivals.alone():
+        if self._reducer is not None and self._reducer.due:
+            self._reducer.watch(list(self.parameters()))
             self._reducer.sync()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards within move no gradients: for all micro-batches of a step but the last.
 
         Needed with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone.
         """
-        with nullcontext() if self._reducer is None else self._reducer.paused():
-            yield
+        return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def clip_gnorm(
         self, max_norm: float | None = None, norm_type: float = 2.0
@@ -110,7 +101,7 @@ class TrainingModule(torch.nn.Module):
             ValueError: no samples, counts that differ, or a loss that is no scalar.
         """
         self._check_end2end("train_step")
-        dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
+        dummies = [False] * len(samples) if is_dummy_batch is None else is_dummy_batch
         if not samples or len(dummies) != len(samples):
             raise ValueError(
                 "train_step: needs at least one sample and as many entries of is_dummy_batch, got "
@@ -118,8 +109,8 @@ class TrainingModule(torch.nn.Module):
             )
         self.zero_grad()
         results = []
-        for n, (sample, dummy) in enumerate(zip(samples, dummies, strict=True)):
-            with nullcontext() if n == len(samples) - 1 else self.no_sync():
+        for n, (sample, dummy) in enumerate(zip(samples, dummies, strict=True), 1):
+            with nullcontext() if n == len(samples) else self.no_sync():
                 result = self._call(sample)
                 loss = _loss(result)
                 if not dummy:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from . import mixed_precision
+from .parameters import call_in_dtype
 
 # Largest difference, as a share of the largest value: summing in another order costs so much. Of
 # gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
@@ -38,19 +38,14 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     dtype, copies = parallel.compute_dtype, parallel.compute_config.num_scale_units
     want, want_grads = _step(alone, example, lambda: None, dtype)
     got, got_grads = _step(parallel, example, parallel.sync_grad)
+    pairs = zip(got, want, strict=True)
+    found = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(pairs)]
+    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
     # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
     # and their gradients were added up.
-    found = [
-        _differing(f"result {n}", a, b, dtype)
-        for n, (a, b) in enumerate(zip(got, want, strict=True))
-    ]
-    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
-    found += [
-        _differing(
-            f"the gradient of {name}", got_grads.get(name), grad, dtype, copies, NOISE * largest
-        )
-        for name, grad in want_grads.items()
-    ]
+    for name, grad in want_grads.items():
+        what = f"the gradient of {name}"
+        found.append(_differing(what, got_grads.get(name), grad, dtype, copies, NOISE * largest))
     first: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(first, next(filter(None, found), ""))
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(first) if text]
@@ -61,17 +56,15 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
 def _step(
     module: Any, example: Mapping[str, Any], sync: Any, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    results = pytree.tree_leaves(
-        mixed_precision.call(module, dtype, (), copy.deepcopy(dict(example)))
-    )
+    """Floating results and gradients of one step."""
+    results = pytree.tree_leaves(call_in_dtype(module, dtype, (), copy.deepcopy(dict(example))))
     floating = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
     losses = [x if x.ndim == 0 else x.square().sum() for x in floating if x.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()
         sync()
     grads = {name: p.grad for name, p in module.named_parameters()}
-    for parameter in module.parameters():
-        parameter.grad = None
+    module.zero_grad()
     return floating, grads
 
 

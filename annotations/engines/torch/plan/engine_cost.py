@@ -118,11 +118,6 @@ def _copied_bytes(step: ReshardStep, value: Tensor) -> float:
     return 2.0 * step.elements * value.element_size() if outer > 1 else 0.0
 
 
-def all_reduce_bytes(count: float, ranks: int) -> int:
-    """Received by each rank to add up ``count`` bytes over ``ranks``, by the ring algorithm."""
-    return int(2 * count * (ranks - 1) // ranks)
-
-
 def inner_cost(strategy: Strategy) -> InnerCost:
     """What moves inside along all axes together, in words and bytes."""
     return InnerCost(

@@ -14,27 +14,27 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
 from ..capture.nodes import value_of
-from ..strategies.choices import Choices, Reading, move_steps
+from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
-from .engine_cost import Rates, all_reduce_bytes, compute_seconds, steps_seconds
 from .limits import Limits
-from .memory import Budget, keeps, parameter_bytes, passing_bytes
+from .plan_cost import PlanCost, received_bytes
 from .repeats import representatives
 from .solver import Infeasible, LinearProgram, PlanningError
 
+# Of two ops of which one reads the other: a variable for how it is made and how it is read.
+Pairs = dict[tuple[Places, Reading], int]
 
-def choose(
-    choices: Choices, limits: Limits, rates: Rates, budget: Budget, mesh: DeviceMesh
-) -> dict[Node, Strategy]:
+
+def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strategy]:
     """The cheapest strategies within ``limits``.
 
     Raises:
@@ -42,7 +42,7 @@ def choose(
     """
     refused: set[tuple[Node, Strategy]] = set()
     while True:
-        problem = _Problem(choices, limits, rates, budget, refused)
+        problem = _Problem(limits, cost, refused)
         chosen = problem.solve()
         wrong = _refused_by_dtensor(problem.like, chosen, mesh)
         if not wrong:
@@ -64,49 +64,39 @@ def _refused_by_dtensor(
     }  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Value:
-    """A tensor and all that read it, of one of several equal blocks.
-
-    Attributes:
-        count: in how many blocks it is read so.
-        readings: for each way in which it may come to be read so, a variable for each reader.
-    """
+    """A tensor and all that read it, of one of several equal blocks; ``count`` of them."""
 
     producer: Node
     index: int
-    count: int
     readers: tuple[tuple[Node, int], ...]
-    readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = field(default_factory=dict)
+    count: int
 
 
 class _Problem:
-    """The linear program of a graph, from costs to the strategies that its solution means."""
+    """The linear program of a graph, from costs to the strategies that its solution means.
 
-    def __init__(
-        self,
-        choices: Choices,
-        limits: Limits,
-        rates: Rates,
-        budget: Budget,
-        refused: set[tuple[Node, Strategy]],
-    ) -> None:
-        self._choices, self._limits = choices, limits
-        self._rates, self._budget = rates, budget
-        self.like = representatives(choices.captured, limits.described())
+    Attributes:
+        like: for each op the one that stands for it.
+    """
+
+    def __init__(self, limits: Limits, cost: PlanCost, refused: set[tuple[Node, Strategy]]) -> None:
+        self._limits, self._cost, self._choices = limits, cost, cost.choices
+        self.like = representatives(self._choices.captured, limits.described())
         self._counts = Counter(self.like.values())
         self._options = {
-            node: [s for s in limits.allowed(node, choices) if (node, s) not in refused]
+            node: [s for s in limits.allowed(node) if (node, s) not in refused]
             for node in self._counts
         }
         self._program = LinearProgram()
         self._memory: list[tuple[int, float]] = []
         self._variables = {node: self._add_op(node) for node in self._counts}
-        self._pairs: dict[tuple[Node, int, Node, int], dict[tuple[Places, Reading], int]] = {}
+        self._pairs: dict[tuple[Node, int, Node, int], Pairs] = {}
         for value in self._values():
             self._add_value(value)
-        if budget.limit_bytes is not None:
-            self._limit_memory()
+        if cost.budget.limit_bytes is not None:
+            self._limit_memory(cost.budget.limit_bytes)
 
     def solve(self) -> dict[Node, Strategy]:
         try:
@@ -120,32 +110,19 @@ class _Problem:
 
     def _add_op(self, node: Node) -> list[int]:
         """A variable for each strategy, of which one is taken."""
-        choices, count = self._choices, self._counts[node]
+        cost, count = self._cost, self._counts[node]
         variables = []
         for s in self._options[node]:
-            if node in choices.parameters:
-                variable = self._program.add(count * self._sync_seconds(node, s), binary=True)
-                stored, read = choices.stored[node], node.meta["val"]
-                held = parameter_bytes(stored, read, s.outputs[0], choices.parts, self._budget)
-                self._memory.append((variable, count * sum(held)))
+            stored = node in self._choices.parameters
+            if stored:
+                seconds = cost.sync_seconds(cost.sync_bytes(node, s))
             else:
-                differentiated = choices.differentiated[node]
-                seconds = compute_seconds(node, s, choices.parts, self._rates, differentiated)
-                variable = self._program.add(count * seconds, binary=True)
-            variables.append(variable)
+                seconds = cost.op_seconds(node, s)
+            variables.append(self._program.add(count * seconds, binary=True))
+            if stored:
+                self._memory.append((variables[-1], count * sum(cost.parameter_bytes(node, s))))
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
-
-    def _sync_seconds(self, node: Node, strategy: Strategy) -> float:
-        """To add up what is left of a parameter's gradient after the backward."""
-        choices = self._choices
-        if not choices.differentiated[node]:
-            return 0.0
-        count = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
-        whole = not any(strategy.divided)
-        ranks = choices.copies * (int(np.prod(choices.parts)) if whole else 1)
-        # Many gradients travel together, so that each pays nothing to start.
-        return all_reduce_bytes(count, ranks) / self._rates.link(-1).bytes_per_second
 
     def _values(self) -> list[_Value]:
         like = self.like
@@ -158,24 +135,26 @@ class _Problem:
             (like[p], index, tuple(sorted(r, key=lambda x: (order[x[0]], x[1]))))
             for (p, index), r in readers.items()
         )
-        return [_Value(p, index, count, r) for (p, index, r), count in counts.items()]
+        return [_Value(*value, count) for value, count in counts.items()]
 
     def _add_value(self, value: _Value) -> None:
         """What it costs to bring a tensor to each of its readers: each way of reading it once."""
+        producer, index = value.producer, value.index
+        readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = {}
         for reader, slot in value.readers:
-            for way, variable in self._pair(value, reader, slot).items():
-                value.readings.setdefault(way, []).append((variable, reader))
+            for way, variable in self._pair(producer, index, reader, slot).items():
+                readings.setdefault(way, []).append((variable, reader))
         kept: dict[Places, list[int]] = {}
-        for (source, (target, grad)), pairs in value.readings.items():
-            seconds = value.count * self._move_seconds(value, source, target, grad)
+        for (source, reading), pairs in readings.items():
+            seconds = value.count * self._cost.move(producer, index, source, reading)[2]
             if seconds:
                 self._program.cost[self._any([v for v, _ in pairs])] += seconds
-            if source == target and value.producer in self._choices.parameters:
+            if source == reading[0] and producer in self._choices.parameters:
                 continue  # counted as a parameter
-            keepers = [v for v, r in pairs if keeps(r, self._choices.differentiated)]
-            kept.setdefault(target, []).extend(keepers)
-        if self._budget.limit_bytes is not None:
-            tensor = value_of(value.producer, value.index)
+            keepers = [v for v, r in pairs if self._cost.keeps(r)]
+            kept.setdefault(reading[0], []).extend(keepers)
+        if self._cost.budget.limit_bytes is not None:
+            tensor = value_of(producer, index)
             for target, keepers in kept.items():
                 if keepers:
                     count = value.count * local_bytes(tensor, target, self._choices.parts)
@@ -190,19 +169,19 @@ class _Problem:
             self._program.at_most([(pair, 1.0), (shared, -1.0)], 0.0)
         return shared
 
-    def _pair(self, value: _Value, reader: Node, slot: int) -> dict[tuple[Places, Reading], int]:
+    def _pair(self, producer: Node, index: int, reader: Node, slot: int) -> Pairs:
         """A variable for each placement and way to be read; the two marginals are the two ops'
         choices."""
-        key = (value.producer, value.index, reader, slot)
+        key = (producer, index, reader, slot)
         if key in self._pairs:
             return self._pairs[key]
         left: dict[Places, list[tuple[int, float]]] = {}
         right: dict[Reading, list[tuple[int, float]]] = {}
-        for v, s in self._taking(value.producer):
-            left.setdefault(s.outputs[value.index], []).append((v, -1.0))
+        for v, s in self._taking(producer):
+            left.setdefault(s.outputs[index], []).append((v, -1.0))
         for v, s in self._taking(reader):
             right.setdefault((s.inputs[slot], s.grads[slot]), []).append((v, -1.0))
-        as_kept = value.producer in self._limits.used_as_kept
+        as_kept = producer in self._limits.used_as_kept
         pairs = self._pairs[key] = {}
         for (p, of_left), (q, of_right) in itertools.product(left.items(), right.items()):
             if not as_kept or p == q[0]:
@@ -217,30 +196,24 @@ class _Problem:
         """The variables of an op, each with the strategy that it stands for."""
         return zip(self._variables[node], self._options[node], strict=True)
 
-    def _move_seconds(self, value: _Value, source: Places, target: Places, grad: Places) -> float:
-        tensor = value_of(value.producer, value.index)
-        there, back = move_steps(self._choices, value.producer, tensor, source, (target, grad))
-        return steps_seconds(there, tensor, self._rates) + steps_seconds(back, tensor, self._rates)
-
-    def _limit_memory(self) -> None:
-        assert self._budget.limit_bytes is not None
+    def _limit_memory(self, limit_bytes: float) -> None:
         passing = [
-            (v, float(passing_bytes(s)))
+            (v, received_bytes(s) / 2**20)
             for node in self._options
             for v, s in self._taking(node)
-            if passing_bytes(s)
+            if received_bytes(s)
         ]
         if passing:
-            most = self._program.add(0.0, upper=max(count for _, count in passing) / 2**20)
+            most = self._program.add(0.0, upper=max(count for _, count in passing))
             for v, count in passing:
-                self._program.at_most([(v, count / 2**20), (most, -1.0)], 0.0)
+                self._program.at_most([(v, count), (most, -1.0)], 0.0)
             self._memory.append((most, 2.0**20))
         terms = [(v, count / 2**20) for v, count in self._memory]
-        self._program.at_most(terms, self._budget.limit_bytes / 2**20)
+        self._program.at_most(terms, limit_bytes / 2**20)
 
     def _why_none(self) -> str:
         """The error where nothing fits: how much the smallest plan needs."""
-        limit = self._budget.limit_bytes
+        limit = self._cost.budget.limit_bytes
         least = None if limit is None else self._least_bytes()
         if limit is None or least is None:
             return "no plan satisfies all that the policy forces at once"
@@ -252,8 +225,8 @@ class _Problem:
 
     def _least_bytes(self) -> float | None:
         """Of all plans; None if there is none at all."""
-        budget = Budget(float(2**60), self._budget.optimizer_bytes)
-        free = _Problem(self._choices, self._limits, self._rates, budget, set())
+        budget = replace(self._cost.budget, limit_bytes=float(2**60))
+        free = _Problem(self._limits, replace(self._cost, budget=budget), set())
         program = free._program
         program.cost = [0.0] * len(program.cost)
         for v, count in free._memory:

@@ -18,22 +18,21 @@ from annotations.progress import stage
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
 from ..capture.label_shift import whole_logits
-from ..module.mixed_precision import in_dtype
+from ..module.parameters import in_dtype
 from ..module.rank_agreement import same_graph
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
 from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
 from ..report.engine_plan import EnginePlan, Split, to_plain
 from ..report.plan_summary import cut, graph_hash, make_report
-from ..strategies.choices import Choices, find_choices
+from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
 from .engine_cost import Rates
-from .limits import Limits, limits_of
-from .memory import ADAM_BYTES, Budget
+from .limits import as_plan, limits_of, limits_of_plan
+from .plan_cost import ADAM_BYTES, Budget, PlanCost
 from .planner import choose
-from .policies import Force, Policy, PolicyError, named
-from .saved_plan import as_plan, each_axis, is_path, limits_of_plan
+from .policies import Force, Policy, PolicyError, is_path, named
 from .solver import PlanningError
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
@@ -175,16 +174,16 @@ class Planning:
         else:
             limits = limits_of(*named(policy), choices, self.config)
         if self.kept is not None:
-            _keep(limits, choices, self.kept)
-        _split_so(limits, choices, splits)
+            limits.keep_parameters(self.kept)
+        limits.keep_splits(splits)
         auto = policy == "auto"
         # Memory that nobody named limits only a plan that can do something about it.
         budget = budget_of(self.config, self.device if auto else "cpu")
         # What a policy leaves open is planned so that the fewest bytes move, small as the model is.
         rates = self.rates if auto else self.rates.by_bytes()
         with stage("solving for the plan"):
-            chosen = choose(choices, limits, rates, budget, self.mesh)
-        report = make_report(choices, chosen, self.rates, budget)
+            chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
+        report = make_report(PlanCost(choices, self.rates, budget), chosen)
         report = replace(report, graph=self._identity, hoisted=bool(permutations))
         stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
         return Planned(permutations, {n.name: s for n, s in chosen.items()}, stored, report)
@@ -215,25 +214,6 @@ def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
                 f"ComputeConfig: pas_config[{name!r}]={value!r} must be a number of bytes"
             )
     return Budget(limit, optimizer)
-
-
-def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Split]) -> None:
-    for node in choices.strategies:
-        if node.name in splits:
-            wanted = each_axis(splits[node.name])
-            found = limits.keep(node, choices, lambda s, w=wanted: s.split == w)  # type: ignore[misc]
-            assert found, f"{node.name} cannot be split as it was"
-
-
-def _keep(limits: Limits, choices: Choices, kept: Mapping[str, Places]) -> None:
-    """Parameters stay as they are kept, whatever else is planned anew."""
-    for node, name in choices.parameters.items():
-        whole = choices.strategies[node][0].outputs[0]
-        limits.kept.pop(node, None)
-        limits.used_as_kept.discard(node)
-        wanted = kept.get(name, whole)
-        found = limits.keep(node, choices, lambda s, w=wanted: s.outputs[0] == w)  # type: ignore[misc]
-        assert found, f"{name} is kept as no strategy has it"
 
 
 def shared_plan(planning: Planning, group: Any = None) -> Planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,11 +32,7 @@ class LinearProgram:
         self.cost: list[float] = []
         self._binary: list[int] = []
         self._upper: list[float] = []
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-        self._low: list[float] = []
-        self._high: list[float] = []
+        self._rows: list[tuple[Terms, float, float]] = []
 
     def add(self, seconds: float, *, binary: bool = False, upper: float = 1.0) -> int:
         """A variable from 0 to ``upper``; its number."""
@@ -46,19 +43,11 @@ class LinearProgram:
 
     def equal(self, terms: Terms, right: float) -> None:
         """sum of terms = right"""
-        self._row(terms, right, right)
+        self._rows.append((terms, right, right))
 
     def at_most(self, terms: Terms, right: float) -> None:
         """sum of terms <= right"""
-        self._row(terms, -np.inf, right)
-
-    def _row(self, terms: Terms, low: float, high: float) -> None:
-        for column, value in terms:
-            self._rows.append(len(self._low))
-            self._columns.append(column)
-            self._values.append(value)
-        self._low.append(low)
-        self._high.append(high)
+        self._rows.append((terms, -np.inf, right))
 
     def solve(self, gap: float = 1e-6) -> npt.NDArray[np.float64]:
         """The variables, within ``gap`` of the least cost.
@@ -66,13 +55,14 @@ class LinearProgram:
         Raises:
             Infeasible: there is no solution. PlanningError: none was found in time.
         """
-        shape = (len(self._low), len(self.cost))
-        matrix = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsc()
+        terms, low, high = zip(*self._rows, strict=True)
+        rows = np.repeat(np.arange(len(terms)), [len(each) for each in terms])
+        columns, values = zip(*itertools.chain.from_iterable(terms), strict=True)
+        matrix = coo_array((values, (rows, columns)), shape=(len(terms), len(self.cost))).tocsc()
         # In microseconds the solver's tolerances are far below any cost that matters.
-        cost = np.array(self.cost) * 1e6
         result = milp(
-            cost,
-            constraints=LinearConstraint(matrix, self._low, self._high),
+            np.array(self.cost) * 1e6,
+            constraints=LinearConstraint(matrix, low, high),
             integrality=np.array(self._binary),
             bounds=Bounds(0, np.array(self._upper)),
             options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": gap},

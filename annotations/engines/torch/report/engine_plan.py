@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
-from ..plan.memory import Held
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
 
@@ -51,10 +50,25 @@ class OpPlacements:
     @classmethod
     def of(cls, strategy: Strategy) -> OpPlacements:
         """Those of a strategy."""
-        inputs, outputs = (
-            tuple(map(places_text, each)) for each in (strategy.inputs, strategy.outputs)
-        )
-        return cls(strategy.split, inputs, outputs)
+        tensors = strategy.inputs, strategy.outputs
+        return cls(strategy.split, *(tuple(map(places_text, each)) for each in tensors))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a rank; ``casts`` are those of parameters, to the dtype that is computed in."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    passing: int
+    casts: int = 0
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -96,35 +110,29 @@ class EnginePlan:
         return sum(row.seconds * n for row, n in self.rows)
 
     def __str__(self) -> str:
-        header = ("op", "count", "split", "what moves", "forward", "backward", "us")
-        lines = [
+        lines = [("op", "count", "split", "what moves", "forward", "backward", "us")]
+        lines += [
             (r.op, str(n), r.split, r.moves, _bytes(r.forward_bytes), _bytes(r.backward_bytes),
              f"{r.seconds * 1e6:.0f}")
             for r, n in self.rows
         ]  # fmt: skip
-        widths = [max(len(line[c]) for line in [header, *lines]) for c in range(len(header))]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        head, *body = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-        body = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
-                for line in [header, *lines]]  # fmt: skip
-        text = [self._title(), *self.notes, body[0], rule, *body[1:], rule, *self._totals()]
+        shape = " x ".join(map(str, self.mesh_shape))
+        mesh = f" ({shape})" if len(self.mesh_shape) > 1 else ""
+        title = f"plan: {self.parts} ranks{mesh} a copy, copies of the model: {self.copies}"
+        text = [title, *self.notes, head, rule, *body, rule, *self._totals()]
         if any("->" in row.split for row, _ in self.rows):
             text.append("S1: cut on dim 1, R: whole, P: a partial sum; one for each axis")
         return "\n".join(text)
 
-    def _title(self) -> str:
-        shape = " x ".join(map(str, self.mesh_shape))
-        mesh = f" ({shape})" if len(self.mesh_shape) > 1 else ""
-        return f"plan: {self.parts} ranks{mesh} a copy, copies of the model: {self.copies}"
-
     def _totals(self) -> list[str]:
-        total = [
-            sum(getattr(r, side) * n for r, n in self.rows)
+        forward, backward = (
+            _bytes(sum(getattr(row, side) * n for row, n in self.rows))
             for side in ("forward_bytes", "backward_bytes")
-        ]
-        found = [
-            f"received by the busiest rank a step: {_bytes(total[0])} forward, "
-            f"{_bytes(total[1])} backward"
-        ]
+        )
+        found = [f"received by the busiest rank a step: {forward} forward, {backward} backward"]
         if self.held is not None:
             rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
             found.append(f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})")
@@ -157,8 +165,8 @@ class EnginePlan:
         try:
             given = json.loads(text)
             given.pop("predicted_seconds", None)
-            counts = [(row.pop("count"), row) for row in given["rows"]]
-            given["rows"] = [(Row(**row), count) for count, row in counts]
+            given["rows"] = [(row.pop("count"), row) for row in given["rows"]]
+            given["rows"] = [(Row(**row), count) for count, row in given["rows"]]
             given["splits"] = {
                 name: tuple(split) if isinstance(split, list) else split
                 for name, split in given["splits"].items()
@@ -180,18 +188,6 @@ def places_text(places: Places) -> str:
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
         for p in places
     )
-
-
-def place_words(place: Placement) -> str:
-    """A placement along one axis, in words."""
-    if isinstance(place, Shard):
-        return f"cut on dim {place.dim}"
-    return {Replicate: "whole", Partial: "partial sum"}.get(type(place), str(place))
-
-
-def places_words(places: Places) -> str:
-    """Placements along all axes; in words where there is but one."""
-    return place_words(places[0]) if len(places) == 1 else places_text(places)
 
 
 def _bytes(count: float) -> str:
@@ -216,3 +212,8 @@ def sync_row(ranks: int, count: int, seconds: float) -> Row:
 def to_plain(value: Any) -> Any:
     """One axis: the element itself."""
     return value[0] if len(value) == 1 else value
+
+
+def each_axis(split: Split) -> tuple[str | None, ...]:
+    """For each axis of the mesh what an op is split on."""
+    return split if isinstance(split, tuple) else (split,)

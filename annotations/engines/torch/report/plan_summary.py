@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch.fx import Node
 
@@ -16,37 +15,21 @@ from annotations.registry import record_of
 
 from ..capture.capture import Captured
 from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import (
-    Rates,
-    all_reduce_bytes,
-    compute_seconds,
-    flops,
-    inner_cost,
-    steps_bytes,
-    steps_seconds,
-)
-from ..plan.memory import Budget, Held, held, keeps, passing_bytes
+from ..plan.engine_cost import flops, inner_cost
+from ..plan.plan_cost import PlanCost, received_bytes
 from ..plan.policies import OpSite
 from ..plan.repeats import module_of
-from ..strategies.choices import Choices, move_steps
+from ..strategies.choices import Choices, Reading
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
-from .engine_plan import (
-    EnginePlan,
-    OpPlacements,
-    Row,
-    places_text,
-    places_words,
-    sync_row,
-    to_plain,
-)
+from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(choices: Choices, chosen: Chosen, rates: Rates, budget: Budget) -> EnginePlan:
+def make_report(cost: PlanCost, chosen: Chosen) -> EnginePlan:
     """Summarise a plan; equal ops and equal moves share a row."""
-    summary = _Summary(choices, chosen, rates)
+    choices, summary = cost.choices, _Summary(cost, cost.choices, chosen)
     ops = {op.name: op for op in choices.ops}
     return EnginePlan(
         parts=prod(choices.parts),
@@ -59,9 +42,9 @@ def make_report(choices: Choices, chosen: Chosen, rates: Rates, budget: Budget) 
             choices.parameters[n]: places_text(s.outputs[0])
             for n, s in cut(choices, chosen).items()
         },
-        held=summary.held(budget),
-        limit_bytes=budget.limit_bytes,
-        calibrated=rates.calibrated,
+        held=summary.held(),
+        limit_bytes=cost.budget.limit_bytes,
+        calibrated=cost.rates.calibrated,
         graph=graph_hash(choices.captured),
     )
 
@@ -83,9 +66,9 @@ def graph_hash(captured: Captured) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Summary:
+    cost: PlanCost
     choices: Choices
     chosen: Chosen
-    rates: Rates
 
     def rows(self, ops: Mapping[str, OpSite]) -> Iterator[Row]:
         """One for each op and move that counts, in the table's order.
@@ -94,23 +77,28 @@ class _Summary:
             ops: the annotated ops by name.
         """
         calls = [node for node in self.chosen if node.op == "call_function"]
+        rest = [node for node in calls if node.name not in ops and not flops(node)]
         for node in calls:
             if node.name in ops:
                 yield self._op_row(node, ops[node.name])
             elif flops(node):
-                yield self._product_row(node)
-        rest = [node for node in calls if node.name not in ops and not flops(node)]
-        if seconds := sum(map(self._compute_seconds, rest)):
+                # A product of matrices: the module that calls it, and its tensors' placements.
+                placed = OpPlacements.of(self.chosen[node])
+                split = f"{' '.join(placed.inputs)} -> {placed.outputs[0]}"
+                where = _in_any_layer(module_of(node) or node.name)
+                yield Row(where, split, "nothing", 0, 0, self._seconds(node))
+        if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
         for node, strategy in cut(self.choices, self.chosen).items():
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.choices.parameters[node])
+            name = _in_any_layer(self.choices.parameters[node])
             yield Row(name, places_text(strategy.outputs[0]), "kept in parts", 0, 0)
-        yield self._sync_row()
+        synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
+        ranks = prod(self.choices.parts) * self.choices.copies
+        yield sync_row(ranks, synced, self.cost.sync_seconds(synced))
 
-    def _compute_seconds(self, node: Node) -> float:
-        parts, differentiated = self.choices.parts, self.choices.differentiated[node]
-        return compute_seconds(node, self.chosen[node], parts, self.rates, differentiated)
+    def _seconds(self, node: Node) -> float:
+        return self.cost.op_seconds(node, self.chosen[node])
 
     def _op_row(self, node: Node, op: OpSite) -> Row:
         strategy = self.chosen[node]
@@ -124,18 +112,11 @@ class _Summary:
         if inner.imbalance >= 1.005:
             what += f" (imbalance {inner.imbalance:.2f})"
         moved = inner.forward_bytes, inner.backward_bytes
-        return Row(op.op, split or "whole", what, *moved, self._compute_seconds(node))
+        return Row(op.op, split or "whole", what, *moved, self._seconds(node))
 
-    def _product_row(self, node: Node) -> Row:
-        """A product of matrices: the module that calls it, and the placements of its tensors."""
-        where = re.sub(r"(?<=\.)\d+(?=\.)", "*", module_of(node) or node.name)
-        placed = OpPlacements.of(self.chosen[node])
-        split = f"{' '.join(placed.inputs)} -> {placed.outputs[0]}"
-        return Row(where, split, "nothing", 0, 0, self._compute_seconds(node))
-
-    def _readings(self) -> dict[tuple[Node, int], dict[tuple[Places, Places], list[Node]]]:
+    def _readings(self) -> dict[tuple[Node, int], dict[Reading, list[Node]]]:
         """Of each tensor the ways in which it is read, and who reads it so."""
-        found: dict[tuple[Node, int], dict[tuple[Places, Places], list[Node]]] = {}
+        found: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
         for edge in self.choices.edges:
             strategy = self.chosen[edge.consumer]
             reading = strategy.inputs[edge.slot], strategy.grads[edge.slot]
@@ -145,17 +126,14 @@ class _Summary:
 
     def _move_rows(self) -> Iterator[Row]:
         for (producer, index), ways in self._readings().items():
-            value, source = value_of(producer, index), self.chosen[producer].outputs[index]
+            shape, source = value_of(producer, index).shape, self.chosen[producer].outputs[index]
             for target, grad in ways:
-                paths = move_steps(self.choices, producer, value, source, (target, grad))
-                forward, backward = (steps_bytes(path, value) for path in paths)
-                if not forward and not backward:
-                    continue
-                seconds = sum(steps_seconds(path, value, self.rates) for path in paths)
-                what = f"{places_words(source)} -> {places_words(target)} of {list(value.shape)}"
-                if source == target:
-                    what = f"gradient of {places_words(target)} {list(value.shape)}"
-                yield Row(self._name(producer), "-", what, forward, backward, seconds)
+                moved = self.cost.move(producer, index, source, (target, grad))
+                if any(moved[:2]):
+                    what = f"{_words(source)} -> {_words(target)} of {list(shape)}"
+                    if source == target:
+                        what = f"gradient of {_words(target)} {list(shape)}"
+                    yield Row(self._name(producer), "-", what, *moved)
 
     def _name(self, node: Node) -> str:
         """What a row calls the op that made a tensor, the same in every layer."""
@@ -166,34 +144,37 @@ class _Summary:
         name = self.choices.parameters.get(node) or (module if flops(node) else "") or node.name
         if name == node.name and node.op == "call_function" and module:
             name = f"{module} {getattr(node.target, '__name__', name).partition('.')[0]}"
-        return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
+        return _in_any_layer(name)
 
-    def _sync_row(self) -> Row:
-        """What ``sync_grad`` adds up: whole parameters over all ranks, others over the copies."""
-        choices = self.choices
-        ranks, count = prod(choices.parts) * choices.copies, 0
-        for node in choices.parameters:
-            if choices.differentiated[node]:
-                strategy = self.chosen[node]
-                kept = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
-                count += all_reduce_bytes(kept, choices.copies if any(strategy.divided) else ranks)
-        return sync_row(ranks, count, count / self.rates.link(-1).bytes_per_second)
-
-    def held(self, budget: Budget) -> Held:
+    def held(self) -> Held:
         """What a rank must keep."""
-        choices, chosen = self.choices, self.chosen
-        stored = [(kept, n.meta["val"], chosen[n].outputs[0]) for n, kept in choices.stored.items()]
-        activations: list[tuple[Any, Places]] = []
+        cost, choices, chosen = self.cost, self.choices, self.chosen
+        each = [cost.parameter_bytes(node, chosen[node]) for node in choices.stored]
+        parameters, gradients, optimizer, casts = map(sum, zip((0,) * 4, *each, strict=True))
+        activations = 0
         for (producer, index), ways in self._readings().items():
             source, is_parameter = chosen[producer].outputs[index], producer in choices.parameters
-            places = {
+            kept = {
                 target
                 for (target, _), readers in ways.items()
-                if any(keeps(reader, choices.differentiated) for reader in readers)
-                or (is_parameter and target != source)
+                if any(map(cost.keeps, readers)) or (is_parameter and target != source)
             }
             if is_parameter:
-                places -= {source}
-            activations += [(value_of(producer, index), target) for target in places]
-        passing = max((passing_bytes(s) for s in chosen.values()), default=0)
-        return held(stored, activations, passing, choices.parts, budget)
+                kept -= {source}
+            value = value_of(producer, index)
+            activations += sum(local_bytes(value, places, choices.parts) for places in kept)
+        passing = max(map(received_bytes, chosen.values()), default=0)
+        return Held(parameters, gradients, optimizer, activations, passing, casts)
+
+
+def _in_any_layer(name: str) -> str:
+    """A module's path with ``*`` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
+
+
+def _words(places: Places) -> str:
+    """Placements; in words where there is but one axis."""
+    text = places_text(places)
+    if len(places) > 1:
+        return text
+    return {"R": "whole", "P": "partial sum"}.get(text) or f"cut on dim {text[1:]}"

@@ -20,8 +20,7 @@ from torch.fx import Node
 from ..capture import checkpointed
 from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, with_inputs
-from ..module import mixed_precision
-from ..module.sharded_parameters import replicated
+from ..module.parameters import cast, replicated
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, share, unsplit
 from ..strategies.reshard import Move, brought
@@ -138,7 +137,7 @@ class Program:
             local: Any
             if node.name in captured.attributes:
                 local = attribute(captured.attributes[node.name])
-                local = mixed_precision.cast(local, self.compute_dtype)
+                local = cast(local, self.compute_dtype)
             else:
                 local = given.get(node.name, captured.constants.get(node.name))
             if isinstance(local, torch.nn.Parameter | DTensor):
