@@ -236,7 +236,7 @@ class ParallelModule(TrainingModule):
             for node in captured.graph.nodes
             if node.name in planned.strategies
         }
-        whole = Program(captured, strategies, mesh, planned.parameters, self.compute_dtype)
+        whole = Program(captured, strategies, mesh, self.compute_dtype)
         program: Program | Lowered = whole
         if self._lowered:
             program = Lowered(whole, compiled=self._compile, arrived=self._arrived)

@@ -12,8 +12,8 @@ node is through; so that they can travel before, its graph reports each when it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.nn import Parameter
 
 from annotations.progress import stage
 
+from ..module.parameters import as_parameter
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
-from .partition import save_all, save_least, save_regions
+from .recompute import save_all, save_regions
 
 Arrived = Callable[[str, Tensor], None]
 
@@ -58,8 +59,7 @@ class Lowered:
         self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
     ) -> None:
         self.captured = program.captured
-        self._program = program
-        self._compiled = compiled
+        self._program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
 
@@ -98,6 +98,9 @@ def _kind(tensors: Sequence[Tensor]) -> Any:
     )
 
 
+_TENSOR = object()
+
+
 class Trace:
     """One kind of call of a program.
 
@@ -109,24 +112,28 @@ class Trace:
         self, program: Program, given: dict[str, Tensor], compiled: bool, arrived: Arrived | None
     ) -> None:
         self.graphs: list[Graph] = []
-        traced: Any = _AsModule(program, given)
-        names = [
+        self._program, self._compiled = program, compiled
+        self._is_parameter = {name: isinstance(x, Parameter) for name, x in given.items()}
+        # Of what is given, the names of the parameters whose gradients are reported.
+        self._reported = [
             program.captured.attributes.get(name)
-            if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor)
+            if isinstance(x, Parameter) and not isinstance(x, DTensor)
             else None
-            for name, tensor in given.items()
+            for name, x in given.items()
         ]
-        report = partial(_report_gradients, names=names, arrived=arrived) if arrived else None
+        self._results: list[Any] = []  # flat, with _TENSOR for each tensor
+        traced: Any = torch.nn.Module()  # as AOTAutograd wants it
+        traced.forward = self._run
         options: dict[str, Any] = {
-            "fw_compiler": partial(self._code, compiled=compiled),
-            "bw_compiler": partial(self._code, compiled=compiled, report=report),
+            "fw_compiler": self._code,
+            "bw_compiler": partial(self._code, arrived=arrived),
             "partition_fn": save_regions if program.checkpoints else save_all,
         }
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.fx.traceback.preserve_node_meta())
                 if compiled:
-                    options |= stack.enter_context(_for_inductor())
+                    options |= _for_inductor(stack)
                 else:  # what is saved for the backward may be read by another one
                     stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
                 self._local = aot_module_simplified(traced, list(given.values()), **options)
@@ -137,108 +144,77 @@ class Trace:
                 "parallelize: the planned graph could not be lowered to plain tensors "
                 f"({type(error).__name__}: {error}); with lowered=False it runs on DTensors"
             ) from error
-        self._results = traced.results
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         """The flat results of the forward."""
         results = iter(self._local(*tensors))
         return [next(results) if x is _TENSOR else x for x in self._results]
 
-    def _code(
-        self,
-        module: GraphModule,
-        inputs: Sequence[Any],
-        *,
-        compiled: bool,
-        report: Callable[[Graph], None] | None = None,
-    ) -> Any:
-        """What runs a graph: a function of a list of inputs, which it empties."""
-        simplify(module.graph)
-        overlap(module.graph)
-        if report is not None:
-            report(module.graph)
-        module.recompile()
-        self.graphs.append(module.graph)
-        return _by_inductor(module, inputs) if compiled else _by_python(module)
-
-
-_TENSOR = object()
-
-
-class _AsModule(torch.nn.Module):
-    """A program as AOTAutograd wants it: a module from tensors to a tuple of tensors.
-
-    Attributes:
-        results: once it has run, the flat results, with ``_TENSOR`` for each tensor.
-    """
-
-    def __init__(self, program: Program, given: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.results: list[Any] = []
-        self._program, self._names = program, list(given)
-        self._is_parameter = [isinstance(t, Parameter) for t in given.values()]
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        for tensor, is_parameter in zip(tensors, self._is_parameter, strict=True):
-            if is_parameter:  # torch's mark of what stands for a Parameter, to isinstance too
-                tensor._is_param = True  # type: ignore[attr-defined]
-        given = dict(zip(self._names, tensors, strict=True))
+    def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What is traced: the program, on tensors in place of those given."""
+        given = dict(zip(self._is_parameter, tensors, strict=True))
+        for name, tensor in given.items():
+            if self._is_parameter[name]:
+                as_parameter(tensor)
         captured = self._program.captured
         constants = {name: given[name] for name in captured.constants}
-        program = dataclasses.replace(
-            self._program,
-            captured=dataclasses.replace(captured, constants=constants),
-            traced=True,
-        )
+        captured = dataclasses.replace(captured, constants=constants)
+        program = dataclasses.replace(self._program, captured=captured, traced=True)
         attributes = {of: given[name] for name, of in captured.attributes.items()}
         inputs = [given[name] if name else None for name in captured.user_inputs]
         results = program(attributes.__getitem__, inputs)
-        self.results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
+        self._results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
         return tuple(x for x in results if isinstance(x, Tensor))
 
+    def _code(
+        self, module: GraphModule, inputs: Sequence[Any], arrived: Arrived | None = None
+    ) -> Any:
+        """What runs a graph: a function of a list of inputs, which it empties."""
+        graph = module.graph
+        simplify(graph)
+        overlap(graph)
+        if arrived is not None:
+            self._report_gradients(graph, arrived)
+        self.graphs.append(graph)
+        if self._compiled:
+            module.recompile()
+            return _by_inductor(module, inputs)
+        graph.set_codegen(_BoxedCodeGen())  # which lets go of each value after its last use
+        module.recompile()
 
-def _report_gradients(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
-    """Have a backward call ``arrived`` as soon as it has a gradient.
+        def run(values: list[Any]) -> Any:
+            return module.forward(values)
 
-    Args:
-        names: of the parameters, in the order of the gradients; None is passed over.
-    """
-    [gradients] = output_of(graph).args
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
-    def report(name: str, gradient: Tensor) -> None:
-        arrived(name, gradient)
+    def _report_gradients(self, graph: Graph, arrived: Arrived) -> None:
+        """Have a backward call ``arrived`` as soon as it has the gradient of a plain parameter."""
+        [gradients] = output_of(graph).args
 
-    # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
-    if len(gradients) != len(names):  # type: ignore[arg-type]
-        return
-    for name, gradient in zip(names, gradients, strict=True):  # type: ignore[arg-type]
-        if name is not None and isinstance(gradient, Node):
-            with graph.inserting_after(gradient):
-                graph.call_function(report, (name, gradient))
+        def report(name: str, gradient: Tensor) -> None:
+            arrived(name, gradient)
 
-
-def _by_python(module: GraphModule) -> Callable[[list[Any]], Any]:
-    """Code that lets go of each value after its last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-
-    def run(values: list[Any]) -> Any:
-        return module.forward(values)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
+        if len(gradients) != len(self._reported):  # type: ignore[arg-type]
+            return
+        for name, gradient in zip(self._reported, gradients, strict=True):  # type: ignore[arg-type]
+            if name is not None and isinstance(gradient, Node):
+                with graph.inserting_after(gradient):
+                    graph.call_function(report, (name, gradient))
 
 
-@contextmanager
-def _for_inductor() -> Iterator[dict[str, Any]]:
-    """The options with which AOTAutograd traces for inductor."""
+def _for_inductor(stack: ExitStack) -> dict[str, Any]:
+    """The options with which AOTAutograd traces for inductor, within ``stack``."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with V.set_fake_mode(fake_mode), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        yield {"partition_fn": save_least, "decompositions": select_decomp_table()}
+    stack.enter_context(V.set_fake_mode(fake_mode))
+    stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
+    partition = partial(save_regions, others=False)
+    return {"partition_fn": partition, "decompositions": select_decomp_table()}
 
 
 def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
