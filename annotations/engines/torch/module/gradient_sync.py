@@ -41,23 +41,21 @@ class Bucket:
     Attributes:
         parameters: of one dtype and group; at most the cap in bytes, or one.
         group: whose gradients are added up; None is every rank.
-        missing: which parameters, by number, the backward has not come to yet.
-        early: gradients that are not in ``.grad`` yet, by number.
+        missing: those that the backward has not come to yet.
+        early: gradients that are not in ``.grad`` yet.
     """
 
     parameters: Sequence[Parameter]
     group: dist.ProcessGroup | None
-    missing: set[int] = field(default_factory=set)
-    early: dict[int, Tensor] = field(default_factory=dict)
-    _flat: Tensor | None = None
-    _work: Any = None
+    missing: set[Parameter] = field(default_factory=set)
+    early: dict[Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.missing = set(range(len(self.parameters)))
+        self.missing.update(self.parameters)
 
     def start(self) -> None:
         """Send this rank's gradients on their way, as they are now."""
-        gradients = [self._gradient(n) for n in range(len(self.parameters))]
+        gradients = [self._gradient(p) for p in self.parameters]
         self.early.clear()
         used = [g is not None for g in gradients]
         parts = [
@@ -68,11 +66,11 @@ class Bucket:
         if not all(used):  # copying to a GPU waits for it
             flags.copy_(torch.tensor(used))
         self._flat = torch.cat([*parts, flags])
-        self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+        self._work: Any = dist.all_reduce(self._flat, group=self.group, async_op=True)
 
-    def _gradient(self, n: int) -> Tensor | None:
+    def _gradient(self, parameter: Parameter) -> Tensor | None:
         """What ``.grad`` is, or is going to be."""
-        grad, early = self.parameters[n].grad, self.early.get(n)
+        early, grad = self.early.get(parameter), parameter.grad
         if grad is None or early is None:
             return early if grad is None else local(grad)
         return local(grad) + early
@@ -81,7 +79,7 @@ class Bucket:
         """Wait for the sums and put them into ``.grad``; ready for the next backward."""
         self._work.wait()
         sizes = [local(p).numel() for p in self.parameters]
-        *sums, flags = self._flat.split([*sizes, len(sizes)])  # type: ignore[union-attr]
+        *sums, flags = self._flat.split([*sizes, len(sizes)])
         if any(p.grad is None for p in self.parameters):
             for parameter, ranks in zip(self.parameters, flags.tolist(), strict=True):
                 if ranks and parameter.grad is None:
@@ -90,8 +88,8 @@ class Bucket:
             if parameter.grad is not None:
                 grad = local(parameter.grad)
                 grad.copy_(total.view(grad.shape))
-        self._flat = self._work = None
-        self.missing = set(range(len(self.parameters)))
+        del self._flat, self._work
+        self.missing.update(self.parameters)
 
 
 class Reducer:
@@ -111,7 +109,7 @@ class Reducer:
         self._watched: list[Parameter] = []
         self._hooks: list[Any] = []
         self._buckets: list[Bucket] = []
-        self._places: dict[Parameter, tuple[Bucket, int]] = {}
+        self._bucket_of: dict[Parameter, Bucket] = {}
         self._started = 0  # of the buckets, how many
         self._reported: dict[Parameter, tuple[int, int]] = {}
         self._forwards = 0  # since a gradient came
@@ -144,21 +142,18 @@ class Reducer:
         self._watched = parameters
         # The backward comes to the last parameters first.
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
-        self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._started, self._reported = 0, {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
         if self._overlap:
-            self._hooks += [p.register_hook(partial(self._complete, p)) for p in self._places]
+            self._hooks += [p.register_hook(partial(self._complete, p)) for p in self._bucket_of]
 
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
-        """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
-
-        Raises:
-            RuntimeError: a gradient of this parameter is on its way already.
-        """
+        """The backward that runs has this rank's gradient, which autograd adds to ``.grad``
+        later. Raises RuntimeError where a gradient of this parameter is on its way already."""
         # Autograd adds up what several forwards find, and hooks may change it.
         alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
-        if self._overlap and not self._paused and alone and parameter in self._places:
+        if self._overlap and not self._paused and alone and parameter in self._bucket_of:
             self._reported[parameter] = gradient.data_ptr(), gradient._version
             self._take(parameter, gradient)
 
@@ -176,27 +171,26 @@ class Reducer:
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
         self._new.add(parameter)
-        if not self._overlap or parameter not in self._places:
+        if not self._overlap or parameter not in self._bucket_of:
             return
         self._forwards = 0
         if self._reported.pop(parameter, None) is not None:
-            bucket, n = self._places[parameter]
-            bucket.early.pop(n, None)
+            self._bucket_of[parameter].early.pop(parameter, None)
         elif not self._paused:
             self._take(parameter, None)
 
     def _take(self, parameter: Parameter, early: Tensor | None) -> None:
-        bucket, n = self._places[parameter]
-        if n not in bucket.missing:
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
             raise RuntimeError(
                 "a second backward since the last sync_grad(): with use_async_reducer the "
                 "first one's gradients are being added up already; call sync_grad() and "
                 "zero_grad() after each, or run all backwards of a step but the last within "
                 "no_sync()"
             )
-        bucket.missing.discard(n)
+        bucket.missing.discard(parameter)
         if early is not None:
-            bucket.early[n] = early
+            bucket.early[parameter] = early
         # In order, so that ranks whose backwards differ still start the same bucket next.
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self._buckets[self._started].start()

@@ -18,8 +18,8 @@ from .gradient_sync import local
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, the same on every rank.
 
-    ``torch.nn.utils.get_total_norm`` where ranks have parts: that one takes no DTensors beside
-    plain tensors, no empty part for ``inf``, and measures bf16 gradients in bf16.
+    torch's own ``get_total_norm`` takes no DTensors beside plain tensors, no empty part for
+    ``inf``, and measures bf16 gradients in bf16.
 
     Args:
         grads: plain tensors, which are the same on every rank, and DTensors.

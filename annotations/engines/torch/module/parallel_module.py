@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from annotations.consistency import check_setting, described, digest
 
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
@@ -29,7 +29,7 @@ from ..strategies.placements import Places
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
 from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
 from .programs import Modes, Programs
-from .rank_agreement import same_batch, same_examples
+from .rank_agreement import compare, facts_of
 from .training import TrainingModule
 
 
@@ -95,13 +95,13 @@ class ParallelModule(TrainingModule):
 
     def _join(self, policy: AnyPolicy) -> None:
         """Meshes of all ranks, which then have one policy and one set of weights."""
-        config, like = self.compute_config, next(tensors_of(self), None)
-        where = "cpu" if like is None else like.device.type, config.num_scale_units
+        config, tensors = self.compute_config, [*self.parameters(), *self.buffers()]
+        where = tensors[0].device.type if tensors else "cpu", config.num_scale_units
         self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
         copies = mesh_of_copies(*where, config.mesh_shape)
         self._plan_mesh = copies[axis_names(config.mesh_shape)]
         self._policy = shared_policy(policy)
-        same_examples(self._dummy_forward_args)
+        compare("example arguments", facts_of(self._dummy_forward_args, described))
         same_weights(self)
         cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
         group = copies["copy"].get_group() if config.num_scale_units > 1 else None
@@ -135,9 +135,10 @@ class ParallelModule(TrainingModule):
             self._original.training = self.training
             return call_in_dtype(self._original, self.compute_dtype, args, kwargs)
         inputs = self._program().captured.inputs
-        on_cpu = self._mesh.device_type == "cpu"
-        named = functools.partial(self._named, args, kwargs)
-        same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
+        checked = check_setting()  # copies the batch to the host, which waits for the device
+        if self._mesh.device_type == "cpu" if checked is None else checked:
+            facts = facts_of(self._named(args, kwargs), digest)
+            compare("batches of one copy", facts, self._mesh.get_group())
         program, flat = self._program_for(inputs.flatten(args, kwargs))
         if program.captured.draws:
             flat.append(draw_seed(self._mesh, dist.get_rank() // ranks))
@@ -181,8 +182,7 @@ class ParallelModule(TrainingModule):
     def _program(self) -> Program | Lowered:
         """The planned graph for the present modes, of the shapes that were met last; made on first
         use, on all ranks."""
-        modes = self._modes_now()
-        program = self._programs.latest(modes)
+        program = self._programs.latest(self._modes_now())
         if program is None:
             program = self._made(self._dummy_forward_args, self._policy, None)
         self.plan = self._programs.plans[program]
@@ -230,27 +230,18 @@ class ParallelModule(TrainingModule):
         planned = shared_plan(planning, group)
         self._kept = planned.parameters
         keep_in_parts(original, planned.parameters, mesh)
-        captured = planned.graph_of(captured)
-        strategies = {
-            node: planned.strategies[node.name]
-            for node in captured.graph.nodes
-            if node.name in planned.strategies
-        }
-        whole = Program(captured, strategies, mesh, self.compute_dtype)
-        program: Program | Lowered = whole
+        captured, named = planned.graph_of(captured), planned.strategies
+        strategies = {n: named[n.name] for n in captured.graph.nodes if n.name in named}
+        program = Program(captured, strategies, mesh, self.compute_dtype)
+        made: Program | Lowered = program
         if self._lowered:
-            program = Lowered(whole, compiled=self._compile, arrived=self._arrived)
-        self._programs.add(self._modes_now(), program, planned.report)
-        return program
+            made = Lowered(program, compiled=self._compile, arrived=self._arrived)
+        self._programs.add(self._modes_now(), made, planned.report)
+        return made
 
 
 def same_weights(module: torch.nn.Module) -> None:
     """Every rank starts from rank 0's parameters and buffers."""
     with torch.no_grad():
-        for tensor in tensors_of(module):
+        for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, src=0)
-
-
-def tensors_of(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Its parameters, then its buffers."""
-    return chain(module.parameters(), module.buffers())

@@ -29,13 +29,10 @@ class TrainingModule(torch.nn.Module):
     def sync_grad(self) -> None:
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 
-        Gradients that no backward has added to since the last call, on any rank, stay as they are.
-        Clear gradients before the next backward (``zero_grad``): what it adds to a sum is added up
-        with it. With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the
-        backward ran.
-
-        Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
-        nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
+        Over the ranks of a copy this makes them whole. Over copies it adds them, as nnscaler does:
+        divide the loss by ``compute_config.num_scale_units`` for their mean. Gradients that no
+        backward has added to since the last call, on any rank, stay as they are. Clear gradients
+        before the next backward (``zero_grad``): what it adds to a sum is added up with it.
         """
         if self._reducer is not None and self._reducer.due:
             self._reducer.watch(list(self.parameters()))
@@ -89,9 +86,9 @@ class TrainingModule(torch.nn.Module):
         Args:
             samples: micro-batches: forward's arguments by name, or the argument itself where
                 forward has one. The loss is what forward returns, or the first of it.
-            is_dummy_batch: for each micro-batch, whether it adds nothing to the gradients: every
-                rank must make as many calls, whether it has data or not.
-            scale_fn: from the loss to what is differentiated, e.g. to divide by the number of
+            is_dummy_batch: for each, whether it adds nothing to the gradients: every rank must make
+                as many calls, whether it has data or not.
+            scale_fn: from the loss to what is differentiated, e.g. divided by the number of
                 micro-batches and copies, since gradients are added up.
         Returns:
             What forward returned for each micro-batch, unscaled, without its graph.
@@ -120,9 +117,8 @@ class TrainingModule(torch.nn.Module):
         return results
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """What forward returns for each micro-batch, without gradients. nnscaler's call.
-
-        Switch to ``eval()`` yourself where the model needs it.
+        """What forward returns for each micro-batch, without gradients; nnscaler's call. Switch to
+        ``eval()`` yourself where the model needs it.
 
         Raises:
             RuntimeError: the module was made without ``ComputeConfig(use_end2end=True)``.
@@ -148,7 +144,7 @@ class TrainingModule(torch.nn.Module):
 
 def _loss(result: Any) -> Tensor:
     loss = result[0] if isinstance(result, tuple | list) else result
-    if not isinstance(loss, Tensor) or loss.ndim:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"train_step: forward must return a scalar loss first, got {shown}")
-    return loss
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    raise ValueError(f"train_step: forward must return a scalar loss first, got {shown}")

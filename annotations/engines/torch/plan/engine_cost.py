@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.fx import Node
 
 from annotations.registry import record_of
-from annotations.rules import InnerCost
 
 from ..capture.nodes import arguments_of, tensor_inputs, values_of
 from ..strategies.op_strategies import Strategy
@@ -67,8 +65,8 @@ def compute_seconds(
         return 0.0
     record = record_of(node.target)
     attends = record is not None and record.rule.flops is not None
-    read = sum(size_bytes(x.meta["val"]) for x in tensor_inputs(node))
-    moved = read + sum(map(size_bytes, values_of(node)))
+    tensors = [*(x.meta["val"] for x in tensor_inputs(node)), *values_of(node)]
+    moved = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
     per_second = rates.attention_flops_per_second if attends else rates.matmul_flops_per_second
     forward = max(moved / rates.memory_bytes_per_second, flops(node) / per_second)
     for axis, divided in enumerate(strategy.divided):
@@ -101,32 +99,18 @@ def steps_bytes(steps: Sequence[ReshardStep], value: Tensor) -> int:
 
 def steps_seconds(steps: Sequence[ReshardStep], value: Tensor, rates: Rates) -> float:
     """Time of a path."""
-    return sum(
-        received_seconds(step.elements * value.element_size(), rates.link(step.axis))
-        + _copied_bytes(step, value) / rates.memory_bytes_per_second
-        for step in steps
-    )
-
-
-def _copied_bytes(step: ReshardStep, value: Tensor) -> float:
-    """Read and written to put in its place what arrives along a dim that is not the first; parts of
-    the first are contiguous."""
-    if step.kind not in ("all-gather", "reduce-scatter"):
-        return 0.0
-    [dim] = {p.dim for p in (step.before[step.axis], step.after[step.axis]) if isinstance(p, Shard)}
-    outer = math.prod(value.shape[:dim])
-    return 2.0 * step.elements * value.element_size() if outer > 1 else 0.0
-
-
-def inner_cost(strategy: Strategy) -> InnerCost:
-    """What moves inside along all axes together, in words and bytes."""
-    return InnerCost(
-        what=", ".join(dict.fromkeys(inner.what for inner in strategy.inner if inner.what)),
-        forward_bytes=sum(inner.forward_bytes for inner in strategy.inner),
-        backward_bytes=sum(inner.backward_bytes for inner in strategy.inner),
-        imbalance=math.prod(inner.imbalance for inner in strategy.inner),
-        overlaps=all(i.overlaps for i in strategy.inner if i.forward_bytes),
-    )
+    seconds = 0.0
+    for step in steps:
+        received, copied = step.elements * value.element_size(), 0.0
+        if step.kind in ("all-gather", "reduce-scatter"):
+            ends = step.before[step.axis], step.after[step.axis]
+            [dim] = {place.dim for place in ends if isinstance(place, Shard)}
+            # What arrives is read and written to put it in its place; parts of the first dim are
+            # contiguous.
+            copied = 2.0 * received if math.prod(value.shape[:dim]) > 1 else 0.0
+        moving = received_seconds(received, rates.link(step.axis))
+        seconds += moving + copied / rates.memory_bytes_per_second
+    return seconds
 
 
 def flops(node: Node) -> float:
@@ -138,9 +122,8 @@ def flops(node: Node) -> float:
         arguments = arguments_of(node, record)
         return record.rule.flops(record.bind(arguments), arguments)
     name = str(node.target)
-    if "linear" in name or ".mm" in name or "matmul" in name or "bmm" in name:
-        values: Sequence[Tensor] = [x.meta["val"] for x in tensor_inputs(node)]
-        return 2.0 * node.meta["val"].numel() * values[0].shape[-1]
+    if any(product in name for product in ("linear", ".mm", "matmul", "bmm")):
+        return 2.0 * node.meta["val"].numel() * tensor_inputs(node)[0].meta["val"].shape[-1]
     return 0.0
 
 
@@ -148,8 +131,3 @@ def is_view(node: Node) -> bool:
     """Whether an op returns its argument's memory."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(result.alias_info for result in schema.returns)
-
-
-def size_bytes(value: Any) -> int:
-    """Of a tensor; 0 of anything else."""
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -92,94 +92,83 @@ def limits_of(policy: Policy, parameters: str, choices: Choices, config: Compute
     chosen = policy(choices.ops, config)
     if not isinstance(chosen, Mapping):
         raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
-    forcing = _Forcing(name, choices, config, Limits(choices))
+    limits, forced = Limits(choices), set[Node]()
     for pattern, force in chosen.items():
-        forcing.apply(pattern, force)
-    forcing.limit_parameters(parameters)
-    return forcing.limits
+        forced.update(_force(limits, pattern, force, name, config))
+    if parameters != "free":
+        _limit_parameters(limits, parameters, forced)
+    return limits
 
 
-@dataclass
-class _Forcing:
-    """What the policy of a name forces.
+def _force(
+    limits: Limits, pattern: str, force: Force, policy: str, config: ComputeConfig
+) -> list[Node]:
+    """Limit all that ``pattern`` names; the parameters among it."""
+    choices = limits.choices
+    parameters = [n for n, path in choices.parameters.items() if fnmatch.fnmatchcase(path, pattern)]
+    ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
+    by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
+    if ops and (by_identifier or not parameters):
+        for op in ops:
+            _force_op(limits, op, force, policy, config)
+        return []
+    others = parameters or [
+        node
+        for node in choices.strategies
+        if node.op == "call_function"
+        and record_of(node.target) is None
+        and _is_called(pattern, node.name, module_of(node))
+    ]
+    if by_identifier or not others:
+        names = ", ".join(op.name for op in choices.ops) or "none"
+        raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
+    for node in others:
+        if not limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
+            title = f"{node.name} in {module_of(node) or 'the module'}"
+            if node in choices.parameters:
+                title = f"parameter {choices.parameters[node]}"
+            can = dict.fromkeys(_placed(s.outputs[0]) for s in choices.strategies[node])
+            raise PolicyError(
+                f"policy {policy!r}: {title} cannot be cut on {force!r} over a mesh of "
+                f"{choices.parts}; its result can be: {'; '.join(can)}"
+            )
+    return parameters
 
-    Attributes:
-        named: the parameters that the policy has named so far.
-    """
 
-    name: str
-    choices: Choices
-    config: ComputeConfig
-    limits: Limits
-    named: set[Node] = field(default_factory=set)
+def _force_op(limits: Limits, op: OpSite, force: Force, policy: str, config: ComputeConfig) -> None:
+    choices = limits.choices
+    node = next(n for n in choices.strategies if n.name == op.name)
+    if limits.keep(node, lambda s: _fits(force, s.split)):
+        return
+    for wanted in _each(force):
+        if isinstance(wanted, str) and wanted not in op.splits:
+            _check_annotation(policy, op, wanted, config)
+            raise PolicyError(cannot(policy, op, wanted, config))
+    raise PolicyError(
+        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
+        f"{force!r} over a mesh of {choices.parts}; it can on: {_splits(choices.strategies[node])}"
+    )
 
-    def apply(self, pattern: str, force: Force) -> None:
-        """Limit all that ``pattern`` names."""
-        choices = self.choices
-        parameters = [n for n, p in choices.parameters.items() if fnmatch.fnmatchcase(p, pattern)]
-        ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
-        by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
-        if ops and (by_identifier or not parameters):
-            for op in ops:
-                self._force_op(op, force)
-            return
-        others = parameters or [
-            node
-            for node in choices.strategies
-            if node.op == "call_function"
-            and record_of(node.target) is None
-            and _is_called(pattern, node.name, module_of(node))
-        ]
-        if by_identifier or not others:
-            names = ", ".join(op.name for op in choices.ops) or "none"
-            raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
-        for node in others:
-            if not self.limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
-                title = f"{node.name} in {module_of(node) or 'the module'}"
-                if node in choices.parameters:
-                    title = f"parameter {choices.parameters[node]}"
-                can = dict.fromkeys(_placed(s.outputs[0]) for s in choices.strategies[node])
-                raise PolicyError(
-                    f"policy {self.name!r}: {title} cannot be cut on {force!r} over a mesh of "
-                    f"{choices.parts}; its result can be: {'; '.join(can)}"
-                )
-        self.named.update(parameters)
 
-    def _force_op(self, op: OpSite, force: Force) -> None:
-        choices = self.choices
-        node = next(n for n in choices.strategies if n.name == op.name)
-        if self.limits.keep(node, lambda s: _fits(force, s.split)):
-            return
-        for wanted in _each(force):
-            if isinstance(wanted, str) and wanted not in op.splits:
-                _check_annotation(self.name, op, wanted, self.config)
-                raise PolicyError(cannot(self.name, op, wanted, self.config))
-        raise PolicyError(
-            f"policy {self.name!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be "
-            f"split on {force!r} over a mesh of {choices.parts}; it can on: "
-            f"{_splits(choices.strategies[node])}"
-        )
-
-    def limit_parameters(self, how: str) -> None:
-        """Limit the parameters that the policy did not name."""
-        keep = self.limits.keep
-        reads: dict[Node, list[tuple[Node, int]]] = {n: [] for n in self.choices.parameters}
-        for edge in self.choices.edges:
-            if edge.producer in reads:
-                reads[edge.producer].append((edge.consumer, edge.slot))
-        for node, readers in reads.items():
-            if node in self.named or how == "free":
-                continue
-            if how == "cut" and readers and all(_is_weight(*read) for read in readers):
-                self.limits.used_as_kept.add(node)
-                if not keep(node, lambda s: all(s.divided)):
-                    keep(node, lambda s: any(s.divided))
-                continue
-            keep(node, lambda s: not any(s.divided))
-            for reader, slot in readers if how == "read whole" else ():
-                keep(reader, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
-                if _is_weight(reader, slot):
-                    keep(reader, _are_tokens_cut(reader))
+def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
+    """Limit the parameters that the policy did not name."""
+    reads: dict[Node, list[tuple[Node, int]]] = {n: [] for n in limits.choices.parameters}
+    for edge in limits.choices.edges:
+        if edge.producer in reads:
+            reads[edge.producer].append((edge.consumer, edge.slot))
+    for node, readers in reads.items():
+        if node in forced:
+            continue
+        if how == "cut" and readers and all(_is_weight(*read) for read in readers):
+            limits.used_as_kept.add(node)
+            if not limits.keep(node, lambda s: all(s.divided)):
+                limits.keep(node, lambda s: any(s.divided))
+            continue
+        limits.keep(node, lambda s: not any(s.divided))
+        for reader, slot in readers if how == "read whole" else ():
+            limits.keep(reader, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
+            if _is_weight(reader, slot):
+                limits.keep(reader, _are_tokens_cut(reader))
 
 
 def _each(force: Force) -> tuple[str | int | None, ...]:

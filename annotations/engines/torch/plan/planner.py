@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,7 @@ from .plan_cost import PlanCost, received_bytes
 from .repeats import representatives
 from .solver import Infeasible, LinearProgram, PlanningError
 
+Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots
 # Of two ops of which one reads the other: a variable for how it is made and how it is read.
 Pairs = dict[tuple[Places, Reading], int]
 
@@ -64,16 +65,6 @@ def _refused_by_dtensor(
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A tensor and all that read it, of one of several equal blocks; ``count`` of them."""
-
-    producer: Node
-    index: int
-    readers: tuple[tuple[Node, int], ...]
-    count: int
-
-
 class _Problem:
     """The linear program of a graph, from costs to the strategies that its solution means.
 
@@ -93,8 +84,8 @@ class _Problem:
         self._memory: list[tuple[int, float]] = []
         self._variables = {node: self._add_op(node) for node in self._counts}
         self._pairs: dict[tuple[Node, int, Node, int], Pairs] = {}
-        for value in self._values():
-            self._add_value(value)
+        for value, count in self._values().items():
+            self._add_value(*value, count)
         if cost.budget.limit_bytes is not None:
             self._limit_memory(cost.budget.limit_bytes)
 
@@ -124,29 +115,30 @@ class _Problem:
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
 
-    def _values(self) -> list[_Value]:
+    def _values(self) -> Counter[Value]:
+        """Each tensor and all that read it, with how many equal blocks have it."""
         like = self.like
         readers: dict[tuple[Node, int], set[tuple[Node, int]]] = {}
         for edge in self._choices.edges:
             reader = (like[edge.consumer], edge.slot)
             readers.setdefault((edge.producer, edge.index), set()).add(reader)
         order = {node: n for n, node in enumerate(like)}
-        counts = Counter(
+        return Counter(
             (like[p], index, tuple(sorted(r, key=lambda x: (order[x[0]], x[1]))))
             for (p, index), r in readers.items()
         )
-        return [_Value(*value, count) for value, count in counts.items()]
 
-    def _add_value(self, value: _Value) -> None:
+    def _add_value(
+        self, producer: Node, index: int, readers: Sequence[tuple[Node, int]], count: int
+    ) -> None:
         """What it costs to bring a tensor to each of its readers: each way of reading it once."""
-        producer, index = value.producer, value.index
         readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = {}
-        for reader, slot in value.readers:
+        for reader, slot in readers:
             for way, variable in self._pair(producer, index, reader, slot).items():
                 readings.setdefault(way, []).append((variable, reader))
         kept: dict[Places, list[int]] = {}
         for (source, reading), pairs in readings.items():
-            seconds = value.count * self._cost.move(producer, index, source, reading)[2]
+            seconds = count * self._cost.move(producer, index, source, reading)[2]
             if seconds:
                 self._program.cost[self._any([v for v, _ in pairs])] += seconds
             if source == reading[0] and producer in self._choices.parameters:
@@ -157,8 +149,8 @@ class _Problem:
             tensor = value_of(producer, index)
             for target, keepers in kept.items():
                 if keepers:
-                    count = value.count * local_bytes(tensor, target, self._choices.parts)
-                    self._memory.append((self._any(list(dict.fromkeys(keepers))), count))
+                    held = count * local_bytes(tensor, target, self._choices.parts)
+                    self._memory.append((self._any(list(dict.fromkeys(keepers))), held))
 
     def _any(self, pairs: list[int]) -> int:
         """A variable that is 1 where any of ``pairs`` is."""

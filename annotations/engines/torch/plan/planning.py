@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
+from annotations.consistency import digest
 from annotations.progress import stage
 
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
 from ..capture.label_shift import whole_logits
 from ..module.parameters import in_dtype
-from ..module.rank_agreement import same_graph
+from ..module.rank_agreement import compare, facts_of
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
 from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
@@ -114,7 +115,6 @@ class Planning:
 
     @functools.cached_property
     def _identity(self) -> str:
-        """The hash of the graph that was captured."""
         return graph_hash(self.captured)
 
     def _in_best_order(
@@ -222,18 +222,17 @@ def shared_plan(planning: Planning, group: Any = None) -> Planned:
 
     Raises:
         Exception: what planning raised, on every rank.
-        CaptureError: ranks captured different graphs.
+        CaptureError: ranks captured different graphs, or other values of constants.
     """
-    same_graph(graph_hash(planning.captured), planning.captured.constants, group)
+    captured = planning.captured
+    facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
+    compare("captured graphs", facts, group)
     return _on_rank_0(planning.plan, group)
 
 
 def shared_policy(policy: AnyPolicy) -> AnyPolicy:
-    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is no plan, on every rank.
-    """
+    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks; where that
+    fails, every rank raises."""
     return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
 
 
@@ -244,17 +243,12 @@ def _on_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
         try:
             made = [make()]
         except Exception as error:  # the other ranks would wait for ever
-            made = [_sendable(error)]
+            made = [error]
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # a user's, of which only the text can be sent
+                made = [RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(made, group=group, group_src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
-
-
-def _sendable(error: Exception) -> Exception:
-    """``error``, or its text where a user's exception cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -17,13 +17,9 @@ Split = str | None | tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a plan; bytes are per call and rank, for the rank that receives most.
-
-    Attributes:
-        op: what runs, or whose result moves. split: what it is cut on.
-        moves: what moves, and between which placements.
-        seconds: predicted, forward and backward.
-    """
+    """One line of a plan: what runs, or whose result moves; what it is cut on; what moves, between
+    which placements. Bytes are per call and rank, for the rank that receives most; seconds are
+    predicted, forward and backward."""
 
     op: str
     split: str
@@ -35,13 +31,9 @@ class Row:
 
 @dataclass(frozen=True)
 class OpPlacements:
-    """How one op of a plan runs.
-
-    Attributes:
-        split: what an annotated op is split on, for each axis.
-        inputs, outputs: placements of its tensors, for each axis ``R`` whole, ``S1`` cut on dim 1,
-            ``P`` a partial sum; e.g. ``"S1,R"``.
-    """
+    """How one op of a plan runs: what an annotated op is split on, for each axis, and the placements
+    of its tensors, e.g. ``"S1,R"``: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P`` a partial
+    sum."""
 
     split: tuple[str | None, ...]
     inputs: tuple[str, ...]
@@ -76,18 +68,16 @@ class EnginePlan:
     """What the engine decided for a module.
 
     Attributes:
-        parts: ranks the module is cut over. copies: data-parallel copies of it.
+        parts, mesh_shape: ranks the module is cut over. copies: data-parallel copies of it.
         splits: identifier of each annotated op by its name in the graph, None if it runs whole; on
             a mesh of several axes a tuple of them.
         rows: with how often each occurs; the gradient sync is the last.
-        mesh_shape: of the ranks of a copy.
         ops: how each op of the graph runs, by its name.
         parameters: placements of those that are kept in parts, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
-        graph: hash of the graph that it is for.
+        graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.
         notes: lines below the title, on what was done to the module before.
-        hoisted: whether its ops are those of the graph with a sequence in another order.
     """
 
     parts: int
@@ -148,35 +138,26 @@ class EnginePlan:
         return found
 
     def to_json(self) -> str:
-        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited. Ops that are left
-        out are for the planner to decide, parameters that are left out are whole; the rest is for
-        reading."""
+        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited: ops that are left
+        out are for the planner to decide, parameters that are left out are whole."""
         given = {**asdict(self), "predicted_seconds": self.seconds}
         given["rows"] = [{**asdict(row), "count": n} for row, n in self.rows]
         return json.dumps(given, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> EnginePlan:
-        """A plan from what :meth:`to_json` made, edited or not.
-
-        Raises:
-            ValueError: it is not such a text.
-        """
+        """A plan from what :meth:`to_json` made, edited or not. Raises ValueError of other text."""
         try:
             given = json.loads(text)
             given.pop("predicted_seconds", None)
-            given["rows"] = [(row.pop("count"), row) for row in given["rows"]]
-            given["rows"] = [(Row(**row), count) for count, row in given["rows"]]
-            given["splits"] = {
-                name: tuple(split) if isinstance(split, list) else split
-                for name, split in given["splits"].items()
-            }
-            given["ops"] = {
-                name: OpPlacements(*map(tuple, op.values())) for name, op in given["ops"].items()
-            }
+            counts = [(row.pop("count"), row) for row in given["rows"]]
+            given["rows"] = [(Row(**row), count) for count, row in counts]
+            for name, split in given["splits"].items():
+                given["splits"][name] = tuple(split) if isinstance(split, list) else split
+            for name, op in given["ops"].items():
+                given["ops"][name] = OpPlacements(*map(tuple, op.values()))
             given["held"] = Held(**given["held"]) if given["held"] else None
-            for name in ("mesh_shape", "notes"):
-                given[name] = tuple(given[name])
+            given |= {name: tuple(given[name]) for name in ("mesh_shape", "notes")}
             return cls(**given)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 from torch.fx import Node
@@ -15,7 +14,7 @@ from annotations.registry import record_of
 
 from ..capture.capture import Captured
 from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import flops, inner_cost
+from ..plan.engine_cost import flops
 from ..plan.plan_cost import PlanCost, received_bytes
 from ..plan.policies import OpSite
 from ..plan.repeats import module_of
@@ -29,7 +28,7 @@ Chosen = Mapping[Node, Strategy]
 
 def make_report(cost: PlanCost, chosen: Chosen) -> EnginePlan:
     """Summarise a plan; equal ops and equal moves share a row."""
-    choices, summary = cost.choices, _Summary(cost, cost.choices, chosen)
+    choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
     return EnginePlan(
         parts=prod(choices.parts),
@@ -64,18 +63,20 @@ def graph_hash(captured: Captured) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True, eq=False)
 class _Summary:
-    cost: PlanCost
-    choices: Choices
-    chosen: Chosen
+    def __init__(self, cost: PlanCost, chosen: Chosen) -> None:
+        self.cost, self.choices, self.chosen = cost, cost.choices, chosen
+        # Of each tensor the ways in which it is read, and who reads it so.
+        self.readings: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
+        for edge in self.choices.edges:
+            strategy = chosen[edge.consumer]
+            reading = strategy.inputs[edge.slot], strategy.grads[edge.slot]
+            ways = self.readings.setdefault((edge.producer, edge.index), {})
+            ways.setdefault(reading, []).append(edge.consumer)
 
     def rows(self, ops: Mapping[str, OpSite]) -> Iterator[Row]:
-        """One for each op and move that counts, in the table's order.
-
-        Args:
-            ops: the annotated ops by name.
-        """
+        """One for each op and move that counts, in the table's order; ``ops`` are the annotated
+        ones, by name."""
         calls = [node for node in self.chosen if node.op == "call_function"]
         rest = [node for node in calls if node.name not in ops and not flops(node)]
         for node in calls:
@@ -102,30 +103,18 @@ class _Summary:
 
     def _op_row(self, node: Node, op: OpSite) -> Row:
         strategy = self.chosen[node]
-        split = ", ".join(
-            f"{name} / {n}"
-            for name, n in zip(strategy.split, self.choices.parts, strict=True)
-            if name
-        )
-        inner = inner_cost(strategy)
-        what = inner.what or "nothing"
-        if inner.imbalance >= 1.005:
-            what += f" (imbalance {inner.imbalance:.2f})"
-        moved = inner.forward_bytes, inner.backward_bytes
+        over = zip(strategy.split, self.choices.parts, strict=True)
+        split = ", ".join(f"{name} / {n}" for name, n in over if name)
+        inner = strategy.inner
+        what = ", ".join(dict.fromkeys(each.what for each in inner if each.what)) or "nothing"
+        imbalance = prod(each.imbalance for each in inner)
+        if imbalance >= 1.005:
+            what += f" (imbalance {imbalance:.2f})"
+        moved = sum(x.forward_bytes for x in inner), sum(x.backward_bytes for x in inner)
         return Row(op.op, split or "whole", what, *moved, self._seconds(node))
 
-    def _readings(self) -> dict[tuple[Node, int], dict[Reading, list[Node]]]:
-        """Of each tensor the ways in which it is read, and who reads it so."""
-        found: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
-        for edge in self.choices.edges:
-            strategy = self.chosen[edge.consumer]
-            reading = strategy.inputs[edge.slot], strategy.grads[edge.slot]
-            ways = found.setdefault((edge.producer, edge.index), {})
-            ways.setdefault(reading, []).append(edge.consumer)
-        return found
-
     def _move_rows(self) -> Iterator[Row]:
-        for (producer, index), ways in self._readings().items():
+        for (producer, index), ways in self.readings.items():
             shape, source = value_of(producer, index).shape, self.chosen[producer].outputs[index]
             for target, grad in ways:
                 moved = self.cost.move(producer, index, source, (target, grad))
@@ -152,7 +141,7 @@ class _Summary:
         each = [cost.parameter_bytes(node, chosen[node]) for node in choices.stored]
         parameters, gradients, optimizer, casts = map(sum, zip((0,) * 4, *each, strict=True))
         activations = 0
-        for (producer, index), ways in self._readings().items():
+        for (producer, index), ways in self.readings.items():
             source, is_parameter = chosen[producer].outputs[index], producer in choices.parameters
             kept = {
                 target
