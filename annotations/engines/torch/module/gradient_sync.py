@@ -5,13 +5,10 @@
 A backward that is one graph (:mod:`.lowered`) reports a gradient before it is in .grad: a bucket
 starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
 
-A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
-One that the plan cuts is a DTensor in parts, as is its gradient, and only the copies of the model
-add up.
-
-Copies may use different parameters. So a bucket also carries which of its parameters have a
-gradient: where any rank has one, every rank gets it, and all ranks start the same buckets in the
-same order whatever they use.
+Gradients of a parameter that is whole are added up over all ranks, of one that the plan cuts over
+the copies of the model. Copies may use different parameters, so a bucket carries which of its
+parameters have a gradient: where any rank has one, every rank gets it, and all ranks start the same
+buckets in the same order.
 """
 
 from __future__ import annotations
@@ -105,21 +102,19 @@ class Reducer:
         self, cap_bytes: float, copies: dist.ProcessGroup | None, *, overlap: bool
     ) -> None:
         self._cap_bytes, self._copies, self._overlap = cap_bytes, copies, overlap
-        self._paused = False
         self._watched: list[Parameter] = []
         self._hooks: list[Any] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Parameter, Bucket] = {}
-        self._started = 0  # of the buckets, how many
         self._reported: dict[Parameter, tuple[int, int]] = {}
-        self._forwards = 0  # since a gradient came
-        self._ran = False  # whether a forward has, since the last sync
+        self._started = self._forwards = 0  # buckets; forwards since a gradient came
+        self._paused = self._ran = False  # in no_sync; a forward has run since the last sync
         self._new: set[Parameter] = set()  # those that a backward has added to since
         self._summed: dict[Parameter, TensorWeakRef] = {}  # gradients, by the last sync
 
     @property
     def due(self) -> bool:
-        """Whether there may be gradients to add up. Other copies may have had a backward where this
+        """Whether there may be gradients to add up: other copies may have had a backward where this
         one had none, so a forward is enough."""
         return self._ran or bool(self._new)
 
@@ -208,6 +203,12 @@ class Reducer:
     def sync(self) -> None:
         """Add up what is new. What ranks have added up before is left out, and comes back where no
         rank has anything new. A gradient that was put into ``.grad`` by hand is new."""
+        if self._reported:
+            raise RuntimeError(
+                "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
+                "or backward(inputs=...)), and they are being added up over ranks: run it in "
+                "no_sync()"
+            )
         self._ran = False
         old = {
             p: p.grad
@@ -217,27 +218,17 @@ class Reducer:
         for parameter in old:
             parameter.grad = None
         try:
-            self._finish()
+            for bucket in self._buckets[self._started :]:
+                bucket.start()
+            for bucket in self._buckets:
+                bucket.finish()
         finally:
             for parameter, grad in old.items():
                 if parameter.grad is None:
                     parameter.grad = grad
+        self._started = self._forwards = 0
         self._new.clear()
         self._summed = {p: TensorWeakRef(p.grad) for p in self._watched if p.grad is not None}
-
-    def _finish(self) -> None:
-        """Start what has not started yet, and wait for all."""
-        if self._reported:
-            raise RuntimeError(
-                "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
-                "or backward(inputs=...)), and they are being added up over ranks: run it in "
-                "no_sync()"
-            )
-        for bucket in self._buckets[self._started :]:
-            bucket.start()
-        for bucket in self._buckets:
-            bucket.finish()
-        self._started = self._forwards = 0
 
 
 def local(x: Tensor) -> Tensor:
@@ -260,11 +251,10 @@ def buckets(
         if cut and copies is None:
             continue
         key, nbytes = (parameter.dtype, cut), local(parameter).nbytes
-        size = sizes.get(key, 0) + nbytes
-        if key in open_ and size > cap_bytes:
+        sizes[key] = sizes.get(key, 0) + nbytes
+        if key in open_ and sizes[key] > cap_bytes:
             yield Bucket(open_.pop(key), copies if cut else None)
-            size = nbytes
+            sizes[key] = nbytes
         open_.setdefault(key, []).append(parameter)
-        sizes[key] = size
     for (_, cut), rest in open_.items():
         yield Bucket(rest, copies if cut else None)

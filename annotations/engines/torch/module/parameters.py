@@ -31,11 +31,8 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def keep_in_parts(module: Module, parameters: Mapping[str, Places], mesh: DeviceMesh) -> None:
     """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
-    placements, the others whole. Where none is given, nothing is replaced.
-
-    Optimizers and norms that take many tensors at once take either plain ones or DTensors. A
-    parameter with several names stays one.
-    """
+    placements, the others whole; none where none is given. Optimizers and norms that take many
+    tensors at once take either plain ones or DTensors. A tied parameter stays one."""
     if not parameters:
         return
     owners = dict(module.named_parameters(remove_duplicate=False))
@@ -75,11 +72,9 @@ def as_parameter(value: Tensor) -> Tensor:
 
 
 def as_read(parameter: Tensor) -> Tensor:
-    """What a graph reads: of a parameter that is whole a plain tensor, of any other all of it.
-
-    The gradient of the plain tensor becomes that of the parameter, and nothing moves: until
-    ``sync_grad`` it is this rank's part of a sum.
-    """
+    """What a graph reads: of a parameter that is whole a plain tensor, of any other all of it. The
+    gradient of the plain tensor becomes that of the parameter, and nothing moves: until
+    ``sync_grad`` it is this rank's part of a sum."""
     if not isinstance(parameter, DTensor) or cut_axes(parameter):
         return parameter
     value = parameter.to_local(grad_placements=parameter.placements)
@@ -113,9 +108,8 @@ def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManage
 
 @contextmanager
 def whole_without_data(module: Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """While inside, ``module`` has parameters and buffers of the whole shapes and no data.
-
-    A capture needs no values: so a module is captured that is in parts, or was never in memory.
+    """While inside, ``module`` has parameters and buffers of the whole shapes and no data, so that
+    one can be captured that is in parts, or was never in memory.
 
     Args:
         dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.

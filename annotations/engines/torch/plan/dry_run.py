@@ -38,25 +38,18 @@ def plan_without_ranks(
 ) -> EnginePlan:
     """The plan that ``parallelize`` would make, in one process that holds no tensor's data.
 
+    Other arguments are as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a rank may
+    hold, by default anything.
+
     Args:
-        module: on any device; on "meta" it takes no memory. dummy_forward_args: likewise.
-        pas_policy, compute_config: as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a
-            rank may hold, by default anything.
+        module, dummy_forward_args: on any device; on "meta" they take no memory.
         rates: speeds to plan with; round numbers by default.
-        module_dtype, compute_dtype: as of ``parallelize``.
     Raises:
         RuntimeError: ``torch.distributed`` is initialised already.
         PolicyError, CaptureError, PlanningError: as of ``parallelize``.
     """
-    return plans_without_ranks(
-        module,
-        dummy_forward_args,
-        pas_policy,
-        [compute_config],
-        rates,
-        module_dtype=module_dtype,
-        compute_dtype=compute_dtype,
-    )[0]
+    given = module, dummy_forward_args, pas_policy, [compute_config], rates
+    return plans_without_ranks(*given, module_dtype=module_dtype, compute_dtype=compute_dtype)[0]
 
 
 def plans_without_ranks(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.fx import Node
 
 from annotations.errors import PartitionError
@@ -23,8 +23,7 @@ from ..report.engine_plan import EnginePlan, OpPlacements, Split, each_axis, pla
 from ..strategies.choices import Choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
-from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path
-from .repeats import module_of
+from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path, module_of
 
 Keep = Callable[[Strategy], bool]
 
@@ -79,10 +78,8 @@ class Limits:
 
 
 def limits_of(policy: Policy, parameters: str, choices: Choices, config: ComputeConfig) -> Limits:
-    """What ``policy`` forces, checked.
+    """What ``policy`` forces, checked; of ``parameters`` as in :data:`~.policies.POLICIES`.
 
-    Args:
-        parameters: see :data:`~.policies.POLICIES`.
     Raises:
         PolicyError: nothing has a name that the policy names, or a split is not allowed over so
             many ranks.
@@ -127,7 +124,9 @@ def _force(
             title = f"{node.name} in {module_of(node) or 'the module'}"
             if node in choices.parameters:
                 title = f"parameter {choices.parameters[node]}"
-            can = dict.fromkeys(_placed(s.outputs[0]) for s in choices.strategies[node])
+            placed = (map(_dim, s.outputs[0]) for s in choices.strategies[node])
+            words = (("whole" if d is None else f"cut on {d}" for d in dims) for dims in placed)
+            can = dict.fromkeys(map(", ".join, words))
             raise PolicyError(
                 f"policy {policy!r}: {title} cannot be cut on {force!r} over a mesh of "
                 f"{choices.parts}; its result can be: {'; '.join(can)}"
@@ -192,13 +191,17 @@ def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
 def _is_placed(places: Places, force: Force) -> bool:
     if force in (None, "whole"):
         return all(p.is_replicate() for p in places)
-    return force == "any" or _fits(force, [p.dim if isinstance(p, Shard) else None for p in places])
+    return force == "any" or _fits(force, list(map(_dim, places)))
+
+
+def _dim(place: Placement) -> int | None:
+    return place.dim if isinstance(place, Shard) else None
 
 
 def _are_tokens_cut(reader: Node) -> Keep:
     """Whether a linear's input is cut on the last dim before its features, along every axis."""
     tokens = tensor_inputs(reader)[0].meta["val"].ndim - 2
-    return lambda s: all(isinstance(p, Shard) and p.dim == tokens for p in s.inputs[0])
+    return lambda s: all(_dim(place) == tokens for place in s.inputs[0])
 
 
 def _is_weight(reader: Node, slot: int) -> bool:
@@ -206,6 +209,7 @@ def _is_weight(reader: Node, slot: int) -> bool:
 
 
 def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig) -> None:
+    """Raises PartitionError where the annotation does not allow a split over any ranks."""
     if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
         return
     try:
@@ -233,12 +237,8 @@ def as_plan(policy: Any) -> Any:
 
 def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
     """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
-    are whole.
-
-    Raises:
-        PolicyError: it is for another module, other shapes or another mesh, or it has been edited
-            to something that an op does not allow.
-    """
+    are whole. Raises PolicyError where it is for another module, other shapes or another mesh, or
+    has been edited to something that an op does not allow."""
     if plan.mesh_shape != choices.parts:
         raise PolicyError(f"the plan is for a mesh of {plan.mesh_shape}, not of {choices.parts}")
     limits = Limits(choices)
@@ -268,10 +268,6 @@ def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
         if not limits.keep(node, lambda s, k=kept: places_text(s.outputs[0]) == k):  # type: ignore[misc]
             raise PolicyError(f"the plan keeps {path} as {kept!r}, which it cannot be")
     return limits
-
-
-def _placed(places: Places) -> str:
-    return ", ".join(f"cut on {p.dim}" if isinstance(p, Shard) else "whole" for p in places)
 
 
 def _splits(strategies: Sequence[Strategy]) -> str:

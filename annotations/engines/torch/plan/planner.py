@@ -6,28 +6,35 @@ an op that chooses how it is kept: whole, its gradient then added up over all ra
 ``sync_grad``; or in parts. Splits that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
-arXiv:2201.12023, 2022, section 4.2). Equal layers share their variables.
+arXiv:2201.12023, 2022, section 4.2).
+
+Equal layers share their variables. A block is all that the graph does under one module path up to
+its first number (``blocks.3``). Blocks are equal if they do the same ops on the same shapes, wired
+in the same way, and may run in the same ways.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
-from ..capture.nodes import value_of
+from ..capture.capture import Captured
+from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs, value_of
 from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
 from .limits import Limits
 from .plan_cost import PlanCost, received_bytes
-from .repeats import representatives
+from .policies import module_of
 from .solver import Infeasible, LinearProgram, PlanningError
 
 Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots
@@ -45,24 +52,16 @@ def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strat
     while True:
         problem = _Problem(limits, cost, refused)
         chosen = problem.solve()
-        wrong = _refused_by_dtensor(problem.like, chosen, mesh)
+        # On several axes, what DTensor runs on each of them, but not on all at once.
+        wrong = {
+            (node, s)
+            for node, s in chosen.items()
+            if sum(s.divided) > 1 and not s.local and not any(s.split)
+            and node.op == "call_function" and not confirms(node, s.inputs, s.outputs, mesh)
+        }  # fmt: skip
         if not wrong:
             return {node: chosen[like] for node, like in problem.like.items()}
         refused |= wrong
-
-
-def _refused_by_dtensor(
-    like: Mapping[Node, Node], chosen: Mapping[Node, Strategy], mesh: DeviceMesh
-) -> set[tuple[Node, Strategy]]:
-    """Strategies on several axes that DTensor runs on each of them, but not on all at once."""
-    if mesh.ndim == 1:
-        return set()
-    return {
-        (node, s)
-        for node, s in chosen.items()
-        if like[node] is node and sum(s.divided) > 1 and not s.local and not any(s.split)
-        and node.op == "call_function" and not confirms(node, s.inputs, s.outputs, mesh)
-    }  # fmt: skip
 
 
 class _Problem:
@@ -74,7 +73,7 @@ class _Problem:
 
     def __init__(self, limits: Limits, cost: PlanCost, refused: set[tuple[Node, Strategy]]) -> None:
         self._limits, self._cost, self._choices = limits, cost, cost.choices
-        self.like = representatives(self._choices.captured, limits.described())
+        self.like = _representatives(self._choices.captured, limits.described())
         self._counts = Counter(self.like.values())
         self._options = {
             node: [s for s in limits.allowed(node) if (node, s) not in refused]
@@ -228,3 +227,34 @@ class _Problem:
         except Infeasible:
             return None
         return sum(solution[v] * count for v, count in free._memory)
+
+
+def _representatives(captured: Captured, limits: Mapping[Node, Hashable]) -> dict[Node, Node]:
+    """For each op the one that stands for it, of the first of equal blocks; most are their own.
+    ``limits`` is what else two ops must have in common."""
+    blocks: dict[str, list[Node]] = {}
+    found: dict[Node, Node] = {}
+    for node in captured.graph.nodes:
+        if not is_getitem(node):
+            found[node] = node
+            path = captured.attributes.get(node.name, module_of(node))
+            if numbered := re.match(r"(.*?\.)??\d+(?=\.|$)", path):
+                blocks.setdefault(numbered[0], []).append(node)
+    first: dict[Any, list[Node]] = {}
+    for block, nodes in blocks.items():
+        key = (block.rpartition(".")[0], _structure(block, nodes, captured, limits))
+        found.update(zip(nodes, first.setdefault(key, nodes), strict=True))
+    return found
+
+
+def _structure(
+    block: str, nodes: list[Node], captured: Captured, limits: Mapping[Node, Hashable]
+) -> Hashable:
+    place = {node: n for n, node in enumerate(nodes)}
+    described = []
+    for node in nodes:
+        inputs = tensor_inputs(node)
+        wired = tuple((place.get(resolve(x)[0]), resolve(x)[1]) for x in inputs)
+        name = captured.attributes.get(node.name, "").removeprefix(block)
+        described.append((signature(node, inputs), wired, name, limits.get(node)))
+    return tuple(described)

@@ -15,7 +15,6 @@ from annotations.registry import record_of
 from ...config import ComputeConfig
 from ..capture.nodes import arguments_of
 from ..strategies.op_strategies import Strategy
-from .repeats import module_of
 
 
 class PolicyError(ValueError):
@@ -27,8 +26,7 @@ class OpSite:
     """An annotated op in the captured graph, as a policy sees it.
 
     Attributes:
-        name: unique in the graph, e.g. ``ring_attn_1``.
-        op: the op's title, e.g. ``wrap_ring_attn_func``.
+        name: unique in the graph, e.g. ``ring_attn_1``. op: e.g. ``wrap_ring_attn_func``.
         module: path of the module that called it, e.g. ``layers.1.attention``.
         splits: identifiers it can be split on, along some axis of the mesh.
         communicates: those of them that communicate inside the op.
@@ -67,11 +65,8 @@ class SplitEach:
     dims: Callable[[OpSite], Sequence[str]]
 
     def __call__(self, ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str]:
-        """What each op is split on.
-
-        Raises:
-            PolicyError: an op of the kind can be split on none, or there is no such op.
-        """
+        """What each op is split on. Raises PolicyError where an op of the kind can be split on
+        none, or there is no such op."""
         chosen = {}
         for op in ops:
             if dims := self.dims(op):
@@ -117,11 +112,6 @@ def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]
     return {name: ("l", dim) for name, dim in heads.items()}
 
 
-def leave_open(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
-    """``"auto"``: everything is the planner's to decide."""
-    return {}
-
-
 shard_sequence = SplitEach("cp", "that communicates inside", _sequence)
 
 # With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
@@ -130,7 +120,7 @@ shard_sequence = SplitEach("cp", "that communicates inside", _sequence)
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
     "dp": (SplitEach("dp", "that communicates inside", _batch), "whole"),
-    "auto": (leave_open, "free"),
+    "auto": (lambda ops, config: {}, "free"),
     "tp": (SplitEach("tp", "with heads", _heads), "cut"),
     "ulysses": (SplitEach("ulysses", "with heads", _heads), "read whole"),
     "hybrid": (shard_both, "read whole"),
@@ -138,16 +128,13 @@ POLICIES: dict[str, tuple[Policy, str]] = {
 
 
 def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
-    """The policy of a name, a mapping or a function, and what it says of parameters.
+    """The policy of a name, a mapping or a function, and what it says of parameters. Raises
+    PolicyError where no policy has this name, or it is something else."""
 
-    Raises:
-        PolicyError: no policy has this name, or it is something else.
-    """
+    def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
+        return policy  # type: ignore[return-value]
+
     if isinstance(policy, Mapping):
-
-        def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
-            return policy
-
         return mapping, "whole"
     if callable(policy):
         return policy, "whole"
@@ -189,3 +176,9 @@ def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSit
         for node, record in records
         if record is not None
     ]
+
+
+def module_of(node: Node) -> str:
+    """Path of the module that called an op; empty for the outermost."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].removeprefix("L['self'].") if stack else ""

@@ -33,11 +33,8 @@ _logger = logging.getLogger("seqshard")
 
 
 def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:
-    """What :func:`calibrate` found on this machine for such a mesh; round numbers if it never ran.
-
-    Args:
-        copies: of the model, data parallel.
-    """
+    """What :func:`calibrate` found on this machine for such a mesh and number of copies of the
+    model; round numbers if it never ran."""
     path = rates_file(mesh, copies)
     if not path.exists():
         return Rates()
@@ -79,9 +76,8 @@ def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
     links = tuple(Link(1 / a, b) for a, b in zip(rest[::2], rest[1::2], strict=True))
     rates = Rates(matmul, attention, memory, links, True)
     if dist.get_rank() == 0:
-        path = rates_file(mesh, copies)
+        path, kept = rates_file(mesh, copies), {"for": _key(mesh, copies), "rates": asdict(rates)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {"for": _key(mesh, copies), "rates": asdict(rates)}
         path.write_text(json.dumps(kept, indent=1))
     dist.barrier()
     return rates
@@ -124,19 +120,15 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
     if ranks == 1:
         return Link().seconds, Link().bytes_per_second
 
-    def gather(x: Tensor) -> None:
-        dist.all_gather_into_tensor(x, x[: len(x) // ranks].clone(), group=group)
-
-    def exchange(x: Tensor) -> None:
-        dist.all_to_all_single(torch.empty_like(x), x, group=group)
-
-    def reduce(x: Tensor) -> None:
-        dist.all_reduce(x, group=group)
-
     starts, speeds = [], []
     rest = (ranks - 1) / ranks
     # Each with the share of its argument that a rank receives.
-    for collective, share in ((gather, rest), (exchange, rest), (reduce, 2 * rest)):
+    collectives: list[tuple[Callable[[Tensor], Any], float]] = [
+        (lambda x: dist.all_gather_into_tensor(x, x[: len(x) // ranks].clone(), group=group), rest),
+        (lambda x: dist.all_to_all_single(torch.empty_like(x), x, group=group), rest),
+        (lambda x: dist.all_reduce(x, group=group), 2 * rest),
+    ]
+    for collective, share in collectives:
         # Of fp32, as many for each rank.
         tensors = [torch.zeros(n // 4 // ranks * ranks, device=device) for n in (ranks * 8, large)]
         small, whole = (_seconds(functools.partial(collective, x), device) for x in tensors)

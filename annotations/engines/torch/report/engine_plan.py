@@ -31,9 +31,8 @@ class Row:
 
 @dataclass(frozen=True)
 class OpPlacements:
-    """How one op of a plan runs: what an annotated op is split on, for each axis, and the placements
-    of its tensors, e.g. ``"S1,R"``: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P`` a partial
-    sum."""
+    """How one op of a plan runs: what an annotated op is split on, for each axis; and placements,
+    as ``"S1,R"``: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P`` a partial sum."""
 
     split: tuple[str | None, ...]
     inputs: tuple[str, ...]

@@ -16,8 +16,7 @@ from ..capture.capture import Captured
 from ..capture.nodes import signature, tensor_inputs, value_of
 from ..plan.engine_cost import flops
 from ..plan.plan_cost import PlanCost, received_bytes
-from ..plan.policies import OpSite
-from ..plan.repeats import module_of
+from ..plan.policies import OpSite, module_of
 from ..strategies.choices import Choices, Reading
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes

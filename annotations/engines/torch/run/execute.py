@@ -30,11 +30,8 @@ from .recompute import run_again
 
 
 class PartsOfGradient(torch.autograd.Function):
-    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part.
-
-    The parts add up to the gradient over the ranks of the plan. Adding them up is left to
-    ``sync_grad``, which does it once for all parameters.
-    """
+    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum,
+    which is left to ``sync_grad``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -104,14 +101,11 @@ class Program:
         return any(checkpointed.region_of(n) is not None for n in self.captured.graph.nodes)
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward.
+        """Run the forward: the flat results, whole on every rank.
 
         Args:
-            attribute: a parameter or buffer by its name in the module; those that the plan keeps in
-                parts are DTensors.
+            attribute: a parameter or buffer by its name; what the plan keeps in parts is a DTensor.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
-        Returns:
-            The flat results, whole on every rank.
         """
         run, graph = _Run(self, self._inputs(attribute, flat_inputs)), self.captured.graph
         ops = [node for node in graph.nodes if node.op == "call_function" and not is_getitem(node)]

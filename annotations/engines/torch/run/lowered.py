@@ -2,11 +2,11 @@
 
 Program (on DTensors) --trace--> joint graph of this rank --partition--> forward, backward
 
-The program runs once on tensors without data. What its DTensors do to the tensors of this rank is
+The program runs once on tensors without data. What its DTensors do to this rank's tensors is
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
-filled in. What runs afterwards makes no DTensor and decides nothing. AOTAutograd does the tracing
-and gives autograd one node for the whole backward. Autograd puts gradients into ``.grad`` when that
-node is through; so that they can travel before, its graph reports each when it is there.
+filled in. AOTAutograd does the tracing and gives autograd one node for the whole backward. Autograd
+puts gradients into ``.grad`` when that node is through; so that they can travel before, its graph
+reports each when it is there.
 """
 
 from __future__ import annotations
@@ -64,11 +64,8 @@ class Lowered:
         self._traces: dict[Any, Trace] = {}
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward; see :meth:`.execute.Program.__call__`.
-
-        Raises:
-            LoweringError: the program could not be traced.
-        """
+        """Run the forward as :meth:`.execute.Program.__call__`. Raises LoweringError where the
+        program cannot be traced."""
         captured = self.captured
         given = {name: attribute(of) for name, of in captured.attributes.items()}
         given |= captured.constants
@@ -102,11 +99,8 @@ _TENSOR = object()
 
 
 class Trace:
-    """One kind of call of a program.
-
-    Attributes:
-        graphs: that of the forward, and of the backward where there is one, on this rank's tensors.
-    """
+    """One kind of call of a program; ``graphs`` are that of the forward, and of the backward where
+    there is one, on this rank's tensors."""
 
     def __init__(
         self, program: Program, given: dict[str, Tensor], compiled: bool, arrived: Arrived | None
@@ -190,15 +184,14 @@ class Trace:
 
     def _report_gradients(self, graph: Graph, arrived: Arrived) -> None:
         """Have a backward call ``arrived`` as soon as it has the gradient of a plain parameter."""
-        [gradients] = output_of(graph).args
+        gradients: Any = output_of(graph).args[0]
 
         def report(name: str, gradient: Tensor) -> None:
             arrived(name, gradient)
 
         # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
-        if len(gradients) != len(self._reported):  # type: ignore[arg-type]
-            return
-        for name, gradient in zip(self._reported, gradients, strict=True):  # type: ignore[arg-type]
+        same = len(gradients) == len(self._reported)
+        for name, gradient in zip(self._reported, gradients, strict=True) if same else ():
             if name is not None and isinstance(gradient, Node):
                 with graph.inserting_after(gradient):
                     graph.call_function(report, (name, gradient))
@@ -220,9 +213,7 @@ def _for_inductor(stack: ExitStack) -> dict[str, Any]:
 def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    # All that is returned keeps the strides that were traced.
-    output = output_of(module.graph)
-    [results] = output.args
-    tensors = [n for n, x in enumerate(results) if isinstance(x, Node)]  # type: ignore[arg-type]
-    output.meta["user_visible_output_idxs"] = tensors
+    output: Any = output_of(module.graph)
+    tensors = [n for n, x in enumerate(output.args[0]) if isinstance(x, Node)]
+    output.meta["user_visible_output_idxs"] = tensors  # these keep the strides that were traced
     return compile_fx_inner(module, inputs)
