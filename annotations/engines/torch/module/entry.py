@@ -105,13 +105,9 @@ def parallelize(
     """
     module: Any = module_or_module_class
     example = dummy_forward_args
-    options = {
-        "module_dtype": module_dtype,
-        "compute_dtype": compute_dtype,
-        "verify": verify if isinstance(verify, bool) else "on arguments",
-        "lowered": lowered,
-        "compile": compile,
-    }
+    verified = verify if isinstance(verify, bool) else "on arguments"
+    dtypes = {"module_dtype": module_dtype, "compute_dtype": compute_dtype}
+    options = {**dtypes, "verify": verified, "lowered": lowered, "compile": compile}
     problem: Exception | None = None
     try:
         _check_options(options, nnscaler_only)
@@ -232,19 +228,10 @@ def _step(
 
 
 def _differing(
-    what: str,
-    got: Any,
-    want: Any,
-    dtype: torch.dtype | None,
-    copies: int = 1,
-    least: float = 0.0,
+    what: str, got: Any, want: Any, dtype: torch.dtype | None, copies: int = 1, least: float = 0.0
 ) -> str:
-    """What is wrong, empty if nothing.
-
-    Args:
-        dtype: what is computed in, if not ``want``'s. copies: how often ``want`` is in ``got``.
-        least: what the largest value counts as at least.
-    """
+    """What is wrong, empty if nothing. ``dtype`` is what is computed in, if not ``want``'s;
+    ``copies`` how often ``want`` is in ``got``; ``least`` the least that its largest counts as."""
     if want is None or got is None:
         none = "there is none" if got is None else "there should be none"
         nothing = all(x is None or not x.abs().max() for x in (got, want))

@@ -36,15 +36,14 @@ from .training import TrainingModule
 class ParallelModule(TrainingModule):
     """A module whose forward runs cut over the ranks of a plan.
 
-    It has the original's parameters, buffers and submodules under their own names, so an optimizer
-    and ``state_dict`` work as on the original. Parameters are whole on every rank; where the plan
-    keeps some in parts all are DTensors, those that are whole too, as under FSDP2. It loads the
-    original's state; DTensors are gathered for the original by torch's
-    ``get_model_state_dict(..., full_state_dict=True)``.
-
         out = module(...)          every rank of a copy passes the same whole inputs
         out.backward()
         module.sync_grad()         once, before the optimizer's step
+
+    Parameters, buffers and submodules have the original's names, so an optimizer and ``state_dict``
+    work as on the original, and it loads the original's state. Parameters are whole on every rank;
+    where the plan keeps some in parts all are DTensors, as under FSDP2, which torch's
+    ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
 
     Attributes:
         plan: what the engine decided for the present modes; prints as a table.
@@ -113,10 +112,7 @@ class ParallelModule(TrainingModule):
 
         Inputs of other shapes than before are captured and planned anew, on all ranks of the copy;
         the graphs of the last few shapes are kept. Cumulative lengths of fewer documents are no
-        other shape.
-
-        torch.compile leaves it alone: the graph is planned and lowered already, and
-        ``parallelize(..., compile=True)`` compiles it.
+        other shape. torch.compile leaves it alone: use ``parallelize(..., compile=True)``.
 
         Raises:
             LoweringError: the planned graph could not be traced on plain tensors.
@@ -146,11 +142,7 @@ class ParallelModule(TrainingModule):
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses copies and pickles: what is planned and traced is of this module's parameters.
-
-        Raises:
-            NotImplementedError: says what to copy or save.
-        """
+        """Raises NotImplementedError: what is planned and traced is of this module's parameters."""
         raise NotImplementedError(
             "a parallelized module cannot be copied or pickled: copy the module before it is "
             "parallelized, keep averages of its parameters() by name, or save its state_dict() (by "
@@ -176,8 +168,8 @@ class ParallelModule(TrainingModule):
         return as_read(attrgetter(name)(self))
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        if self._reducer is not None:
-            self._reducer.arrived(self.get_parameter(name), gradient)
+        assert self._reducer is not None
+        self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
         """The planned graph for the present modes, of the shapes that were met last; made on first
@@ -217,16 +209,10 @@ class ParallelModule(TrainingModule):
         with without as mode:
             captured = captured_in(self.compute_dtype, original, arguments, mode)
         trained = dict(self.named_parameters(remove_duplicate=False))
-        planning = Planning(
-            captured,
-            mesh,
-            policy,
-            config,
-            parameters={name: p.dtype for name, p in trained.items()},
-            rates=config.pas_config.get("rates") or known_rates(mesh, config.num_scale_units),
-            device=next(iter(trained.values())).device if trained else "cpu",
-            kept=self._kept,
-        )
+        dtypes = {name: p.dtype for name, p in trained.items()}
+        rates = config.pas_config.get("rates") or known_rates(mesh, config.num_scale_units)
+        device = next(iter(trained.values())).device if trained else "cpu"
+        planning = Planning(captured, mesh, policy, config, dtypes, rates, device, self._kept)
         planned = shared_plan(planning, group)
         self._kept = planned.parameters
         keep_in_parts(original, planned.parameters, mesh)

@@ -32,12 +32,8 @@ def compare(
     what: str, facts: Mapping[str, str], group: Any = None, problem: Exception | None = None
 ) -> None:
     """Refuse facts that differ from another rank's of ``group`` (None: of all), on every rank.
-
-    Args:
-        problem: why this rank cannot go on, which the others are told.
-    Raises:
-        CaptureError: says who has what, or what another rank refused; not where there is a problem.
-    """
+    ``problem`` is why this rank cannot go on, which the others are told. Raises CaptureError, which
+    says who has what or what another rank refused, but not on a rank with a problem."""
 
     def all_gather(mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -65,17 +61,8 @@ def same_request(
     problem: Exception | None,
 ) -> None:
     """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses, on
-    every rank.
-
-    Functions and plans are not looked into, nor what only rank 0 plans with: speeds and memory.
-
-    Args:
-        module: what is to be parallelized, if it is a module.
-        options: other keyword arguments. problem: why this rank cannot go on.
-    Raises:
-        CaptureError: says who has what, or what another rank refused. A rank with a problem raises
-            that.
-    """
+    every rank, as :func:`compare` does; a rank with a problem raises that. Functions and plans are
+    not looked into, nor what only rank 0 plans with: speeds and memory."""
     said: dict[str, Any] = {
         f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
     }

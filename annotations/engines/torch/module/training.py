@@ -18,11 +18,7 @@ from .gradient_sync import Reducer, local
 
 
 class TrainingModule(torch.nn.Module):
-    """Gradients over ranks, and whole steps.
-
-    Attributes:
-        compute_config: as given to ``parallelize``.
-    """
+    """Gradients over ranks, and whole steps."""
 
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
@@ -41,19 +37,15 @@ class TrainingModule(torch.nn.Module):
             self._reducer.sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards within move no gradients: for all micro-batches of a step but the last.
-
-        Needed with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone.
-        """
+        """Backwards within move no gradients: for all micro-batches of a step but the last. Needed
+        with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone."""
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def clip_gnorm(
         self, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients as one vector, and clipping by it; nnscaler's name.
-
-        Calls ``sync_grad`` first. Exact over ranks: a parameter that is whole on every rank counts
-        once, one that is cut by its parts, a tied one once.
+        """The norm of all gradients as one vector, and clipping by it; nnscaler's name. Calls
+        ``sync_grad`` first. Exact over ranks: a parameter counts once, whole, cut or tied.
 
         Args:
             max_norm: gradients are scaled so that the norm is at most this; None or 0 measures.

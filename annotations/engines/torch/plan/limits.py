@@ -276,7 +276,6 @@ def _splits(strategies: Sequence[Strategy]) -> str:
 
 def _shown(strategy: Strategy) -> str:
     placed = OpPlacements.of(strategy)
-    text = f"{' '.join(placed.inputs)} -> {' '.join(placed.outputs)}"
-    if not any(placed.split):
-        return text
-    return f"{text} (split {', '.join(name or '-' for name in placed.split)})"
+    split = f" (split {', '.join(name or '-' for name in placed.split)})"
+    moved = f"{' '.join(placed.inputs)} -> {' '.join(placed.outputs)}"
+    return moved + split if any(placed.split) else moved

@@ -32,8 +32,8 @@ from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
+from .engine_cost import PlanCost, received_bytes
 from .limits import Limits
-from .plan_cost import PlanCost, received_bytes
 from .policies import module_of
 from .solver import Infeasible, LinearProgram, PlanningError
 

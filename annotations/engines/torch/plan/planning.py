@@ -29,9 +29,8 @@ from ..report.plan_summary import cut, graph_hash, make_report
 from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
-from .engine_cost import Rates
+from .engine_cost import ADAM_BYTES, Budget, PlanCost, Rates
 from .limits import as_plan, limits_of, limits_of_plan
-from .plan_cost import ADAM_BYTES, Budget, PlanCost
 from .planner import choose
 from .policies import Force, Policy, PolicyError, is_path, named
 from .solver import PlanningError
@@ -183,8 +182,8 @@ class Planning:
         rates = self.rates if auto else self.rates.by_bytes()
         with stage("solving for the plan"):
             chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
-        report = make_report(PlanCost(choices, self.rates, budget), chosen)
-        report = replace(report, graph=self._identity, hoisted=bool(permutations))
+        cost = PlanCost(choices, self.rates, budget)
+        report = make_report(cost, chosen, self._identity, bool(permutations))
         stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
         return Planned(permutations, {n.name: s for n, s in chosen.items()}, stored, report)
 
@@ -218,12 +217,8 @@ def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
 
 def shared_plan(planning: Planning, group: Any = None) -> Planned:
     """The plan, found on the first rank of ``group`` (None: of all) for the others, which all call
-    this.
-
-    Raises:
-        Exception: what planning raised, on every rank.
-        CaptureError: ranks captured different graphs, or other values of constants.
-    """
+    this. What planning raises, every rank raises; CaptureError where ranks captured different
+    graphs, or other values of constants."""
     captured = planning.captured
     facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
     compare("captured graphs", facts, group)

@@ -102,15 +102,12 @@ def _compute_rates(device: torch.device) -> list[float]:
     q = torch.randn(1, heads, tokens, 128, device=device, dtype=dtype)
     memory = torch.zeros(size, device=device, dtype=torch.uint8)
     copy = torch.empty_like(memory)
-    calls: list[tuple[int, Callable[[], Any]]] = [
-        (2 * n**3, lambda: a @ a),
-        (
-            2 * heads * tokens**2 * 128,
-            lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
-        ),
-        (2 * size, lambda: copy.copy_(memory)),
+    attend = functools.partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
+    return [
+        2 * n**3 / _seconds(lambda: a @ a, device),
+        2 * heads * tokens**2 * 128 / _seconds(attend, device),
+        2 * size / _seconds(lambda: copy.copy_(memory), device),
     ]
-    return [count / _seconds(call, device) for count, call in calls]
 
 
 def _link(group: Any, device: torch.device) -> tuple[float, float]:
@@ -119,7 +116,6 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return Link().seconds, Link().bytes_per_second
-
     starts, speeds = [], []
     rest = (ranks - 1) / ranks
     # Each with the share of its argument that a rank receives.

@@ -49,12 +49,9 @@ class LinearProgram:
         """sum of terms <= right"""
         self._rows.append((terms, -np.inf, right))
 
-    def solve(self, gap: float = 1e-6) -> npt.NDArray[np.float64]:
-        """The variables, within ``gap`` of the least cost.
-
-        Raises:
-            Infeasible: there is no solution. PlanningError: none was found in time.
-        """
+    def solve(self) -> npt.NDArray[np.float64]:
+        """The variables, within 1e-6 of the least cost. Raises Infeasible where there is no
+        solution, PlanningError where none was found in time."""
         terms, low, high = zip(*self._rows, strict=True)
         rows = np.repeat(np.arange(len(terms)), [len(each) for each in terms])
         columns, values = zip(*itertools.chain.from_iterable(terms), strict=True)
@@ -65,7 +62,7 @@ class LinearProgram:
             constraints=LinearConstraint(matrix, low, high),
             integrality=np.array(self._binary),
             bounds=Bounds(0, np.array(self._upper)),
-            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": gap},
+            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": 1e-6},
         )
         if result.status == INFEASIBLE:
             raise Infeasible(f"no plan: {result.message}")

@@ -14,8 +14,7 @@ from annotations.registry import record_of
 
 from ..capture.capture import Captured
 from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import flops
-from ..plan.plan_cost import PlanCost, received_bytes
+from ..plan.engine_cost import PlanCost, flops, received_bytes
 from ..plan.policies import OpSite, module_of
 from ..strategies.choices import Choices, Reading
 from ..strategies.op_strategies import Strategy
@@ -25,8 +24,8 @@ from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(cost: PlanCost, chosen: Chosen) -> EnginePlan:
-    """Summarise a plan; equal ops and equal moves share a row."""
+def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> EnginePlan:
+    """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
     choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
     return EnginePlan(
@@ -43,7 +42,8 @@ def make_report(cost: PlanCost, chosen: Chosen) -> EnginePlan:
         held=summary.held(),
         limit_bytes=cost.budget.limit_bytes,
         calibrated=cost.rates.calibrated,
-        graph=graph_hash(choices.captured),
+        graph=graph,
+        hoisted=hoisted,
     )
 
 

@@ -95,11 +95,6 @@ class Program:
     compute_dtype: torch.dtype | None = None
     traced: bool = False
 
-    @property
-    def checkpoints(self) -> bool:
-        """Whether some ops are of a checkpointed call."""
-        return any(checkpointed.region_of(n) is not None for n in self.captured.graph.nodes)
-
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward: the flat results, whole on every rank.
 

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from annotations.progress import stage
 
+from ..capture.checkpointed import region_of
 from ..module.parameters import as_parameter
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
@@ -118,10 +119,11 @@ class Trace:
         self._results: list[Any] = []  # flat, with _TENSOR for each tensor
         traced: Any = torch.nn.Module()  # as AOTAutograd wants it
         traced.forward = self._run
+        checkpoints = any(region_of(node) is not None for node in program.captured.graph.nodes)
         options: dict[str, Any] = {
             "fw_compiler": self._code,
             "bw_compiler": partial(self._code, arrived=arrived),
-            "partition_fn": save_regions if program.checkpoints else save_all,
+            "partition_fn": save_regions if checkpoints else save_all,
         }
         try:
             with ExitStack() as stack:
