@@ -119,13 +119,10 @@ def whole_without_data(module: Module, dtype: torch.dtype | None = None) -> Iter
     def fake(tensor: Tensor) -> Tensor:
         # The graph holds the device; what was never on one is planned as on a CPU.
         device = "cpu" if tensor.is_meta else tensor.device
+        now = dtype if tensor.is_floating_point() else None
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         with mode:
-            made = torch.empty_strided(
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
-                device=device,
-            )
+            made = torch.empty_strided(shape, stride, dtype=now or tensor.dtype, device=device)
         return Parameter(made, tensor.requires_grad) if isinstance(tensor, Parameter) else made
 
     with _replaced(module, fake):

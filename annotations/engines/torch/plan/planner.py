@@ -15,6 +15,7 @@ in the same way, and may run in the same ways.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -43,11 +44,8 @@ Pairs = dict[tuple[Places, Reading], int]
 
 
 def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strategy]:
-    """The cheapest strategies within ``limits``.
-
-    Raises:
-        PlanningError: no plan fits into the budget; says how much the smallest needs.
-    """
+    """The cheapest strategies within ``limits``. Raises PlanningError where no plan fits into the
+    budget, saying how much the smallest needs."""
     refused: set[tuple[Node, Strategy]] = set()
     while True:
         problem = _Problem(limits, cost, refused)
@@ -65,11 +63,8 @@ def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strat
 
 
 class _Problem:
-    """The linear program of a graph, from costs to the strategies that its solution means.
-
-    Attributes:
-        like: for each op the one that stands for it.
-    """
+    """The linear program of a graph, from costs to the strategies that its solution means;
+    ``like`` is for each op the one that stands for it."""
 
     def __init__(self, limits: Limits, cost: PlanCost, refused: set[tuple[Node, Strategy]]) -> None:
         self._limits, self._cost, self._choices = limits, cost, cost.choices
@@ -100,17 +95,15 @@ class _Problem:
 
     def _add_op(self, node: Node) -> list[int]:
         """A variable for each strategy, of which one is taken."""
-        cost, count = self._cost, self._counts[node]
-        variables = []
+        cost, count, variables = self._cost, self._counts[node], []
         for s in self._options[node]:
-            stored = node in self._choices.parameters
-            if stored:
-                seconds = cost.sync_seconds(cost.sync_bytes(node, s))
-            else:
+            if node not in self._choices.parameters:
                 seconds = cost.op_seconds(node, s)
+                variables.append(self._program.add(count * seconds, binary=True))
+                continue
+            seconds = cost.sync_seconds(cost.sync_bytes(node, s))
             variables.append(self._program.add(count * seconds, binary=True))
-            if stored:
-                self._memory.append((variables[-1], count * sum(cost.parameter_bytes(node, s))))
+            self._memory.append((variables[-1], count * sum(cost.parameter_bytes(node, s))))
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
 
@@ -188,12 +181,8 @@ class _Problem:
         return zip(self._variables[node], self._options[node], strict=True)
 
     def _limit_memory(self, limit_bytes: float) -> None:
-        passing = [
-            (v, received_bytes(s) / 2**20)
-            for node in self._options
-            for v, s in self._taking(node)
-            if received_bytes(s)
-        ]
+        taking = itertools.chain.from_iterable(map(self._taking, self._options))
+        passing = [(v, inside / 2**20) for v, s in taking if (inside := received_bytes(s))]
         if passing:
             most = self._program.add(0.0, upper=max(count for _, count in passing))
             for v, count in passing:
@@ -205,28 +194,23 @@ class _Problem:
     def _why_none(self) -> str:
         """The error where nothing fits: how much the smallest plan needs."""
         limit = self._cost.budget.limit_bytes
-        least = None if limit is None else self._least_bytes()
-        if limit is None or least is None:
-            return "no plan satisfies all that the policy forces at once"
-        return (
-            f"no plan fits into {limit / 2**30:.2f} GiB a rank (pas_config['memory_bytes']); the "
-            f"smallest is estimated to need {least / 2**30:.2f} GiB. More ranks, a shorter "
-            "sequence, or a smaller pas_config['optimizer_bytes_per_parameter'] help"
-        )
-
-    def _least_bytes(self) -> float | None:
-        """Of all plans; None if there is none at all."""
-        budget = replace(self._cost.budget, limit_bytes=float(2**60))
-        free = _Problem(self._limits, replace(self._cost, budget=budget), set())
-        program = free._program
-        program.cost = [0.0] * len(program.cost)
-        for v, count in free._memory:
-            program.cost[v] += count / 2**40
-        try:
-            solution = program.solve()
-        except Infeasible:
-            return None
-        return sum(solution[v] * count for v, count in free._memory)
+        if limit is not None:
+            budget = replace(self._cost.budget, limit_bytes=float(2**60))
+            free = _Problem(self._limits, replace(self._cost, budget=budget), set())
+            program = free._program
+            program.cost = [0.0] * len(program.cost)
+            for v, count in free._memory:
+                program.cost[v] += count / 2**40
+            with contextlib.suppress(Infeasible):
+                solution = program.solve()
+                least = sum(solution[v] * count for v, count in free._memory)
+                return (
+                    f"no plan fits into {limit / 2**30:.2f} GiB a rank (pas_config"
+                    f"['memory_bytes']); the smallest is estimated to need {least / 2**30:.2f} "
+                    "GiB. More ranks, a shorter sequence, or a smaller "
+                    "pas_config['optimizer_bytes_per_parameter'] help"
+                )
+        return "no plan satisfies all that the policy forces at once"
 
 
 def _representatives(captured: Captured, limits: Mapping[Node, Hashable]) -> dict[Node, Node]:

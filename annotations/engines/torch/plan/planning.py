@@ -184,8 +184,8 @@ class Planning:
             chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
         cost = PlanCost(choices, self.rates, budget)
         report = make_report(cost, chosen, self._identity, bool(permutations))
-        stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
-        return Planned(permutations, {n.name: s for n, s in chosen.items()}, stored, report)
+        strategies = {node.name: strategy for node, strategy in chosen.items()}
+        return Planned(permutations, strategies, cut(choices, chosen), report)
 
 
 def captured_in(

@@ -35,10 +35,7 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> En
         rows=list(Counter(summary.rows(ops)).items()),
         mesh_shape=choices.parts,
         ops={n.name: OpPlacements.of(s) for n, s in chosen.items() if n.op == "call_function"},
-        parameters={
-            choices.parameters[n]: places_text(s.outputs[0])
-            for n, s in cut(choices, chosen).items()
-        },
+        parameters={name: places_text(places) for name, places in cut(choices, chosen).items()},
         held=summary.held(),
         limit_bytes=cost.budget.limit_bytes,
         calibrated=cost.rates.calibrated,
@@ -47,9 +44,10 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> En
     )
 
 
-def cut(choices: Choices, chosen: Chosen) -> dict[Node, Strategy]:
-    """The parameters that are kept in parts."""
-    return {n: chosen[n] for n in choices.parameters if any(chosen[n].divided)}
+def cut(choices: Choices, chosen: Chosen) -> dict[str, Places]:
+    """The parameters that are kept in parts, by name."""
+    named = choices.parameters.items()
+    return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
 
 
 def graph_hash(captured: Captured) -> str:
@@ -90,9 +88,8 @@ class _Summary:
         if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
-        for node, strategy in cut(self.choices, self.chosen).items():
-            name = _in_any_layer(self.choices.parameters[node])
-            yield Row(name, places_text(strategy.outputs[0]), "kept in parts", 0, 0)
+        for name, places in cut(self.choices, self.chosen).items():
+            yield Row(_in_any_layer(name), places_text(places), "kept in parts", 0, 0)
         synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
         ranks = prod(self.choices.parts) * self.choices.copies
         yield sync_row(ranks, synced, self.cost.sync_seconds(synced))

@@ -26,7 +26,7 @@ from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, share, unsplit
 from ..strategies.reshard import Move, brought
 from .local_graph import output_of
-from .recompute import run_again
+from .recompute import Values, run_again
 
 
 class PartsOfGradient(torch.autograd.Function):
@@ -111,13 +111,11 @@ class Program:
                 run.region(list(part))
         return [run.whole(x) for x in output_of(graph).args[0]]  # type: ignore[union-attr]
 
-    def _inputs(
-        self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]
-    ) -> dict[tuple[Node, int], Any]:
+    def _inputs(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> Values:
         captured, names = self.captured, self.captured.attributes
         given = dict(captured.constants)
         given |= {n: v for n, v in zip(captured.user_inputs, flat_inputs, strict=True) if n}
-        values: dict[tuple[Node, int], Any] = {}
+        values: Values = {}
         for node in captured.graph.nodes:
             if node.op != "placeholder":
                 break
@@ -134,7 +132,7 @@ class Program:
 class _Run:
     """One forward pass: values, and values moved, each move made once."""
 
-    def __init__(self, program: Program, values: dict[tuple[Node, int], Any]) -> None:
+    def __init__(self, program: Program, values: Values) -> None:
         self._program, self._values = program, values
         self._moved: dict[tuple[Node, int, Places, Places], Any] = {}
 

@@ -123,57 +123,46 @@ def overlap(graph: Graph) -> None:
 
     Ops that communicate keep their order: it must be the same on all ranks.
     """
-    order = _Order(graph)
+    place = {node: n for n, node in enumerate(graph.nodes)}
+    coming = [node for node in graph.nodes if communicates(node)]
+    coming.reverse()  # the next one last
+    taken: dict[Node, None] = {}  # in the order in which they will run
     deferred: set[Node] = set()
-    for node in graph.nodes:
-        # What waits for a message, or only places what is waited for, is taken when it is needed.
-        arriving = deferred.intersection(node.all_input_nodes) - order.taken.keys()
-        if _waits(node) or (node.target in _PLACING and arriving):
-            deferred.add(node)
-        else:
-            order.take(node)
-            order.start_collectives()
-    for before, node in itertools.pairwise(order.taken):
-        before.append(node)
-    graph.lint()
 
-
-class _Order:
-    """Nodes in the order in which they will run."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.taken: dict[Node, None] = {}
-        self._place = {node: n for n, node in enumerate(graph.nodes)}
-        self._communicating = [node for node in graph.nodes if communicates(node)]
-        self._communicating.reverse()  # the next one last
-
-    def take(self, node: Node) -> None:
-        """``node``, after all that it needs."""
-        missing = sorted(self._missing(node), key=self._place.__getitem__)
-        self.taken |= dict.fromkeys(missing)
-        while self._communicating and self._communicating[-1] in self.taken:
-            self._communicating.pop()
-
-    def start_collectives(self) -> None:
-        """Take the next ops that communicate, as long as all that is missing is for them alone."""
-        while self._communicating:
-            node = self._communicating[-1]
-            missing = self._missing(node)
-            own = all(
-                each.op != "placeholder" and not _waits(each) and missing.issuperset(each.users)
-                for each in missing - {node}
-            )
-            if node.target.namespace != "_c10d_functional" or not own:  # type: ignore[union-attr]
-                return
-            self.take(node)
-
-    def _missing(self, node: Node) -> set[Node]:
+    def missing(node: Node) -> set[Node]:
         """``node`` and what it needs, as far as it is not taken yet."""
         found: set[Node] = set()
         left = [node]
         while left:
             each = left.pop()
-            if each not in self.taken and each not in found:
+            if each not in taken and each not in found:
                 found.add(each)
                 left += each.all_input_nodes
         return found
+
+    def take(nodes: set[Node]) -> None:
+        taken.update(dict.fromkeys(sorted(nodes, key=place.__getitem__)))
+        while coming and coming[-1] in taken:
+            coming.pop()
+
+    for node in graph.nodes:
+        # What waits for a message, or only places what is waited for, is taken when it is needed.
+        arriving = deferred.intersection(node.all_input_nodes) - taken.keys()
+        if _waits(node) or (node.target in _PLACING and arriving):
+            deferred.add(node)
+            continue
+        take(missing(node))
+        # Start collectives for which all that is missing is for them alone.
+        while coming and coming[-1].target.namespace == "_c10d_functional":  # type: ignore[union-attr]
+            needed = missing(coming[-1])
+            if not all(_is_own(each, needed) for each in needed - {coming[-1]}):
+                break
+            take(needed)
+    for before, node in itertools.pairwise(taken):
+        before.append(node)
+    graph.lint()
+
+
+def _is_own(node: Node, group: set[Node]) -> bool:
+    """Whether a node can be run for a group of nodes alone."""
+    return node.op != "placeholder" and not _waits(node) and group.issuperset(node.users)
