@@ -56,8 +56,7 @@ def parallelize(
     copied; all copies start from rank 0's weights.
 
     Args:
-        module_or_module_class: a module, written for one device. Its attention calls
-            ``wrap_*_attn_func`` without a group. Classes are not supported yet.
+        module_or_module_class: a module; classes are not supported yet.
         dummy_forward_args: example arguments of ``forward`` by name. Inputs of other shapes are
             captured and planned anew when they come, on all ranks of the copy; documents of other
             number and lengths (``cu_seqlens`` as a tensor) are not, if as many tokens come.
@@ -75,10 +74,9 @@ def parallelize(
         compute_config: how many ranks, as which mesh, and settings of the planner.
         module_dtype: convert the copy to this dtype first.
         compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
-            with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
-            and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
-            and inputs are not cast: a module casts what it makes of them to the dtype of its
-            activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
+            with fp32 parameters. Parameters and the optimizer's state stay as they are; gradients
+            arrive, and are added up over ranks, in the parameters' own dtype. Buffers and inputs
+            are not cast, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
         verify: run one step in parallel as well as on every rank alone, and compare results and
             every gradient: True on the example arguments, or smaller ones by name on these, for
             which the policy makes a plan of their own. Takes the memory of a whole model and batch.
@@ -176,15 +174,16 @@ def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig)
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:
     """Why this rank cannot compare its call with those of all ranks, or None."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == config.ranks:
+    asked, initialised = config.ranks, dist.is_initialized()
+    ranks = dist.get_world_size() if initialised else 1
+    if ranks == asked:
         return None
-    if not dist.is_initialized():
-        return RuntimeError(
-            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
-            "initialised; call torch.distributed.init_process_group() first"
-        )
-    return ValueError(f"parallelize: runtime_ngpus={config.ranks}, but the world has {ranks} ranks")
+    if initialised:
+        return ValueError(f"parallelize: runtime_ngpus={asked}, but the world has {ranks} ranks")
+    return RuntimeError(
+        f"parallelize: {asked} ranks asked for, but torch.distributed is not initialised; call "
+        "torch.distributed.init_process_group() first"
+    )
 
 
 def _same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, Any]) -> None:

@@ -93,8 +93,8 @@ def call_in_dtype(
     """``module(*args, **kwargs)`` with its parameters in the dtype to compute in."""
     if dtype is None:
         return module(*args, **kwargs)
-    values = {name: p.to(dtype) for name, p in module.named_parameters() if _is_cast(p, dtype)}
-    return torch.func.functional_call(module, values, args, dict(kwargs))
+    with _replaced(module, lambda tensor: cast(tensor, dtype)):
+        return module(*args, **kwargs)
 
 
 def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:

@@ -63,18 +63,15 @@ def same_request(
     """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses, on
     every rank, as :func:`compare` does; a rank with a problem raises that. Functions and plans are
     not looked into, nor what only rank 0 plans with: speeds and memory."""
-    said: dict[str, Any] = {
-        f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
-    }
+    said = {f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)}
     if isinstance(config.pas_config, Mapping):
         said["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)
+    named: Any = policy if isinstance(policy, str) else type(policy).__name__
     if isinstance(policy, Mapping):
-        said["pas_policy"] = _sorted(policy)
+        named = _sorted(policy)
     elif is_path(policy):
-        said["pas_policy"] = "a file"
-    else:
-        said["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
-    facts = {name: repr(value) for name, value in {**said, **options}.items()}
+        named = "a file"
+    facts = {n: repr(x) for n, x in {**said, "pas_policy": named, **options}.items()}
     first = torch.empty(0)
     if problem is None:
         try:

@@ -166,8 +166,9 @@ def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
         limits.keep(node, lambda s: not any(s.divided))
         for reader, slot in readers if how == "read whole" else ():
             limits.keep(reader, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
-            if _is_weight(reader, slot):
-                limits.keep(reader, _are_tokens_cut(reader))
+            if _is_weight(reader, slot):  # of a linear, whose tokens are cut, along every axis
+                last = tensor_inputs(reader)[0].meta["val"].ndim - 2
+                limits.keep(reader, lambda s, n=last: {*map(_dim, s.inputs[0])} == {n})  # type: ignore[misc]
 
 
 def _each(force: Force) -> tuple[str | int | None, ...]:
@@ -196,12 +197,6 @@ def _is_placed(places: Places, force: Force) -> bool:
 
 def _dim(place: Placement) -> int | None:
     return place.dim if isinstance(place, Shard) else None
-
-
-def _are_tokens_cut(reader: Node) -> Keep:
-    """Whether a linear's input is cut on the last dim before its features, along every axis."""
-    tokens = tensor_inputs(reader)[0].meta["val"].ndim - 2
-    return lambda s: all(_dim(place) == tokens for place in s.inputs[0])
 
 
 def _is_weight(reader: Node, slot: int) -> bool:

@@ -84,15 +84,6 @@ class SplitEach:
         return chosen
 
 
-def _sequence(op: OpSite) -> Sequence[str]:
-    """``lq`` is only that of q; an op that has neither is split on what communicates, by name."""
-    return ("l", "lq", *op.communicates) if op.communicates else ()
-
-
-def _batch(op: OpSite) -> Sequence[str]:
-    return ("b",) if op.communicates else ()
-
-
 def _heads(op: OpSite) -> Sequence[str]:
     """Of q alone, ``h`` or ``qh``, where k has too few."""
     return [dim for dim in ("g", "h", "qh") if any(dim in bound.sizes for bound in op.bindings)]
@@ -112,14 +103,22 @@ def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]
     return {name: ("l", dim) for name, dim in heads.items()}
 
 
-shard_sequence = SplitEach("cp", "that communicates inside", _sequence)
+# lq is the sequence of q alone. An op with neither is split on what communicates, by name.
+shard_sequence = SplitEach(
+    "cp",
+    "that communicates inside",
+    lambda op: ("l", "lq", *op.communicates) if op.communicates else (),
+)
+shard_batch = SplitEach(
+    "dp", "that communicates inside", lambda op: ("b",) if op.communicates else ()
+)
 
 # With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
 # "read whole", so that ops are cut on their tokens alone; or "cut": those of linears are kept in
 # parts and read as they are kept.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
-    "dp": (SplitEach("dp", "that communicates inside", _batch), "whole"),
+    "dp": (shard_batch, "whole"),
     "auto": (lambda ops, config: {}, "free"),
     "tp": (SplitEach("tp", "with heads", _heads), "cut"),
     "ulysses": (SplitEach("ulysses", "with heads", _heads), "read whole"),

@@ -117,24 +117,22 @@ class EnginePlan:
         return "\n".join(text)
 
     def _totals(self) -> list[str]:
-        forward, backward = (
-            _bytes(sum(getattr(row, side) * n for row, n in self.rows))
-            for side in ("forward_bytes", "backward_bytes")
-        )
+        forward = _bytes(sum(row.forward_bytes * n for row, n in self.rows))
+        backward = _bytes(sum(row.backward_bytes * n for row, n in self.rows))
         found = [f"received by the busiest rank a step: {forward} forward, {backward} backward"]
-        if self.held is not None:
-            rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
-            found.append(f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})")
-            h = self.held
-            limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
-            casts = f"casts of parameters {_bytes(h.casts)}, " if h.casts else ""
-            found.append(
-                f"memory a rank, estimated: {_bytes(h.total)} ({limit}): parameters "
-                f"{_bytes(h.parameters)}, gradients {_bytes(h.gradients)}, optimizer "
-                f"{_bytes(h.optimizer)}, {casts}activations {_bytes(h.activations)}, "
-                f"received in an op {_bytes(h.passing)}"
-            )
-        return found
+        if self.held is None:
+            return found
+        rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
+        limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
+        held = {name: _bytes(count) for name, count in asdict(self.held).items()}
+        casts = f"casts of parameters {held['casts']}, " if self.held.casts else ""
+        return [
+            *found,
+            f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})",
+            f"memory a rank, estimated: {_bytes(self.held.total)} ({limit}): parameters "
+            f"{held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}, "
+            f"{casts}activations {held['activations']}, received in an op {held['passing']}",
+        ]
 
     def to_json(self) -> str:
         """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited: ops that are left

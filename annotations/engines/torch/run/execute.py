@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,19 +81,13 @@ class _Wrap(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A captured graph with a strategy for every op.
-
-    Attributes:
-        strategies: how each op runs; ``getitem`` nodes follow their producer.
-        compute_dtype: what parameters are cast to where they are read; None leaves them.
-        traced: whether a graph is made of the run, in which checkpointed calls are marked.
-    """
+    """A captured graph with a strategy for every op; ``getitem`` nodes follow their producer.
+    Parameters are cast to ``compute_dtype``, if it is given, where they are read."""
 
     captured: Captured
     strategies: Mapping[Node, Strategy]
     mesh: DeviceMesh
     compute_dtype: torch.dtype | None = None
-    traced: bool = False
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward: the flat results, whole on every rank.
@@ -102,31 +96,41 @@ class Program:
             attribute: a parameter or buffer by its name; what the plan keeps in parts is a DTensor.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
         """
-        run, graph = _Run(self, self._inputs(attribute, flat_inputs)), self.captured.graph
+        return self.run(self.given(attribute, flat_inputs))
+
+    def given(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> dict[str, Any]:
+        """What each placeholder stands for, by its name."""
+        captured = self.captured
+        given: dict[str, Any] = {n: attribute(of) for n, of in captured.attributes.items()}
+        given |= captured.constants
+        pairs = zip(captured.user_inputs, flat_inputs, strict=True)
+        return given | {name: value for name, value in pairs if name}
+
+    def run(self, given: Mapping[str, Any], *, traced: bool = False) -> list[Any]:
+        """The flat results; ``traced`` where a graph is made of the run, in which checkpointed
+        calls are marked."""
+        graph = self.captured.graph
+        values: Values = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value: Any = given.get(node.name)
+            if node.name in self.captured.attributes:
+                value = cast(value, self.compute_dtype)
+            if isinstance(value, torch.nn.Parameter | DTensor):
+                values[node, 0] = value
+            elif value is not None:
+                values[node, 0] = replicated(value, self.mesh)
+        run = _Run(self, values)
         ops = [node for node in graph.nodes if node.op == "call_function" and not is_getitem(node)]
         for region, part in itertools.groupby(ops, checkpointed.region_of):
-            if region is None:
-                run.steps(part)
+            nodes = list(part)
+            if region is not None and traced:
+                with checkpointed.region(nodes):
+                    run.steps(nodes)
+            elif region is not None and torch.is_grad_enabled():
+                run_again(nodes, values, lambda inner, ops: _Run(self, inner).steps(ops))
             else:
-                run.region(list(part))
+                run.steps(nodes)
         return [run.whole(x) for x in output_of(graph).args[0]]  # type: ignore[union-attr]
-
-    def _inputs(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> Values:
-        captured, names = self.captured, self.captured.attributes
-        given = dict(captured.constants)
-        given |= {n: v for n, v in zip(captured.user_inputs, flat_inputs, strict=True) if n}
-        values: Values = {}
-        for node in captured.graph.nodes:
-            if node.op != "placeholder":
-                break
-            if node.name in names:
-                value: Any = cast(attribute(names[node.name]), self.compute_dtype)
-            else:
-                value = given.get(node.name)
-            if value is not None:
-                as_it_is = isinstance(value, torch.nn.Parameter | DTensor)
-                values[node, 0] = value if as_it_is else replicated(value, self.mesh)
-        return values
 
 
 class _Run:
@@ -153,16 +157,6 @@ class _Run:
                 like, places = value_of(node, n), strategy.outputs[n]
                 result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
             self._values[node, n] = result
-
-    def region(self, nodes: Sequence[Node]) -> None:
-        """Run ops whose forward is to run again in the backward."""
-        if self._program.traced:
-            with checkpointed.region(nodes):
-                self.steps(nodes)
-        elif torch.is_grad_enabled():
-            run_again(nodes, self._values, lambda values: _Run(self._program, values).steps(nodes))
-        else:
-            self.steps(nodes)
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""

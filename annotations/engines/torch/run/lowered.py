@@ -11,7 +11,6 @@ reports each when it is there.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -44,10 +43,9 @@ class Lowered:
     """A program that is traced at its first call, and once more for each other kind of call:
     gradients on or off, another choice of what needs one, other dtypes or strides, autocast.
 
-    Called as :class:`~.execute.Program`, with the same results and gradients. One thing differs: if
-    the loss uses some of the results, parameters that only the others depend on get gradients of
-    zeros, not None. Where it is compiled torch may refuse to run a backward twice
-    (``retain_graph=True``), as it does under ``torch.compile``.
+    Called as :class:`~.execute.Program`, with the same results and gradients; but if the loss uses
+    some of the results, parameters that only the others depend on get gradients of zeros, not None.
+    Where it is compiled torch may refuse to run a backward twice, as under ``torch.compile``.
 
     Args:
         compiled: have inductor compile the local graphs, which may then compute cheap values again
@@ -67,11 +65,7 @@ class Lowered:
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward as :meth:`.execute.Program.__call__`. Raises LoweringError where the
         program cannot be traced."""
-        captured = self.captured
-        given = {name: attribute(of) for name, of in captured.attributes.items()}
-        given |= captured.constants
-        pairs = zip(captured.user_inputs, flat_inputs, strict=True)
-        given |= {name: value for name, value in pairs if name}
+        given = self._program.given(attribute, flat_inputs)
         tensors = list(given.values())
         kind = _kind(tensors)
         if kind not in self._traces:
@@ -109,11 +103,10 @@ class Trace:
         self.graphs: list[Graph] = []
         self._program, self._compiled = program, compiled
         self._is_parameter = {name: isinstance(x, Parameter) for name, x in given.items()}
+        names = program.captured.attributes
         # Of what is given, the names of the parameters whose gradients are reported.
         self._reported = [
-            program.captured.attributes.get(name)
-            if isinstance(x, Parameter) and not isinstance(x, DTensor)
-            else None
+            names.get(name) if self._is_parameter[name] and not isinstance(x, DTensor) else None
             for name, x in given.items()
         ]
         self._results: list[Any] = []  # flat, with _TENSOR for each tensor
@@ -152,13 +145,7 @@ class Trace:
         for name, tensor in given.items():
             if self._is_parameter[name]:
                 as_parameter(tensor)
-        captured = self._program.captured
-        constants = {name: given[name] for name in captured.constants}
-        captured = dataclasses.replace(captured, constants=constants)
-        program = dataclasses.replace(self._program, captured=captured, traced=True)
-        attributes = {of: given[name] for name, of in captured.attributes.items()}
-        inputs = [given[name] if name else None for name in captured.user_inputs]
-        results = program(attributes.__getitem__, inputs)
+        results = self._program.run(given, traced=True)
         self._results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
         return tuple(x for x in results if isinstance(x, Tensor))
 
@@ -173,8 +160,13 @@ class Trace:
             self._report_gradients(graph, arrived)
         self.graphs.append(graph)
         if self._compiled:
+            from torch._inductor.compile_fx import compile_fx_inner
+
             module.recompile()
-            return _by_inductor(module, inputs)
+            output: Any = output_of(graph)
+            tensors = [n for n, x in enumerate(output.args[0]) if isinstance(x, Node)]
+            output.meta["user_visible_output_idxs"] = tensors  # they keep the strides of the trace
+            return compile_fx_inner(module, inputs)
         graph.set_codegen(_BoxedCodeGen())  # which lets go of each value after its last use
         module.recompile()
 
@@ -210,12 +202,3 @@ def _for_inductor(stack: ExitStack) -> dict[str, Any]:
     stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
     partition = partial(save_regions, others=False)
     return {"partition_fn": partition, "decompositions": select_decomp_table()}
-
-
-def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    output: Any = output_of(module.graph)
-    tensors = [n for n, x in enumerate(output.args[0]) if isinstance(x, Node)]
-    output.meta["user_visible_output_idxs"] = tensors  # these keep the strides that were traced
-    return compile_fx_inner(module, inputs)

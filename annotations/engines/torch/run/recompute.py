@@ -28,7 +28,9 @@ Halves = tuple[GraphModule, GraphModule]  # forward and backward
 Values = dict[tuple[Node, int], Any]  # by op and number of the result
 
 
-def run_again(nodes: Sequence[Node], values: Values, execute: Callable[[Values], None]) -> None:
+def run_again(
+    nodes: Sequence[Node], values: Values, execute: Callable[[Values, Sequence[Node]], None]
+) -> None:
     """Run a region, and once more in the backward; what lies between is not kept. To ``values`` are
     added results that are read outside of it; ``execute`` runs ``nodes``, adding all results."""
     inside = set(nodes)
@@ -43,7 +45,7 @@ def run_again(nodes: Sequence[Node], values: Values, execute: Callable[[Values],
 
     def region(*inputs: Any) -> tuple[Any, ...]:
         inner = dict(zip(reads, inputs, strict=True))
-        execute(inner)
+        execute(inner, nodes)
         return tuple(inner[key] for key in writes)
 
     results = checkpoint(
