@@ -45,9 +45,7 @@ class ParallelModule(TrainingModule):
     where the plan keeps some in parts all are DTensors, as under FSDP2, which torch's
     ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
 
-    Attributes:
-        plan: what the engine decided for the present modes; prints as a table.
-        compute_config, compute_dtype: as given.
+    ``plan`` is what the engine decided for the present modes; it prints as a table.
     """
 
     plan: EnginePlan

@@ -71,8 +71,7 @@ class Rates:
 
     def by_bytes(self) -> Rates:
         """The same without what it takes to start a collective: the fewest bytes are cheapest."""
-        links = tuple(Link(0.0, link.bytes_per_second) for link in self.links)
-        return replace(self, links=links)
+        return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
 
 
 @dataclass(frozen=True)

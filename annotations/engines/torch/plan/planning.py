@@ -46,8 +46,7 @@ class Planned:
         permutations: what puts the graph's sequences in another order, one after the other.
         strategies: of each op, by its name in the graph, thereafter.
         parameters: placements of those that are kept in parts, by their names in the module.
-        shuffled: whether the model's own shuffles are in the graph, see
-            :mod:`..permute.model_shuffles`.
+        shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
     """
 
     permutations: Sequence[SequencePermutation]

@@ -51,6 +51,9 @@ Force = str | int | tuple[str | int | None, ...] | None
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
 
 
+INSIDE = "that communicates inside"  # kind of ops
+
+
 @dataclass(frozen=True)
 class SplitEach:
     """A named policy: every op of a kind is split on the first of its dims that it can be split on.
@@ -105,12 +108,7 @@ def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]
 
 # lq is the sequence of q alone. An op with neither is split on what communicates, by name.
 shard_sequence = SplitEach(
-    "cp",
-    "that communicates inside",
-    lambda op: ("l", "lq", *op.communicates) if op.communicates else (),
-)
-shard_batch = SplitEach(
-    "dp", "that communicates inside", lambda op: ("b",) if op.communicates else ()
+    "cp", INSIDE, lambda op: ("l", "lq", *op.communicates) if op.communicates else ()
 )
 
 # With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
@@ -118,7 +116,7 @@ shard_batch = SplitEach(
 # parts and read as they are kept.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
-    "dp": (shard_batch, "whole"),
+    "dp": (SplitEach("dp", INSIDE, lambda op: ("b",) if op.communicates else ()), "whole"),
     "auto": (lambda ops, config: {}, "free"),
     "tp": (SplitEach("tp", "with heads", _heads), "cut"),
     "ulysses": (SplitEach("ulysses", "with heads", _heads), "read whole"),

@@ -30,15 +30,13 @@ class LinearProgram:
 
     def __init__(self) -> None:
         self.cost: list[float] = []
-        self._binary: list[int] = []
-        self._upper: list[float] = []
+        self._variables: list[tuple[bool, float]] = []  # whether binary, upper bound
         self._rows: list[tuple[Terms, float, float]] = []
 
     def add(self, seconds: float, *, binary: bool = False, upper: float = 1.0) -> int:
         """A variable from 0 to ``upper``; its number."""
         self.cost.append(seconds)
-        self._binary.append(int(binary))
-        self._upper.append(upper)
+        self._variables.append((binary, upper))
         return len(self.cost) - 1
 
     def equal(self, terms: Terms, right: float) -> None:
@@ -53,6 +51,7 @@ class LinearProgram:
         """The variables, within 1e-6 of the least cost. Raises Infeasible where there is no
         solution, PlanningError where none was found in time."""
         terms, low, high = zip(*self._rows, strict=True)
+        binary, upper = zip(*self._variables, strict=True)
         rows = np.repeat(np.arange(len(terms)), [len(each) for each in terms])
         columns, values = zip(*itertools.chain.from_iterable(terms), strict=True)
         matrix = coo_array((values, (rows, columns)), shape=(len(terms), len(self.cost))).tocsc()
@@ -60,8 +59,8 @@ class LinearProgram:
         result = milp(
             np.array(self.cost) * 1e6,
             constraints=LinearConstraint(matrix, low, high),
-            integrality=np.array(self._binary),
-            bounds=Bounds(0, np.array(self._upper)),
+            integrality=np.array(binary, dtype=int),
+            bounds=Bounds(0, np.array(upper)),
             options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": 1e-6},
         )
         if result.status == INFEASIBLE:
