@@ -6,7 +6,7 @@ capture -> strategies -> plan           ->  run                        report: a
 
 In between, permute puts a sequence in another order, once, so that contiguous parts are even work.
 
-plan: rates (speeds, measured), dry_run (plans without ranks), saved_plan (plans as policies)
+plan: rates (speeds, measured), dry_run (plans without ranks), limits (policies, plans as policies)
 
 .. include:: ../../docs/planning.md
 .. include:: ../../docs/training.md

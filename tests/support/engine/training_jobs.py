@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from annotations import ComputeConfig, parallelize
 from annotations.engines.torch.module import gradient_sync as gradients
-from annotations.engines.torch.module import norms
+from annotations.engines.torch.module import training as norms
 
 SMALL_BUCKET_MB = 0.01  # several buckets even of a tiny model
 

@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from annotations.progress import stage
 
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
 from ..plan.planning import AnyPolicy
-from ..plan.policies import named
-from ..plan.saved_plan import is_path
+from ..plan.policies import is_path, named
 from ..report.engine_plan import EnginePlan
 from .parallel_module import ParallelModule, same_weights
+from .parameters import call_in_dtype
 from .rank_agreement import same_request
-from .verification import same_as_alone
+
+# Largest difference, as a share of the largest value: summing in another order costs so much. Of
+# gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
+# is 0 but for rounding (of a bias of keys, say) is nothing but that.
+NOISE = 1e-3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class VerificationError(ValueError):
+    """A parallel module computes something else than the module alone."""
 
 
 def parallelize(
@@ -45,8 +56,7 @@ def parallelize(
     copied; all copies start from rank 0's weights.
 
     Args:
-        module_or_module_class: a module, written for one device. Its attention calls
-            ``wrap_*_attn_func`` without a group. Classes are not supported yet.
+        module_or_module_class: a module; classes are not supported yet.
         dummy_forward_args: example arguments of ``forward`` by name. Inputs of other shapes are
             captured and planned anew when they come, on all ranks of the copy; documents of other
             number and lengths (``cu_seqlens`` as a tensor) are not, if as many tokens come.
@@ -64,10 +74,9 @@ def parallelize(
         compute_config: how many ranks, as which mesh, and settings of the planner.
         module_dtype: convert the copy to this dtype first.
         compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
-            with fp32 parameters. Parameters, and with them the optimizer's state, stay as they are,
-            and gradients arrive, and are added up over ranks, in the parameters' own dtype. Buffers
-            and inputs are not cast: a module casts what it makes of them to the dtype of its
-            activations, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
+            with fp32 parameters. Parameters and the optimizer's state stay as they are; gradients
+            arrive, and are added up over ranks, in the parameters' own dtype. Buffers and inputs
+            are not cast, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
         verify: run one step in parallel as well as on every rank alone, and compare results and
             every gradient: True on the example arguments, or smaller ones by name on these, for
             which the policy makes a plan of their own. Takes the memory of a whole model and batch.
@@ -92,112 +101,143 @@ def parallelize(
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
         VerificationError: with ``verify``, something differs from the single module; names it.
     """
-    request = _Request(
-        module_or_module_class, dummy_forward_args, pas_policy, compute_config, module_dtype,
-        compute_dtype, verify, lowered, compile, nnscaler_only,
-    )  # fmt: skip
-    module = request.agreed()
-    example = verify if isinstance(verify, Mapping) else dummy_forward_args
-    parallel = request.made(module, example)
-    if verify and compute_config.ranks > 1:
-        alone = copy.deepcopy(module)
-        same_weights(alone)
-        with stage("verifying"):
-            same_as_alone(parallel, alone, example)
-    return parallel if example is dummy_forward_args else request.made(module, dummy_forward_args)
+    module: Any = module_or_module_class
+    example = dummy_forward_args
+    verified = verify if isinstance(verify, bool) else "on arguments"
+    dtypes = {"module_dtype": module_dtype, "compute_dtype": compute_dtype}
+    options = {**dtypes, "verify": verified, "lowered": lowered, "compile": compile}
+    problem: Exception | None = None
+    try:
+        _check_options(options, nnscaler_only)
+        check_embedded(compute_config)
+        _check_module(module, example, verify, compute_config)
+        if not isinstance(pas_policy, EnginePlan) and not is_path(pas_policy):
+            named(pas_policy)
+        if module_dtype is not None:
+            module = copy.deepcopy(module).to(module_dtype)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    alone = _nobody_to_ask(compute_config)
+    if alone is None and compute_config.ranks > 1:
+        same_request(compute_config, pas_policy, module, options, problem)
+    if refused := problem or alone:
+        raise refused
+
+    def made(example: Mapping[str, Any]) -> ParallelModule:
+        given = module, example, pas_policy, compute_config, compute_dtype
+        return ParallelModule(*given, lowered=lowered, compile=compile)
+
+    if not verify or compute_config.ranks == 1:
+        return made(example)
+    compared = verify if isinstance(verify, Mapping) else example
+    parallel, single = made(compared), copy.deepcopy(module)
+    same_weights(single)
+    with stage("verifying"):
+        _same_as_alone(parallel, single, compared)
+    return parallel if compared is example else made(example)
 
 
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """The arguments of :func:`parallelize`, of any type until they are checked."""
+def _check_options(options: Mapping[str, Any], nnscaler_only: Mapping[str, Any]) -> None:
+    for name, value in nnscaler_only.items():
+        if name not in NNSCALER_OPTIONS:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+        if value != NNSCALER_OPTIONS[name]:
+            raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
+    if options["compile"] and not options["lowered"]:
+        raise ValueError(
+            "parallelize: compile=True needs lowered=True: what is compiled is lowered"
+        )
+    for name in ("module_dtype", "compute_dtype"):
+        dtype = options[name]
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"parallelize: {name} must be a torch.dtype or None, got {dtype!r}")
 
-    module: Any
-    example: Any
-    policy: Any
-    config: ComputeConfig
-    module_dtype: Any
-    compute_dtype: Any
-    verify: bool | Mapping[str, Any]
-    lowered: bool
-    compile: bool
-    nnscaler_only: Mapping[str, Any]
 
-    def agreed(self) -> torch.nn.Module:
-        """The module in its dtype, where all ranks ask for the same, and none refuses it."""
-        module, problem = self.module, None
-        try:
-            self._check()
-            if self.module_dtype is not None:
-                module = copy.deepcopy(module).to(self.module_dtype)
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem = error
-        options = {
-            "module_dtype": self.module_dtype,
-            "compute_dtype": self.compute_dtype,
-            "verify": self.verify if isinstance(self.verify, bool) else "on arguments",
-            "lowered": self.lowered,
-            "compile": self.compile,
-        }
-        alone = _nobody_to_ask(self.config)
-        if alone is None and self.config.ranks > 1:
-            same_request(self.config, self.policy, module, options, problem)
-        problem = problem or alone
-        if problem is not None:
-            raise problem
-        return module
-
-    def made(self, module: torch.nn.Module, example: Mapping[str, Any]) -> ParallelModule:
-        """The parallel module for these example arguments."""
-        given = module, example, self.policy, self.config, self.compute_dtype
-        return ParallelModule(*given, lowered=self.lowered, compile=self.compile)
-
-    def _check(self) -> None:
-        """Raises what :func:`parallelize` raises of its arguments."""
-        for name, value in self.nnscaler_only.items():
-            if name not in NNSCALER_OPTIONS:
-                raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-            if value != NNSCALER_OPTIONS[name]:
-                raise NotImplementedError(f"parallelize: {name}={value!r} is not supported yet")
-        check_embedded(self.config)
-        self._check_module()
-        if not isinstance(self.policy, EnginePlan) and not is_path(self.policy):
-            named(self.policy)
-        if isinstance(self.verify, Mapping) and self.config.plan_ngpus > 1:
-            bound_arguments(self.module, self.verify, "verify's arguments")
-        if self.compile and not self.lowered:
-            raise ValueError(
-                "parallelize: compile=True needs lowered=True: what is compiled is lowered"
-            )
-        for name in ("module_dtype", "compute_dtype"):
-            dtype = getattr(self, name)
-            if not isinstance(dtype, torch.dtype | None):
-                raise TypeError(f"parallelize: {name} must be a torch.dtype or None, got {dtype!r}")
-
-    def _check_module(self) -> None:
-        """And its example arguments."""
-        if not isinstance(self.module, torch.nn.Module):
-            raise NotImplementedError(
-                "parallelize: module classes are not supported yet; pass a module"
-            )
-        if any(isinstance(part, ParallelModule) for part in self.module.modules()):
-            raise ValueError("parallelize: the module, or a part of it, is parallelized already")
-        if not isinstance(self.example, Mapping):
-            raise TypeError(
-                "parallelize: dummy_forward_args must map forward's argument names to example "
-                f"values, got {type(self.example).__name__}"
-            )
-        if self.config.plan_ngpus > 1:  # whole copies are not captured
-            bound_arguments(self.module, self.example)
+def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig) -> None:
+    """And its arguments."""
+    if not isinstance(module, torch.nn.Module):
+        raise NotImplementedError(
+            "parallelize: module classes are not supported yet; pass a module"
+        )
+    if any(isinstance(part, ParallelModule) for part in module.modules()):
+        raise ValueError("parallelize: the module, or a part of it, is parallelized already")
+    if not isinstance(example, Mapping):
+        raise TypeError(
+            "parallelize: dummy_forward_args must map forward's argument names to example "
+            f"values, got {type(example).__name__}"
+        )
+    if config.plan_ngpus > 1:  # whole copies are not captured
+        bound_arguments(module, example)
+        if isinstance(verify, Mapping):
+            bound_arguments(module, verify, "verify's arguments")
 
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:
     """Why this rank cannot compare its call with those of all ranks, or None."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == config.ranks:
+    asked, initialised = config.ranks, dist.is_initialized()
+    ranks = dist.get_world_size() if initialised else 1
+    if ranks == asked:
         return None
-    if not dist.is_initialized():
-        return RuntimeError(
-            f"parallelize: {config.ranks} ranks asked for, but torch.distributed is not "
-            "initialised; call torch.distributed.init_process_group() first"
+    if initialised:
+        return ValueError(f"parallelize: runtime_ngpus={asked}, but the world has {ranks} ranks")
+    return RuntimeError(
+        f"parallelize: {asked} ranks asked for, but torch.distributed is not initialised; call "
+        "torch.distributed.init_process_group() first"
+    )
+
+
+def _same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, Any]) -> None:
+    """Compare results and every gradient of one step; leaves no gradients behind. Raises on every
+    rank, naming the first that differs and by how much."""
+    if parallel.draws:
+        raise VerificationError(
+            "verify=True cannot compare a module that drops elements at random: call .eval() first"
         )
-    return ValueError(f"parallelize: runtime_ngpus={config.ranks}, but the world has {ranks} ranks")
+    dtype, copies = parallel.compute_dtype, parallel.compute_config.num_scale_units
+    want, want_grads = _step(alone, example, lambda: None, dtype)
+    got, got_grads = _step(parallel, example, parallel.sync_grad)
+    pairs = zip(got, want, strict=True)
+    found = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(pairs)]
+    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
+    # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
+    # and their gradients were added up.
+    for name, grad in want_grads.items():
+        what = f"the gradient of {name}"
+        found.append(_differing(what, got_grads.get(name), grad, dtype, copies, NOISE * largest))
+    first: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(first, next(filter(None, found), ""))
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(first) if text]
+    if wrong:
+        raise VerificationError("the parallel module differs from the one alone; " + wrong[0])
+
+
+def _step(
+    module: Any, example: Mapping[str, Any], sync: Any, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Floating results and gradients of one step."""
+    results = pytree.tree_leaves(call_in_dtype(module, dtype, (), copy.deepcopy(dict(example))))
+    floating = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
+    losses = [x if x.ndim == 0 else x.square().sum() for x in floating if x.requires_grad]
+    if losses:
+        torch.stack(losses).sum().backward()
+        sync()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return floating, grads
+
+
+def _differing(
+    what: str, got: Any, want: Any, dtype: torch.dtype | None, copies: int = 1, least: float = 0.0
+) -> str:
+    """What is wrong, empty if nothing. ``dtype`` is what is computed in, if not ``want``'s;
+    ``copies`` how often ``want`` is in ``got``; ``least`` the least that its largest counts as."""
+    if want is None or got is None:
+        none = "there is none" if got is None else "there should be none"
+        nothing = all(x is None or not x.abs().max() for x in (got, want))
+        return "" if nothing else f"{what}: {none}"
+    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    difference = (whole.detach() / copies - want).abs().max()
+    allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max().clamp(min=least)
+    if bool(difference <= allowed):  # False for NaN
+        return ""
+    return f"{what} differs by up to {difference:.3e}, of values up to {want.abs().max():.3e}"

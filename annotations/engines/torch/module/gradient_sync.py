@@ -5,13 +5,10 @@
 A backward that is one graph (:mod:`.lowered`) reports a gradient before it is in .grad: a bucket
 starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
 
-A parameter that is whole on every rank has a part of its gradient on each, and all ranks add up.
-One that the plan cuts is a DTensor in parts, as is its gradient, and only the copies of the model
-add up.
-
-Copies may use different parameters. So a bucket also carries which of its parameters have a
-gradient: where any rank has one, every rank gets it, and all ranks start the same buckets in the
-same order whatever they use.
+Gradients of a parameter that is whole are added up over all ranks, of one that the plan cuts over
+the copies of the model. Copies may use different parameters, so a bucket carries which of its
+parameters have a gradient: where any rank has one, every rank gets it, and all ranks start the same
+buckets in the same order.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils.weak import TensorWeakRef
 
 from ..strategies.placements import cut_axes
 
@@ -40,23 +38,21 @@ class Bucket:
     Attributes:
         parameters: of one dtype and group; at most the cap in bytes, or one.
         group: whose gradients are added up; None is every rank.
-        missing: which parameters, by number, the backward has not come to yet.
-        early: gradients that are not in ``.grad`` yet, by number.
+        missing: those that the backward has not come to yet.
+        early: gradients that are not in ``.grad`` yet.
     """
 
     parameters: Sequence[Parameter]
     group: dist.ProcessGroup | None
-    missing: set[int] = field(default_factory=set)
-    early: dict[int, Tensor] = field(default_factory=dict)
-    _flat: Tensor | None = None
-    _work: Any = None
+    missing: set[Parameter] = field(default_factory=set)
+    early: dict[Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.missing = set(range(len(self.parameters)))
+        self.missing.update(self.parameters)
 
     def start(self) -> None:
         """Send this rank's gradients on their way, as they are now."""
-        gradients = [self._gradient(n) for n in range(len(self.parameters))]
+        gradients = [self._gradient(p) for p in self.parameters]
         self.early.clear()
         used = [g is not None for g in gradients]
         parts = [
@@ -67,11 +63,11 @@ class Bucket:
         if not all(used):  # copying to a GPU waits for it
             flags.copy_(torch.tensor(used))
         self._flat = torch.cat([*parts, flags])
-        self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+        self._work: Any = dist.all_reduce(self._flat, group=self.group, async_op=True)
 
-    def _gradient(self, n: int) -> Tensor | None:
+    def _gradient(self, parameter: Parameter) -> Tensor | None:
         """What ``.grad`` is, or is going to be."""
-        grad, early = self.parameters[n].grad, self.early.get(n)
+        early, grad = self.early.get(parameter), parameter.grad
         if grad is None or early is None:
             return early if grad is None else local(grad)
         return local(grad) + early
@@ -80,7 +76,7 @@ class Bucket:
         """Wait for the sums and put them into ``.grad``; ready for the next backward."""
         self._work.wait()
         sizes = [local(p).numel() for p in self.parameters]
-        *sums, flags = self._flat.split([*sizes, len(sizes)])  # type: ignore[union-attr]
+        *sums, flags = self._flat.split([*sizes, len(sizes)])
         if any(p.grad is None for p in self.parameters):
             for parameter, ranks in zip(self.parameters, flags.tolist(), strict=True):
                 if ranks and parameter.grad is None:
@@ -89,12 +85,12 @@ class Bucket:
             if parameter.grad is not None:
                 grad = local(parameter.grad)
                 grad.copy_(total.view(grad.shape))
-        self._flat = self._work = None
-        self.missing = set(range(len(self.parameters)))
+        del self._flat, self._work
+        self.missing.update(self.parameters)
 
 
 class Reducer:
-    """The buckets of a module.
+    """The gradients of a module, in buckets.
 
     Args:
         cap_bytes: largest bucket.
@@ -106,17 +102,30 @@ class Reducer:
         self, cap_bytes: float, copies: dist.ProcessGroup | None, *, overlap: bool
     ) -> None:
         self._cap_bytes, self._copies, self._overlap = cap_bytes, copies, overlap
-        self._paused = False
         self._watched: list[Parameter] = []
-        self._buckets: list[Bucket] = []
-        self._started = 0
         self._hooks: list[Any] = []
-        self._places: dict[Parameter, tuple[Bucket, int]] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Parameter, Bucket] = {}
         self._reported: dict[Parameter, tuple[int, int]] = {}
-        self._forwards = 0
+        self._started = self._forwards = 0  # buckets; forwards since a gradient came
+        self._paused = self._ran = False  # in no_sync; a forward has run since the last sync
+        self._new: set[Parameter] = set()  # those that a backward has added to since
+        self._summed: dict[Parameter, TensorWeakRef] = {}  # gradients, by the last sync
+
+    @property
+    def due(self) -> bool:
+        """Whether there may be gradients to add up: other copies may have had a backward where this
+        one had none, so a forward is enough."""
+        return self._ran or bool(self._new)
+
+    def forward(self, parameters: Sequence[Parameter]) -> None:
+        """A forward runs whose backward may find gradients of these parameters."""
+        self.watch(parameters)
+        self._forwards += 1
+        self._ran = True
 
     def watch(self, parameters: Sequence[Parameter]) -> None:
-        """Take these parameters, before the backward; every rank takes the same."""
+        """Take these parameters; every rank takes the same."""
         parameters = [p for p in parameters if p.requires_grad]
         same = list(map(id, parameters)) == list(map(id, self._watched))
         # Another dtype since: buckets are of one.
@@ -128,28 +137,18 @@ class Reducer:
         self._watched = parameters
         # The backward comes to the last parameters first.
         self._buckets = list(buckets(parameters[::-1], self._copies, self._cap_bytes))
-        self._started = 0
-        self._hooks = []
-        self._places = {p: (b, n) for b in self._buckets for n, p in enumerate(b.parameters)}
-        self._reported = {}
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._started, self._reported = 0, {}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
         if self._overlap:
-            for p in self._places:
-                self._hooks.append(p.register_hook(partial(self._complete, p)))
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._accumulated))
-
-    def forward(self) -> None:
-        """A forward runs whose backward may report gradients."""
-        self._forwards += 1
+            self._hooks += [p.register_hook(partial(self._complete, p)) for p in self._bucket_of]
 
     def arrived(self, parameter: Parameter, gradient: Tensor) -> None:
-        """The backward that runs has this rank's gradient, which autograd adds to ``.grad`` later.
-
-        Raises:
-            RuntimeError: a gradient of this parameter is on its way already.
-        """
+        """The backward that runs has this rank's gradient, which autograd adds to ``.grad``
+        later. Raises RuntimeError where a gradient of this parameter is on its way already."""
         # Autograd adds up what several forwards find, and hooks may change it.
         alone = self._forwards == 1 and len(parameter._backward_hooks or ()) == 1
-        if self._overlap and not self._paused and alone and parameter in self._places:
+        if self._overlap and not self._paused and alone and parameter in self._bucket_of:
             self._reported[parameter] = gradient.data_ptr(), gradient._version
             self._take(parameter, gradient)
 
@@ -166,28 +165,27 @@ class Reducer:
 
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
+        self._new.add(parameter)
+        if not self._overlap or parameter not in self._bucket_of:
+            return
         self._forwards = 0
         if self._reported.pop(parameter, None) is not None:
-            bucket, n = self._places[parameter]
-            bucket.early.pop(n, None)
+            self._bucket_of[parameter].early.pop(parameter, None)
         elif not self._paused:
             self._take(parameter, None)
 
     def _take(self, parameter: Parameter, early: Tensor | None) -> None:
-        bucket, n = self._places[parameter]
-        if n not in bucket.missing:
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
             raise RuntimeError(
                 "a second backward since the last sync_grad(): with use_async_reducer the "
                 "first one's gradients are being added up already; call sync_grad() and "
                 "zero_grad() after each, or run all backwards of a step but the last within "
                 "no_sync()"
             )
-        bucket.missing.discard(n)
+        bucket.missing.discard(parameter)
         if early is not None:
-            bucket.early[n] = early
-        self._start_ready()
-
-    def _start_ready(self) -> None:
+            bucket.early[parameter] = early
         # In order, so that ranks whose backwards differ still start the same bucket next.
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self._buckets[self._started].start()
@@ -203,18 +201,34 @@ class Reducer:
             self._paused = before
 
     def sync(self) -> None:
-        """Start what has not started yet, and wait for all."""
+        """Add up what is new. What ranks have added up before is left out, and comes back where no
+        rank has anything new. A gradient that was put into ``.grad`` by hand is new."""
         if self._reported:
             raise RuntimeError(
                 "a backward found gradients that it did not put into .grad (torch.autograd.grad, "
                 "or backward(inputs=...)), and they are being added up over ranks: run it in "
                 "no_sync()"
             )
-        for bucket in self._buckets[self._started :]:
-            bucket.start()
-        for bucket in self._buckets:
-            bucket.finish()
+        self._ran = False
+        old = {
+            p: p.grad
+            for p, summed in self._summed.items()
+            if p.grad is not None and p not in self._new and summed() is p.grad
+        }
+        for parameter in old:
+            parameter.grad = None
+        try:
+            for bucket in self._buckets[self._started :]:
+                bucket.start()
+            for bucket in self._buckets:
+                bucket.finish()
+        finally:
+            for parameter, grad in old.items():
+                if parameter.grad is None:
+                    parameter.grad = grad
         self._started = self._forwards = 0
+        self._new.clear()
+        self._summed = {p: TensorWeakRef(p.grad) for p in self._watched if p.grad is not None}
 
 
 def local(x: Tensor) -> Tensor:
@@ -231,18 +245,16 @@ def buckets(
     Those that the plan cuts are left out where there is one copy: nothing is left to add up.
     """
     open_: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-    size: dict[tuple[torch.dtype, bool], int] = {}
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
     for parameter in parameters:
         cut = bool(cut_axes(parameter))
         if cut and copies is None:
             continue
-        key = parameter.dtype, cut
-        nbytes = local(parameter).nbytes
-        if open_.get(key) and size[key] + nbytes > cap_bytes:
+        key, nbytes = (parameter.dtype, cut), local(parameter).nbytes
+        sizes[key] = sizes.get(key, 0) + nbytes
+        if key in open_ and sizes[key] > cap_bytes:
             yield Bucket(open_.pop(key), copies if cut else None)
-        if key not in open_:
-            open_[key], size[key] = [], 0
-        open_[key].append(parameter)
-        size[key] += nbytes
+            sizes[key] = nbytes
+        open_.setdefault(key, []).append(parameter)
     for (_, cut), rest in open_.items():
         yield Bucket(rest, copies if cut else None)

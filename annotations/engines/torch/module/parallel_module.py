@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from annotations.consistency import check_setting, described, digest
+
 from ...config import ComputeConfig
-from ..capture.capture import Captured, CaptureError
+from ..capture.capture import CaptureError
 from ..capture.dropout import draw_seed
 from ..plan.meshes import axis_names, mesh_of_copies
 from ..plan.planning import AnyPolicy, Planning, captured_in, shared_plan, shared_policy
@@ -26,31 +26,26 @@ from ..report.engine_plan import EnginePlan, whole_copies
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Places
-from . import mixed_precision
-from .arrivals import Arrivals
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
+from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
 from .programs import Modes, Programs
-from .rank_agreement import same_batch, same_examples
-from .sharded_parameters import as_read, cut_to_fit, keep_in_parts, whole_without_data
+from .rank_agreement import compare, facts_of
 from .training import TrainingModule
 
 
 class ParallelModule(TrainingModule):
     """A module whose forward runs cut over the ranks of a plan.
 
-    It has the original's parameters, buffers and submodules under their own names, so an optimizer
-    and ``state_dict`` work as on the original. Parameters are whole on every rank; where the plan
-    keeps some in parts all are DTensors, those that are whole too, as under FSDP2. It loads the
-    original's state; DTensors are gathered for the original by torch's
-    ``get_model_state_dict(..., full_state_dict=True)``.
-
         out = module(...)          every rank of a copy passes the same whole inputs
         out.backward()
         module.sync_grad()         once, before the optimizer's step
 
-    Attributes:
-        plan: what the engine decided for the present modes; prints as a table.
-        compute_config, compute_dtype: as given.
+    Parameters, buffers and submodules have the original's names, so an optimizer and ``state_dict``
+    work as on the original, and it loads the original's state. Parameters are whole on every rank;
+    where the plan keeps some in parts all are DTensors, as under FSDP2, which torch's
+    ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
+
+    ``plan`` is what the engine decided for the present modes; it prints as a table.
     """
 
     plan: EnginePlan
@@ -82,7 +77,6 @@ class ParallelModule(TrainingModule):
         self._dummy_forward_args = dict(dummy_forward_args)
         self.compute_dtype = compute_dtype
         self._kept: Mapping[str, Places] | None = None
-        self._unsynced, self._arrivals = False, Arrivals()
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
@@ -93,17 +87,18 @@ class ParallelModule(TrainingModule):
         if config.plan_ngpus > 1:
             self._program()
         else:
-            self.plan = whole_copies(config.num_scale_units, _gradient_bytes(self))
+            count = sum(p.nbytes for p in self.parameters() if p.requires_grad)
+            self.plan = whole_copies(config.num_scale_units, count)
 
     def _join(self, policy: AnyPolicy) -> None:
         """Meshes of all ranks, which then have one policy and one set of weights."""
-        config, like = self.compute_config, next(tensors_of(self), None)
-        where = "cpu" if like is None else like.device.type, config.num_scale_units
+        config, tensors = self.compute_config, [*self.parameters(), *self.buffers()]
+        where = tensors[0].device.type if tensors else "cpu", config.num_scale_units
         self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
         copies = mesh_of_copies(*where, config.mesh_shape)
         self._plan_mesh = copies[axis_names(config.mesh_shape)]
         self._policy = shared_policy(policy)
-        same_examples(self._dummy_forward_args)
+        compare("example arguments", facts_of(self._dummy_forward_args, described))
         same_weights(self)
         cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
         group = copies["copy"].get_group() if config.num_scale_units > 1 else None
@@ -115,43 +110,37 @@ class ParallelModule(TrainingModule):
 
         Inputs of other shapes than before are captured and planned anew, on all ranks of the copy;
         the graphs of the last few shapes are kept. Cumulative lengths of fewer documents are no
-        other shape.
-
-        torch.compile leaves it alone: the graph is planned and lowered already, and
-        ``parallelize(..., compile=True)`` compiles it.
+        other shape. torch.compile leaves it alone: use ``parallelize(..., compile=True)``.
 
         Raises:
             LoweringError: the planned graph could not be traced on plain tensors.
             CaptureError: an input differs in structure, dtype or number of dims from
                 ``dummy_forward_args``.
         """
-        self._refuse_autocast()
-        if torch.is_grad_enabled():
-            self._unsynced = True
-            if self._reducer is not None:
-                parameters = list(self.parameters())
-                self._reducer.watch(parameters)
-                self._reducer.forward()
-                self._arrivals.watch(parameters)
-        if self.compute_config.plan_ngpus == 1:
+        ranks = self.compute_config.plan_ngpus
+        if ranks > 1 and torch.is_autocast_enabled(self._mesh.device_type):
+            raise CaptureError(
+                "torch.autocast around a parallelized module cannot change its graph; use it "
+                "inside the module's forward, or parallelize(..., compute_dtype=...)"
+            )
+        if torch.is_grad_enabled() and self._reducer is not None:
+            self._reducer.forward(list(self.parameters()))
+        if ranks == 1:
             self._original.training = self.training
-            return mixed_precision.call(self._original, self.compute_dtype, args, kwargs)
+            return call_in_dtype(self._original, self.compute_dtype, args, kwargs)
         inputs = self._program().captured.inputs
-        on_cpu = self._mesh.device_type == "cpu"
-        named = functools.partial(self._named, args, kwargs)
-        same_batch(named, self._mesh.get_group(), on_cpu=on_cpu)
+        checked = check_setting()  # copies the batch to the host, which waits for the device
+        if self._mesh.device_type == "cpu" if checked is None else checked:
+            facts = facts_of(self._named(args, kwargs), digest)
+            compare("batches of one copy", facts, self._mesh.get_group())
         program, flat = self._program_for(inputs.flatten(args, kwargs))
         if program.captured.draws:
-            flat.append(draw_seed(self._mesh, dist.get_rank() // self.compute_config.plan_ngpus))
+            flat.append(draw_seed(self._mesh, dist.get_rank() // ranks))
         results = program(self._attribute, flat)
         return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses copies and pickles: what is planned and traced is of this module's parameters.
-
-        Raises:
-            NotImplementedError: says what to copy or save.
-        """
+        """Raises NotImplementedError: what is planned and traced is of this module's parameters."""
         raise NotImplementedError(
             "a parallelized module cannot be copied or pickled: copy the module before it is "
             "parallelized, keep averages of its parameters() by name, or save its state_dict() (by "
@@ -173,29 +162,19 @@ class ParallelModule(TrainingModule):
         dropouts = [m for m in self.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
         return any(m.training and m.p > 0 for m in dropouts)
 
-    def _refuse_autocast(self) -> None:
-        device = self._mesh.device_type if self.compute_config.plan_ngpus > 1 else ""
-        if device and torch.is_autocast_enabled(device):
-            raise CaptureError(
-                "torch.autocast around a parallelized module cannot change its graph; use it "
-                "inside the module's forward, or parallelize(..., compute_dtype=...)"
-            )
-
     def _attribute(self, name: str) -> Tensor:
         return as_read(attrgetter(name)(self))
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        if self._reducer is not None:
-            self._reducer.arrived(self.get_parameter(name), gradient)
+        assert self._reducer is not None
+        self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
         """The planned graph for the present modes, of the shapes that were met last; made on first
         use, on all ranks."""
-        modes = self._modes_now()
-        program = self._programs.latest(modes)
+        program = self._programs.latest(self._modes_now())
         if program is None:
             program = self._made(self._dummy_forward_args, self._policy, None)
-            self._programs.add(modes, program, self.plan)
         self.plan = self._programs.plans[program]
         return program
 
@@ -207,8 +186,7 @@ class ParallelModule(TrainingModule):
         if found is None:
             arguments = latest.captured.inputs.grown(flat)
             policy = self.plan if self._policy == "auto" else self._policy
-            made = self._made(arguments, policy, self._mesh.get_group())
-            self._programs.add(modes, made, self.plan)
+            self._made(arguments, policy, self._mesh.get_group())
             found = self._programs.find(modes, flat)
             assert found is not None, "a graph takes what it was captured with"
         self.plan = self._programs.plans[found[0]]
@@ -220,56 +198,34 @@ class ParallelModule(TrainingModule):
     def _made(
         self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any
     ) -> Program | Lowered:
-        program = self._build(arguments, policy, group)
-        if not self._lowered:
-            return program
-        return Lowered(program, compiled=self._compile, arrived=self._arrived)
-
-    def _build(self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any) -> Program:
         """Capture on every rank of ``group`` (None: of all); plan on the first, so that all ranks
         run one plan."""
-        self._original.training = self.training
-        captured = self._captured(arguments)
+        config, mesh, original = self.compute_config, self._plan_mesh, self._original
+        original.training = self.training
+        # Where parameters are in parts, the whole ones need no data.
+        without = whole_without_data(original) if self._kept else contextlib.nullcontext()
+        with without as mode:
+            captured = captured_in(self.compute_dtype, original, arguments, mode)
         trained = dict(self.named_parameters(remove_duplicate=False))
-        planning = Planning(
-            captured,
-            self._plan_mesh,
-            policy,
-            self.compute_config,
-            parameters={name: p.dtype for name, p in trained.items()},
-            rates=self.compute_config.pas_config.get("rates")
-            or known_rates(self._plan_mesh, self.compute_config.num_scale_units),
-            device=next(iter(trained.values())).device if trained else "cpu",
-            kept=self._kept,
-        )
+        dtypes = {name: p.dtype for name, p in trained.items()}
+        rates = config.pas_config.get("rates") or known_rates(mesh, config.num_scale_units)
+        device = next(iter(trained.values())).device if trained else "cpu"
+        planning = Planning(captured, mesh, policy, config, dtypes, rates, device, self._kept)
         planned = shared_plan(planning, group)
-        self.plan, self._kept = planned.report, planned.parameters
-        keep_in_parts(self._original, planned.parameters, self._plan_mesh)
-        captured = planned.graph_of(captured)
-        by_name = {node.name: node for node in captured.graph.nodes}
-        strategies = {by_name[n]: s for n, s in planned.strategies.items()}
-        return Program(
-            captured, strategies, self._plan_mesh, planned.parameters, self.compute_dtype
-        )
-
-    def _captured(self, arguments: Mapping[str, Any]) -> Captured:
-        """The graph in the present modes; its parameters need no data if some are in parts."""
-        with contextlib.ExitStack() as stack:
-            mode = stack.enter_context(whole_without_data(self._original)) if self._kept else None
-            return captured_in(self.compute_dtype, self._original, arguments, mode)
+        self._kept = planned.parameters
+        keep_in_parts(original, planned.parameters, mesh)
+        captured, named = planned.graph_of(captured), planned.strategies
+        strategies = {n: named[n.name] for n in captured.graph.nodes if n.name in named}
+        program = Program(captured, strategies, mesh, self.compute_dtype)
+        made: Program | Lowered = program
+        if self._lowered:
+            made = Lowered(program, compiled=self._compile, arrived=self._arrived)
+        self._programs.add(self._modes_now(), made, planned.report)
+        return made
 
 
 def same_weights(module: torch.nn.Module) -> None:
     """Every rank starts from rank 0's parameters and buffers."""
     with torch.no_grad():
-        for tensor in tensors_of(module):
+        for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor, src=0)
-
-
-def tensors_of(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Its parameters, then its buffers."""
-    return chain(module.parameters(), module.buffers())
-
-
-def _gradient_bytes(module: torch.nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad)

@@ -57,5 +57,5 @@ class Programs:
             warnings.warn(
                 f"a parallelized module has met inputs of {len(known)} shapes, and captures and "
                 f"plans each anew; the last {MOST} are kept. Fill batches up to a few totals",
-                stacklevel=5,
+                stacklevel=6,
             )

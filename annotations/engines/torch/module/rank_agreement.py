@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from annotations.consistency import Statements, check_setting, described, digest
+from annotations.consistency import Statements, described
 
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
-from ..plan.saved_plan import is_path
+from ..plan.policies import is_path
 
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
+
+
+def facts_of(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
+    """Each leaf of nested arguments, by its path."""
+    named, _ = pytree.tree_flatten_with_path(tree)
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): describe(value)
+        for path, value in named
+    }
+
+
+def compare(
+    what: str, facts: Mapping[str, str], group: Any = None, problem: Exception | None = None
+) -> None:
+    """Refuse facts that differ from another rank's of ``group`` (None: of all), on every rank.
+    ``problem`` is why this rank cannot go on, which the others are told. Raises CaptureError, which
+    says who has what or what another rank refused, but not on a rank with a problem."""
+
+    def all_gather(mine: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group=group)
+        return gathered
+
+    said = Statements.gather(all_gather, facts, problem)
+    lines: list[str] = []
+    if said.problems:
+        lines = [f"{what}: refused on another rank", *said.refusals()]
+    elif differing := said.differing():
+        lines = [f"the ranks' {what} must be the same, but differ"]
+        for name in differing:
+            each = (f"rank {r} {facts.get(name, 'none')}" for r, facts in enumerate(said.facts))
+            lines.append(f"{name}: {', '.join(each)}")
+    if lines and problem is None:
+        raise CaptureError("\n    ".join(lines))
 
 
 def same_request(
@@ -29,120 +61,33 @@ def same_request(
     problem: Exception | None,
 ) -> None:
     """Refuse a call of ``parallelize`` that differs from another rank's, or that a rank refuses, on
-    every rank.
-
-    Functions and plans are not looked into, nor what only rank 0 plans with: speeds and memory.
-
-    Args:
-        module: what is to be parallelized, if it is a module.
-        options: other keyword arguments. problem: why this rank cannot go on.
-    Raises:
-        CaptureError: says who has what, or what another rank refused. A rank with a problem raises
-            that.
-    """
-    said: dict[str, Any] = {
-        f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)
-    }
+    every rank, as :func:`compare` does; a rank with a problem raises that. Functions and plans are
+    not looked into, nor what only rank 0 plans with: speeds and memory."""
+    said = {f"compute_config.{f.name}": getattr(config, f.name) for f in fields(config)}
     if isinstance(config.pas_config, Mapping):
         said["compute_config.pas_config"] = _sorted(config.pas_config, PLANNED_WITH)
+    named: Any = policy if isinstance(policy, str) else type(policy).__name__
     if isinstance(policy, Mapping):
-        said["pas_policy"] = _sorted(policy)
+        named = _sorted(policy)
     elif is_path(policy):
-        said["pas_policy"] = "a file"
-    else:
-        said["pas_policy"] = policy if isinstance(policy, str) else type(policy).__name__
-    facts = {name: repr(value) for name, value in {**said, **options}.items()}
-    tensors: list[Tensor] = []
+        named = "a file"
+    facts = {n: repr(x) for n, x in {**said, "pas_policy": named, **options}.items()}
+    first = torch.empty(0)
     if problem is None:
         try:
-            tensors = [*module.parameters(), *module.buffers()]
-            facts |= _held(module)
+            first = next((t for t in (*module.parameters(), *module.buffers())), first)
+            for name, p in module.named_parameters():
+                notes = " frozen" * (not p.requires_grad) + " without data" * p.is_meta
+                facts[f"parameter {name}"] = described(p) + notes
+            facts |= {f"buffer {name}": described(b) for name, b in module.named_buffers()}
         except Exception as error:  # of parameters that have no shape yet, say
             problem = error
-    with _on_device_of(tensors):
-        _compare("calls of parallelize", facts, None, problem)
+    with torch.cuda.device_of(first):  # NCCL sends what is on the current device
+        compare("calls of parallelize", facts, problem=problem)
     if problem is not None:
         raise problem
-
-
-def _held(module: torch.nn.Module) -> dict[str, str]:
-    facts = {}
-    for name, p in module.named_parameters():
-        notes = [" frozen"] * (not p.requires_grad) + [" without data"] * p.is_meta
-        facts[f"parameter {name}"] = described(p) + "".join(notes)
-    return facts | {f"buffer {name}": described(b) for name, b in module.named_buffers()}
-
-
-def _on_device_of(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
-    """In this context the GPU that a rank's model is on is the current one."""
-    if tensors and tensors[0].is_cuda:
-        return torch.cuda.device(tensors[0].device)
-    return contextlib.nullcontext()
 
 
 def _sorted(given: Mapping[Any, Any], without: Sequence[str] = ()) -> dict[Any, Any]:
     """The entries in the order of their keys."""
     return {key: given[key] for key in sorted(given, key=repr) if key not in without}
-
-
-def same_examples(examples: Mapping[str, Any]) -> None:
-    """Refuse example arguments of other shapes or dtypes than another rank's, on every rank.
-
-    Raises:
-        CaptureError: says who has what.
-    """
-    _compare("example arguments", _each(dict(examples), described), None)
-
-
-def same_batch(arguments: Callable[[], Mapping[str, Any]], group: Any, *, on_cpu: bool) -> None:
-    """Refuse a batch whose tensors differ from another rank's of the copy: on CPUs unless
-    ``SEQSHARD_CHECK=0``, on GPUs with ``SEQSHARD_CHECK=1``.
-
-    Copies the batch to the host, which makes it wait for the device.
-
-    Raises:
-        CaptureError: says which argument differs, on every rank of the group.
-    """
-    setting = check_setting()
-    if on_cpu if setting is None else setting:
-        _compare("batches of one copy", _each(dict(arguments()), digest), group)
-
-
-def same_graph(hashed: str, constants: Mapping[str, Tensor], group: Any = None) -> None:
-    """Refuse a module that was captured as another graph than another rank's of ``group`` (None: of
-    all), or with other values of constants, on every rank.
-
-    Raises:
-        CaptureError: says who has which.
-    """
-    _compare("captured graphs", {"graph": hashed, **_each(dict(constants), digest)}, group)
-
-
-def _each(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
-    named, _ = pytree.tree_flatten_with_path(tree)
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): describe(value)
-        for path, value in named
-    }
-
-
-def _compare(
-    what: str, facts: dict[str, str], group: Any, problem: Exception | None = None
-) -> None:
-    def all_gather(mine: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group=group)
-        return gathered
-
-    said = Statements.gather(all_gather, facts, problem)
-    if problem is not None:
-        return
-    if said.problems:
-        lines = [f"{what}: refused on another rank", *said.refusals()]
-        raise CaptureError("\n    ".join(lines))
-    if differing := said.differing():
-        lines = [f"the ranks' {what} must be the same, but differ"]
-        for name in differing:
-            each = (f"rank {r} {facts.get(name, 'none')}" for r, facts in enumerate(said.facts))
-            lines.append(f"{name}: {', '.join(each)}")
-        raise CaptureError("\n    ".join(lines))

@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
-from .arrivals import Arrivals
-from .gradient_sync import Reducer
-from .norms import total_norm
+from ..strategies.placements import cut_axes
+from .gradient_sync import Reducer, local
 
 
 class TrainingModule(torch.nn.Module):
-    """Gradients over ranks, and whole steps.
-
-    Attributes:
-        compute_config: as given to ``parallelize``.
-    """
+    """Gradients over ranks, and whole steps."""
 
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
-    _unsynced: bool  # whether a forward has run since the last sync_grad
-    _arrivals: Arrivals
     _argument_names: tuple[str, ...]  # of forward
 
     def sync_grad(self) -> None:
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 
-        Gradients that no backward has added to since the last call, on any rank, stay as they are.
-        Clear gradients before the next backward (``zero_grad``): what it adds to a sum is added up
-        with it. With ``ComputeConfig(use_async_reducer=True)`` most of it has happened while the
-        backward ran.
-
-        Over the ranks of a copy this makes the gradients whole. Over copies it adds them, as
-        nnscaler does: divide the loss by ``compute_config.num_scale_units`` for their mean.
+        Over the ranks of a copy this makes them whole. Over copies it adds them, as nnscaler does:
+        divide the loss by ``compute_config.num_scale_units`` for their mean. Gradients that no
+        backward has added to since the last call, on any rank, stay as they are. Clear gradients
+        before the next backward (``zero_grad``): what it adds to a sum is added up with it.
         """
-        # Other copies may have had a backward where this one had none. So a forward is enough.
-        if self._reducer is None or not (self._unsynced or self._arrivals.new):
-            return
-        self._unsynced = False
-        self._reducer.watch(list(self.parameters()))
-        with self._arrivals.alone():
+        if self._reducer is not None and self._reducer.due:
+            self._reducer.watch(list(self.parameters()))
             self._reducer.sync()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards within move no gradients: for all micro-batches of a step but the last.
-
-        Needed with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone.
-        """
-        with nullcontext() if self._reducer is None else self._reducer.paused():
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards within move no gradients: for all micro-batches of a step but the last. Needed
+        with ``use_async_reducer`` only; without it gradients move in ``sync_grad`` alone."""
+        return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def clip_gnorm(
         self, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients as one vector, and clipping by it; nnscaler's name.
-
-        Calls ``sync_grad`` first. Exact over ranks: a parameter that is whole on every rank counts
-        once, one that is cut by its parts, a tied one once.
+        """The norm of all gradients as one vector, and clipping by it; nnscaler's name. Calls
+        ``sync_grad`` first. Exact over ranks: a parameter counts once, whole, cut or tied.
 
         Args:
             max_norm: gradients are scaled so that the norm is at most this; None or 0 measures.
@@ -98,9 +80,9 @@ class TrainingModule(torch.nn.Module):
         Args:
             samples: micro-batches: forward's arguments by name, or the argument itself where
                 forward has one. The loss is what forward returns, or the first of it.
-            is_dummy_batch: for each micro-batch, whether it adds nothing to the gradients: every
-                rank must make as many calls, whether it has data or not.
-            scale_fn: from the loss to what is differentiated, e.g. to divide by the number of
+            is_dummy_batch: for each, whether it adds nothing to the gradients: every rank must make
+                as many calls, whether it has data or not.
+            scale_fn: from the loss to what is differentiated, e.g. divided by the number of
                 micro-batches and copies, since gradients are added up.
         Returns:
             What forward returned for each micro-batch, unscaled, without its graph.
@@ -110,7 +92,7 @@ class TrainingModule(torch.nn.Module):
             ValueError: no samples, counts that differ, or a loss that is no scalar.
         """
         self._check_end2end("train_step")
-        dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
+        dummies = [False] * len(samples) if is_dummy_batch is None else is_dummy_batch
         if not samples or len(dummies) != len(samples):
             raise ValueError(
                 "train_step: needs at least one sample and as many entries of is_dummy_batch, got "
@@ -118,8 +100,8 @@ class TrainingModule(torch.nn.Module):
             )
         self.zero_grad()
         results = []
-        for n, (sample, dummy) in enumerate(zip(samples, dummies, strict=True)):
-            with nullcontext() if n == len(samples) - 1 else self.no_sync():
+        for n, (sample, dummy) in enumerate(zip(samples, dummies, strict=True), 1):
+            with nullcontext() if n == len(samples) else self.no_sync():
                 result = self._call(sample)
                 loss = _loss(result)
                 if not dummy:
@@ -129,9 +111,8 @@ class TrainingModule(torch.nn.Module):
         return results
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """What forward returns for each micro-batch, without gradients. nnscaler's call.
-
-        Switch to ``eval()`` yourself where the model needs it.
+        """What forward returns for each micro-batch, without gradients; nnscaler's call. Switch to
+        ``eval()`` yourself where the model needs it.
 
         Raises:
             RuntimeError: the module was made without ``ComputeConfig(use_end2end=True)``.
@@ -157,7 +138,45 @@ class TrainingModule(torch.nn.Module):
 
 def _loss(result: Any) -> Tensor:
     loss = result[0] if isinstance(result, tuple | list) else result
-    if not isinstance(loss, Tensor) or loss.ndim:
-        shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"train_step: forward must return a scalar loss first, got {shown}")
-    return loss
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    raise ValueError(f"train_step: forward must return a scalar loss first, got {shown}")
+
+
+@torch.no_grad()
+def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients as one vector, the same on every rank.
+
+    torch's own ``get_total_norm`` takes no DTensors beside plain tensors, no empty part for
+    ``inf``, and measures bf16 gradients in bf16.
+
+    Args:
+        grads: plain tensors, which are the same on every rank, and DTensors.
+        norm_type: p of the p-norm, above 0; ``inf`` for the largest absolute value.
+    Returns:
+        A scalar, fp32 (fp64 where a gradient is).
+    """
+    if not grads:
+        return torch.zeros(())
+    largest = math.isinf(norm_type)
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    # Ranks exchange one number for all gradients that are cut over the same axes of a mesh.
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        part, axes = local(grad), cut_axes(grad)
+        norm = part.new_zeros((), dtype=dtype)
+        if part.numel():  # torch has no largest element of nothing
+            norm = torch.linalg.vector_norm(part, norm_type, dtype=dtype)
+        key = (grad.device_mesh, axes) if isinstance(grad, DTensor) and axes else (None, ())
+        groups.setdefault(key, []).append(norm.double())
+    powers = []
+    for (mesh, axes), norms in groups.items():
+        power = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
+        if mesh is not None:
+            partial = Partial("max" if largest else "sum")
+            places = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
+            power = DTensor.from_local(power, mesh, places, run_check=False).full_tensor()
+        powers.append(power)
+    total = torch.stack(powers)
+    return (total.max() if largest else total.sum() ** (1 / norm_type)).to(dtype)

@@ -25,7 +25,7 @@ from annotations.rules import Reorders
 
 from ..capture.capture import Captured
 from ..capture.nodes import arguments_of, is_getitem, resolve, tensor_inputs
-from ..plan.repeats import module_of
+from ..plan.policies import module_of
 from .aten_axes import FAMILIES, filled, name_of
 from .permuted_graph import tell
 from .token_axes import Along, Place, along, along_split

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...config import ComputeConfig, check_embedded
-from ..module.sharded_parameters import whole_without_data
+from ..module.parameters import whole_without_data
 from ..report.engine_plan import EnginePlan
 from .engine_cost import Rates
+from .limits import as_plan
 from .meshes import axis_names
 from .planning import AnyPolicy, Planning, captured_in
-from .saved_plan import as_plan
 
 
 def plan_without_ranks(
@@ -38,25 +38,18 @@ def plan_without_ranks(
 ) -> EnginePlan:
     """The plan that ``parallelize`` would make, in one process that holds no tensor's data.
 
+    Other arguments are as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a rank may
+    hold, by default anything.
+
     Args:
-        module: on any device; on "meta" it takes no memory. dummy_forward_args: likewise.
-        pas_policy, compute_config: as of ``parallelize``; ``pas_config["memory_bytes"]`` is what a
-            rank may hold, by default anything.
+        module, dummy_forward_args: on any device; on "meta" they take no memory.
         rates: speeds to plan with; round numbers by default.
-        module_dtype, compute_dtype: as of ``parallelize``.
     Raises:
         RuntimeError: ``torch.distributed`` is initialised already.
         PolicyError, CaptureError, PlanningError: as of ``parallelize``.
     """
-    return plans_without_ranks(
-        module,
-        dummy_forward_args,
-        pas_policy,
-        [compute_config],
-        rates,
-        module_dtype=module_dtype,
-        compute_dtype=compute_dtype,
-    )[0]
+    given = module, dummy_forward_args, pas_policy, [compute_config], rates
+    return plans_without_ranks(*given, module_dtype=module_dtype, compute_dtype=compute_dtype)[0]
 
 
 def plans_without_ranks(

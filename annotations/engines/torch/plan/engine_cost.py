@@ -1,25 +1,42 @@
-"""What a strategy and a move cost, in seconds."""
+"""What a plan of a graph costs: seconds, and bytes that a rank receives and must keep.
+
+What a rank keeps between forward and backward is an estimate. Parameters, their gradients and the
+optimizer's state are counted exactly, in the dtype that the parameters are kept in. Those that are
+computed with in another are cast at the start of a forward, and what was cast is counted as held
+until its backward is over. Of activations, what an op reads is kept where its backward needs it,
+each tensor once for each of its placements. What an op receives, it holds only while it runs; that
+of the op that receives most is added.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.fx import Node
 
 from annotations.registry import record_of
-from annotations.rules import InnerCost
 
-from ..capture.nodes import arguments_of, tensor_inputs, values_of
+from ..capture.nodes import arguments_of, tensor_inputs, value_of, values_of
+from ..strategies.choices import Choices, Reading, move_steps
 from ..strategies.op_strategies import Strategy
-from ..strategies.reshard import ReshardStep, Shape
+from ..strategies.placements import Places, local_bytes, local_shape
+from ..strategies.reshard import ReshardStep
 
 BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
 BACKWARD = 2.0  # of other ops' forward
+ADAM_BYTES = 8.0  # two fp32 copies
+
+_aten = torch.ops.aten
+LINEAR = {  # their gradients need no input
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default, _aten._to_copy.default),
+    *(_aten.cat.default, _aten.clone.default, _aten.sum.default, _aten.sum.dim_IntList),
+    *(_aten.mean.default, _aten.mean.dim),
+}
+PRODUCTS = {_aten.mul.Tensor, _aten.div.Tensor}  # theirs need the other input
 
 
 @dataclass(frozen=True)
@@ -33,9 +50,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one rank and of its links.
-
-    The defaults are round numbers for one accelerator, not measurements; :mod:`.rates` measures.
+    """Speeds of one rank and of its links; by default round numbers for one accelerator, not
+    measurements; :mod:`.rates` measures.
 
     Attributes:
         links: of each axis of the mesh, in order; the last is of all ranks, over which gradients
@@ -55,83 +71,117 @@ class Rates:
 
     def by_bytes(self) -> Rates:
         """The same without what it takes to start a collective: the fewest bytes are cheapest."""
-        links = tuple(Link(0.0, link.bytes_per_second) for link in self.links)
-        return replace(self, links=links)
+        return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
 
 
-def compute_seconds(
-    node: Node, strategy: Strategy, parts: Shape, rates: Rates, differentiated: bool = True
-) -> float:
-    """Forward and, where wanted, backward of one op, with what it moves inside."""
-    if node.op != "call_function" or is_view(node):
-        return 0.0
-    record = record_of(node.target)
-    attends = record is not None and record.rule.flops is not None
-    read = sum(size_bytes(x.meta["val"]) for x in tensor_inputs(node))
-    moved = read + sum(map(size_bytes, values_of(node)))
-    per_second = rates.attention_flops_per_second if attends else rates.matmul_flops_per_second
-    forward = max(moved / rates.memory_bytes_per_second, flops(node) / per_second)
-    for axis, divided in enumerate(strategy.divided):
-        if divided:
-            forward *= strategy.inner[axis].imbalance / parts[axis]
-    seconds = _with_inner(forward, strategy, "forward_bytes", rates)
-    if not differentiated:
+@dataclass(frozen=True)
+class Budget:
+    """What a rank may hold, None for no limit; and the optimizer's state for each element of a
+    parameter."""
+
+    limit_bytes: float | None = None
+    optimizer_bytes: float = ADAM_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class PlanCost:
+    """What strategies of a graph's ops cost at these rates."""
+
+    choices: Choices
+    rates: Rates
+    budget: Budget
+
+    def op_seconds(self, node: Node, strategy: Strategy) -> float:
+        """Of an op, forward and where wanted backward, with what it moves inside."""
+        if node.op != "call_function" or is_view(node):
+            return 0.0
+        record, rates = record_of(node.target), self.rates
+        attends = record is not None and record.rule.flops is not None
+        tensors = [*(x.meta["val"] for x in tensor_inputs(node)), *values_of(node)]
+        moved = sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+        per_second = rates.attention_flops_per_second if attends else rates.matmul_flops_per_second
+        forward = max(moved / rates.memory_bytes_per_second, flops(node) / per_second)
+        for axis, divided in enumerate(strategy.divided):
+            if divided:
+                forward *= strategy.inner[axis].imbalance / self.choices.parts[axis]
+        seconds = self._with_inner(forward, strategy, "forward_bytes")
+        if not self.choices.differentiated[node]:
+            return seconds
+        backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
+        return seconds + self._with_inner(backward, strategy, "backward_bytes")
+
+    def _with_inner(self, seconds: float, strategy: Strategy, side: str) -> float:
+        """Computing, and what moves inside beside it or before it."""
+        for axis, inner in enumerate(strategy.inner):
+            moving = received_seconds(getattr(inner, side), self.rates.link(axis))
+            seconds = max(seconds, moving) if inner.overlaps else seconds + moving
         return seconds
-    backward = forward * (BACKWARD_OF_ATTENTION if attends else BACKWARD)
-    return seconds + _with_inner(backward, strategy, "backward_bytes", rates)
+
+    def move(
+        self, producer: Node, index: int, source: Places, reading: Reading
+    ) -> tuple[int, int, float]:
+        """Bytes received to bring a tensor to a reader, and its gradient back; seconds of both."""
+        value = value_of(producer, index)
+        there, back = move_steps(self.choices, producer, value, source, reading)
+        size = value.element_size()
+        received = [sum(int(step.elements * size) for step in path) for path in (there, back)]
+        seconds = [sum(self._step_seconds(step, value) for step in path) for path in (there, back)]
+        return received[0], received[1], sum(seconds)
+
+    def _step_seconds(self, step: ReshardStep, value: Tensor) -> float:
+        received, copied = step.elements * value.element_size(), 0.0
+        if step.kind in ("all-gather", "reduce-scatter"):
+            ends = step.before[step.axis], step.after[step.axis]
+            [dim] = {place.dim for place in ends if isinstance(place, Shard)}
+            # What arrives is read and written to put it in its place; parts of the first dim are
+            # contiguous.
+            copied = 2.0 * received if prod(value.shape[:dim]) > 1 else 0.0
+        moving = received_seconds(received, self.rates.link(step.axis))
+        return moving + copied / self.rates.memory_bytes_per_second
+
+    def sync_bytes(self, node: Node, strategy: Strategy) -> int:
+        """Received to add up a parameter's gradient after the backward: of a whole one over all
+        ranks, of others over the copies."""
+        choices = self.choices
+        if not choices.differentiated[node]:
+            return 0
+        kept = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
+        ranks = choices.copies * (1 if any(strategy.divided) else prod(choices.parts))
+        return 2 * kept * (ranks - 1) // ranks  # by the ring algorithm
+
+    def sync_seconds(self, count: int) -> float:
+        """Many gradients travel together, so that each pays nothing to start."""
+        return count / self.rates.link(-1).bytes_per_second
+
+    def parameter_bytes(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int]:
+        """Of a parameter, its gradient and the optimizer's state, as it is kept; and of its cast to
+        the graph's dtype."""
+        stored, read, parts = self.choices.stored[node], node.meta["val"], self.choices.parts
+        places = strategy.outputs[0]
+        kept = local_bytes(stored, places, parts)
+        cast = local_bytes(read, places, parts) if read.dtype != stored.dtype else 0
+        if not stored.requires_grad:
+            return kept, 0, 0, cast
+        elements = prod(local_shape(stored.shape, places, parts))
+        return kept, kept, int(elements * self.budget.optimizer_bytes), cast
+
+    def keeps(self, node: Node) -> bool:
+        """Whether the backward of an op needs what it reads."""
+        if node.op != "call_function" or not self.choices.differentiated[node] or is_view(node):
+            return False
+        if node.target in LINEAR:
+            return False
+        return node.target not in PRODUCTS or len(tensor_inputs(node)) > 1
 
 
-def _with_inner(seconds: float, strategy: Strategy, side: str, rates: Rates) -> float:
-    """Computing, and what moves inside beside it or before it."""
-    for axis, inner in enumerate(strategy.inner):
-        moving = received_seconds(getattr(inner, side), rates.link(axis))
-        seconds = max(seconds, moving) if inner.overlaps else seconds + moving
-    return seconds
+def received_bytes(strategy: Strategy) -> int:
+    """What an op receives inside, forward, and holds only while it runs."""
+    return sum(inner.forward_bytes for inner in strategy.inner)
 
 
 def received_seconds(count: float, link: Link) -> float:
     """Time of a collective in which the busiest rank receives ``count`` bytes."""
     return link.seconds + count / link.bytes_per_second if count else 0.0
-
-
-def steps_bytes(steps: Sequence[ReshardStep], value: Tensor) -> int:
-    """Received by the busiest rank along a path."""
-    return sum(int(step.elements * value.element_size()) for step in steps)
-
-
-def steps_seconds(steps: Sequence[ReshardStep], value: Tensor, rates: Rates) -> float:
-    """Time of a path."""
-    return sum(
-        received_seconds(step.elements * value.element_size(), rates.link(step.axis))
-        + _copied_bytes(step, value) / rates.memory_bytes_per_second
-        for step in steps
-    )
-
-
-def _copied_bytes(step: ReshardStep, value: Tensor) -> float:
-    """Read and written to put in its place what arrives along a dim that is not the first; parts of
-    the first are contiguous."""
-    if step.kind not in ("all-gather", "reduce-scatter"):
-        return 0.0
-    [dim] = {p.dim for p in (step.before[step.axis], step.after[step.axis]) if isinstance(p, Shard)}
-    outer = math.prod(value.shape[:dim])
-    return 2.0 * step.elements * value.element_size() if outer > 1 else 0.0
-
-
-def all_reduce_bytes(count: float, ranks: int) -> int:
-    """Received by each rank to add up ``count`` bytes over ``ranks``, by the ring algorithm."""
-    return int(2 * count * (ranks - 1) // ranks)
-
-
-def inner_cost(strategy: Strategy) -> InnerCost:
-    """What moves inside along all axes together, in words and bytes."""
-    return InnerCost(
-        what=", ".join(dict.fromkeys(inner.what for inner in strategy.inner if inner.what)),
-        forward_bytes=sum(inner.forward_bytes for inner in strategy.inner),
-        backward_bytes=sum(inner.backward_bytes for inner in strategy.inner),
-        imbalance=math.prod(inner.imbalance for inner in strategy.inner),
-        overlaps=all(i.overlaps for i in strategy.inner if i.forward_bytes),
-    )
 
 
 def flops(node: Node) -> float:
@@ -143,9 +193,8 @@ def flops(node: Node) -> float:
         arguments = arguments_of(node, record)
         return record.rule.flops(record.bind(arguments), arguments)
     name = str(node.target)
-    if "linear" in name or ".mm" in name or "matmul" in name or "bmm" in name:
-        values: Sequence[Tensor] = [x.meta["val"] for x in tensor_inputs(node)]
-        return 2.0 * node.meta["val"].numel() * values[0].shape[-1]
+    if any(product in name for product in ("linear", ".mm", "matmul", "bmm")):
+        return 2.0 * node.meta["val"].numel() * tensor_inputs(node)[0].meta["val"].shape[-1]
     return 0.0
 
 
@@ -153,8 +202,3 @@ def is_view(node: Node) -> bool:
     """Whether an op returns its argument's memory."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(result.alias_info for result in schema.returns)
-
-
-def size_bytes(value: Any) -> int:
-    """Of a tensor; 0 of anything else."""
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

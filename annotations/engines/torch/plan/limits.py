@@ -1,13 +1,17 @@
-"""What a policy leaves to the planner: for each op the strategies that it may still take."""
+"""What the planner may still choose: for each op the strategies that a policy, or a plan made
+before, leaves to it."""
 
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.fx import Node
 
 from annotations.errors import PartitionError
@@ -15,11 +19,11 @@ from annotations.registry import record_of
 
 from ...config import ComputeConfig
 from ..capture.nodes import tensor_inputs
+from ..report.engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
 from ..strategies.choices import Choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
-from .policies import Force, OpSite, Policy, PolicyError, cannot
-from .repeats import module_of
+from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path, module_of
 
 Keep = Callable[[Strategy], bool]
 
@@ -31,33 +35,51 @@ class Limits:
     used_as_kept: parameters that are read as they are kept.
     """
 
+    choices: Choices
     kept: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     used_as_kept: set[Node] = field(default_factory=set)
 
-    def allowed(self, node: Node, choices: Choices) -> list[Strategy]:
+    def allowed(self, node: Node) -> list[Strategy]:
         """The strategies that ``node`` may take."""
-        options = choices.strategies[node]
+        options = self.choices.strategies[node]
         return [options[n] for n in self.kept[node]] if node in self.kept else options
 
     def described(self) -> dict[Node, Hashable]:
         """What two ops must have in common to be planned as one."""
-        return {n: (self.kept.get(n), n in self.used_as_kept) for n in (*self.kept,)}
+        return {node: (kept, node in self.used_as_kept) for node, kept in self.kept.items()}
 
-    def keep(self, node: Node, choices: Choices, wanted: Keep) -> bool:
+    def keep(self, node: Node, wanted: Keep) -> bool:
         """Leave ``node`` the strategies that are ``wanted``; False, and no change, if none is."""
-        options = choices.strategies[node]
-        before = self.kept.get(node, tuple(range(len(options))))
-        left = tuple(n for n in before if wanted(options[n]))
+        options = self.choices.strategies[node]
+        left = tuple(n for n in self.kept.get(node, range(len(options))) if wanted(options[n]))
         if left:
             self.kept[node] = left
         return bool(left)
 
+    def keep_split(self, node: Node, split: Split) -> bool:
+        """Leave an annotated op the strategies that split it so."""
+        axes = each_axis(split)
+        return self.keep(node, lambda strategy: strategy.split == axes)
+
+    def keep_splits(self, splits: Mapping[str, Split]) -> None:
+        """Annotated ops, by name, are split as they were in another plan of the graph."""
+        for node in self.choices.strategies:
+            found = node.name not in splits or self.keep_split(node, splits[node.name])
+            assert found, f"{node.name} cannot be split as it was"
+
+    def keep_parameters(self, kept: Mapping[str, Places]) -> None:
+        """Parameters stay as they are kept, whatever else is planned anew."""
+        for node, name in self.choices.parameters.items():
+            self.kept.pop(node, None)
+            self.used_as_kept.discard(node)
+            places = kept.get(name, self.choices.strategies[node][0].outputs[0])
+            found = self.keep(node, lambda s, places=places: s.outputs[0] == places)  # type: ignore[misc]
+            assert found, f"{name} is kept as no strategy has it"
+
 
 def limits_of(policy: Policy, parameters: str, choices: Choices, config: ComputeConfig) -> Limits:
-    """What ``policy`` forces, checked.
+    """What ``policy`` forces, checked; of ``parameters`` as in :data:`~.policies.POLICIES`.
 
-    Args:
-        parameters: see :data:`~.policies.PARAMETERS`.
     Raises:
         PolicyError: nothing has a name that the policy names, or a split is not allowed over so
             many ranks.
@@ -67,97 +89,90 @@ def limits_of(policy: Policy, parameters: str, choices: Choices, config: Compute
     chosen = policy(choices.ops, config)
     if not isinstance(chosen, Mapping):
         raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
-    forcing = _Forcing(name, choices, config)
+    limits, forced = Limits(choices), set[Node]()
     for pattern, force in chosen.items():
-        forcing.apply(pattern, force)
-    forcing.limit_parameters(parameters)
-    return forcing.limits
+        forced.update(_force(limits, pattern, force, name, config))
+    if parameters != "free":
+        _limit_parameters(limits, parameters, forced)
+    return limits
 
 
-@dataclass
-class _Forcing:
-    """What the policy of a name forces.
+def _force(
+    limits: Limits, pattern: str, force: Force, policy: str, config: ComputeConfig
+) -> list[Node]:
+    """Limit all that ``pattern`` names; the parameters among it."""
+    choices = limits.choices
+    parameters = [n for n, path in choices.parameters.items() if fnmatch.fnmatchcase(path, pattern)]
+    ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
+    by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
+    if ops and (by_identifier or not parameters):
+        for op in ops:
+            _force_op(limits, op, force, policy, config)
+        return []
+    others = parameters or [
+        node
+        for node in choices.strategies
+        if node.op == "call_function"
+        and record_of(node.target) is None
+        and _is_called(pattern, node.name, module_of(node))
+    ]
+    if by_identifier or not others:
+        names = ", ".join(op.name for op in choices.ops) or "none"
+        raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
+    for node in others:
+        if not limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
+            title = f"{node.name} in {module_of(node) or 'the module'}"
+            if node in choices.parameters:
+                title = f"parameter {choices.parameters[node]}"
+            placed = (map(_dim, s.outputs[0]) for s in choices.strategies[node])
+            words = (("whole" if d is None else f"cut on {d}" for d in dims) for dims in placed)
+            can = dict.fromkeys(map(", ".join, words))
+            raise PolicyError(
+                f"policy {policy!r}: {title} cannot be cut on {force!r} over a mesh of "
+                f"{choices.parts}; its result can be: {'; '.join(can)}"
+            )
+    return parameters
 
-    Attributes:
-        named: the parameters that the policy has named so far.
-    """
 
-    name: str
-    choices: Choices
-    config: ComputeConfig
-    limits: Limits = field(default_factory=Limits)
-    named: set[Node] = field(default_factory=set)
+def _force_op(limits: Limits, op: OpSite, force: Force, policy: str, config: ComputeConfig) -> None:
+    choices = limits.choices
+    node = next(n for n in choices.strategies if n.name == op.name)
+    if limits.keep(node, lambda s: _fits(force, s.split)):
+        return
+    for wanted in _each(force):
+        if isinstance(wanted, str) and wanted not in op.splits:
+            _check_annotation(policy, op, wanted, config)
+            raise PolicyError(cannot(policy, op, wanted, config))
+    raise PolicyError(
+        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
+        f"{force!r} over a mesh of {choices.parts}; it can on: {_splits(choices.strategies[node])}"
+    )
 
-    def apply(self, pattern: str, force: Force) -> None:
-        """Limit all that ``pattern`` names."""
-        choices = self.choices
-        parameters = [n for n, p in choices.parameters.items() if fnmatch.fnmatchcase(p, pattern)]
-        ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
-        each = force if isinstance(force, tuple) else (force,)
-        by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in each)
-        if ops and (by_identifier or not parameters):
-            for op in ops:
-                self._force_op(op, force)
-            return
-        others = parameters or [
-            node
-            for node in choices.strategies
-            if node.op == "call_function"
-            and record_of(node.target) is None
-            and _is_called(pattern, node.name, module_of(node))
-        ]
-        if by_identifier or not others:
-            names = ", ".join(op.name for op in choices.ops) or "none"
-            raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
-        for node in others:
-            if not self.limits.keep(node, choices, lambda s: _is_placed(s.outputs[0], force)):
-                title = f"{node.name} in {module_of(node) or 'the module'}"
-                if node in choices.parameters:
-                    title = f"parameter {choices.parameters[node]}"
-                can = dict.fromkeys(_shown(s.outputs[0]) for s in choices.strategies[node])
-                raise PolicyError(
-                    f"policy {self.name!r}: {title} cannot be cut on {force!r} over a mesh of "
-                    f"{choices.parts}; its result can be: {'; '.join(can)}"
-                )
-        self.named.update(parameters)
 
-    def _force_op(self, op: OpSite, force: Force) -> None:
-        choices = self.choices
-        node = next(n for n in choices.strategies if n.name == op.name)
-        if self.limits.keep(node, choices, lambda s: _fits(force, s.split)):
-            return
-        for wanted in force if isinstance(force, tuple) else (force,):
-            if isinstance(wanted, str) and wanted not in op.splits:
-                _check_annotation(self.name, op, wanted, self.config)
-                raise PolicyError(cannot(self.name, op, wanted, self.config))
-        can = dict.fromkeys(str(s.split) for s in choices.strategies[node])
-        raise PolicyError(
-            f"policy {self.name!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be "
-            f"split on {force!r} over a mesh of {choices.parts}; it can on: {', '.join(can)}"
-        )
+def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
+    """Limit the parameters that the policy did not name."""
+    reads: dict[Node, list[tuple[Node, int]]] = {n: [] for n in limits.choices.parameters}
+    for edge in limits.choices.edges:
+        if edge.producer in reads:
+            reads[edge.producer].append((edge.consumer, edge.slot))
+    for node, readers in reads.items():
+        if node in forced:
+            continue
+        if how == "cut" and readers and all(_is_weight(*read) for read in readers):
+            limits.used_as_kept.add(node)
+            if not limits.keep(node, lambda s: all(s.divided)):
+                limits.keep(node, lambda s: any(s.divided))
+            continue
+        limits.keep(node, lambda s: not any(s.divided))
+        for reader, slot in readers if how == "read whole" else ():
+            limits.keep(reader, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
+            if _is_weight(reader, slot):  # of a linear, whose tokens are cut, along every axis
+                last = tensor_inputs(reader)[0].meta["val"].ndim - 2
+                limits.keep(reader, lambda s, n=last: {*map(_dim, s.inputs[0])} == {n})  # type: ignore[misc]
 
-    def limit_parameters(self, how: str) -> None:
-        """Limit the parameters that the policy did not name."""
-        choices, keep = self.choices, self.limits.keep
-        readers: dict[Node, list[tuple[Node, int]]] = {}
-        for edge in choices.edges:
-            if edge.producer in choices.parameters:
-                readers.setdefault(edge.producer, []).append((edge.consumer, edge.slot))
-        for node in choices.parameters:
-            if node in self.named or how == "free":
-                continue
-            reads = readers.get(node, [])
-            if how == "cut" and reads and all(_is_weight(*read) for read in reads):
-                self.limits.used_as_kept.add(node)
-                if not keep(node, choices, lambda s: all(s.divided)):
-                    keep(node, choices, lambda s: any(s.divided))
-                continue
-            keep(node, choices, lambda s: not any(s.divided))
-            if how == "read whole":
-                for reader, slot in reads:
-                    keep(reader, choices, lambda s, n=slot: _is_placed(s.inputs[n], None))  # type: ignore[misc]
-                    if _is_weight(reader, slot):
-                        keep(reader, choices, _are_tokens_cut(reader))
+
+def _each(force: Force) -> tuple[str | int | None, ...]:
+    return force if isinstance(force, tuple) else (force,)
 
 
 def _is_called(pattern: str, name: str, module: str) -> bool:
@@ -177,17 +192,11 @@ def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
 def _is_placed(places: Places, force: Force) -> bool:
     if force in (None, "whole"):
         return all(p.is_replicate() for p in places)
-    return force == "any" or _fits(force, [p.dim if isinstance(p, Shard) else None for p in places])
+    return force == "any" or _fits(force, list(map(_dim, places)))
 
 
-def _shown(places: Places) -> str:
-    return ", ".join(f"cut on {p.dim}" if isinstance(p, Shard) else "whole" for p in places)
-
-
-def _are_tokens_cut(reader: Node) -> Keep:
-    """Whether a linear's input is cut on the last dim before its features, along every axis."""
-    tokens = tensor_inputs(reader)[0].meta["val"].ndim - 2
-    return lambda s: all(isinstance(p, Shard) and p.dim == tokens for p in s.inputs[0])
+def _dim(place: Placement) -> int | None:
+    return place.dim if isinstance(place, Shard) else None
 
 
 def _is_weight(reader: Node, slot: int) -> bool:
@@ -195,6 +204,7 @@ def _is_weight(reader: Node, slot: int) -> bool:
 
 
 def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig) -> None:
+    """Raises PartitionError where the annotation does not allow a split over any ranks."""
     if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
         return
     try:
@@ -208,3 +218,59 @@ def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig
             f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}",
         ]
         raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
+
+
+def as_plan(policy: Any) -> Any:
+    """``policy``, or the plan in the file that it names."""
+    if not is_path(policy):
+        return policy
+    try:
+        return EnginePlan.from_json(Path(policy).read_text())
+    except ValueError as error:
+        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
+
+
+def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
+    """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
+    are whole. Raises PolicyError where it is for another module, other shapes or another mesh, or
+    has been edited to something that an op does not allow."""
+    if plan.mesh_shape != choices.parts:
+        raise PolicyError(f"the plan is for a mesh of {plan.mesh_shape}, not of {choices.parts}")
+    limits = Limits(choices)
+    by_name = {node.name: node for node in choices.strategies}
+    for verb, names in (("splits", plan.splits), ("names", plan.ops)):
+        if strange := next((name for name in names if name not in by_name), None):
+            raise PolicyError(f"the plan {verb} {strange}, which is no op of the graph")
+    for name, split in plan.splits.items():
+        wanted = each_axis(split)
+        if name in plan.ops and plan.ops[name].split != wanted:
+            raise PolicyError(
+                f"the plan's splits have {name} on {wanted}, and its ops on "
+                f"{plan.ops[name].split}; change both, or leave it out of the ops"
+            )
+        if not limits.keep_split(by_name[name], split):
+            can = _splits(choices.strategies[by_name[name]])
+            raise PolicyError(
+                f"the plan splits {name} on {wanted}, but it can only be split on {can}"
+            )
+    for name, placed in plan.ops.items():
+        if not limits.keep(by_name[name], lambda s, p=placed: OpPlacements.of(s) == p):  # type: ignore[misc]
+            can = "\n    ".join(dict.fromkeys(map(_shown, choices.strategies[by_name[name]])))
+            raise PolicyError(f"the plan has {name} as {placed}, but it can only be\n    {can}")
+    whole = ",".join("R" for _ in choices.parts)
+    for node, path in choices.parameters.items():
+        kept = plan.parameters.get(path, whole)
+        if not limits.keep(node, lambda s, k=kept: places_text(s.outputs[0]) == k):  # type: ignore[misc]
+            raise PolicyError(f"the plan keeps {path} as {kept!r}, which it cannot be")
+    return limits
+
+
+def _splits(strategies: Sequence[Strategy]) -> str:
+    return ", ".join(dict.fromkeys(str(s.split) for s in strategies))
+
+
+def _shown(strategy: Strategy) -> str:
+    placed = OpPlacements.of(strategy)
+    split = f" (split {', '.join(name or '-' for name in placed.split)})"
+    moved = f"{' '.join(placed.inputs)} -> {' '.join(placed.outputs)}"
+    return moved + split if any(placed.split) else moved

@@ -6,107 +6,82 @@ an op that chooses how it is kept: whole, its gradient then added up over all ra
 ``sync_grad``; or in parts. Splits that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
-arXiv:2201.12023, 2022, section 4.2). Equal layers share their variables.
+arXiv:2201.12023, 2022, section 4.2).
+
+Equal layers share their variables. A block is all that the graph does under one module path up to
+its first number (``blocks.3``). Blocks are equal if they do the same ops on the same shapes, wired
+in the same way, and may run in the same ways.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
-from ..capture.nodes import value_of
-from ..strategies.choices import Choices, Reading, move_steps
+from ..capture.capture import Captured
+from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs, value_of
+from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
-from .engine_cost import Rates, all_reduce_bytes, compute_seconds, steps_seconds
+from .engine_cost import PlanCost, received_bytes
 from .limits import Limits
-from .memory import Budget, keeps, parameter_bytes, passing_bytes
-from .repeats import representatives
+from .policies import module_of
 from .solver import Infeasible, LinearProgram, PlanningError
 
+Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots
+# Of two ops of which one reads the other: a variable for how it is made and how it is read.
+Pairs = dict[tuple[Places, Reading], int]
 
-def choose(
-    choices: Choices, limits: Limits, rates: Rates, budget: Budget, mesh: DeviceMesh
-) -> dict[Node, Strategy]:
-    """The cheapest strategies within ``limits``.
 
-    Raises:
-        PlanningError: no plan fits into the budget; says how much the smallest needs.
-    """
+def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strategy]:
+    """The cheapest strategies within ``limits``. Raises PlanningError where no plan fits into the
+    budget, saying how much the smallest needs."""
     refused: set[tuple[Node, Strategy]] = set()
     while True:
-        problem = _Problem(choices, limits, rates, budget, refused)
+        problem = _Problem(limits, cost, refused)
         chosen = problem.solve()
-        wrong = _refused_by_dtensor(problem.like, chosen, mesh)
+        # On several axes, what DTensor runs on each of them, but not on all at once.
+        wrong = {
+            (node, s)
+            for node, s in chosen.items()
+            if sum(s.divided) > 1 and not s.local and not any(s.split)
+            and node.op == "call_function" and not confirms(node, s.inputs, s.outputs, mesh)
+        }  # fmt: skip
         if not wrong:
             return {node: chosen[like] for node, like in problem.like.items()}
         refused |= wrong
 
 
-def _refused_by_dtensor(
-    like: Mapping[Node, Node], chosen: Mapping[Node, Strategy], mesh: DeviceMesh
-) -> set[tuple[Node, Strategy]]:
-    """Strategies on several axes that DTensor runs on each of them, but not on all at once."""
-    if mesh.ndim == 1:
-        return set()
-    return {
-        (node, s)
-        for node, s in chosen.items()
-        if like[node] is node and sum(s.divided) > 1 and not s.local and not any(s.split)
-        and node.op == "call_function" and not confirms(node, s.inputs, s.outputs, mesh)
-    }  # fmt: skip
-
-
-@dataclass
-class _Value:
-    """A tensor and all that read it, of one of several equal blocks.
-
-    Attributes:
-        count: in how many blocks it is read so.
-        readings: for each way in which it may come to be read so, a variable for each reader.
-    """
-
-    producer: Node
-    index: int
-    count: int
-    readers: tuple[tuple[Node, int], ...]
-    readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = field(default_factory=dict)
-
-
 class _Problem:
-    """The linear program of a graph, from costs to the strategies that its solution means."""
+    """The linear program of a graph, from costs to the strategies that its solution means;
+    ``like`` is for each op the one that stands for it."""
 
-    def __init__(
-        self,
-        choices: Choices,
-        limits: Limits,
-        rates: Rates,
-        budget: Budget,
-        refused: set[tuple[Node, Strategy]],
-    ) -> None:
-        self._choices, self._limits = choices, limits
-        self._rates, self._budget = rates, budget
-        self.like = representatives(choices.captured, limits.described())
+    def __init__(self, limits: Limits, cost: PlanCost, refused: set[tuple[Node, Strategy]]) -> None:
+        self._limits, self._cost, self._choices = limits, cost, cost.choices
+        self.like = _representatives(self._choices.captured, limits.described())
         self._counts = Counter(self.like.values())
         self._options = {
-            node: [s for s in limits.allowed(node, choices) if (node, s) not in refused]
+            node: [s for s in limits.allowed(node) if (node, s) not in refused]
             for node in self._counts
         }
         self._program = LinearProgram()
         self._memory: list[tuple[int, float]] = []
         self._variables = {node: self._add_op(node) for node in self._counts}
-        self._pairs: dict[tuple[Node, int, Node, int], dict[tuple[Places, Reading], int]] = {}
-        for value in self._values():
-            self._add_value(value)
-        if budget.limit_bytes is not None:
-            self._limit_memory()
+        self._pairs: dict[tuple[Node, int, Node, int], Pairs] = {}
+        for value, count in self._values().items():
+            self._add_value(*value, count)
+        if cost.budget.limit_bytes is not None:
+            self._limit_memory(cost.budget.limit_bytes)
 
     def solve(self) -> dict[Node, Strategy]:
         try:
@@ -120,66 +95,54 @@ class _Problem:
 
     def _add_op(self, node: Node) -> list[int]:
         """A variable for each strategy, of which one is taken."""
-        choices, count = self._choices, self._counts[node]
-        variables = []
+        cost, count, variables = self._cost, self._counts[node], []
         for s in self._options[node]:
-            if node in choices.parameters:
-                variable = self._program.add(count * self._sync_seconds(node, s), binary=True)
-                stored, read = choices.stored[node], node.meta["val"]
-                held = parameter_bytes(stored, read, s.outputs[0], choices.parts, self._budget)
-                self._memory.append((variable, count * sum(held)))
-            else:
-                differentiated = choices.differentiated[node]
-                seconds = compute_seconds(node, s, choices.parts, self._rates, differentiated)
-                variable = self._program.add(count * seconds, binary=True)
-            variables.append(variable)
+            if node not in self._choices.parameters:
+                seconds = cost.op_seconds(node, s)
+                variables.append(self._program.add(count * seconds, binary=True))
+                continue
+            seconds = cost.sync_seconds(cost.sync_bytes(node, s))
+            variables.append(self._program.add(count * seconds, binary=True))
+            self._memory.append((variables[-1], count * sum(cost.parameter_bytes(node, s))))
         self._program.equal([(v, 1.0) for v in variables], 1.0)
         return variables
 
-    def _sync_seconds(self, node: Node, strategy: Strategy) -> float:
-        """To add up what is left of a parameter's gradient after the backward."""
-        choices = self._choices
-        if not choices.differentiated[node]:
-            return 0.0
-        count = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
-        whole = not any(strategy.divided)
-        ranks = choices.copies * (int(np.prod(choices.parts)) if whole else 1)
-        # Many gradients travel together, so that each pays nothing to start.
-        return all_reduce_bytes(count, ranks) / self._rates.link(-1).bytes_per_second
-
-    def _values(self) -> list[_Value]:
+    def _values(self) -> Counter[Value]:
+        """Each tensor and all that read it, with how many equal blocks have it."""
         like = self.like
         readers: dict[tuple[Node, int], set[tuple[Node, int]]] = {}
         for edge in self._choices.edges:
             reader = (like[edge.consumer], edge.slot)
             readers.setdefault((edge.producer, edge.index), set()).add(reader)
         order = {node: n for n, node in enumerate(like)}
-        counts = Counter(
+        return Counter(
             (like[p], index, tuple(sorted(r, key=lambda x: (order[x[0]], x[1]))))
             for (p, index), r in readers.items()
         )
-        return [_Value(p, index, count, r) for (p, index, r), count in counts.items()]
 
-    def _add_value(self, value: _Value) -> None:
+    def _add_value(
+        self, producer: Node, index: int, readers: Sequence[tuple[Node, int]], count: int
+    ) -> None:
         """What it costs to bring a tensor to each of its readers: each way of reading it once."""
-        for reader, slot in value.readers:
-            for way, variable in self._pair(value, reader, slot).items():
-                value.readings.setdefault(way, []).append((variable, reader))
+        readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = {}
+        for reader, slot in readers:
+            for way, variable in self._pair(producer, index, reader, slot).items():
+                readings.setdefault(way, []).append((variable, reader))
         kept: dict[Places, list[int]] = {}
-        for (source, (target, grad)), pairs in value.readings.items():
-            seconds = value.count * self._move_seconds(value, source, target, grad)
+        for (source, reading), pairs in readings.items():
+            seconds = count * self._cost.move(producer, index, source, reading)[2]
             if seconds:
                 self._program.cost[self._any([v for v, _ in pairs])] += seconds
-            if source == target and value.producer in self._choices.parameters:
+            if source == reading[0] and producer in self._choices.parameters:
                 continue  # counted as a parameter
-            keepers = [v for v, r in pairs if keeps(r, self._choices.differentiated)]
-            kept.setdefault(target, []).extend(keepers)
-        if self._budget.limit_bytes is not None:
-            tensor = value_of(value.producer, value.index)
+            keepers = [v for v, r in pairs if self._cost.keeps(r)]
+            kept.setdefault(reading[0], []).extend(keepers)
+        if self._cost.budget.limit_bytes is not None:
+            tensor = value_of(producer, index)
             for target, keepers in kept.items():
                 if keepers:
-                    count = value.count * local_bytes(tensor, target, self._choices.parts)
-                    self._memory.append((self._any(list(dict.fromkeys(keepers))), count))
+                    held = count * local_bytes(tensor, target, self._choices.parts)
+                    self._memory.append((self._any(list(dict.fromkeys(keepers))), held))
 
     def _any(self, pairs: list[int]) -> int:
         """A variable that is 1 where any of ``pairs`` is."""
@@ -190,19 +153,19 @@ class _Problem:
             self._program.at_most([(pair, 1.0), (shared, -1.0)], 0.0)
         return shared
 
-    def _pair(self, value: _Value, reader: Node, slot: int) -> dict[tuple[Places, Reading], int]:
+    def _pair(self, producer: Node, index: int, reader: Node, slot: int) -> Pairs:
         """A variable for each placement and way to be read; the two marginals are the two ops'
         choices."""
-        key = (value.producer, value.index, reader, slot)
+        key = (producer, index, reader, slot)
         if key in self._pairs:
             return self._pairs[key]
         left: dict[Places, list[tuple[int, float]]] = {}
         right: dict[Reading, list[tuple[int, float]]] = {}
-        for v, s in self._taking(value.producer):
-            left.setdefault(s.outputs[value.index], []).append((v, -1.0))
+        for v, s in self._taking(producer):
+            left.setdefault(s.outputs[index], []).append((v, -1.0))
         for v, s in self._taking(reader):
             right.setdefault((s.inputs[slot], s.grads[slot]), []).append((v, -1.0))
-        as_kept = value.producer in self._limits.used_as_kept
+        as_kept = producer in self._limits.used_as_kept
         pairs = self._pairs[key] = {}
         for (p, of_left), (q, of_right) in itertools.product(left.items(), right.items()):
             if not as_kept or p == q[0]:
@@ -217,49 +180,65 @@ class _Problem:
         """The variables of an op, each with the strategy that it stands for."""
         return zip(self._variables[node], self._options[node], strict=True)
 
-    def _move_seconds(self, value: _Value, source: Places, target: Places, grad: Places) -> float:
-        tensor = value_of(value.producer, value.index)
-        there, back = move_steps(self._choices, value.producer, tensor, source, (target, grad))
-        return steps_seconds(there, tensor, self._rates) + steps_seconds(back, tensor, self._rates)
-
-    def _limit_memory(self) -> None:
-        assert self._budget.limit_bytes is not None
-        passing = [
-            (v, float(passing_bytes(s)))
-            for node in self._options
-            for v, s in self._taking(node)
-            if passing_bytes(s)
-        ]
+    def _limit_memory(self, limit_bytes: float) -> None:
+        taking = itertools.chain.from_iterable(map(self._taking, self._options))
+        passing = [(v, inside / 2**20) for v, s in taking if (inside := received_bytes(s))]
         if passing:
-            most = self._program.add(0.0, upper=max(count for _, count in passing) / 2**20)
+            most = self._program.add(0.0, upper=max(count for _, count in passing))
             for v, count in passing:
-                self._program.at_most([(v, count / 2**20), (most, -1.0)], 0.0)
+                self._program.at_most([(v, count), (most, -1.0)], 0.0)
             self._memory.append((most, 2.0**20))
         terms = [(v, count / 2**20) for v, count in self._memory]
-        self._program.at_most(terms, self._budget.limit_bytes / 2**20)
+        self._program.at_most(terms, limit_bytes / 2**20)
 
     def _why_none(self) -> str:
         """The error where nothing fits: how much the smallest plan needs."""
-        limit = self._budget.limit_bytes
-        least = None if limit is None else self._least_bytes()
-        if limit is None or least is None:
-            return "no plan satisfies all that the policy forces at once"
-        return (
-            f"no plan fits into {limit / 2**30:.2f} GiB a rank (pas_config['memory_bytes']); the "
-            f"smallest is estimated to need {least / 2**30:.2f} GiB. More ranks, a shorter "
-            "sequence, or a smaller pas_config['optimizer_bytes_per_parameter'] help"
-        )
+        limit = self._cost.budget.limit_bytes
+        if limit is not None:
+            budget = replace(self._cost.budget, limit_bytes=float(2**60))
+            free = _Problem(self._limits, replace(self._cost, budget=budget), set())
+            program = free._program
+            program.cost = [0.0] * len(program.cost)
+            for v, count in free._memory:
+                program.cost[v] += count / 2**40
+            with contextlib.suppress(Infeasible):
+                solution = program.solve()
+                least = sum(solution[v] * count for v, count in free._memory)
+                return (
+                    f"no plan fits into {limit / 2**30:.2f} GiB a rank (pas_config"
+                    f"['memory_bytes']); the smallest is estimated to need {least / 2**30:.2f} "
+                    "GiB. More ranks, a shorter sequence, or a smaller "
+                    "pas_config['optimizer_bytes_per_parameter'] help"
+                )
+        return "no plan satisfies all that the policy forces at once"
 
-    def _least_bytes(self) -> float | None:
-        """Of all plans; None if there is none at all."""
-        budget = Budget(float(2**60), self._budget.optimizer_bytes)
-        free = _Problem(self._choices, self._limits, self._rates, budget, set())
-        program = free._program
-        program.cost = [0.0] * len(program.cost)
-        for v, count in free._memory:
-            program.cost[v] += count / 2**40
-        try:
-            solution = program.solve()
-        except Infeasible:
-            return None
-        return sum(solution[v] * count for v, count in free._memory)
+
+def _representatives(captured: Captured, limits: Mapping[Node, Hashable]) -> dict[Node, Node]:
+    """For each op the one that stands for it, of the first of equal blocks; most are their own.
+    ``limits`` is what else two ops must have in common."""
+    blocks: dict[str, list[Node]] = {}
+    found: dict[Node, Node] = {}
+    for node in captured.graph.nodes:
+        if not is_getitem(node):
+            found[node] = node
+            path = captured.attributes.get(node.name, module_of(node))
+            if numbered := re.match(r"(.*?\.)??\d+(?=\.|$)", path):
+                blocks.setdefault(numbered[0], []).append(node)
+    first: dict[Any, list[Node]] = {}
+    for block, nodes in blocks.items():
+        key = (block.rpartition(".")[0], _structure(block, nodes, captured, limits))
+        found.update(zip(nodes, first.setdefault(key, nodes), strict=True))
+    return found
+
+
+def _structure(
+    block: str, nodes: list[Node], captured: Captured, limits: Mapping[Node, Hashable]
+) -> Hashable:
+    place = {node: n for n, node in enumerate(nodes)}
+    described = []
+    for node in nodes:
+        inputs = tensor_inputs(node)
+        wired = tuple((place.get(resolve(x)[0]), resolve(x)[1]) for x in inputs)
+        name = captured.attributes.get(node.name, "").removeprefix(block)
+        described.append((signature(node, inputs), wired, name, limits.get(node)))
+    return tuple(described)

@@ -13,27 +13,26 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
+from annotations.consistency import digest
 from annotations.progress import stage
 
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
 from ..capture.label_shift import whole_logits
-from ..module.mixed_precision import in_dtype
-from ..module.rank_agreement import same_graph
+from ..module.parameters import in_dtype
+from ..module.rank_agreement import compare, facts_of
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
 from ..permute.permuted_graph import SequencePermutation, reordered
 from ..permute.sequence_permutation import hoisted, hoisted_as
 from ..report.engine_plan import EnginePlan, Split, to_plain
 from ..report.plan_summary import cut, graph_hash, make_report
-from ..strategies.choices import Choices, find_choices
+from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
-from .engine_cost import Rates
-from .limits import Limits, limits_of
-from .memory import ADAM_BYTES, Budget
+from .engine_cost import ADAM_BYTES, Budget, PlanCost, Rates
+from .limits import as_plan, limits_of, limits_of_plan
 from .planner import choose
-from .policies import Force, Policy, PolicyError, named
-from .saved_plan import as_plan, each_axis, is_path, limits_of_plan
+from .policies import Force, Policy, PolicyError, is_path, named
 from .solver import PlanningError
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
@@ -47,8 +46,7 @@ class Planned:
         permutations: what puts the graph's sequences in another order, one after the other.
         strategies: of each op, by its name in the graph, thereafter.
         parameters: placements of those that are kept in parts, by their names in the module.
-        shuffled: whether the model's own shuffles are in the graph, see
-            :mod:`..permute.model_shuffles`.
+        shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
     """
 
     permutations: Sequence[SequencePermutation]
@@ -115,7 +113,6 @@ class Planning:
 
     @functools.cached_property
     def _identity(self) -> str:
-        """The hash of the graph that was captured."""
         return graph_hash(self.captured)
 
     def _in_best_order(
@@ -175,19 +172,19 @@ class Planning:
         else:
             limits = limits_of(*named(policy), choices, self.config)
         if self.kept is not None:
-            _keep(limits, choices, self.kept)
-        _split_so(limits, choices, splits)
+            limits.keep_parameters(self.kept)
+        limits.keep_splits(splits)
         auto = policy == "auto"
         # Memory that nobody named limits only a plan that can do something about it.
         budget = budget_of(self.config, self.device if auto else "cpu")
         # What a policy leaves open is planned so that the fewest bytes move, small as the model is.
         rates = self.rates if auto else self.rates.by_bytes()
         with stage("solving for the plan"):
-            chosen = choose(choices, limits, rates, budget, self.mesh)
-        report = make_report(choices, chosen, self.rates, budget)
-        report = replace(report, graph=self._identity, hoisted=bool(permutations))
-        stored = {choices.parameters[n]: s.outputs[0] for n, s in cut(choices, chosen).items()}
-        return Planned(permutations, {n.name: s for n, s in chosen.items()}, stored, report)
+            chosen = choose(limits, PlanCost(choices, rates, budget), self.mesh)
+        cost = PlanCost(choices, self.rates, budget)
+        report = make_report(cost, chosen, self._identity, bool(permutations))
+        strategies = {node.name: strategy for node, strategy in chosen.items()}
+        return Planned(permutations, strategies, cut(choices, chosen), report)
 
 
 def captured_in(
@@ -217,43 +214,19 @@ def budget_of(config: ComputeConfig, device: torch.device | str) -> Budget:
     return Budget(limit, optimizer)
 
 
-def _split_so(limits: Limits, choices: Choices, splits: Mapping[str, Split]) -> None:
-    for node in choices.strategies:
-        if node.name in splits:
-            wanted = each_axis(splits[node.name])
-            found = limits.keep(node, choices, lambda s, w=wanted: s.split == w)  # type: ignore[misc]
-            assert found, f"{node.name} cannot be split as it was"
-
-
-def _keep(limits: Limits, choices: Choices, kept: Mapping[str, Places]) -> None:
-    """Parameters stay as they are kept, whatever else is planned anew."""
-    for node, name in choices.parameters.items():
-        whole = choices.strategies[node][0].outputs[0]
-        limits.kept.pop(node, None)
-        limits.used_as_kept.discard(node)
-        wanted = kept.get(name, whole)
-        found = limits.keep(node, choices, lambda s, w=wanted: s.outputs[0] == w)  # type: ignore[misc]
-        assert found, f"{name} is kept as no strategy has it"
-
-
 def shared_plan(planning: Planning, group: Any = None) -> Planned:
     """The plan, found on the first rank of ``group`` (None: of all) for the others, which all call
-    this.
-
-    Raises:
-        Exception: what planning raised, on every rank.
-        CaptureError: ranks captured different graphs.
-    """
-    same_graph(graph_hash(planning.captured), planning.captured.constants, group)
+    this. What planning raises, every rank raises; CaptureError where ranks captured different
+    graphs, or other values of constants."""
+    captured = planning.captured
+    facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
+    compare("captured graphs", facts, group)
     return _on_rank_0(planning.plan, group)
 
 
 def shared_policy(policy: AnyPolicy) -> AnyPolicy:
-    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is no plan, on every rank.
-    """
+    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks; where that
+    fails, every rank raises."""
     return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
 
 
@@ -264,17 +237,12 @@ def _on_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
         try:
             made = [make()]
         except Exception as error:  # the other ranks would wait for ever
-            made = [_sendable(error)]
+            made = [error]
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # a user's, of which only the text can be sent
+                made = [RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(made, group=group, group_src=0)
     if isinstance(made[0], Exception):
         raise made[0]
     return made[0]
-
-
-def _sendable(error: Exception) -> Exception:
-    """``error``, or its text where a user's exception cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -13,7 +15,6 @@ from annotations.registry import record_of
 from ...config import ComputeConfig
 from ..capture.nodes import arguments_of
 from ..strategies.op_strategies import Strategy
-from .repeats import module_of
 
 
 class PolicyError(ValueError):
@@ -25,8 +26,7 @@ class OpSite:
     """An annotated op in the captured graph, as a policy sees it.
 
     Attributes:
-        name: unique in the graph, e.g. ``ring_attn_1``.
-        op: the op's title, e.g. ``wrap_ring_attn_func``.
+        name: unique in the graph, e.g. ``ring_attn_1``. op: e.g. ``wrap_ring_attn_func``.
         module: path of the module that called it, e.g. ``layers.1.attention``.
         splits: identifiers it can be split on, along some axis of the mesh.
         communicates: those of them that communicate inside the op.
@@ -50,44 +50,46 @@ Force = str | int | tuple[str | int | None, ...] | None
 # name is an op's, a module's path or a parameter's, or a pattern of them as of fnmatch.
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
 
-HEADS = ("g", "h", "qh")
+
+INSIDE = "that communicates inside"  # kind of ops
 
 
-def shard_sequence(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
-    """``"cp"``: split every op that communicates inside on its sequence: ``l``, or ``lq`` where
-    only that of q is to be cut; one that has neither, on the first that communicates, by name."""
-    chosen: dict[str, Force] = {}
-    for op in filter(_communicates, ops):
-        inside = [split for split in ("l", "lq", *op.communicates) if split in op.splits]
-        if not inside:
-            raise PolicyError(cannot("cp", op, " or ".join(op.communicates), config))
-        chosen[op.name] = inside[0]
-    return _some("cp", chosen, "no op that communicates inside is called")
+@dataclass(frozen=True)
+class SplitEach:
+    """A named policy: every op of a kind is split on the first of its dims that it can be split on.
+
+    Attributes:
+        kind: of ops, in words.
+        dims: of an op of this kind, in the order in which they are tried; none of any other op.
+    """
+
+    name: str
+    kind: str
+    dims: Callable[[OpSite], Sequence[str]]
+
+    def __call__(self, ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, str]:
+        """What each op is split on. Raises PolicyError where an op of the kind can be split on
+        none, or there is no such op."""
+        chosen = {}
+        for op in ops:
+            if dims := self.dims(op):
+                found = [dim for dim in dims if dim in op.splits]
+                if not found:
+                    inside = dict.fromkeys(dim for dim in dims if dim in op.communicates)
+                    wanted = " or ".join(inside) or dims[0]
+                    raise PolicyError(cannot(self.name, op, wanted, config))
+                chosen[op.name] = found[0]
+        if not chosen:
+            raise PolicyError(
+                f"policy {self.name!r} has nothing to split: no op {self.kind} is called in the "
+                "captured module; a policy function can split other annotated ops"
+            )
+        return chosen
 
 
-def shard_batch(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
-    """``"dp"``: split every op that communicates otherwise on its batch."""
-    for op in filter(_communicates, ops):
-        if "b" not in op.splits:
-            raise PolicyError(cannot("dp", op, "b", config))
-    chosen: dict[str, Force] = {op.name: "b" for op in filter(_communicates, ops)}
-    return _some("dp", chosen, "no op that communicates inside is called")
-
-
-def _communicates(op: OpSite) -> bool:
-    return bool(op.communicates)
-
-
-def shard_heads(policy: str) -> Policy:
-    """``"tp"``, ``"ulysses"``: split attention on heads, of q alone where k has too few."""
-
-    def heads(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
-        chosen: dict[str, Force] = {
-            op.name: _heads(policy, op, config) for op in ops if _has_heads(op)
-        }
-        return _some(policy, chosen, "no op with heads is called")
-
-    return heads
+def _heads(op: OpSite) -> Sequence[str]:
+    """Of q alone, ``h`` or ``qh``, where k has too few."""
+    return [dim for dim in ("g", "h", "qh") if any(dim in bound.sizes for bound in op.bindings)]
 
 
 def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
@@ -99,44 +101,49 @@ def shard_both(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]
             'pas_config={"mesh_shape": (a, b)} with a * b = plan_ngpus = '
             f"{config.plan_ngpus}"
         )
-    chosen: dict[str, Force] = {
-        op.name: ("l", _heads("hybrid", op, config))
-        for op in ops
-        if _has_heads(op) and "l" in op.splits
-    }
-    return _some("hybrid", chosen, "no op with heads and a sequence is called")
+    both = [op for op in ops if "l" in op.splits]
+    heads = SplitEach("hybrid", "with heads and a sequence", _heads)(both, config)
+    return {name: ("l", dim) for name, dim in heads.items()}
 
 
-def _has_heads(op: OpSite) -> bool:
-    return any(name in bound.sizes for bound in op.bindings for name in HEADS)
+# lq is the sequence of q alone. An op with neither is split on what communicates, by name.
+shard_sequence = SplitEach(
+    "cp", INSIDE, lambda op: ("l", "lq", *op.communicates) if op.communicates else ()
+)
 
-
-def _heads(policy: str, op: OpSite, config: ComputeConfig) -> str:
-    found = next((name for name in HEADS if name in op.splits), None)
-    if found is None:
-        wanted = next(name for name in HEADS for bound in op.bindings if name in bound.sizes)
-        raise PolicyError(cannot(policy, op, wanted, config))
-    return found
-
-
-def leave_open(ops: Sequence[OpSite], config: ComputeConfig) -> dict[str, Force]:
-    """``"auto"``: everything is the planner's to decide."""
-    return {}
-
-
-POLICIES: dict[str, Policy] = {
-    "cp": shard_sequence,
-    "dp": shard_batch,
-    "auto": leave_open,
-    "tp": shard_heads("tp"),
-    "ulysses": shard_heads("ulysses"),
-    "hybrid": shard_both,
+# With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
+# "read whole", so that ops are cut on their tokens alone; or "cut": those of linears are kept in
+# parts and read as they are kept.
+POLICIES: dict[str, tuple[Policy, str]] = {
+    "cp": (shard_sequence, "whole"),
+    "dp": (SplitEach("dp", INSIDE, lambda op: ("b",) if op.communicates else ()), "whole"),
+    "auto": (lambda ops, config: {}, "free"),
+    "tp": (SplitEach("tp", "with heads", _heads), "cut"),
+    "ulysses": (SplitEach("ulysses", "with heads", _heads), "read whole"),
+    "hybrid": (shard_both, "read whole"),
 }
 
-# What a policy says of parameters: "free" to be kept in parts; "whole" (the default); "read whole",
-# so that ops are cut on their tokens alone; or "cut": those of linears are kept in parts and read
-# as they are kept.
-PARAMETERS = {"auto": "free", "tp": "cut", "ulysses": "read whole", "hybrid": "read whole"}
+
+def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
+    """The policy of a name, a mapping or a function, and what it says of parameters. Raises
+    PolicyError where no policy has this name, or it is something else."""
+
+    def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
+        return policy  # type: ignore[return-value]
+
+    if isinstance(policy, Mapping):
+        return mapping, "whole"
+    if callable(policy):
+        return policy, "whole"
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def is_path(policy: Any) -> bool:
+    """Whether a policy names a plan's file: a path, or a string that ends in ``.json``."""
+    written = isinstance(policy, str) and policy.endswith(".json")
+    return written or isinstance(policy, os.PathLike)
 
 
 def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
@@ -151,51 +158,24 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
     )
 
 
-def _some(policy: str, chosen: dict[str, Force], why: str) -> dict[str, Force]:
-    if not chosen:
-        raise PolicyError(
-            f"policy {policy!r} has nothing to split: {why} in the captured module; "
-            "a policy function can split other annotated ops"
-        )
-    return chosen
-
-
 def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSite]:
     """The annotated ops of a graph, in order."""
-    found = []
-    for node in graph.nodes:
-        record = record_of(node.target)
-        if record is None:
-            continue
-        found.append(
-            OpSite(
-                name=node.name,
-                op=record.title,
-                module=module_of(node),
-                splits=tuple(
-                    dict.fromkeys(name for s in strategies[node] for name in s.split if name)
-                ),
-                communicates=tuple(sorted(record.rule.communicates)),
-                bindings=record.bindings(arguments_of(node, record)),
-            )
+    records = [(node, record_of(node.target)) for node in graph.nodes]
+    return [
+        OpSite(
+            name=node.name,
+            op=record.title,
+            module=module_of(node),
+            splits=tuple(dict.fromkeys(x for s in strategies[node] for x in s.split if x)),
+            communicates=tuple(sorted(record.rule.communicates)),
+            bindings=record.bindings(arguments_of(node, record)),
         )
-    return found
+        for node, record in records
+        if record is not None
+    ]
 
 
-def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
-    """The policy of a name, a mapping or a function, and what it says of parameters.
-
-    Raises:
-        PolicyError: no policy has this name, or it is something else.
-    """
-    if isinstance(policy, Mapping):
-
-        def mapping(ops: Sequence[OpSite], config: ComputeConfig) -> Mapping[str, Force]:
-            return policy
-
-        return mapping, "whole"
-    if callable(policy):
-        return policy, "whole"
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
-    return POLICIES[policy], PARAMETERS.get(policy, "whole")
+def module_of(node: Node) -> str:
+    """Path of the module that called an op; empty for the outermost."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].removeprefix("L['self'].") if stack else ""

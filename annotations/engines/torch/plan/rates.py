@@ -33,11 +33,8 @@ _logger = logging.getLogger("seqshard")
 
 
 def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:
-    """What :func:`calibrate` found on this machine for such a mesh; round numbers if it never ran.
-
-    Args:
-        copies: of the model, data parallel.
-    """
+    """What :func:`calibrate` found on this machine for such a mesh and number of copies of the
+    model; round numbers if it never ran."""
     path = rates_file(mesh, copies)
     if not path.exists():
         return Rates()
@@ -65,22 +62,22 @@ def calibrate(mesh: DeviceMesh, copies: int = 1) -> Rates:
         The rates of the slowest rank, the same on every rank.
     """
     device = torch.device(mesh.device_type)
-    found = [_matmul_rate(device), _attention_rate(device), _memory_rate(device)]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] + [dist.group.WORLD]
+    found = _compute_rates(device)
     with warnings.catch_warnings():
         # all_gather_into_tensor has another name from torch 2.13 on, which torch 2.11 has not.
         warnings.filterwarnings("ignore", message=".*all_gather", category=FutureWarning)
-        links = [_link(group, device) for group in groups]
-    speeds = torch.tensor(found + [x for link in links for x in (1 / link[0], link[1])])
-    speeds = speeds.to(device=device, dtype=torch.float64)
+        for group in groups:
+            start, speed = _link(group, device)
+            found += [1 / start, speed]
+    speeds = torch.tensor(found, device=device, dtype=torch.float64)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN)
     matmul, attention, memory, *rest = speeds.tolist()
-    pairs = zip(rest[::2], rest[1::2], strict=True)
-    rates = Rates(matmul, attention, memory, tuple(Link(1 / a, b) for a, b in pairs), True)
+    links = tuple(Link(1 / a, b) for a, b in zip(rest[::2], rest[1::2], strict=True))
+    rates = Rates(matmul, attention, memory, links, True)
     if dist.get_rank() == 0:
-        path = rates_file(mesh, copies)
+        path, kept = rates_file(mesh, copies), {"for": _key(mesh, copies), "rates": asdict(rates)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {"for": _key(mesh, copies), "rates": asdict(rates)}
         path.write_text(json.dumps(kept, indent=1))
     dist.barrier()
     return rates
@@ -96,26 +93,21 @@ def _key(mesh: DeviceMesh, copies: int) -> dict[str, Any]:
     }
 
 
-def _matmul_rate(device: torch.device) -> float:
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n**3 / _seconds(lambda: a @ a, device)
-
-
-def _attention_rate(device: torch.device) -> float:
-    """Of torch's own causal attention."""
+def _compute_rates(device: torch.device) -> list[float]:
+    """Of products of matrices, of torch's own causal attention, and of memory."""
     cuda = device.type == "cuda"
-    tokens, heads = (8192, 16) if cuda else (512, 4)
+    n, tokens, heads, size = (8192, 8192, 16, 2**28) if cuda else (512, 512, 4, 2**24)
     dtype = torch.bfloat16 if cuda else torch.float32
+    a = torch.randn(n, n, device=device, dtype=dtype)
     q = torch.randn(1, heads, tokens, 128, device=device, dtype=dtype)
-    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), device)
-    return 2 * heads * tokens**2 * 128 / seconds
-
-
-def _memory_rate(device: torch.device) -> float:
-    a = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device, dtype=torch.uint8)
-    b = torch.empty_like(a)
-    return 2 * a.numel() / _seconds(lambda: b.copy_(a), device)
+    memory = torch.zeros(size, device=device, dtype=torch.uint8)
+    copy = torch.empty_like(memory)
+    attend = functools.partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
+    return [
+        2 * n**3 / _seconds(lambda: a @ a, device),
+        2 * heads * tokens**2 * 128 / _seconds(attend, device),
+        2 * size / _seconds(lambda: copy.copy_(memory), device),
+    ]
 
 
 def _link(group: Any, device: torch.device) -> tuple[float, float]:
@@ -125,29 +117,20 @@ def _link(group: Any, device: torch.device) -> tuple[float, float]:
     if ranks == 1:
         return Link().seconds, Link().bytes_per_second
     starts, speeds = [], []
-    for collective, share in _collectives(group, ranks):
+    rest = (ranks - 1) / ranks
+    # Each with the share of its argument that a rank receives.
+    collectives: list[tuple[Callable[[Tensor], Any], float]] = [
+        (lambda x: dist.all_gather_into_tensor(x, x[: len(x) // ranks].clone(), group=group), rest),
+        (lambda x: dist.all_to_all_single(torch.empty_like(x), x, group=group), rest),
+        (lambda x: dist.all_reduce(x, group=group), 2 * rest),
+    ]
+    for collective, share in collectives:
         # Of fp32, as many for each rank.
         tensors = [torch.zeros(n // 4 // ranks * ranks, device=device) for n in (ranks * 8, large)]
         small, whole = (_seconds(functools.partial(collective, x), device) for x in tensors)
         starts.append(small)
         speeds.append(share * large / max(whole - small, 1e-9))
     return max(starts), min(speeds)
-
-
-def _collectives(group: Any, ranks: int) -> list[tuple[Callable[[Tensor], Any], float]]:
-    """Each with the share of its argument that a rank receives."""
-
-    def gather(x: Tensor) -> None:
-        dist.all_gather_into_tensor(x, x[: len(x) // ranks].clone(), group=group)
-
-    def exchange(x: Tensor) -> None:
-        dist.all_to_all_single(torch.empty_like(x), x, group=group)
-
-    def reduce(x: Tensor) -> None:
-        dist.all_reduce(x, group=group)
-
-    rest = (ranks - 1) / ranks
-    return [(gather, rest), (exchange, rest), (reduce, 2 * rest)]
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,53 +30,38 @@ class LinearProgram:
 
     def __init__(self) -> None:
         self.cost: list[float] = []
-        self._binary: list[int] = []
-        self._upper: list[float] = []
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-        self._low: list[float] = []
-        self._high: list[float] = []
+        self._variables: list[tuple[bool, float]] = []  # whether binary, upper bound
+        self._rows: list[tuple[Terms, float, float]] = []
 
     def add(self, seconds: float, *, binary: bool = False, upper: float = 1.0) -> int:
         """A variable from 0 to ``upper``; its number."""
         self.cost.append(seconds)
-        self._binary.append(int(binary))
-        self._upper.append(upper)
+        self._variables.append((binary, upper))
         return len(self.cost) - 1
 
     def equal(self, terms: Terms, right: float) -> None:
         """sum of terms = right"""
-        self._row(terms, right, right)
+        self._rows.append((terms, right, right))
 
     def at_most(self, terms: Terms, right: float) -> None:
         """sum of terms <= right"""
-        self._row(terms, -np.inf, right)
+        self._rows.append((terms, -np.inf, right))
 
-    def _row(self, terms: Terms, low: float, high: float) -> None:
-        for column, value in terms:
-            self._rows.append(len(self._low))
-            self._columns.append(column)
-            self._values.append(value)
-        self._low.append(low)
-        self._high.append(high)
-
-    def solve(self, gap: float = 1e-6) -> npt.NDArray[np.float64]:
-        """The variables, within ``gap`` of the least cost.
-
-        Raises:
-            Infeasible: there is no solution. PlanningError: none was found in time.
-        """
-        shape = (len(self._low), len(self.cost))
-        matrix = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsc()
+    def solve(self) -> npt.NDArray[np.float64]:
+        """The variables, within 1e-6 of the least cost. Raises Infeasible where there is no
+        solution, PlanningError where none was found in time."""
+        terms, low, high = zip(*self._rows, strict=True)
+        binary, upper = zip(*self._variables, strict=True)
+        rows = np.repeat(np.arange(len(terms)), [len(each) for each in terms])
+        columns, values = zip(*itertools.chain.from_iterable(terms), strict=True)
+        matrix = coo_array((values, (rows, columns)), shape=(len(terms), len(self.cost))).tocsc()
         # In microseconds the solver's tolerances are far below any cost that matters.
-        cost = np.array(self.cost) * 1e6
         result = milp(
-            cost,
-            constraints=LinearConstraint(matrix, self._low, self._high),
-            integrality=np.array(self._binary),
-            bounds=Bounds(0, np.array(self._upper)),
-            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": gap},
+            np.array(self.cost) * 1e6,
+            constraints=LinearConstraint(matrix, low, high),
+            integrality=np.array(binary, dtype=int),
+            bounds=Bounds(0, np.array(upper)),
+            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": 1e-6},
         )
         if result.status == INFEASIBLE:
             raise Infeasible(f"no plan: {result.message}")

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
-from ..plan.memory import Held
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places
 
@@ -18,13 +17,9 @@ Split = str | None | tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a plan; bytes are per call and rank, for the rank that receives most.
-
-    Attributes:
-        op: what runs, or whose result moves. split: what it is cut on.
-        moves: what moves, and between which placements.
-        seconds: predicted, forward and backward.
-    """
+    """One line of a plan: what runs, or whose result moves; what it is cut on; what moves, between
+    which placements. Bytes are per call and rank, for the rank that receives most; seconds are
+    predicted, forward and backward."""
 
     op: str
     split: str
@@ -36,13 +31,8 @@ class Row:
 
 @dataclass(frozen=True)
 class OpPlacements:
-    """How one op of a plan runs.
-
-    Attributes:
-        split: what an annotated op is split on, for each axis.
-        inputs, outputs: placements of its tensors, for each axis ``R`` whole, ``S1`` cut on dim 1,
-            ``P`` a partial sum; e.g. ``"S1,R"``.
-    """
+    """How one op of a plan runs: what an annotated op is split on, for each axis; and placements,
+    as ``"S1,R"``: for each axis ``R`` whole, ``S1`` cut on dim 1, ``P`` a partial sum."""
 
     split: tuple[str | None, ...]
     inputs: tuple[str, ...]
@@ -51,10 +41,25 @@ class OpPlacements:
     @classmethod
     def of(cls, strategy: Strategy) -> OpPlacements:
         """Those of a strategy."""
-        inputs, outputs = (
-            tuple(map(places_text, each)) for each in (strategy.inputs, strategy.outputs)
-        )
-        return cls(strategy.split, inputs, outputs)
+        tensors = strategy.inputs, strategy.outputs
+        return cls(strategy.split, *(tuple(map(places_text, each)) for each in tensors))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a rank; ``casts`` are those of parameters, to the dtype that is computed in."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    passing: int
+    casts: int = 0
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -62,18 +67,16 @@ class EnginePlan:
     """What the engine decided for a module.
 
     Attributes:
-        parts: ranks the module is cut over. copies: data-parallel copies of it.
+        parts, mesh_shape: ranks the module is cut over. copies: data-parallel copies of it.
         splits: identifier of each annotated op by its name in the graph, None if it runs whole; on
             a mesh of several axes a tuple of them.
         rows: with how often each occurs; the gradient sync is the last.
-        mesh_shape: of the ranks of a copy.
         ops: how each op of the graph runs, by its name.
         parameters: placements of those that are kept in parts, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
-        graph: hash of the graph that it is for.
+        graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.
         notes: lines below the title, on what was done to the module before.
-        hoisted: whether its ops are those of the graph with a sequence in another order.
     """
 
     parts: int
@@ -96,79 +99,62 @@ class EnginePlan:
         return sum(row.seconds * n for row, n in self.rows)
 
     def __str__(self) -> str:
-        header = ("op", "count", "split", "what moves", "forward", "backward", "us")
-        lines = [
+        lines = [("op", "count", "split", "what moves", "forward", "backward", "us")]
+        lines += [
             (r.op, str(n), r.split, r.moves, _bytes(r.forward_bytes), _bytes(r.backward_bytes),
              f"{r.seconds * 1e6:.0f}")
             for r, n in self.rows
         ]  # fmt: skip
-        widths = [max(len(line[c]) for line in [header, *lines]) for c in range(len(header))]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        head, *body = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-        body = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
-                for line in [header, *lines]]  # fmt: skip
-        text = [self._title(), *self.notes, body[0], rule, *body[1:], rule, *self._totals()]
+        shape = " x ".join(map(str, self.mesh_shape))
+        mesh = f" ({shape})" if len(self.mesh_shape) > 1 else ""
+        title = f"plan: {self.parts} ranks{mesh} a copy, copies of the model: {self.copies}"
+        text = [title, *self.notes, head, rule, *body, rule, *self._totals()]
         if any("->" in row.split for row, _ in self.rows):
             text.append("S1: cut on dim 1, R: whole, P: a partial sum; one for each axis")
         return "\n".join(text)
 
-    def _title(self) -> str:
-        shape = " x ".join(map(str, self.mesh_shape))
-        mesh = f" ({shape})" if len(self.mesh_shape) > 1 else ""
-        return f"plan: {self.parts} ranks{mesh} a copy, copies of the model: {self.copies}"
-
     def _totals(self) -> list[str]:
-        total = [
-            sum(getattr(r, side) * n for r, n in self.rows)
-            for side in ("forward_bytes", "backward_bytes")
+        forward = _bytes(sum(row.forward_bytes * n for row, n in self.rows))
+        backward = _bytes(sum(row.backward_bytes * n for row, n in self.rows))
+        found = [f"received by the busiest rank a step: {forward} forward, {backward} backward"]
+        if self.held is None:
+            return found
+        rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
+        limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
+        held = {name: _bytes(count) for name, count in asdict(self.held).items()}
+        casts = f"casts of parameters {held['casts']}, " if self.held.casts else ""
+        return [
+            *found,
+            f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})",
+            f"memory a rank, estimated: {_bytes(self.held.total)} ({limit}): parameters "
+            f"{held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}, "
+            f"{casts}activations {held['activations']}, received in an op {held['passing']}",
         ]
-        found = [
-            f"received by the busiest rank a step: {_bytes(total[0])} forward, "
-            f"{_bytes(total[1])} backward"
-        ]
-        if self.held is not None:
-            rates = "measured rates" if self.calibrated else "uncalibrated: rates are round numbers"
-            found.append(f"predicted: {self.seconds * 1e3:.3f} ms a step ({rates})")
-            h = self.held
-            limit = "no limit" if self.limit_bytes is None else f"of {_bytes(self.limit_bytes)}"
-            casts = f"casts of parameters {_bytes(h.casts)}, " if h.casts else ""
-            found.append(
-                f"memory a rank, estimated: {_bytes(h.total)} ({limit}): parameters "
-                f"{_bytes(h.parameters)}, gradients {_bytes(h.gradients)}, optimizer "
-                f"{_bytes(h.optimizer)}, {casts}activations {_bytes(h.activations)}, "
-                f"received in an op {_bytes(h.passing)}"
-            )
-        return found
 
     def to_json(self) -> str:
-        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited. Ops that are left
-        out are for the planner to decide, parameters that are left out are whole; the rest is for
-        reading."""
+        """The plan as text. ``ops``, ``splits`` and ``parameters`` may be edited: ops that are left
+        out are for the planner to decide, parameters that are left out are whole."""
         given = {**asdict(self), "predicted_seconds": self.seconds}
         given["rows"] = [{**asdict(row), "count": n} for row, n in self.rows]
         return json.dumps(given, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> EnginePlan:
-        """A plan from what :meth:`to_json` made, edited or not.
-
-        Raises:
-            ValueError: it is not such a text.
-        """
+        """A plan from what :meth:`to_json` made, edited or not. Raises ValueError of other text."""
         try:
             given = json.loads(text)
             given.pop("predicted_seconds", None)
             counts = [(row.pop("count"), row) for row in given["rows"]]
             given["rows"] = [(Row(**row), count) for count, row in counts]
-            given["splits"] = {
-                name: tuple(split) if isinstance(split, list) else split
-                for name, split in given["splits"].items()
-            }
-            given["ops"] = {
-                name: OpPlacements(*map(tuple, op.values())) for name, op in given["ops"].items()
-            }
+            for name, split in given["splits"].items():
+                given["splits"][name] = tuple(split) if isinstance(split, list) else split
+            for name, op in given["ops"].items():
+                given["ops"][name] = OpPlacements(*map(tuple, op.values()))
             given["held"] = Held(**given["held"]) if given["held"] else None
-            for name in ("mesh_shape", "notes"):
-                given[name] = tuple(given[name])
+            given |= {name: tuple(given[name]) for name in ("mesh_shape", "notes")}
             return cls(**given)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
@@ -180,18 +166,6 @@ def places_text(places: Places) -> str:
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
         for p in places
     )
-
-
-def place_words(place: Placement) -> str:
-    """A placement along one axis, in words."""
-    if isinstance(place, Shard):
-        return f"cut on dim {place.dim}"
-    return {Replicate: "whole", Partial: "partial sum"}.get(type(place), str(place))
-
-
-def places_words(places: Places) -> str:
-    """Placements along all axes; in words where there is but one."""
-    return place_words(places[0]) if len(places) == 1 else places_text(places)
 
 
 def _bytes(count: float) -> str:
@@ -216,3 +190,8 @@ def sync_row(ranks: int, count: int, seconds: float) -> Row:
 def to_plain(value: Any) -> Any:
     """One axis: the element itself."""
     return value[0] if len(value) == 1 else value
+
+
+def each_axis(split: Split) -> tuple[str | None, ...]:
+    """For each axis of the mesh what an op is split on."""
+    return split if isinstance(split, tuple) else (split,)

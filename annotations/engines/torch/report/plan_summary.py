@@ -6,9 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch.fx import Node
 
@@ -16,37 +14,19 @@ from annotations.registry import record_of
 
 from ..capture.capture import Captured
 from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import (
-    Rates,
-    all_reduce_bytes,
-    compute_seconds,
-    flops,
-    inner_cost,
-    steps_bytes,
-    steps_seconds,
-)
-from ..plan.memory import Budget, Held, held, keeps, passing_bytes
-from ..plan.policies import OpSite
-from ..plan.repeats import module_of
-from ..strategies.choices import Choices, move_steps
+from ..plan.engine_cost import PlanCost, flops, received_bytes
+from ..plan.policies import OpSite, module_of
+from ..strategies.choices import Choices, Reading
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, local_bytes
-from .engine_plan import (
-    EnginePlan,
-    OpPlacements,
-    Row,
-    places_text,
-    places_words,
-    sync_row,
-    to_plain,
-)
+from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(choices: Choices, chosen: Chosen, rates: Rates, budget: Budget) -> EnginePlan:
-    """Summarise a plan; equal ops and equal moves share a row."""
-    summary = _Summary(choices, chosen, rates)
+def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> EnginePlan:
+    """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
+    choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
     return EnginePlan(
         parts=prod(choices.parts),
@@ -55,20 +35,19 @@ def make_report(choices: Choices, chosen: Chosen, rates: Rates, budget: Budget) 
         rows=list(Counter(summary.rows(ops)).items()),
         mesh_shape=choices.parts,
         ops={n.name: OpPlacements.of(s) for n, s in chosen.items() if n.op == "call_function"},
-        parameters={
-            choices.parameters[n]: places_text(s.outputs[0])
-            for n, s in cut(choices, chosen).items()
-        },
-        held=summary.held(budget),
-        limit_bytes=budget.limit_bytes,
-        calibrated=rates.calibrated,
-        graph=graph_hash(choices.captured),
+        parameters={name: places_text(places) for name, places in cut(choices, chosen).items()},
+        held=summary.held(),
+        limit_bytes=cost.budget.limit_bytes,
+        calibrated=cost.rates.calibrated,
+        graph=graph,
+        hoisted=hoisted,
     )
 
 
-def cut(choices: Choices, chosen: Chosen) -> dict[Node, Strategy]:
-    """The parameters that are kept in parts."""
-    return {n: chosen[n] for n in choices.parameters if any(chosen[n].divided)}
+def cut(choices: Choices, chosen: Chosen) -> dict[str, Places]:
+    """The parameters that are kept in parts, by name."""
+    named = choices.parameters.items()
+    return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
 
 
 def graph_hash(captured: Captured) -> str:
@@ -81,81 +60,65 @@ def graph_hash(captured: Captured) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True, eq=False)
 class _Summary:
-    choices: Choices
-    chosen: Chosen
-    rates: Rates
+    def __init__(self, cost: PlanCost, chosen: Chosen) -> None:
+        self.cost, self.choices, self.chosen = cost, cost.choices, chosen
+        # Of each tensor the ways in which it is read, and who reads it so.
+        self.readings: dict[tuple[Node, int], dict[Reading, list[Node]]] = {}
+        for edge in self.choices.edges:
+            strategy = chosen[edge.consumer]
+            reading = strategy.inputs[edge.slot], strategy.grads[edge.slot]
+            ways = self.readings.setdefault((edge.producer, edge.index), {})
+            ways.setdefault(reading, []).append(edge.consumer)
 
     def rows(self, ops: Mapping[str, OpSite]) -> Iterator[Row]:
-        """One for each op and move that counts, in the table's order.
-
-        Args:
-            ops: the annotated ops by name.
-        """
+        """One for each op and move that counts, in the table's order; ``ops`` are the annotated
+        ones, by name."""
         calls = [node for node in self.chosen if node.op == "call_function"]
+        rest = [node for node in calls if node.name not in ops and not flops(node)]
         for node in calls:
             if node.name in ops:
                 yield self._op_row(node, ops[node.name])
             elif flops(node):
-                yield self._product_row(node)
-        rest = [node for node in calls if node.name not in ops and not flops(node)]
-        if seconds := sum(map(self._compute_seconds, rest)):
+                # A product of matrices: the module that calls it, and its tensors' placements.
+                placed = OpPlacements.of(self.chosen[node])
+                split = f"{' '.join(placed.inputs)} -> {placed.outputs[0]}"
+                where = _in_any_layer(module_of(node) or node.name)
+                yield Row(where, split, "nothing", 0, 0, self._seconds(node))
+        if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
-        for node, strategy in cut(self.choices, self.chosen).items():
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.choices.parameters[node])
-            yield Row(name, places_text(strategy.outputs[0]), "kept in parts", 0, 0)
-        yield self._sync_row()
+        for name, places in cut(self.choices, self.chosen).items():
+            yield Row(_in_any_layer(name), places_text(places), "kept in parts", 0, 0)
+        synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
+        ranks = prod(self.choices.parts) * self.choices.copies
+        yield sync_row(ranks, synced, self.cost.sync_seconds(synced))
 
-    def _compute_seconds(self, node: Node) -> float:
-        parts, differentiated = self.choices.parts, self.choices.differentiated[node]
-        return compute_seconds(node, self.chosen[node], parts, self.rates, differentiated)
+    def _seconds(self, node: Node) -> float:
+        return self.cost.op_seconds(node, self.chosen[node])
 
     def _op_row(self, node: Node, op: OpSite) -> Row:
         strategy = self.chosen[node]
-        split = ", ".join(
-            f"{name} / {n}"
-            for name, n in zip(strategy.split, self.choices.parts, strict=True)
-            if name
-        )
-        inner = inner_cost(strategy)
-        what = inner.what or "nothing"
-        if inner.imbalance >= 1.005:
-            what += f" (imbalance {inner.imbalance:.2f})"
-        moved = inner.forward_bytes, inner.backward_bytes
-        return Row(op.op, split or "whole", what, *moved, self._compute_seconds(node))
-
-    def _product_row(self, node: Node) -> Row:
-        """A product of matrices: the module that calls it, and the placements of its tensors."""
-        where = re.sub(r"(?<=\.)\d+(?=\.)", "*", module_of(node) or node.name)
-        placed = OpPlacements.of(self.chosen[node])
-        split = f"{' '.join(placed.inputs)} -> {placed.outputs[0]}"
-        return Row(where, split, "nothing", 0, 0, self._compute_seconds(node))
-
-    def _readings(self) -> dict[tuple[Node, int], dict[tuple[Places, Places], list[Node]]]:
-        """Of each tensor the ways in which it is read, and who reads it so."""
-        found: dict[tuple[Node, int], dict[tuple[Places, Places], list[Node]]] = {}
-        for edge in self.choices.edges:
-            strategy = self.chosen[edge.consumer]
-            reading = strategy.inputs[edge.slot], strategy.grads[edge.slot]
-            ways = found.setdefault((edge.producer, edge.index), {})
-            ways.setdefault(reading, []).append(edge.consumer)
-        return found
+        over = zip(strategy.split, self.choices.parts, strict=True)
+        split = ", ".join(f"{name} / {n}" for name, n in over if name)
+        inner = strategy.inner
+        what = ", ".join(dict.fromkeys(each.what for each in inner if each.what)) or "nothing"
+        imbalance = prod(each.imbalance for each in inner)
+        if imbalance >= 1.005:
+            what += f" (imbalance {imbalance:.2f})"
+        moved = sum(x.forward_bytes for x in inner), sum(x.backward_bytes for x in inner)
+        return Row(op.op, split or "whole", what, *moved, self._seconds(node))
 
     def _move_rows(self) -> Iterator[Row]:
-        for (producer, index), ways in self._readings().items():
-            value, source = value_of(producer, index), self.chosen[producer].outputs[index]
+        for (producer, index), ways in self.readings.items():
+            shape, source = value_of(producer, index).shape, self.chosen[producer].outputs[index]
             for target, grad in ways:
-                paths = move_steps(self.choices, producer, value, source, (target, grad))
-                forward, backward = (steps_bytes(path, value) for path in paths)
-                if not forward and not backward:
-                    continue
-                seconds = sum(steps_seconds(path, value, self.rates) for path in paths)
-                what = f"{places_words(source)} -> {places_words(target)} of {list(value.shape)}"
-                if source == target:
-                    what = f"gradient of {places_words(target)} {list(value.shape)}"
-                yield Row(self._name(producer), "-", what, forward, backward, seconds)
+                moved = self.cost.move(producer, index, source, (target, grad))
+                if any(moved[:2]):
+                    what = f"{_words(source)} -> {_words(target)} of {list(shape)}"
+                    if source == target:
+                        what = f"gradient of {_words(target)} {list(shape)}"
+                    yield Row(self._name(producer), "-", what, *moved)
 
     def _name(self, node: Node) -> str:
         """What a row calls the op that made a tensor, the same in every layer."""
@@ -166,34 +129,37 @@ class _Summary:
         name = self.choices.parameters.get(node) or (module if flops(node) else "") or node.name
         if name == node.name and node.op == "call_function" and module:
             name = f"{module} {getattr(node.target, '__name__', name).partition('.')[0]}"
-        return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
+        return _in_any_layer(name)
 
-    def _sync_row(self) -> Row:
-        """What ``sync_grad`` adds up: whole parameters over all ranks, others over the copies."""
-        choices = self.choices
-        ranks, count = prod(choices.parts) * choices.copies, 0
-        for node in choices.parameters:
-            if choices.differentiated[node]:
-                strategy = self.chosen[node]
-                kept = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
-                count += all_reduce_bytes(kept, choices.copies if any(strategy.divided) else ranks)
-        return sync_row(ranks, count, count / self.rates.link(-1).bytes_per_second)
-
-    def held(self, budget: Budget) -> Held:
+    def held(self) -> Held:
         """What a rank must keep."""
-        choices, chosen = self.choices, self.chosen
-        stored = [(kept, n.meta["val"], chosen[n].outputs[0]) for n, kept in choices.stored.items()]
-        activations: list[tuple[Any, Places]] = []
-        for (producer, index), ways in self._readings().items():
+        cost, choices, chosen = self.cost, self.choices, self.chosen
+        each = [cost.parameter_bytes(node, chosen[node]) for node in choices.stored]
+        parameters, gradients, optimizer, casts = map(sum, zip((0,) * 4, *each, strict=True))
+        activations = 0
+        for (producer, index), ways in self.readings.items():
             source, is_parameter = chosen[producer].outputs[index], producer in choices.parameters
-            places = {
+            kept = {
                 target
                 for (target, _), readers in ways.items()
-                if any(keeps(reader, choices.differentiated) for reader in readers)
-                or (is_parameter and target != source)
+                if any(map(cost.keeps, readers)) or (is_parameter and target != source)
             }
             if is_parameter:
-                places -= {source}
-            activations += [(value_of(producer, index), target) for target in places]
-        passing = max((passing_bytes(s) for s in chosen.values()), default=0)
-        return held(stored, activations, passing, choices.parts, budget)
+                kept -= {source}
+            value = value_of(producer, index)
+            activations += sum(local_bytes(value, places, choices.parts) for places in kept)
+        passing = max(map(received_bytes, chosen.values()), default=0)
+        return Held(parameters, gradients, optimizer, activations, passing, casts)
+
+
+def _in_any_layer(name: str) -> str:
+    """A module's path with ``*`` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
+
+
+def _words(places: Places) -> str:
+    """Placements; in words where there is but one axis."""
+    text = places_text(places)
+    if len(places) > 1:
+        return text
+    return {"R": "whole", "P": "partial sum"}.get(text) or f"cut on dim {text[1:]}"

@@ -6,9 +6,10 @@ op moves inside is its own affair, through the rule that it was registered with.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +20,18 @@ from torch.fx import Node
 
 from ..capture import checkpointed
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, with_inputs
-from ..module import mixed_precision
-from ..module.sharded_parameters import replicated
+from ..capture.nodes import is_getitem, resolve, value_of, with_inputs
+from ..module.parameters import cast, replicated
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, share, unsplit
 from ..strategies.reshard import Move, brought
-from . import recompute
+from .local_graph import output_of
+from .recompute import Values, run_again
 
 
 class PartsOfGradient(torch.autograd.Function):
-    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part.
-
-    The parts add up to the gradient over the ranks of the plan. Adding them up is left to
-    ``sync_grad``, which does it once for all parameters.
-    """
+    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum,
+    which is left to ``sync_grad``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -83,113 +81,82 @@ class _Wrap(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A captured graph with a strategy for every op.
-
-    Attributes:
-        strategies: how each op runs; ``getitem`` nodes follow their producer.
-        parameters: placements of those that are kept in parts, by their names in the module.
-        compute_dtype: what parameters are cast to where they are read; None leaves them.
-        traced: whether a graph is made of the run, in which checkpointed calls are marked.
-    """
+    """A captured graph with a strategy for every op; ``getitem`` nodes follow their producer.
+    Parameters are cast to ``compute_dtype``, if it is given, where they are read."""
 
     captured: Captured
     strategies: Mapping[Node, Strategy]
     mesh: DeviceMesh
-    parameters: Mapping[str, Places] = field(default_factory=dict)
     compute_dtype: torch.dtype | None = None
-    traced: bool = False
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether some ops are of a checkpointed call."""
-        return any(checkpointed.region_of(n) is not None for n in self.captured.graph.nodes)
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward.
+        """Run the forward: the flat results, whole on every rank.
 
         Args:
-            attribute: a parameter or buffer by its name in the module; those in ``parameters`` are
-                DTensors with these placements.
+            attribute: a parameter or buffer by its name; what the plan keeps in parts is a DTensor.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
-        Returns:
-            The flat results, whole on every rank.
         """
-        values = self._inputs(attribute, flat_inputs)
-        run = _Run(self, values)
-        nodes = self.captured.graph.nodes
-        ops = [node for node in nodes if node.op == "call_function" and not is_getitem(node)]
-        for part in recompute.parts(ops):
-            if isinstance(part, Node):
-                run.step(part)
-            else:
-                run.steps(part)
-        output = next(iter(reversed(nodes)))
-        return [run.whole(x) for x in output.args[0]]
+        return self.run(self.given(attribute, flat_inputs))
 
-    def _inputs(
-        self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]
-    ) -> dict[tuple[Node, int], Any]:
-        captured, mesh = self.captured, self.mesh
-        given = {n: v for n, v in zip(captured.user_inputs, flat_inputs, strict=True) if n}
-        values: dict[tuple[Node, int], Any] = {}
-        for node in captured.graph.nodes:
-            if node.op != "placeholder":
-                break
-            local: Any
-            if node.name in captured.attributes:
-                local = attribute(captured.attributes[node.name])
-                local = mixed_precision.cast(local, self.compute_dtype)
+    def given(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> dict[str, Any]:
+        """What each placeholder stands for, by its name."""
+        captured = self.captured
+        given: dict[str, Any] = {n: attribute(of) for n, of in captured.attributes.items()}
+        given |= captured.constants
+        pairs = zip(captured.user_inputs, flat_inputs, strict=True)
+        return given | {name: value for name, value in pairs if name}
+
+    def run(self, given: Mapping[str, Any], *, traced: bool = False) -> list[Any]:
+        """The flat results; ``traced`` where a graph is made of the run, in which checkpointed
+        calls are marked."""
+        graph = self.captured.graph
+        values: Values = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value: Any = given.get(node.name)
+            if node.name in self.captured.attributes:
+                value = cast(value, self.compute_dtype)
+            if isinstance(value, torch.nn.Parameter | DTensor):
+                values[node, 0] = value
+            elif value is not None:
+                values[node, 0] = replicated(value, self.mesh)
+        run = _Run(self, values)
+        ops = [node for node in graph.nodes if node.op == "call_function" and not is_getitem(node)]
+        for region, part in itertools.groupby(ops, checkpointed.region_of):
+            nodes = list(part)
+            if region is not None and traced:
+                with checkpointed.region(nodes):
+                    run.steps(nodes)
+            elif region is not None and torch.is_grad_enabled():
+                run_again(nodes, values, lambda inner, ops: _Run(self, inner).steps(ops))
             else:
-                local = given.get(node.name, captured.constants.get(node.name))
-            if isinstance(local, torch.nn.Parameter | DTensor):
-                values[node, 0] = local
-            elif local is not None:
-                values[node, 0] = replicated(local, mesh)
-        return values
+                run.steps(nodes)
+        return [run.whole(x) for x in output_of(graph).args[0]]  # type: ignore[union-attr]
 
 
 class _Run:
     """One forward pass: values, and values moved, each move made once."""
 
-    def __init__(self, program: Program, values: dict[tuple[Node, int], Any]) -> None:
-        self._program = program
-        self._values = values
+    def __init__(self, program: Program, values: Values) -> None:
+        self._program, self._values = program, values
         self._moved: dict[tuple[Node, int, Places, Places], Any] = {}
 
-    def step(self, node: Node) -> None:
-        strategy = self._program.strategies[node]
+    def steps(self, nodes: Iterable[Node]) -> None:
+        """Run ops in order."""
+        for node in nodes:
+            self._step(node, self._program.strategies[node])
 
+    def _step(self, node: Node, strategy: Strategy) -> None:
         def get(x: Node, n: int) -> Any:
             value = self._get(x, strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
 
         args, kwargs = with_inputs(node, get)
         results = node.target(*args, **kwargs)  # type: ignore[operator]
-        single = isinstance(results, Tensor)
-        values = (node.meta["val"],) if single else node.meta["val"]
-        for n, result in enumerate((results,) if single else results):
+        for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
             if strategy.local and isinstance(result, Tensor):
-                like, places = values[n], strategy.outputs[n]
+                like, places = value_of(node, n), strategy.outputs[n]
                 result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
             self._values[node, n] = result
-
-    def steps(self, nodes: Sequence[Node]) -> None:
-        """Ops whose forward is to run again in the backward."""
-        if self._program.traced:
-            with checkpointed.region(nodes):
-                for node in nodes:
-                    self.step(node)
-            return
-
-        def execute(values: dict[tuple[Node, int], Any]) -> None:
-            run = _Run(self._program, values)
-            for node in nodes:
-                run.step(node)
-
-        if torch.is_grad_enabled():
-            recompute.run_again(nodes, self._values, execute)
-        else:
-            execute(self._values)
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""
@@ -205,9 +172,7 @@ class _Run:
             value = self._values[producer, index]
             if not isinstance(value, DTensor):
                 value = PartsOfGradient.apply(value, self._program.mesh, places)
-            else:
-                source = tuple(value.placements)
-                if source != places or tuple(map(unsplit, source)) != grads:
-                    value = Move.apply(value, places)
+            elif value.placements != places or tuple(map(unsplit, value.placements)) != grads:
+                value = Move.apply(value, places)
             self._moved[key] = value
         return self._moved[key]

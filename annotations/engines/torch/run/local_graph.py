@@ -6,6 +6,7 @@ overlap:  messages start as early as they can, and are waited for where they are
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -32,32 +33,33 @@ _PLACING = (
 )
 
 
+def is_exchange(op: Any) -> bool:
+    """Whether an op exchanges messages with other ranks, or waits for them: a collective, or any op
+    that is not torch's but one of ours whose rule says that no split of it communicates."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    record = record_of(op)
+    inside = record is None or bool(record.rule.communicates)
+    return inside and op.namespace not in ("aten", "prims", "prim")
+
+
 def communicates(node: Node) -> bool:
-    """Whether ranks may exchange messages in an op: a collective, or any op that is not torch's but
-    one of ours whose rule says that no split of it communicates.
-
-    All ranks must come to these in one order.
-    """
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    record = record_of(node.target)
-    if record is not None and not record.rule.communicates:
-        return False
-    return node.target.namespace not in ("aten", "prims") and not _waits(node)
-
-
-def results_of(node: Node) -> list[Node]:
-    """``node``, or the nodes that pick its results where it has several."""
-    picked = [user for user in node.users if user.target is operator.getitem]
-    return picked or [node]
-
-
-def _starts(node: Node) -> bool:
-    return communicates(node) and node.target.namespace == "_c10d_functional"  # type: ignore[union-attr]
+    """Whether ranks may exchange messages in a node. All ranks must come to these in one order."""
+    return is_exchange(node.target) and not _waits(node)
 
 
 def _waits(node: Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def results_of(node: Node) -> list[Node]:
+    """``node``, or the nodes that pick its results where it has several."""
+    return [user for user in node.users if user.target is operator.getitem] or [node]
+
+
+def output_of(graph: Graph) -> Node:
+    """The node that returns."""
+    return next(iter(reversed(graph.nodes)))
 
 
 def simplify(graph: Graph) -> None:
@@ -72,7 +74,8 @@ def simplify(graph: Graph) -> None:
         if node.op != "call_function" or node in returned:
             continue
         source = _same_view(node)
-        if source is None and not communicates(node) and not _draws(node):
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if source is None and not communicates(node) and not draws:
             first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
             source = None if first is node or _memory(node) in memory else first
         if source is not None:
@@ -110,18 +113,9 @@ def _source(node: Node) -> Node | None:
     return first if isinstance(first, Node) else None
 
 
-def output_of(graph: Graph) -> Node:
-    """The node that returns."""
-    return next(iter(reversed(graph.nodes)))
-
-
 def _memory(node: Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def overlap(graph: Graph) -> None:
@@ -129,67 +123,46 @@ def overlap(graph: Graph) -> None:
 
     Ops that communicate keep their order: it must be the same on all ranks.
     """
-    order = _Order(graph)
-    for node in graph.nodes:
-        if not order.may_wait(node):
-            order.take(node)
-            order.start_collectives()
-    previous = None
-    for node in order.taken:
-        if previous is not None:
-            previous.append(node)
-        previous = node
-    graph.lint()
+    place = {node: n for n, node in enumerate(graph.nodes)}
+    coming = [node for node in graph.nodes if communicates(node)]
+    coming.reverse()  # the next one last
+    taken: dict[Node, None] = {}  # in the order in which they will run
+    deferred: set[Node] = set()
 
-
-class _Order:
-    """Nodes in the order in which they will run."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.taken: dict[Node, None] = {}
-        self._place = {node: n for n, node in enumerate(graph.nodes)}
-        self._communicating = [node for node in graph.nodes if communicates(node)]
-        self._communicating.reverse()  # the next one last
-        self._deferred: set[Node] = set()
-
-    def may_wait(self, node: Node) -> bool:
-        """Put off what waits for a message, or only places what is waited for."""
-        sources = node.all_input_nodes
-        put_off = _waits(node) or (
-            node.target in _PLACING and any(source in self._deferred for source in sources)
-        )
-        if put_off:
-            self._deferred.add(node)
-        return put_off
-
-    def take(self, node: Node) -> None:
-        """``node``, after all that it needs."""
-        for each in sorted(self._missing(node), key=self._place.__getitem__):
-            self.taken[each] = None
-            self._deferred.discard(each)
-        while self._communicating and self._communicating[-1] in self.taken:
-            self._communicating.pop()
-
-    def start_collectives(self) -> None:
-        """Take the next ops that communicate, as long as all that is missing is for them alone."""
-        while self._communicating and _starts(self._communicating[-1]):
-            node = self._communicating[-1]
-            missing = self._missing(node)
-            if any(_is_wanted_by_others(each, missing) for each in missing - {node}):
-                return
-            self.take(node)
-
-    def _missing(self, node: Node) -> set[Node]:
+    def missing(node: Node) -> set[Node]:
         """``node`` and what it needs, as far as it is not taken yet."""
         found: set[Node] = set()
         left = [node]
         while left:
             each = left.pop()
-            if each not in self.taken and each not in found:
+            if each not in taken and each not in found:
                 found.add(each)
                 left += each.all_input_nodes
         return found
 
+    def take(nodes: set[Node]) -> None:
+        taken.update(dict.fromkeys(sorted(nodes, key=place.__getitem__)))
+        while coming and coming[-1] in taken:
+            coming.pop()
 
-def _is_wanted_by_others(node: Node, group: set[Node]) -> bool:
-    return node.op == "placeholder" or _waits(node) or not group.issuperset(node.users)
+    for node in graph.nodes:
+        # What waits for a message, or only places what is waited for, is taken when it is needed.
+        arriving = deferred.intersection(node.all_input_nodes) - taken.keys()
+        if _waits(node) or (node.target in _PLACING and arriving):
+            deferred.add(node)
+            continue
+        take(missing(node))
+        # Start collectives for which all that is missing is for them alone.
+        while coming and coming[-1].target.namespace == "_c10d_functional":  # type: ignore[union-attr]
+            needed = missing(coming[-1])
+            if not all(_is_own(each, needed) for each in needed - {coming[-1]}):
+                break
+            take(needed)
+    for before, node in itertools.pairwise(taken):
+        before.append(node)
+    graph.lint()
+
+
+def _is_own(node: Node, group: set[Node]) -> bool:
+    """Whether a node can be run for a group of nodes alone."""
+    return node.op != "placeholder" and not _waits(node) and group.issuperset(node.users)

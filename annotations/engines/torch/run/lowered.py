@@ -2,18 +2,17 @@
 
 Program (on DTensors) --trace--> joint graph of this rank --partition--> forward, backward
 
-The program runs once on tensors without data. What its DTensors do to the tensors of this rank is
+The program runs once on tensors without data. What its DTensors do to this rank's tensors is
 recorded: torch's own ops, functional collectives and the annotated ops, with groups and layouts
-filled in. What runs afterwards makes no DTensor and decides nothing. AOTAutograd does the tracing
-and gives autograd one node for the whole backward. Autograd puts gradients into ``.grad`` when that
-node is through; so that they can travel before, its graph reports each when it is there.
+filled in. AOTAutograd does the tracing and gives autograd one node for the whole backward. Autograd
+puts gradients into ``.grad`` when that node is through; so that they can travel before, its graph
+reports each when it is there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,11 @@ from torch.nn import Parameter
 
 from annotations.progress import stage
 
+from ..capture.checkpointed import region_of
+from ..module.parameters import as_parameter
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
-from .partition import save_all, save_least, save_regions
+from .recompute import save_all, save_regions
 
 Arrived = Callable[[str, Tensor], None]
 
@@ -42,10 +43,9 @@ class Lowered:
     """A program that is traced at its first call, and once more for each other kind of call:
     gradients on or off, another choice of what needs one, other dtypes or strides, autocast.
 
-    Called as :class:`~.execute.Program`, with the same results and gradients. One thing differs: if
-    the loss uses some of the results, parameters that only the others depend on get gradients of
-    zeros, not None. Where it is compiled torch may refuse to run a backward twice
-    (``retain_graph=True``), as it does under ``torch.compile``.
+    Called as :class:`~.execute.Program`, with the same results and gradients; but if the loss uses
+    some of the results, parameters that only the others depend on get gradients of zeros, not None.
+    Where it is compiled torch may refuse to run a backward twice, as under ``torch.compile``.
 
     Args:
         compiled: have inductor compile the local graphs, which may then compute cheap values again
@@ -58,22 +58,14 @@ class Lowered:
         self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
     ) -> None:
         self.captured = program.captured
-        self._program = program
-        self._compiled = compiled
+        self._program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward; see :meth:`.execute.Program.__call__`.
-
-        Raises:
-            LoweringError: the program could not be traced.
-        """
-        captured = self.captured
-        given = {name: attribute(of) for name, of in captured.attributes.items()}
-        given |= captured.constants
-        pairs = zip(captured.user_inputs, flat_inputs, strict=True)
-        given |= {name: value for name, value in pairs if name}
+        """Run the forward as :meth:`.execute.Program.__call__`. Raises LoweringError where the
+        program cannot be traced."""
+        given = self._program.given(attribute, flat_inputs)
         tensors = list(given.values())
         kind = _kind(tensors)
         if kind not in self._traces:
@@ -98,35 +90,39 @@ def _kind(tensors: Sequence[Tensor]) -> Any:
     )
 
 
-class Trace:
-    """One kind of call of a program.
+_TENSOR = object()
 
-    Attributes:
-        graphs: that of the forward, and of the backward where there is one, on this rank's tensors.
-    """
+
+class Trace:
+    """One kind of call of a program; ``graphs`` are that of the forward, and of the backward where
+    there is one, on this rank's tensors."""
 
     def __init__(
         self, program: Program, given: dict[str, Tensor], compiled: bool, arrived: Arrived | None
     ) -> None:
         self.graphs: list[Graph] = []
-        traced: Any = _AsModule(program, given)
-        names = [
-            program.captured.attributes.get(name)
-            if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor)
-            else None
-            for name, tensor in given.items()
+        self._program, self._compiled = program, compiled
+        self._is_parameter = {name: isinstance(x, Parameter) for name, x in given.items()}
+        names = program.captured.attributes
+        # Of what is given, the names of the parameters whose gradients are reported.
+        self._reported = [
+            names.get(name) if self._is_parameter[name] and not isinstance(x, DTensor) else None
+            for name, x in given.items()
         ]
-        report = partial(_report_gradients, names=names, arrived=arrived) if arrived else None
+        self._results: list[Any] = []  # flat, with _TENSOR for each tensor
+        traced: Any = torch.nn.Module()  # as AOTAutograd wants it
+        traced.forward = self._run
+        checkpoints = any(region_of(node) is not None for node in program.captured.graph.nodes)
         options: dict[str, Any] = {
-            "fw_compiler": partial(self._code, compiled=compiled),
-            "bw_compiler": partial(self._code, compiled=compiled, report=report),
-            "partition_fn": save_regions if program.checkpoints else save_all,
+            "fw_compiler": self._code,
+            "bw_compiler": partial(self._code, arrived=arrived),
+            "partition_fn": save_regions if checkpoints else save_all,
         }
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.fx.traceback.preserve_node_meta())
                 if compiled:
-                    options |= stack.enter_context(_for_inductor())
+                    options |= _for_inductor(stack)
                 else:  # what is saved for the backward may be read by another one
                     stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
                 self._local = aot_module_simplified(traced, list(given.values()), **options)
@@ -137,116 +133,72 @@ class Trace:
                 "parallelize: the planned graph could not be lowered to plain tensors "
                 f"({type(error).__name__}: {error}); with lowered=False it runs on DTensors"
             ) from error
-        self._results = traced.results
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         """The flat results of the forward."""
         results = iter(self._local(*tensors))
         return [next(results) if x is _TENSOR else x for x in self._results]
 
-    def _code(
-        self,
-        module: GraphModule,
-        inputs: Sequence[Any],
-        *,
-        compiled: bool,
-        report: Callable[[Graph], None] | None = None,
-    ) -> Any:
-        """What runs a graph: a function of a list of inputs, which it empties."""
-        simplify(module.graph)
-        overlap(module.graph)
-        if report is not None:
-            report(module.graph)
-        module.recompile()
-        self.graphs.append(module.graph)
-        return _by_inductor(module, inputs) if compiled else _by_python(module)
-
-
-_TENSOR = object()
-
-
-class _AsModule(torch.nn.Module):
-    """A program as AOTAutograd wants it: a module from tensors to a tuple of tensors.
-
-    Attributes:
-        results: once it has run, the flat results, with ``_TENSOR`` for each tensor.
-    """
-
-    def __init__(self, program: Program, given: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.results: list[Any] = []
-        self._program, self._names = program, list(given)
-        self._is_parameter = [isinstance(t, Parameter) for t in given.values()]
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        for tensor, is_parameter in zip(tensors, self._is_parameter, strict=True):
-            if is_parameter:  # torch's mark of what stands for a Parameter, to isinstance too
-                tensor._is_param = True  # type: ignore[attr-defined]
-        given = dict(zip(self._names, tensors, strict=True))
-        captured = self._program.captured
-        constants = {name: given[name] for name in captured.constants}
-        program = dataclasses.replace(
-            self._program,
-            captured=dataclasses.replace(captured, constants=constants),
-            traced=True,
-        )
-        attributes = {of: given[name] for name, of in captured.attributes.items()}
-        inputs = [given[name] if name else None for name in captured.user_inputs]
-        results = program(attributes.__getitem__, inputs)
-        self.results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
+    def _run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What is traced: the program, on tensors in place of those given."""
+        given = dict(zip(self._is_parameter, tensors, strict=True))
+        for name, tensor in given.items():
+            if self._is_parameter[name]:
+                as_parameter(tensor)
+        results = self._program.run(given, traced=True)
+        self._results = [_TENSOR if isinstance(x, Tensor) else x for x in results]
         return tuple(x for x in results if isinstance(x, Tensor))
 
+    def _code(
+        self, module: GraphModule, inputs: Sequence[Any], arrived: Arrived | None = None
+    ) -> Any:
+        """What runs a graph: a function of a list of inputs, which it empties."""
+        graph = module.graph
+        simplify(graph)
+        overlap(graph)
+        if arrived is not None:
+            self._report_gradients(graph, arrived)
+        self.graphs.append(graph)
+        if self._compiled:
+            from torch._inductor.compile_fx import compile_fx_inner
 
-def _report_gradients(graph: Graph, names: Sequence[str | None], arrived: Arrived) -> None:
-    """Have a backward call ``arrived`` as soon as it has a gradient.
+            module.recompile()
+            output: Any = output_of(graph)
+            tensors = [n for n, x in enumerate(output.args[0]) if isinstance(x, Node)]
+            output.meta["user_visible_output_idxs"] = tensors  # they keep the strides of the trace
+            return compile_fx_inner(module, inputs)
+        graph.set_codegen(_BoxedCodeGen())  # which lets go of each value after its last use
+        module.recompile()
 
-    Args:
-        names: of the parameters, in the order of the gradients; None is passed over.
-    """
-    [gradients] = output_of(graph).args
+        def run(values: list[Any]) -> Any:
+            return module.forward(values)
 
-    def report(name: str, gradient: Tensor) -> None:
-        arrived(name, gradient)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
-    # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
-    if len(gradients) != len(names):  # type: ignore[arg-type]
-        return
-    for name, gradient in zip(names, gradients, strict=True):  # type: ignore[arg-type]
-        if name is not None and isinstance(gradient, Node):
-            with graph.inserting_after(gradient):
-                graph.call_function(report, (name, gradient))
+    def _report_gradients(self, graph: Graph, arrived: Arrived) -> None:
+        """Have a backward call ``arrived`` as soon as it has the gradient of a plain parameter."""
+        gradients: Any = output_of(graph).args[0]
 
+        def report(name: str, gradient: Tensor) -> None:
+            arrived(name, gradient)
 
-def _by_python(module: GraphModule) -> Callable[[list[Any]], Any]:
-    """Code that lets go of each value after its last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-
-    def run(values: list[Any]) -> Any:
-        return module.forward(values)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        # As many, unless AOTAutograd took two inputs for one; then all arrive at the end.
+        same = len(gradients) == len(self._reported)
+        for name, gradient in zip(self._reported, gradients, strict=True) if same else ():
+            if name is not None and isinstance(gradient, Node):
+                with graph.inserting_after(gradient):
+                    graph.call_function(report, (name, gradient))
 
 
-@contextmanager
-def _for_inductor() -> Iterator[dict[str, Any]]:
-    """The options with which AOTAutograd traces for inductor."""
+def _for_inductor(stack: ExitStack) -> dict[str, Any]:
+    """The options with which AOTAutograd traces for inductor, within ``stack``."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with V.set_fake_mode(fake_mode), torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        yield {"partition_fn": save_least, "decompositions": select_decomp_table()}
-
-
-def _by_inductor(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    # All that is returned keeps the strides that were traced.
-    output = output_of(module.graph)
-    [results] = output.args
-    tensors = [n for n, x in enumerate(results) if isinstance(x, Node)]  # type: ignore[arg-type]
-    output.meta["user_visible_output_idxs"] = tensors
-    return compile_fx_inner(module, inputs)
+    stack.enter_context(V.set_fake_mode(fake_mode))
+    stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
+    partition = partial(save_regions, others=False)
+    return {"partition_fn": partition, "decompositions": select_decomp_table()}

@@ -1,61 +1,51 @@
-"""Activation checkpointing: regions of a graph whose forward is run again in the backward.
+"""Activation checkpointing: which values a forward keeps, and which are computed again.
 
 A region is a run of nodes of one call of ``torch.utils.checkpoint`` in the user's model
-(:mod:`.checkpointed`). Of its results only those are kept that are read outside of it.
-
-Ops that communicate are not run again: what they returned is kept, as torch's selective
-checkpointing does it. All else is dropped after the forward and computed again.
+(:mod:`.checkpointed`). Of its results only those are kept that are read outside of it, and what ops
+that communicate have returned, as torch's selective checkpointing does it: they are not run again.
+On DTensors ``checkpoint`` runs a region; of a traced graph a partitioner makes two halves.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.fx import Node
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from annotations.registry import record_of
-
 from ..capture.checkpointed import region_of
 from ..capture.nodes import is_getitem, resolve, tensor_inputs
+from .local_graph import communicates, drop_unused, is_exchange, results_of, simplify
 
-# Functional collectives, and waiting for them.
-COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
-
-
-def parts(nodes: Sequence[Node]) -> list[Node | list[Node]]:
-    """Ops in order, those of one checkpointed call together."""
-    found: list[Node | list[Node]] = []
-    for region, run in itertools.groupby(nodes, region_of):
-        if region is None:
-            found += run
-        else:
-            found.append(list(run))
-    return found
+Halves = tuple[GraphModule, GraphModule]  # forward and backward
+Values = dict[tuple[Node, int], Any]  # by op and number of the result
 
 
 def run_again(
-    nodes: Sequence[Node], values: dict[tuple[Node, int], Any], execute: Callable[[Any], None]
+    nodes: Sequence[Node], values: Values, execute: Callable[[Values, Sequence[Node]], None]
 ) -> None:
-    """Run a region, and once more in the backward; what lies between is not kept.
-
-    Args:
-        values: what ops have returned so far, by op and number of the result; results that are read
-            outside of the region are added.
-        execute: runs ``nodes`` on such values, adding all results.
-    """
-    reads, writes = _reads(nodes), _writes(nodes)
+    """Run a region, and once more in the backward; what lies between is not kept. To ``values`` are
+    added results that are read outside of it; ``execute`` runs ``nodes``, adding all results."""
+    inside = set(nodes)
+    read = dict.fromkeys(resolve(x) for node in nodes for x in tensor_inputs(node))
+    reads = [key for key in read if key[0] not in inside]
+    writes = list(dict.fromkeys(
+        resolve(user) if is_getitem(user) else (node, 0)
+        for node in nodes
+        for user in node.users
+        if not inside.issuperset(user.users if is_getitem(user) else [user])
+    ))  # fmt: skip
 
     def region(*inputs: Any) -> tuple[Any, ...]:
         inner = dict(zip(reads, inputs, strict=True))
-        execute(inner)
+        execute(inner, nodes)
         return tuple(inner[key] for key in writes)
 
     results = checkpoint(
@@ -69,23 +59,52 @@ def run_again(
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    record = record_of(op)
-    inside = record is not None and bool(record.rule.communicates)
-    keeps = inside or getattr(op, "namespace", "") in COLLECTIVES
+    keeps = is_exchange(op)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _reads(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
-    inside = set(nodes)
-    read = dict.fromkeys(resolve(x) for node in nodes for x in tensor_inputs(node))
-    return [key for key in read if key[0] not in inside]
+def save_all(joint: GraphModule, inputs: Any, **options: Any) -> Halves:
+    """Save what the backward needs, as autograd does: nothing is computed again."""
+    simplify(joint.graph)
+    return _checked(*default_partition(joint, inputs, **options))
 
 
-def _writes(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
-    inside, found = set(nodes), dict[tuple[Node, int], None]()
-    for node in nodes:
-        for user in node.users:
-            readers = user.users if is_getitem(user) else [user]
-            if any(reader not in inside for reader in readers):
-                found[resolve(user) if is_getitem(user) else (node, 0)] = None
-    return list(found)
+def save_regions(joint: GraphModule, inputs: Any, *, others: bool = True, **options: Any) -> Halves:
+    """Save what the backward needs, but compute checkpointed calls again. Where ``others`` is False
+    of all else the fewest bytes are saved that spare what is not cheap once it is compiled."""
+    simplify(joint.graph)
+    _tag_regions(joint.graph, others=others)
+    return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
+
+
+def _tag_regions(graph: Graph, *, others: bool) -> None:
+    """Say to the partitioner what is computed again, and what is saved."""
+    forward, backward = [], set[Node]()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function":
+            forward.append(node)
+    for node in forward:
+        region = region_of(node)
+        if region is not None or others:
+            again = region is not None and not communicates(node)
+            policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+            node.meta |= {"ac_graph_id": -1 if region is None else region, "recompute": policy}
+    for node in filter(communicates, forward):
+        for result in results_of(node):
+            result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            result.meta.setdefault("ac_graph_id", -1)
+
+
+def _checked(forward: GraphModule, backward: GraphModule) -> Halves:
+    """Nothing that communicates may run again: ranks could differ in what they save."""
+    for each in (forward, backward):
+        drop_unused(each.graph)
+    first, second = (
+        {node.name for node in each.graph.nodes if communicates(node)}
+        for each in (forward, backward)
+    )
+    assert not first & second, f"run again in the backward: {sorted(first & second)}"
+    return forward, backward
