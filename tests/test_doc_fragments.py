@@ -33,6 +33,7 @@ FRAGMENTS = {
     "class LossOf": "",
     '"mesh_shape": (4, 2)': "",
     "plans_without_ranks": "",
+    "warm_up(tokens=": "needs a GPU and a training; tests/ops/test_warm_up.py",
 }
 
 
