@@ -158,7 +158,7 @@ class TokenOrders:
             raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
         by = None if rule.by is None else self._origin(node, rule.by)
         orders = rule.orders(_Arguments(node, self._original))
-        taken, made = (order and _Held(dim, order, by) for order in orders)
+        taken, made = (None if order is None else _Held(dim, order, by) for order in orders)
         if taken is None and held is not None:
             raise _error(node, f"its tokens are {held} already", _UNDO)
         if taken is not None and held != taken:

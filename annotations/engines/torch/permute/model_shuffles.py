@@ -186,7 +186,9 @@ class _Following:
         (place,) = (x for x in _way(node, record, rule.identifier).inputs if x is not None)
         by = None if rule.by is None else _origin(given[rule.by])
         length, (before, after) = source.meta["val"].shape[place.dim], rule.orders(given)
-        taken, made = (x and _Held(place, length, x, by) for x in (before, after))
+        taken, made = (
+            None if order is None else _Held(place, length, order, by) for order in (before, after)
+        )
         if taken is None and held is not None:
             raise _error(node, f"the tokens of {source.name} are {held} already", _UNDO)
         if taken is not None and not self._agrees(held, taken, place):
