@@ -1,4 +1,4 @@
-"""Types of numpy arrays in annotations."""
+"""Types of numpy arrays in annotations, and tables of columns."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,3 +7,9 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.number]
+
+
+def columns(*arrays: npt.NDArray[np.integer | np.bool_]) -> Ints:
+    """The table [n, columns] of arrays [n]; three times as fast as ``np.stack``, which counts for
+    tables of a few rows."""
+    return np.array(arrays).T

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Bools, Ints, Numbers
+from ..arrays import Bools, Ints, Numbers, columns
 from ..mask.intervals import spread
 from ..mask.slices import K0, K1, Q0, Q1, Slices, clip_each
 from ..mask.slices import areas as areas_of
@@ -55,7 +55,7 @@ def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, Bools]:
         stop = int(np.searchsorted(rows_before, rows_before[start] + BATCH_ROWS, side="right")) - 1
         stop = max(stop, start + 1)
         x, at = spread(first[start:stop], last[start:stop] + 1)
-        rows = np.stack([at, at + 1], axis=1) * chunk
+        rows = columns(at, at + 1) * chunk
         parts = clip_each(slices[start + x], rows, Q0)
         np.add.at(area, at, areas_of(parts))
         np.add.at(edges, (at, parts[:, K0] // chunk), 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Bools, Floats, Ints
+from ..arrays import Bools, Floats, Ints, columns
 from ..mask.intervals import union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
 
@@ -61,7 +61,7 @@ class Documents:
         bounds = document_bounds(np.concatenate([slices for slices, _ in weighted]), total)
         middle = (bounds[:-1] + bounds[1:] + 1) // 2
         halves = np.unique(np.concatenate([bounds, middle]))
-        of_halves = area_of_ranges(weighted, np.stack([halves[:-1], halves[1:]], axis=1))
+        of_halves = area_of_ranges(weighted, columns(halves[:-1], halves[1:]))
         first = np.searchsorted(halves, bounds[:-1])
         area = np.add.reduceat(of_halves, first) if len(first) else of_halves
         uneven = np.abs(of_halves[first] - area / 2) > EVEN_HALF * area

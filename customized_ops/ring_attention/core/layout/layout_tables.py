@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask.intervals import runs
 from .layout_arguments import LayoutError
 
@@ -19,7 +19,7 @@ def even_bounds(total: int, parts: int) -> Ints:
 
 def in_order(bounds: Ints) -> Ints:
     """Rank r holds from ``bounds[r]`` to ``bounds[r + 1]``."""
-    return np.stack([np.arange(len(bounds) - 1), bounds[:-1], bounds[1:]], axis=1)
+    return columns(np.arange(len(bounds) - 1), bounds[:-1], bounds[1:])
 
 
 def front_and_end(bounds: Ints) -> Ints:
@@ -29,7 +29,7 @@ def front_and_end(bounds: Ints) -> Ints:
         bounds: int64[documents, 2 * group_size + 1] of each document's chunks.
     """
     rank = np.arange(bounds.shape[1] // 2)
-    chunk = np.stack([rank, 2 * len(rank) - 1 - rank], axis=1)
+    chunk = columns(rank, 2 * len(rank) - 1 - rank)
     start, stop = (bounds[:, chunk + n].transpose(1, 0, 2) for n in (0, 1))
     ranks = np.broadcast_to(rank[:, None, None], start.shape)
     return np.stack([ranks, start, stop], axis=-1).reshape(-1, 3)
@@ -39,7 +39,7 @@ def of_chunks(total: int, chunk: int, rank_of: Ints) -> Ints:
     """Chunk n of ``chunk`` tokens on rank ``rank_of[n]``; the last chunk may be shorter."""
     order = np.argsort(rank_of, kind="stable")
     start = order * chunk
-    return np.stack([rank_of[order], start, np.minimum(start + chunk, total)], axis=1)
+    return columns(rank_of[order], start, np.minimum(start + chunk, total))
 
 
 def joined(table: Ints) -> Ints:
@@ -53,7 +53,7 @@ def joined(table: Ints) -> Ints:
     rank, start, stop = table[table[:, 1] < table[:, 2]].T
     apart = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
     heads, lasts = runs(apart, len(rank))
-    return np.stack([rank[heads], start[heads], stop[lasts]], axis=1)
+    return columns(rank[heads], start[heads], stop[lasts])
 
 
 def by_start(table: Ints) -> Ints:
@@ -61,7 +61,7 @@ def by_start(table: Ints) -> Ints:
     rank, start, stop = table.T
     before = np.cumsum(stop - start) - (stop - start)
     offset = before - before[np.searchsorted(rank, rank)] if len(rank) else before
-    return np.stack([rank, start, stop, offset], axis=1)[np.argsort(start, kind="stable")]
+    return columns(rank, start, stop, offset)[np.argsort(start, kind="stable")]
 
 
 def check_tiling(pieces: Ints) -> None:

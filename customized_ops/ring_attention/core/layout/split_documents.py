@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrays import Floats, Ints
+from ..arrays import Floats, Ints, columns
 from .documents import Documents
 
 # How far the largest area may be above the mean: below what kernels vary by; and what is accepted
@@ -199,8 +199,8 @@ def _ranges(runs: list[Run], documents: Documents) -> Ints:
     is_part = last - first < stop - start
     both_ends = is_part & documents.uneven[document]
     front = np.where(both_ends, np.array([first + 1, last + 1]) // 2, [first, last])
-    from_front = np.stack([rank, start + front[0], start + front[1], ~is_part], axis=1)
-    from_end = np.stack([rank, stop - last // 2, stop - first // 2, ~is_part], axis=1)
+    from_front = columns(rank, start + front[0], start + front[1], ~is_part)
+    from_end = columns(rank, stop - last // 2, stop - first // 2, ~is_part)
     ranges = np.concatenate([from_front, from_end[both_ends]])
     ranges = ranges[ranges[:, 1] < ranges[:, 2]]
     return ranges[np.lexsort((ranges[:, 1], ranges[:, 3], ranges[:, 0]))][:, :3]

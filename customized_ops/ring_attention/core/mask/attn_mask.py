@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import columns
 from .conversions import Conversions
 from .mask_arguments import MaskError, count, cumulative, flag, reach, window_reach
 from .patterns import Patterns
@@ -172,7 +173,7 @@ class AttnMask(Patterns, Conversions):
         right = min(right, furthest)
         q0, q1, k0, k1 = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
         corner = k1 - q1
-        slices = np.stack([q0, q1, k0, k1, corner - left, corner + right], axis=1)
+        slices = columns(q0, q1, k0, k1, corner - left, corner + right)
         if first and (left, right) != (UNBOUNDED, furthest):
             slices = _open_first_keys(slices, first, corner + furthest)
         return AttnMask._disjoint(slices, int(cu_q[-1]), int(cu_k[-1]))

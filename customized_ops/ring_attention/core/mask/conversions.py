@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from .intervals import runs
 from .mask_arguments import MaskError, count, ranges, shown
 from .mask_value import MaskValue
@@ -203,5 +203,5 @@ def _set_rectangles(blocks: npt.NDArray[np.bool_]) -> Slices:
     apart = (np.diff(row) != 1) | (np.diff(start) != 0) | (np.diff(stop) != 0)
     top, bottom = runs(apart, len(row))
     wide = np.full_like(top, UNBOUNDED)
-    slices = np.stack([row[top], row[bottom] + 1, start[top], stop[top], -wide, wide], axis=1)
+    slices = columns(row[top], row[bottom] + 1, start[top], stop[top], -wide, wide)
     return slices[np.lexsort((start[top], row[top]))]

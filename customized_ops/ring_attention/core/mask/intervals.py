@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Bools, Ints
+from ..arrays import Bools, Ints, columns
 
 
 def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -48,7 +48,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     heads, _ = runs(start[1:] > np.maximum.accumulate(stop)[:-1], len(start))
     begin, end = start[heads], np.maximum.reduceat(stop, heads)
     start = begin % stride + base
-    return np.stack([begin // stride, start, start + end - begin], axis=1)
+    return columns(begin // stride, start, start + end - begin)
 
 
 def depth(start: Ints, stop: Ints) -> int:
@@ -63,7 +63,7 @@ def joined(places: Ints) -> Ints:
     start, stop, offset = places.T
     apart = (start[1:] != stop[:-1]) | (offset[1:] != (offset + stop - start)[:-1])
     heads, lasts = runs(apart, len(places))
-    return np.stack([start[heads], stop[lasts], offset[heads]], axis=1)
+    return columns(start[heads], stop[lasts], offset[heads])
 
 
 def runs(apart: Bools, count: int) -> tuple[Ints, Ints]:

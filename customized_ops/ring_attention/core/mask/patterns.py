@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from .intervals import spread
 from .mask_arguments import MaskError, count, integers, reach
 from .mask_value import MaskValue
@@ -40,13 +40,13 @@ def local(n: int, left: int, right: int, block: int, *, causal: bool = False) ->
     q1 = np.minimum(q0 + block, n)
     k1 = np.minimum((at + 1 + min(right, blocks)) * block, n)
     wide = np.full_like(at, UNBOUNDED)
-    return np.stack([q0, q1, k0, k1, -wide, np.full_like(at, hi)], axis=1)
+    return columns(q0, q1, k0, k1, -wide, np.full_like(at, hi))
 
 
 def causal_blocks(starts: Ints, stops: Ints) -> Slices:
     """One causal square [start, stop) per entry of two int64[n]."""
     zero = np.zeros_like(starts)
-    return np.stack([starts, stops, starts, stops, zero - UNBOUNDED, zero], axis=1)
+    return columns(starts, stops, starts, stops, zero - UNBOUNDED, zero)
 
 
 def diagonals(n: int, stride: int, beyond: int, block: int) -> Slices:
@@ -55,13 +55,13 @@ def diagonals(n: int, stride: int, beyond: int, block: int) -> Slices:
     before = stride * np.arange(beyond // stride + 1, -(-blocks // stride), dtype=np.int64)
     if block == 1:
         zero = np.zeros_like(before)
-        return np.stack([zero, zero + n, zero, zero + n, -before, -before], axis=1)
+        return columns(zero, zero + n, zero, zero + n, -before, -before)
     times = blocks - before  # blocks on each diagonal
     diagonal, column = spread(np.zeros_like(times), times)
     row = column + before[diagonal]
     wide = np.full_like(row, UNBOUNDED)
     q0, k0 = row * block, column * block
-    return np.stack([q0, np.minimum(q0 + block, n), k0, k0 + block, -wide, wide], axis=1)
+    return columns(q0, np.minimum(q0 + block, n), k0, k0 + block, -wide, wide)
 
 
 class Patterns(MaskValue):

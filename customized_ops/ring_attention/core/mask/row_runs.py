@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import columns
 from .slices import Slices, normalise
 
 Runs = npt.NDArray[np.int64]  # [n, 3]: row, start, stop; by row, then by start; none touch
@@ -36,7 +37,7 @@ def runs_of(dense: npt.NDArray[np.bool_], first_row: int = 0) -> Runs:
     # In each row a start, a stop, a start, ...
     edges = np.flatnonzero(padded[:, 1:] != padded[:, :-1])
     row, key = np.divmod(edges, keys + 1)
-    return np.stack([row[::2] + first_row, key[::2], key[1::2]], axis=1)
+    return columns(row[::2] + first_row, key[::2], key[1::2])
 
 
 def slices_of_runs(runs: Runs) -> Slices:
@@ -50,7 +51,7 @@ def slices_of_runs(runs: Runs) -> Slices:
     tail[head[last]] = last
     first = np.flatnonzero(head == np.arange(len(runs)))
     (q0, k0, stop0), (q1, start1, k1) = runs[first].T, runs[tail[first]].T
-    return normalise(np.stack([q0, q1 + 1, k0, k1, start1 - q1, stop0 - 1 - q0], axis=1))
+    return normalise(columns(q0, q1 + 1, k0, k1, start1 - q1, stop0 - 1 - q0))
 
 
 def _below(runs: Runs) -> npt.NDArray[np.int64]:
@@ -66,7 +67,7 @@ def _below(runs: Runs) -> npt.NDArray[np.int64]:
         grown = stop[found] - stop
         fits = (place[found] == wanted) & ((grown == 0) | (grown == 1))
         below[fits] = found[fits]
-        step[fits] = np.stack([np.full(int(fits.sum()), right), grown[fits]], axis=1)
+        step[fits] = columns(np.full(int(fits.sum()), right), grown[fits])
     # A start that has gone up stays no longer, and a stop that has stayed goes up no longer.
     linked = np.flatnonzero(below >= 0)
     after = below[linked]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from .intervals import spread, touched
 
 Slices = npt.NDArray[np.int64]  # [n, 6]: q0, q1, k0, k1, lo, hi
@@ -60,7 +60,7 @@ def tighten(slices: Slices) -> Slices:
     # A band wider than the rectangle says nothing more: clamp it to the corners.
     lo = np.maximum(lo, k0 - q1 + 1)
     hi = np.minimum(hi, k1 - 1 - q0)
-    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
+    return columns(q0, q1, k0, k1, lo, hi)
 
 
 def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask import AttnMask
 from ..mask.intervals import spread
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices
@@ -109,7 +109,7 @@ def least_cost(
     Returns:
         int64[P], in the unit of the costs.
     """
-    ranks = np.stack([pairs, rows_held, np.minimum(keys_held, keys.count)], axis=1)
+    ranks = columns(pairs, rows_held, np.minimum(keys_held, keys.count))
     cases, which = np.unique(ranks, axis=0, return_inverse=True)
     area, rows_held, keys_held = cases.T
     best = np.where(area == 0, 0, NEVER)

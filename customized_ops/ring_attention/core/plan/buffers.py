@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask.intervals import runs, spread, touched
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, clip_each, cut_rows
 
@@ -53,13 +53,13 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     length = keys[:, STOP] - keys[:, START]
     heads, lasts = runs(keys[1:, OFFSET] != (keys[:, OFFSET] + length)[:-1], len(keys))
     some = np.flatnonzero(core0 < core1)
-    tiles = np.stack([heads, lasts + 1], axis=1)
+    tiles = columns(heads, lasts + 1)
     x, r = spread(*touched(core0[some], core1[some], tiles))
     x = some[x]
     begin, end = np.maximum(core0[x], heads[r]), np.minimum(core1[x] - 1, lasts[r])
     k0, k1 = keys[begin, OFFSET], keys[end, OFFSET] + length[end]
     q0, q1 = parts[x, Q0], parts[x, Q1]
-    cut.append(np.stack([q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0], axis=1))
+    cut.append(columns(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0))
     return np.concatenate(cut)
 
 
@@ -67,7 +67,7 @@ def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:
     """``parts``, each with its own shift."""
     q0, q1, k0, k1, lo, hi = parts.T
     band = k_by - q_by
-    return np.stack([q0 + q_by, q1 + q_by, k0 + k_by, k1 + k_by, lo + band, hi + band], axis=1)
+    return columns(q0 + q_by, q1 + q_by, k0 + k_by, k1 + k_by, lo + band, hi + band)
 
 
 def joined_keys(slices: Slices) -> Slices:

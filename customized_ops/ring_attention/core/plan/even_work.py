@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from ..arrays import Floats, Ints
+from ..arrays import Floats, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import runs, spread, touched
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
@@ -113,7 +113,7 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
     # Neighbouring cells that stay together are one range again.
     apart = (computes[1:] != computes[:-1]) | (holder[1:] != holder[:-1])
     heads, lasts = runs(apart, len(cells))
-    ranges = np.stack([cells[heads, 0], cells[lasts, 1]], axis=1)
+    ranges = columns(cells[heads, 0], cells[lasts, 1])
     _, n, parts = cut_rows(given, ranges)
     after = np.concatenate([work[~giveable], with_team(parts, computes[heads][n])])
     return after if area_per_team(after, teams).max() < area.max() else work
@@ -132,7 +132,7 @@ def _cells(slices: Slices, layout: Layout, most: float) -> tuple[Ints, Floats]:
         inner = bounds[x] + (bounds[x + 1] - bounds[x]) * n // parts[x]
         bounds = np.append(inner, layout.total)
         area = area_per_cell(slices, bounds)
-    return np.stack([bounds[:-1], bounds[1:]], axis=1), area
+    return columns(bounds[:-1], bounds[1:]), area
 
 
 def _assign(cells: Ints, holder: Ints, cell_area: Floats, excess: Ints, slack: float) -> Ints:
@@ -195,5 +195,5 @@ def _closest(before: list[float], area: float, c0: int, c1: int) -> int:
 
 def area_per_cell(slices: Slices, bounds: Ints) -> Floats:
     """float64[m]: pairs whose rows are in each cell, between two of int64[m + 1] bounds."""
-    _, cell, parts = cut_rows(slices, np.stack([bounds[:-1], bounds[1:]], axis=1))
+    _, cell, parts = cut_rows(slices, columns(bounds[:-1], bounds[1:]))
     return np.bincount(cell, areas(parts), minlength=len(bounds) - 1).astype(np.float64)

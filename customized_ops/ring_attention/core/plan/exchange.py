@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..index_table import IndexTable
 from ..layout import Layout
 from ..mask.intervals import joined, spread, touched
@@ -113,9 +113,9 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
     order = np.lexsort((out[:, TOKEN0], peers))
     peers, out = peers[order], out[order]
     return Exchange(
-        send=np.stack([peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0]], axis=1),
-        recv=np.stack([into[:, SEND], offset, size], axis=1),
-        places=joined(np.stack([into[:, TOKEN0], into[:, TOKEN1], offset], axis=1)),
+        send=columns(peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0]),
+        recv=columns(into[:, SEND], offset, size),
+        places=joined(columns(into[:, TOKEN0], into[:, TOKEN1], offset)),
         tokens=int(size.sum()),
         team_size=team_size,
     )
@@ -152,7 +152,7 @@ def gather(source: Layout, rank: int) -> Exchange:
     """``rank``'s side of every rank getting all tokens, in order."""
     ranks = np.arange(source.group_size)
     zero = np.zeros_like(ranks)
-    wanted = np.stack([ranks, zero, np.full_like(ranks, source.total), zero], axis=1)
+    wanted = columns(ranks, zero, np.full_like(ranks, source.total), zero)
     return wanted_exchange(wanted[wanted[:, 1] < wanted[:, 2]], source, rank)
 
 
@@ -175,9 +175,9 @@ def wanted_exchange(wanted: Ints, source: Layout, rank: int) -> Exchange:
     out = order[sender[order] == rank]
     into = order[receiver[order] == rank]
     return Exchange(
-        send=np.stack([receiver[out], at_sender[out], count[out]], axis=1),
-        recv=np.stack([sender[into], at_receiver[into], count[into]], axis=1),
-        places=np.stack([start[into], start[into] + count[into], at_receiver[into]], axis=1),
+        send=columns(receiver[out], at_sender[out], count[out]),
+        recv=columns(sender[into], at_receiver[into], count[into]),
+        places=columns(start[into], start[into] + count[into], at_receiver[into]),
         tokens=int(count[into].sum()),
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched
 from .exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
@@ -30,7 +30,7 @@ def located(needed: Ints, pieces: Ints) -> Moves:
     token0 = np.maximum(needed[n, 1], pieces[p, 1])
     token1 = np.minimum(needed[n, 2], pieces[p, 2])
     offset = pieces[p, 3] + token0 - pieces[p, 1]
-    return np.stack([needed[n, 0], pieces[p, 0], token0, token1, offset], axis=1)
+    return columns(needed[n, 0], pieces[p, 0], token0, token1, offset)
 
 
 def of_rank(needed: Ints, layout: Layout, rank: int, team_size: int) -> Moves:
@@ -65,7 +65,7 @@ def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     asked = np.bincount(pieces[:, 0], wanted(pieces[:, 2]) - wanted(pieces[:, 1]), minlength=ranks)
     sent = asked * team_size - held
     received = np.repeat(needs, team_size) - held
-    return np.stack([sent, received], axis=1).astype(np.int64)
+    return columns(sent, received).astype(np.int64)
 
 
 def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
@@ -80,7 +80,7 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
     held = np.repeat(needs, team_size) - tokens[:, 1]
     asked = (tokens[:, 0] + held) // team_size
     sent = asked * size[:team_size].sum() - held * size
-    return np.stack([sent, tokens[:, 1] * size], axis=1)
+    return columns(sent, tokens[:, 1] * size)
 
 
 def _before(ranges: Ints) -> Callable[[Ints], Ints]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask.intervals import depth, union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, shift
 from .exchange import Exchange
@@ -141,7 +141,7 @@ class RankPlan:
 
 def _sent(send: Ints, to: Ints) -> list[Ints]:
     """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
-    ranges = np.stack([send[:, 1], send[:, 1] + send[:, 2]], axis=1)
+    ranges = columns(send[:, 1], send[:, 1] + send[:, 2])
     return [ranges[to == each] for each in np.unique(to).tolist()]
 
 

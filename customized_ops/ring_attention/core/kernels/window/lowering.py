@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import Bools, Ints
+from ...arrays import Bools, Ints, columns
 from ...index_table import IndexTable
 from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
@@ -74,8 +74,8 @@ class WindowCall:
         rows; none longer than the longest of the call or a tile, as a kernel is launched for that.
         """
         q0, q1, k0, k1 = self.segments.T
-        real = np.stack([q1 - q0, k1 - k0], axis=1)
-        skipped = np.stack([q0[1:] - q1[:-1], k0[1:] - k1[:-1]], axis=1)
+        real = columns(q1 - q0, k1 - k0)
+        skipped = columns(q0[1:] - q1[:-1], k0[1:] - k1[:-1])
         if not skipped.any():
             return real
         most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
