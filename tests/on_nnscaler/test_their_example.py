@@ -87,7 +87,7 @@ def test_trains(tmp_path: Path, environment: dict[str, str], run: str) -> None:
     assert done.stderr.count("train_loss=") >= 2
     [code] = [path.read_text() for path in (tmp_path / "llama").rglob("gencode0.py")]
     if run == "ring attention":
+        # What it is cut on is autodist's choice, by times that it measures.
         assert "customized_ops.ring_attention.ring_attn.wrap_ring_attn_func(q=" in code
-        assert "process_group=[0, 1]" in code
     else:  # the script's own
         assert "customized_ops.chunk_linear_cross_entropy.chunk_linear_cross_entropy(" in code
