@@ -33,6 +33,8 @@ demo: $(STAMP)  ## train a small Llama on a sequence split over several processe
 	@$(BIN)/python examples/train_llama.py $(ARGS)
 
 test: $(STAMP)  ## run the tests that need no GPU and little time, a process for each core
+	@# Tests start some hundred processes, each of which would compile what is not compiled yet.
+	@$(BIN)/python -m compileall -q annotations customized_ops tests examples
 	@echo 'test: pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)'
 	@$(BIN)/python -m pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)
 

@@ -41,6 +41,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_it_shows() -> None:
     done = run()
     assert done.returncode == 0, done.stderr

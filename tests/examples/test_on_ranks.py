@@ -104,6 +104,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.slow
 def test_an_example_starts_its_own_ranks() -> None:
     done = run("megatron_attention", "--tokens", "32", "--steps", "2")
     assert done.returncode == 0, done.stderr
