@@ -147,12 +147,12 @@ class HeadShard:
     def send_tables(self, kernel: Kernel) -> None:
         """Copy all that the rank's part of the plan needs on the device there, at once: where
         scattered tokens go, and what its kernel calls read. Once for all layers and both passes."""
-        key = ("sent", self._rank, kernel.NAME, self.device, self.scoring.needs_tokens)
+        tables_of = getattr(kernel, "tables", None)
+        key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens)
         if self.device.type != "cuda" or key in self._plan.made:
             return
         mine = self._plan.rank(self._rank)
         tables = list(mine.q.tables)
-        tables_of = getattr(kernel, "tables", None)
         for n, stage in enumerate(mine.stages):
             tables += stage.kv.tables if stage.kv is not None else ()
             for remote, slices in ((False, stage.own), (True, stage.remote)):
