@@ -375,7 +375,8 @@ class EveryOp(nn.Module):
                 q, k, v = (wrap_unshard_func(t, "zigzag") for t in (q, k, v))
                 out = wrap_ring_attn_func(q, k, v, **given)
             case "named uneven":
-                out = wrap_ring_attn_func(q, k, wrap_shuffle_func(v, "zigzag"), **given)
+                q, k, v = (wrap_shuffle_func(t, "zigzag") for t in (q, k, v))
+                out = wrap_ring_attn_func(q, k, v, **given)
         return out.square().sum()
 
 

@@ -94,12 +94,14 @@ def without_shuffles(captured: Captured) -> Captured:
 
 
 def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | None:
-    """The axis of the mesh along which all ops that take an order are cut on it, or None.
+    """The axis of the mesh along which all ops that take an order are cut on it, or where there are
+    none the shuffles themselves; else None.
 
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
     """
     taking = {node.name for node in captured.graph.nodes if _takes_an_order(node)}
+    taking = taking or {node.name for node in shuffles(captured)}
     axes = set()
     for name in taking:
         split = splits.get(name)
