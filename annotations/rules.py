@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .binding import BoundAnnotation, Split, Spread
 from .errors import PartitionError
 
@@ -108,6 +110,36 @@ class Order:
     name: str
     tokens: Any
 
+    @property
+    def length(self) -> int:
+        """How many positions there are."""
+        return len(self.tokens)
+
+    def indices(self, outer: int, inner: int, back: bool) -> Any:
+        """int64 array: of a dim that is outer x sequence x inner, which of its positions stands at
+        each index; if ``back``, where each position stands."""
+        tokens = np.argsort(self.tokens) if back else self.tokens
+        within = tokens[:, None] * inner + np.arange(inner)
+        return (np.arange(outer)[:, None] * within.size + within.reshape(-1)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class LateOrder:
+    """An order that depends on a tensor whose value is known when a graph runs, as of lengths.
+
+    Attributes:
+        name: as :class:`Reorders` names orders; :attr:`Orders.follow` says which ops take it.
+        length: how many positions there are.
+        by: name of the op's argument that it depends on; in a graph, of the node.
+        make: name of an op that makes :meth:`Order.indices` of that tensor, ``name``, ``length``,
+            ``outer``, ``inner``, ``back`` and a device's name.
+    """
+
+    name: str
+    length: int
+    by: str
+    make: str
+
 
 @dataclass(frozen=True)
 class Reorders:
@@ -160,16 +192,17 @@ class Orders:
 
     Attributes:
         wanted: an order whose contiguous parts are more even work, from the bound annotation, the
-            site and the op's arguments by name; None if there is none or it is not known.
+            site and the op's arguments by name; None if there is none.
         told: from the op's arguments and an order to the arguments, by name, that say the order to
             the whole op; None if the op has none that can.
         cut: from the site and the whole op's arguments to further shard's arguments, over those of
             the rule.
-        follow: from the name of an order of :class:`Reorders` and the op's arguments by name,
-            tensors by anything that stands for them, to how the op takes it, or why it cannot.
+        follow: from the name of an order of :class:`Reorders` or :class:`LateOrder` and the op's
+            arguments by name, tensors by anything that stands for them, to how the op takes it, or
+            why it cannot.
     """
 
-    wanted: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Order | None]
+    wanted: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Order | LateOrder | None]
     told: Callable[[Mapping[str, Any], Order], Mapping[str, Any] | None]
     cut: Callable[[SplitSite, Mapping[str, Any]], Mapping[str, Any]] = lambda site, given: {}
     follow: Callable[[str, Mapping[str, Any]], Follow | str] = _cannot_follow

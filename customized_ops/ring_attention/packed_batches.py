@@ -26,6 +26,7 @@ from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
 from .op.mask_source import Problem
+from .op.shard_layout import BALANCED, layout_by_lengths
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
@@ -38,10 +39,10 @@ LAYOUTS: Mapping[str, LayoutOf] = {
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One rank's part of documents that lie end to end.
+    """One rank's part of documents that lie end to end, or all of them.
 
     Attributes:
-        tokens: int64 [l], this rank's, in the order of ``layout``.
+        tokens: int64 [l], this rank's, in the order of ``layout``; or all, in their own order.
         targets: int64 [l], the token after each in its document; -100 for the last of a document,
             which cross entropy ignores.
         positions: int64 [l], of each token in its document, for rotary embeddings.
@@ -79,6 +80,8 @@ class PackDocuments:
         heads: query and key heads of the model.
         causal, window_size: of attention, as :func:`.wrap_ring_attn_varlen_func` takes them.
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
+        whole: give every rank all tokens in order, for what cuts them itself: a module of
+            ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
         costs: rates that plans are chosen by; those of the group if :func:`packed_batches` has one.
     """
 
@@ -88,6 +91,7 @@ class PackDocuments:
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
     layout: str = "balanced"
+    whole: bool = False
     costs: CostModel = H200
 
     def __post_init__(self) -> None:
@@ -110,14 +114,17 @@ class PackDocuments:
         lengths = np.array([len(row) for row in each])
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         mask = AttnMask.varlen(bounds, causal=self.causal, window=self.window_size)
-        layout = LAYOUTS[self.layout](mask, self.ranks)
+        if self.whole and self.layout == "balanced":  # as engines lay out documents
+            layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
+        else:
+            layout = LAYOUTS[self.layout](mask, self.ranks)
         plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
         plan.rank(self.rank).prepare()  # made here, not in the step
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
-        here = layout.positions(self.rank)
+        here = slice(len(tokens)) if self.whole else layout.positions(self.rank)
         count = int((targets[: len(tokens)] != IGNORE_INDEX).sum())
         cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
         return PackedBatch(
@@ -140,6 +147,7 @@ def packed_batches(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     layout: str = "balanced",
+    whole: bool = False,
     costs: CostModel = H200,
     ahead: int = 2,
 ) -> Iterator[PackedBatch]:
@@ -159,7 +167,7 @@ def packed_batches(
     """
     if ahead < 1:
         raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
-    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, costs)
+    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs)
     return _ahead(loader, pack, ahead)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from itertools import pairwise
 from typing import Any
@@ -19,9 +20,10 @@ from hf_models import BY_EAGER, TOKENS, batch, run, tiny
 from transformers import DataCollatorWithFlattening, StaticCache
 
 from annotations.engines.torch import Link, Rates
-from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
+from customized_ops.ring_attention import DisagreementError, Layout, packed_batches, run_ranks
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
+from customized_ops.ring_attention.core.plan import plan as plans
 from tests.kernels.conformance import assert_near
 
 # Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
@@ -374,6 +376,47 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         same(name, got, alone)
         split = "b" if policy == "dp" else "l"
         assert f" {split} / {ranks.size}" in plan
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_parallelized_with_documents_that_change(ranks: Pool) -> None:
+    """One graph, which puts each batch in an order of its own at the inputs, and nowhere else."""
+    ranks.run(hf_jobs.imported)
+    for answers, plan in ranks.run(hf_jobs.packed_steps, [(22,), (3, 9, 10), (2,) * 11, (15, 7)]):
+        assert "layout: balanced by document over 22 tokens, permuted once at: " in plan
+        assert "natural order again" not in plan
+        for alone, got in answers:
+            same("llama", got, alone)
+
+
+def test_a_loader_plans_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gives is cut, and attention finds the plan; losses are those of each document."""
+    model = tiny("llama").eval()
+    documents = [[5, 9, 2, 7, 3], [4] * 9, [1, 2, 3], [8]]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("this was to be planned ahead")
+
+    how: Any = {"ranks": 2, "heads": (4, 2), "whole": True}
+    made = [list(packed_batches([documents], rank=rank, **how)) for rank in range(2)]
+    monkeypatch.setattr(plans, "best_plan", refuse)
+
+    def rank(comm: Any) -> Tensor:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation("seqshard")
+        (batch,) = made[comm.rank]
+        ids, targets, positions = (t[None] for t in (batch.tokens, batch.targets, batch.positions))
+        whole = {"input_ids": ids, "labels": targets, "shift_labels": targets}
+        shard = seqshard.shard_batch({**whole, "position_ids": positions}, comm, batch.layout)
+        with shard.context():
+            return mine(**shard.inputs).loss * batch.target_count
+
+    losses = []
+    for each in documents[:3]:
+        ids = torch.tensor([each])
+        losses.append(model(input_ids=ids, labels=ids).loss * (len(each) - 1))
+    found = sum(run_ranks(2, rank)).item()
+    assert found == pytest.approx(sum(losses).item(), rel=2e-6)
 
 
 # Slow enough that "auto" cuts a small model.

@@ -35,7 +35,7 @@ from .call import AttentionOp
 from .mask_source import Arguments, MaskSource, Problem
 from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
 from .query_shards import KeyHeads
-from .shard_layout import BY_DOCUMENT
+from .shard_layout import by_lengths
 from .token_order import layout_at, orders_of
 from .window_source import Documents, OneSequence
 
@@ -130,7 +130,7 @@ def _tokens(source: type[MaskSource], given: Arguments) -> tuple[str, str]:
     if not given["row_parts"] and not cross:
         return "l", "l"
     # What an op is told replaces what it was told: a part is not cut again.
-    laid_out = given["layout"] != BY_DOCUMENT and given["layout"]
+    laid_out = given["layout"] and not by_lengths(given["layout"])
     taken = given["dropout_p"] or laid_out or given["k_layout"] or given["group"]
     return ("lq^" if taken or given["row_parts"] > 1 else "lq"), "al^"
 

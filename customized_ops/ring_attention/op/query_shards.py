@@ -25,7 +25,7 @@ from ..core.plan.buffers import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions
-from .shard_layout import BY_DOCUMENT
+from .shard_layout import by_lengths
 
 HEADS = -2
 
@@ -72,7 +72,7 @@ def _bounds(op: str, what: str, total: int, part: int, parts: int, held: int) ->
 def _cuts_rows(layout: str, parts: int) -> bool:
     """Whether a layout may say how rows are cut into ``parts``."""
     several = bool(layout) and parts > 1
-    return layout == BY_DOCUMENT or (several and Layout.parse(layout).group_size == parts)
+    return by_lengths(layout) or (several and Layout.parse(layout).group_size == parts)
 
 
 def rows_of(

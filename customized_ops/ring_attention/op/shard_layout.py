@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
+
+import numpy as np
+
+from ..core.arrays import Ints
 from ..core.comm import Comm
 from ..core.layout import Layout
+from ..core.layout import layout_tables as tables
+from ..core.mask import AttnMask
 from . import agreement
 from .arguments import ArgumentError
 
-# As a layout: Layout.zigzag by the call's cu_seqlens, which a graph knows only when it runs.
+# As layouts: made of the call's own cu_seqlens, which a graph knows only when it runs. The first is
+# Layout.zigzag over the ranks; the second is followed by a number of ranks, and is one for so many.
 BY_DOCUMENT = "zigzag by document"
+BALANCED = "balanced by document:"
+
+
+def by_lengths(spec: str) -> bool:
+    """Whether the layout is made of the call's own cu_seqlens."""
+    return spec == BY_DOCUMENT or spec.startswith(BALANCED)
+
+
+def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
+    """The layout over ``ranks`` that such a name stands for.
+
+    Args:
+        ends: int64[documents + 1], cumulative lengths.
+    """
+    total = int(ends[-1])
+    if spec == BY_DOCUMENT:
+        return Layout.zigzag(total, ranks, ends)
+    return _balanced(np.asarray(ends).tobytes(), int(spec.removeprefix(BALANCED)), ranks)
+
+
+@lru_cache(maxsize=64)
+def _balanced(ends: bytes, parts: int, ranks: int) -> Layout:
+    """For all layers of a batch; causal, as nearly all attention over packed documents is."""
+    mask = AttnMask.varlen(np.frombuffer(ends, np.int64), causal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch that cannot be even
+        return contiguous_parts(Layout.balanced(mask, parts), ranks)
+
+
+def contiguous_parts(order: Layout, ranks: int) -> Layout:
+    """The tokens of rank after rank of a layout, cut over ``ranks`` as DTensor's ``Shard`` cuts."""
+    bounds = tables.even_bounds(order.total, ranks)
+    if np.array_equal(np.diff(bounds), order.sizes):
+        return order
+    _, start, stop = order.table.T
+    end = np.cumsum(stop - start)
+    places = np.unique(np.concatenate([[0], end, bounds]))
+    of_range = np.searchsorted(end, places[:-1], side="right")
+    first = stop[of_range] - (end[of_range] - places[:-1])
+    rank = np.searchsorted(bounds, places[:-1], side="right") - 1
+    return Layout(np.stack([rank, first, first + np.diff(places)], axis=1), ranks)
 
 
 def layout_named(spec: str, total: int, ranks: int) -> Layout:

@@ -15,27 +15,42 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import Follow, Order, Orders, SplitSite
+from annotations.rules import Follow, LateOrder, Order, Orders, SplitSite
 
 from ..core.arrays import Ints
+from ..core.index_table import IndexTable
 from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
 from ..core.mask import AttnMask
 from .arguments import ArgumentError
-from .cu_seqlens import on_host
+from .cu_seqlens import check_cu_seqlens, check_total, on_host
 from .mask_source import Arguments, MaskSource, has_data
-from .shard_layout import BY_DOCUMENT, layout_named
+from .shard_layout import (
+    BALANCED,
+    BY_DOCUMENT,
+    by_lengths,
+    contiguous_parts,
+    layout_by_lengths,
+    layout_named,
+)
+
+DOCUMENT_ORDER = "seqshard::document_order"
 
 
 def layout_at(site: SplitSite, given: Arguments) -> Layout:
     """Where tokens of a call that is cut lie: contiguous parts of the order that it was told."""
     if not given["layout"]:
         return Layout.contiguous(site.size, site.parts)
-    if given["layout"] == BY_DOCUMENT:
+    if by_lengths(given["layout"]):
         cu = given["cu_seqlens_q"]
-        return Layout.zigzag(site.size, site.parts, on_host(cu) if has_data(cu) else None)
+        if not has_data(cu):  # as of one document
+            return Layout.zigzag(site.size, site.parts)
+        return layout_by_lengths(given["layout"], on_host(cu), site.parts)
     return _cut(given["layout"], site.size, site.parts)
 
 
@@ -51,14 +66,7 @@ def _cut(spec: str, total: int, parts: int) -> Layout:
         )
     if order.group_size == parts:
         return order
-    _, start, stop = order.table.T
-    end = np.cumsum(stop - start)
-    bounds = tables.even_bounds(total, parts)
-    places = np.unique(np.concatenate([[0], end, bounds]))
-    of_range = np.searchsorted(end, places[:-1], side="right")
-    first = stop[of_range] - (end[of_range] - places[:-1])
-    rank = np.searchsorted(bounds, places[:-1], side="right") - 1
-    layout = Layout(np.stack([rank, first, first + np.diff(places)], axis=1), parts)
+    layout = contiguous_parts(order, parts)
     zigzag = Layout.zigzag(total, parts)
     return zigzag if layout == zigzag else layout
 
@@ -91,7 +99,12 @@ def _wanted(mask: AttnMask, parts: int) -> Order | None:
 def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
     """What the partition rule of an attention op says about orders of its tokens."""
 
-    def wanted(bound: BoundAnnotation, site: SplitSite, given: Arguments) -> Order | None:
+    def wanted(
+        bound: BoundAnnotation, site: SplitSite, given: Arguments
+    ) -> Order | LateOrder | None:
+        if not all(has_data(given[name]) for name in source.lengths):
+            name = f"{BALANCED}{site.parts}"
+            return LateOrder(name, site.size, source.lengths[0], DOCUMENT_ORDER)
         mask = source.decode(given).mask(site.size, site.size)
         return None if mask is None or not mask.area else _wanted(mask, site.parts)
 
@@ -101,12 +114,12 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         return {"layout": _one_rank(order.tokens.tobytes()).spec}
 
     def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
-        by_document = given["layout"] == BY_DOCUMENT
-        return {"layout": BY_DOCUMENT if by_document else layout_at(site, given).spec}
+        layout = given["layout"]
+        return {"layout": layout if by_lengths(layout) else layout_at(site, given).spec}
 
     def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
         packed = {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys()
-        if name == BY_DOCUMENT and not packed:
+        if by_lengths(name) and not packed:
             return "only attention over packed documents (cu_seqlens) takes that order"
         if name != BY_DOCUMENT and whole_keys:
             return "a call of which only rows are cut takes no layout"
@@ -118,7 +131,7 @@ def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         if own:
             return f"the call is given a {own[0]} of its own"
         lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
-        return Follow({"layout": name}, lengths if name == BY_DOCUMENT else ())
+        return Follow({"layout": name}, lengths if by_lengths(name) else ())
 
     def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
         """Where all rows attend all keys, nothing depends on which row is where."""
@@ -141,3 +154,36 @@ def _one_rank(tokens: bytes) -> Layout:
     first = np.flatnonzero(np.diff(order, prepend=order[:1] - 2) != 1)
     last = np.append(first[1:], len(order)) - 1
     return Layout(np.stack([0 * first, order[first], order[last] + 1], axis=1), 1)
+
+
+@register_op(
+    lambda total, outer, inner, **_: f"e^ -> {outer * total * inner}",
+    name=DOCUMENT_ORDER,
+    title="the order of packed documents",
+    differentiable=(),
+    fake=lambda cu_seqlens, order, total, outer, inner, back, device: cu_seqlens.new_empty(
+        outer * total * inner, dtype=torch.int64, device=device
+    ),
+)
+def document_order(
+    cu_seqlens: Tensor, order: str, total: int, outer: int, inner: int, back: bool, device: str
+) -> Tensor:
+    """What :attr:`~annotations.rules.LateOrder.make` names: the order of a batch's tokens.
+
+    Raises:
+        ArgumentError: ``cu_seqlens`` are not the cumulative lengths of ``total`` tokens.
+    """
+    ends = on_host(cu_seqlens)
+    check_cu_seqlens("parallelize", "cu_seqlens", ends)
+    check_total("parallelize", "cu_seqlens", ends, total)
+    return _indices(ends.tobytes(), order, outer, inner, back).on(
+        torch.empty(0, device=device).device
+    )
+
+
+@lru_cache(maxsize=16)
+def _indices(ends: bytes, order: str, outer: int, inner: int, back: bool) -> IndexTable:
+    ranks = int(order.removeprefix(BALANCED))
+    layout = layout_by_lengths(order, np.frombuffer(ends, np.int64), ranks)
+    tokens = np.concatenate([layout.positions(rank) for rank in range(ranks)])
+    return IndexTable(Order(order, tokens).indices(outer, inner, back))

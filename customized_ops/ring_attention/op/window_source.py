@@ -27,7 +27,7 @@ from .cu_seqlens import (
     value_of,
 )
 from .mask_source import Arguments, MaskSource, Problem, Shards, has_data
-from .shard_layout import BY_DOCUMENT, layout_of
+from .shard_layout import by_lengths, layout_by_lengths, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class Documents(OneSequence):
         return int(self._ends[0][-1])
 
     def row_layout(self, layout: str, rows: int, parts: int) -> Layout | None:
-        if layout == BY_DOCUMENT:
-            return Layout.zigzag(rows, parts, self._ends[0]) if parts > 1 else None
+        if by_lengths(layout):
+            return layout_by_lengths(layout, self._ends[0], parts) if parts > 1 else None
         return MaskSource.row_layout(self, layout, rows, parts)
 
     def problem(self, op: str, shards: Shards) -> Problem:
@@ -188,9 +188,8 @@ class Documents(OneSequence):
                 check_total(op, f"cu_seqlens_{side}", ends, tokens)
         q_total, k_total = int(q_ends[-1]), int(k_ends[-1])
         spec, k_spec = shards.layout, shards.k_layout
-        if spec == BY_DOCUMENT:
-            spec = Layout.zigzag(q_total, comm.size, q_ends).spec
-            k_spec = Layout.zigzag(k_total, comm.size, k_ends).spec
+        if by_lengths(spec):
+            spec, k_spec = (layout_by_lengths(spec, e, comm.size).spec for e in self._ends)
         if spec and not k_spec:
             if q_total != k_total:
                 raise ArgumentError(

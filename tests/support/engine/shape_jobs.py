@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import engine_jobs
 import torch
@@ -12,25 +13,33 @@ from torch import Tensor, nn
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (
+    packed_batches,
     wrap_maybe_shuffle,
     wrap_maybe_unshuffle,
     wrap_ring_attn_varlen_func,
 )
+from customized_ops.ring_attention.core.plan import plan as plans
 
 
 class Packed(nn.Module):
     """Attention over packed documents between two matrices."""
 
-    def __init__(self, shuffles: bool = False, counts: bool = False) -> None:
+    def __init__(
+        self, shuffles: bool = False, counts: bool = False, window: int | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.shuffles, self.counts = shuffles, counts
+        self.pattern: dict[str, Any] = {}
+        if window is not None:
+            self.pattern = {"causal": True, "window_size": (window, 0 if window >= 0 else -1)}
         self.into, self.out = nn.Linear(6, 24).double(), nn.Linear(8, 6).double()
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         h = wrap_maybe_shuffle(x, cu_seqlens) if self.shuffles else x
         q, k, v = self.into(h).unflatten(-1, (3, 2, 4)).unbind(1)
-        y = wrap_ring_attn_varlen_func(q, k, v, cu_seqlens.to(torch.int32), cu_seqlens)
+        ends = cu_seqlens.to(torch.int32)
+        y = wrap_ring_attn_varlen_func(q, k, v, ends, cu_seqlens, **self.pattern)
         y = self.out(y.flatten(1))
         y = wrap_maybe_unshuffle(y, cu_seqlens) if self.shuffles else y
         loss = (y * x).square().sum()
@@ -51,12 +60,13 @@ def steps(
     plan: int = 2,
     how: Any = None,
     lowered: bool = False,
-) -> tuple[list[tuple[float, Tensor]], int]:
-    """Losses and a gradient of each batch, and graphs that were made. A copy's batches are one
-    further than those of the copy before."""
+    settings: Any = None,
+) -> tuple[list[tuple[float, Tensor]], list[str]]:
+    """Losses and a gradient of each batch, and the plans of the graphs that were made. A copy's
+    batches are one further than those of the copy before."""
     copy = dist.get_rank() // plan
     model = Packed(**(how or {}))
-    config = ComputeConfig(plan, dist.get_world_size())
+    config = ComputeConfig(plan, dist.get_world_size(), pas_config=settings or {})
     parallel = parallelize(model, batch(batches[0]), policy, config, lowered=lowered)
     results = []
     for n in range(len(batches)):
@@ -65,7 +75,26 @@ def steps(
         loss.backward()
         parallel.sync_grad()
         results.append((loss.item(), parallel.into.weight.grad.clone()))
-    return results, len(parallel._programs.plans)
+    return results, list(map(str, parallel._programs.plans.values()))
+
+
+def planned_ahead(batches: Sequence[Sequence[int]]) -> list[tuple[float, Tensor]]:
+    """Losses and a gradient of batches that a loader planned; nothing is planned in a step."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    documents = [[[0] * n for n in lengths] for lengths in batches]
+    heads = {"heads": (2, 2), "whole": True, "ranks": size, "rank": rank}
+    made = list(packed_batches(documents, **heads))
+    config = ComputeConfig(size, size, pas_config={"hoist": True})
+    parallel = parallelize(Packed(window=-1), batch(batches[0]), "cp", config)
+    results = []
+    with mock.patch.object(plans, "best_plan", side_effect=AssertionError("planned in a step")):
+        for lengths, ahead in zip(batches, made, strict=True):
+            parallel.zero_grad()
+            loss = parallel(batch(lengths)["x"], ahead.cu_seqlens)
+            loss.backward()
+            parallel.sync_grad()
+            results.append((loss.item(), parallel.into.weight.grad.clone()))
+    return results
 
 
 def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], int]:

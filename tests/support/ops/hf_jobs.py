@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import hf_models
+import torch
 import torch.distributed as dist
 from rank_groups import device
 from torch import Tensor, nn
@@ -107,6 +109,32 @@ def parallelized(
         for found, each in ((alone, loss_of), (loss, module))
     )
     return on_cpu(next(answers)), on_cpu(next(answers)), str(module.plan)
+
+
+def packed_steps(lengths: Sequence[Sequence[int]]) -> tuple[list[tuple[Answer, Answer]], str]:
+    """One parallelized Llama on batches of these documents, each alone and over the ranks."""
+    model = hf_models.tiny("llama", layers=2).to(device())
+    model.set_attn_implementation("seqshard")
+    batches = []
+    for each in lengths:
+        given = hf_models.batch("plain", 1, sum(each))
+        given["position_ids"] = torch.cat([torch.arange(n) for n in each])[None]
+        batches.append({n: t.to(device()) for n, t in given.items()})
+    size = dist.get_world_size()
+    config = ComputeConfig(size, size, pas_config={"hoist": True})
+    module = parallelize(Loss(model), batches[0], "cp", config)
+    answers = []
+    for given in batches:
+        both = []
+        for each in (Loss(model), module):
+            each.zero_grad()
+            loss = each(**given)
+            loss.backward()
+            if each is module:
+                module.sync_grad()
+            both.append(on_cpu({"loss": loss.detach(), **whole(hf_models.gradients(each))}))
+        answers.append((both[0], both[1]))
+    return answers, str(module.plan)
 
 
 def whole(answer: Answer) -> Answer:

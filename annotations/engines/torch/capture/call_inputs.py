@@ -19,10 +19,7 @@ from torch.utils import _pytree as pytree
 from annotations.registry import record_of
 
 from .capture_error import CaptureError
-
-aten = torch.ops.aten
-# What a tensor of lengths may go through on its way to an op.
-COPIES = {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default}
+from .nodes import COPIES
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from annotations.registry import record_of
+
 from . import checkpointed, dropout
 from .call_inputs import CallInputs, by_name, repeatable_inputs
 from .capture_error import CaptureError
 from .losses import exact_cross_entropy
+from .nodes import values_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +139,7 @@ def _captured(
         graph.erase_node(node)
     exact_cross_entropy(graph)
     graph.eliminate_dead_code()
+    _join_equal_integers(graph)
     graph.lint()
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
@@ -152,6 +156,22 @@ def _captured(
         out_spec,
         draws=seed is not None,
     )
+
+
+def _join_equal_integers(graph: Graph) -> None:
+    """One node for what every layer computes anew of lengths or positions. So attention knows that
+    its lengths are those of the layer before, and reads them once."""
+    first: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        made = values_of(node)
+        if node.op != "call_function" or not all(isinstance(x, Tensor) for x in made):
+            continue
+        if any(x.is_floating_point() or x.is_complex() for x in made) or record_of(node.target):
+            continue
+        same = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def _calls(graph: Graph) -> list[str]:

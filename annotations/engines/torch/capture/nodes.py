@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,15 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from annotations.record import OpRecord
+
+# These give the same integers.
+COPIES = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)
 
 
 def is_getitem(node: Node) -> bool:
@@ -26,6 +35,21 @@ def resolve(node: Node) -> tuple[Node, int]:
         assert isinstance(source, Node) and isinstance(index, int)
         return source, index
     return node, 0
+
+
+def origin(node: Node) -> Node:
+    """Of integers, the node that they were copied from, whatever the dtype."""
+    while node.target in COPIES:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def same_integers(a: Node | None, b: Node | None, constants: Mapping[str, Tensor]) -> bool:
+    """Whether two origins have the same value: they are one, or constants that are equal."""
+    if a is None or b is None or a is b:
+        return a is b
+    known = a.name in constants and b.name in constants
+    return known and torch.equal(constants[a.name], constants[b.name])
 
 
 def value_of(node: Node, index: int) -> Any:

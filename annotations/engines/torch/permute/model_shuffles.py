@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from annotations.errors import PartitionError
@@ -24,22 +23,18 @@ from annotations.registry import record_of
 from annotations.rules import Reorders
 
 from ..capture.capture import Captured
-from ..capture.nodes import arguments_of, is_getitem, resolve, tensor_inputs
+from ..capture.nodes import (
+    arguments_of,
+    is_getitem,
+    origin,
+    resolve,
+    same_integers,
+    tensor_inputs,
+)
 from ..plan.policies import module_of
 from .aten_axes import FAMILIES, filled, name_of
 from .permuted_graph import tell
 from .token_axes import Along, Place, along, along_split
-
-aten = torch.ops.aten
-
-# These give the same integers, whatever their dtype.
-_COPIES = (
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten._to_copy.default,
-    aten.lift_fresh_copy.default,
-)
 
 
 @dataclass(frozen=True)
@@ -186,7 +181,7 @@ class _Following:
             what = "ranks would hold other numbers of tokens after it than before"
             raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
         (place,) = (x for x in _way(node, record, rule.identifier).inputs if x is not None)
-        by = None if rule.by is None else _origin(given[rule.by])
+        by = None if rule.by is None else origin(given[rule.by])
         length, (before, after) = source.meta["val"].shape[place.dim], rule.orders(given)
         taken, made = (
             None if order is None else _Held(place, length, order, by) for order in (before, after)
@@ -212,7 +207,7 @@ class _Following:
         if isinstance(found, str):
             raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
         for name in found.by:
-            by = _origin(given[name])
+            by = origin(given[name])
             if held.by is None or not self._same(by, held.by):
                 raise _error(
                     node,
@@ -229,12 +224,7 @@ class _Following:
         return same and self._same(held.by, wanted.by)
 
     def _same(self, a: Node | None, b: Node | None) -> bool:
-        """Whether two nodes have the same value: they are one, or constants that are equal."""
-        if a is None or b is None:
-            return a is b
-        constants = self.captured.constants
-        equal = a.name in constants and b.name in constants
-        return a is b or (equal and torch.equal(constants[a.name], constants[b.name]))
+        return same_integers(a, b, self.captured.constants)
 
 
 _UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
@@ -256,12 +246,6 @@ def _tokens(node: Node, record: OpRecord) -> str:
 
 def _way(node: Node, record: OpRecord, identifier: str) -> Along:
     return along_split(node, record.bind(arguments_of(node, record)).split(identifier))
-
-
-def _origin(node: Node) -> Node:
-    while node.target in _COPIES:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _uniform(node: Node) -> bool:

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from annotations.registry import record_of
-from annotations.rules import Order
+from annotations.rules import LateOrder, Order
 
 from ..capture.capture import Captured
 from ..capture.losses import call
@@ -31,12 +30,12 @@ class SequencePermutation:
     """Which ops run on the sequence in another order.
 
     Attributes:
-        order: which token stands at each place.
+        order: which token stands at each place; made in the graph, if it depends on a batch.
         ways: by name, how each of these ops goes along the sequence.
         told: by name, what those that must be told of the order are told: arguments by name.
     """
 
-    order: Order
+    order: Order | LateOrder
     ways: Mapping[str, Along]
     told: Mapping[str, Mapping[str, Any]]
 
@@ -78,6 +77,8 @@ class _Rewriting:
         self._permuted: dict[tuple[Node, Place, bool], Node] = {}
         self._indices: dict[tuple[Place, bool, torch.device], Node] = {}
         self._last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        if isinstance(hoisting.order, LateOrder):
+            self._first(self.nodes[hoisting.order.by])
 
     def feed(self, node: Node) -> None:
         """Give ``node`` its inputs in the order that it wants them in."""
@@ -98,7 +99,8 @@ class _Rewriting:
         key = value, place, back
         if key not in self._permuted:
             index = self._index(value, place, back)
-            after = self._last_input if value.op == "placeholder" else value
+            after = max(index, value)
+            after = self._last_input if after.op == "placeholder" else after
             with self._graph.inserting_after(after):
                 self._permuted[key] = call(
                     self._graph, torch.ops.aten.index_select.default, value, place.dim, index
@@ -106,19 +108,42 @@ class _Rewriting:
         return self._permuted[key]
 
     def _index(self, value: Node, place: Place, back: bool) -> Node:
-        """A placeholder for the permutation of a whole dim."""
-        like = value.meta["val"]
+        """The permutation of a whole dim."""
+        like, order = value.meta["val"], self._hoisting.order
         key = replace(place, dim=0), back, like.device
         if key not in self._indices:
-            tokens = (
-                np.argsort(self._hoisting.order.tokens) if back else self._hoisting.order.tokens
-            )
-            inner = tokens[:, None] * place.inner + np.arange(place.inner)
-            dim = np.arange(place.outer)[:, None] * inner.size + inner.reshape(-1)
-            name = f"c_order_{len(self.nodes)}_{len(self.constants)}"
-            with self._graph.inserting_after(self._last_input):
-                node = self._last_input = self._graph.placeholder(name)
-            node.meta["val"] = like.new_empty(dim.size, dtype=torch.int64)
-            self.constants[node.name] = torch.from_numpy(dim.reshape(-1)).to(like.device)
-            self._indices[key] = node
+            if isinstance(order, LateOrder):
+                self._indices[key] = self._made(order, place, back, like)
+            else:
+                self._indices[key] = self._constant(order, place, back, like)
         return self._indices[key]
+
+    def _constant(self, order: Order, place: Place, back: bool, like: Tensor) -> Node:
+        """A placeholder for it."""
+        dim = order.indices(place.outer, place.inner, back)
+        name = f"c_order_{len(self.nodes)}_{len(self.constants)}"
+        with self._graph.inserting_after(self._last_input):
+            node = self._last_input = self._graph.placeholder(name)
+        node.meta["val"] = like.new_empty(dim.size, dtype=torch.int64)
+        self.constants[node.name] = torch.from_numpy(dim).to(like.device)
+        return node
+
+    def _made(self, order: LateOrder, place: Place, back: bool, like: Tensor) -> Node:
+        """A call that makes it of what the batch says."""
+        by, (namespace, name) = self.nodes[order.by], order.make.split("::")
+        op = getattr(getattr(torch.ops, namespace), name).default
+        how = order.name, order.length, place.outer, place.inner, back, like.device.type
+        with self._graph.inserting_after(max(by, self._last_input)):
+            return call(self._graph, op, by, *how)
+
+    def _first(self, node: Node) -> None:
+        """Let a node, and what it is made of, come before all other calls."""
+        made_of, queue = {node}, [node]
+        for each in queue:
+            queue += [x for x in each.all_input_nodes if x not in made_of]
+            made_of.update(each.all_input_nodes)
+        at = self._last_input
+        for each in list(self._graph.nodes):
+            if each in made_of and each.op != "placeholder":
+                at.append(each)
+                at = each

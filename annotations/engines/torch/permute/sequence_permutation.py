@@ -23,10 +23,10 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation
 from annotations.record import OpRecord
 from annotations.registry import record_of
-from annotations.rules import Order, SplitSite
+from annotations.rules import LateOrder, Order, SplitSite
 
 from ..capture.capture import Captured
-from ..capture.nodes import arguments_of
+from ..capture.nodes import arguments_of, origin, same_integers
 from ..plan.engine_cost import Rates
 from ..plan.policies import PolicyError
 from ..report.engine_plan import EnginePlan
@@ -57,14 +57,32 @@ class Reorderable:
         """Of its sequence."""
         return self.bound.sizes[self.identifier]
 
-    def wanted(self, parts: int) -> Order | None:
+    def wanted(self, parts: int) -> Order | LateOrder | None:
         """The order that it would like."""
         orders = self.record.rule.orders[self.identifier]
-        return orders.wanted(self.bound, self.site(parts), self.given)
+        order = orders.wanted(self.bound, self.site(parts), self.given)
+        if isinstance(order, LateOrder):
+            return replace(order, by=self._origin(order.by).name)
+        return order
 
-    def told(self, order: Order) -> Mapping[str, Any] | None:
+    def told(
+        self, order: Order | LateOrder, constants: Mapping[str, Tensor]
+    ) -> Mapping[str, Any] | None:
         """What it is to be told of an order, None if it cannot be told."""
-        return self.record.rule.orders[self.identifier].told(self.given, order)
+        orders = self.record.rule.orders[self.identifier]
+        if isinstance(order, Order):
+            return orders.told(self.given, order)
+        follow = orders.follow(order.name, self.given)
+        if isinstance(follow, str) or self.size != order.length:
+            return None
+        named = {node.name: node for node in self.node.graph.nodes}
+        by = named[order.by]
+        same = all(same_integers(self._origin(name), by, constants) for name in follow.by)
+        return follow.arguments if same else None
+
+    def _origin(self, name: str) -> Node:
+        """Of an argument."""
+        return origin(self.record.arguments(self.node.args, self.node.kwargs)[name])
 
     def site(self, parts: int) -> SplitSite:
         """Where it is cut, for costs."""
@@ -111,7 +129,7 @@ def hoist(
         return found, notes
     for length in _lengths(captured, cuts, parts):
         ops = [op for op in _ops(captured, cuts) if op.size == length]
-        wanted = {o.tokens.tobytes(): o for op in ops if op.cut and (o := op.wanted(parts))}
+        wanted = {_key(o): o for op in ops if op.cut and (o := op.wanted(parts))}
         tried = [
             (_cut(captured, ops, order, parts, rates, bool(always)), order)
             for order in wanted.values()
@@ -119,12 +137,12 @@ def hoist(
         cut, order = min(tried, key=lambda each: each[0].seconds)
         if not cut.gains:
             continue
-        name = f"layout: {order.name} over {length} tokens"
+        name = f"layout: {order.name.partition(':')[0]} over {length} tokens"
         if not any(cut.sides[node] for node in cut.gains):
             notes.append(f"{name} {_declined(replace(cut, always=True))}")
             continue
         notes.append(f"{name}, {_done(cut)}")
-        found.append(_hoisting(cut, ops, order))
+        found.append(_hoisting(captured, cut, ops, order))
         captured = reordered(captured, found[-1])
     return found, notes
 
@@ -183,7 +201,7 @@ def hoisted_as(
 def _cut(
     captured: Captured,
     ops: Sequence[Reorderable],
-    order: Order,
+    order: Order | LateOrder,
     parts: int,
     rates: Rates,
     always: bool,
@@ -191,19 +209,27 @@ def _cut(
     gains = {}
     own = {}
     for op in ops:
-        told = op.told(order)
+        told = op.told(order, captured.constants)
         if told is not None:
             own[op.node] = op.way()
             if op.cut:
                 gains[op.node] = op.seconds({}, parts, rates) - op.seconds(told, parts, rates)
     readers = readers_of(captured.graph)
-    ways = follow(readers, list(gains), own, len(order.tokens))
+    ways = follow(readers, list(gains), own, order.length)
     return OrderCut(readers, ways, gains, parts, rates, always)
 
 
-def _hoisting(cut: OrderCut, ops: Sequence[Reorderable], order: Order) -> SequencePermutation:
+def _key(order: Order | LateOrder) -> Any:
+    """What equal orders have in common."""
+    return order.tokens.tobytes() if isinstance(order, Order) else order
+
+
+def _hoisting(
+    captured: Captured, cut: OrderCut, ops: Sequence[Reorderable], order: Order | LateOrder
+) -> SequencePermutation:
     ways = {node.name: way for node, way in cut.ways.items() if cut.sides[node]}
-    told = {op.node.name: op.told(order) or {} for op in ops if op.node.name in ways}
+    inside = [op for op in ops if op.node.name in ways]
+    told = {op.node.name: op.told(order, captured.constants) or {} for op in inside}
     return SequencePermutation(order, ways, told)
 
 
