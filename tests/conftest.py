@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -21,8 +22,19 @@ import torch
 from ranks import Pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, saying so, what this machine cannot run."""
+    """Skip, saying so, what this machine cannot run; leave most cases of thin tests for later."""
+    thin: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "thin" in marks and not marks & {"gpu", "slow"}:
+            thin.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for function, cases in thin.items():
+        (every,) = cases[0].get_closest_marker("thin").args  # type: ignore[union-attr]
+        draw = random.Random(function)  # by no pattern, and the same in every process
+        for case in draw.sample(cases, len(cases) - -(-len(cases) // every)):
+            case.add_marker(pytest.mark.slow)
     missing = {
         "gpu": not torch.cuda.is_available(),
         "nnscaler": importlib.util.find_spec("nnscaler") is None,

@@ -84,6 +84,7 @@ def test_a_plan_of_a_mesh_with_limits() -> None:
     assert plan.limit_bytes == 70e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_large_model_is_planned_without_ranks(
     layers: int, capsys: pytest.CaptureFixture[str]

@@ -41,6 +41,7 @@ def wanted(name: str, shapes: Any) -> list[torch.Tensor]:
     return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, douts)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("shapes", "places", "lie"),
     [
@@ -117,6 +118,7 @@ def test_alternatives(two_ranks: Pool, groups: int, places: list[str], lie: str)
     check(replies, lie, wanted("scale_groups", shapes))
 
 
+@pytest.mark.slow
 def test_alternatives_on_two_axes(four_ranks: Pool) -> None:
     shapes = ((4, 9), (3,))
     for places, lie in ((["01", "RR"], "01 01 PP"), (["10", "RR"], "10 10 PP")):

@@ -49,6 +49,7 @@ def test_a_difference_is_found() -> None:
             same("llama", wrong, want)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("name", "case"),
     [

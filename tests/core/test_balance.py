@@ -171,6 +171,7 @@ def test_where_swaps_get_stuck_the_best_deal_is_found(n, group_size, seed, monke
     assert largest(areas, deal_alike(areas, group_size), group_size) > best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_splits_of_two_ranks_reach_what_the_solver_proves(seed):
     """Without the solver: never above 1% and the proven bound."""
@@ -206,6 +207,7 @@ def test_eight_ranks_are_within_one_percent(n, high, per_rank):
         assert imbalance(areas, even, 8) <= 1.01
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("group_size", range(2, 9))
 def test_few_chunks_a_rank_are_even_or_proven_best(group_size):
     draw = np.random.default_rng(group_size)
@@ -413,6 +415,7 @@ print(Layout.balanced(mask, 5, 700).spec)  # so few chunks that swaps do not do
 """
 
 
+@pytest.mark.slow
 def test_every_process_deals_alike():
     script = SCRIPT.format(cu_seqlens=log_normal_documents(9000, 300, 1.5))
 

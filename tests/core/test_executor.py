@@ -186,6 +186,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("stages", [None, 1, 2])
@@ -296,6 +297,7 @@ CASES = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize(("stages", "team_size"), [(0, 1), (2, 1), (1, 2)])
@@ -342,6 +344,7 @@ over_splits = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thin(6)
 @over_splits
 @pytest.mark.parametrize("assignment", ["owner", "balanced", "nearest"])
 @pytest.mark.parametrize("stages", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
@@ -388,6 +391,7 @@ def test_thousands_of_documents():
             assert_same(name, whole.narrow(dim, q0, size), part)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.skipif(not hasattr(Layout, "from_ranges"), reason="no layouts of any order yet")
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("stages", [0, 1, 2])
@@ -497,6 +501,7 @@ SCORINGS = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("assignment", ["balanced", "nearest"])
 @pytest.mark.parametrize("team_size", [1, 2])
@@ -531,6 +536,7 @@ GROUPS = {"8:4 in 2": ((8, 4), 2), "6:3 in 2": ((6, 3), 2), "8:4 in 4": ((8, 4),
 over_groups = pytest.mark.parametrize(("heads", "head_groups"), GROUPS.values(), ids=GROUPS)
 
 
+@pytest.mark.thin(4)
 @over_groups
 @pytest.mark.parametrize("mask", ["full", "causal", "packed", "cross", "rows with no key"])
 @pytest.mark.parametrize("layout", ["contiguous 2", "zigzag 3", "uneven"])
@@ -543,6 +549,7 @@ def test_keys_in_groups_of_heads(mask, layout, stages, heads, head_groups):
     check(plan, shape.draw(mask))
 
 
+@pytest.mark.thin(4)
 @over_groups
 @pytest.mark.parametrize("assignment", ["balanced", "nearest"])
 @pytest.mark.parametrize("stages", [0, 2])
@@ -747,6 +754,7 @@ def refuses(kernel: str, tensors: list[Tensor], scoring: Scoring) -> str | None:
 # ----------------------------------------------------------------------- bytes
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
@@ -809,6 +817,7 @@ def assert_as_good(plan: Plan, shape: Shape, values) -> None:
 over_values = pytest.mark.parametrize("values", [gaussian, heavy_tailed])
 
 
+@pytest.mark.thin(3)
 @over_values
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 @pytest.mark.parametrize("stages", [0, 1, 3])

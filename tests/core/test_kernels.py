@@ -157,6 +157,7 @@ def assert_close(name, got, want, plain, dtype):
     assert_same(name, got, want, 2 * error + rounding)
 
 
+@pytest.mark.thin(8)
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -176,6 +177,7 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
         assert_close(name, *values, dtype)
 
 
+@pytest.mark.thin(8)
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -183,6 +185,7 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths,
     check_backward(kernel, kind, scoring, kv_heads, widths, dtype)
 
 
+@pytest.mark.thin(6)
 @over_kinds
 @over_able
 @over_dtypes
@@ -305,6 +308,7 @@ LONG = {
 }
 
 
+@pytest.mark.thin(3)
 @over_able
 @pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
 def test_more_rows_than_a_tile(kernel, mask, scoring):
@@ -375,6 +379,7 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
         assert_same(name, mine, all_heads[1:, :, all_heads.shape[2] // 2 :])
 
 
+@pytest.mark.thin(3)
 @over_kinds
 @over_scorings
 @pytest.mark.parametrize("height", [1, 5])

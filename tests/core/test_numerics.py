@@ -117,6 +117,7 @@ ONE_CALL_EACH = {"shared", "rows of several ranks"}  # of what travels home
 # ------------------------------------------------------------------------------- what travels
 
 
+@pytest.mark.thin(4)
 @over_plans
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("lse_gradient", [False, True])

@@ -149,6 +149,7 @@ def attended(plan):
     return count
 
 
+@pytest.mark.thin(6)
 @over_plans
 def test_calls_attend_every_pair_of_the_mask_once(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):
@@ -178,6 +179,7 @@ def moved(moves: np.ndarray, layout: Layout, team: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.thin(4)
 @over_plans
 def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):
@@ -669,6 +671,7 @@ def test_bytes_of_heads_that_the_plan_cannot_split():
 SPEED = runpy.run_path(str(Path(__file__).parents[2] / "examples/benchmark/parts/plan_speed.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "documents", "limit_seconds"), [(64, 256, 0.025), (256, 4096, 0.150)]
 )

@@ -139,6 +139,7 @@ def test_results_are_those_of_messages(
     assert_alike(got["messages"], got["sparing"])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("heads", "team_size", "ranks"),
     [((6, 3), 2, 4), ((4, 1), 4, 4), ((5, 5), 3, 3), ((6, 2), 4, 4)],
@@ -190,6 +191,7 @@ def test_shares_of_any_size(
     assert_alike(got["messages"], got["sparing"])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
 @pytest.mark.parametrize("name", PLANS)
 def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def plans(mask: AttnMask, layout: Layout) -> list[Plan]:
     ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_hulls_and_parts(mask, layout):

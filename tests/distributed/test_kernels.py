@@ -114,6 +114,7 @@ def shapes(name: str, ranks: Pool, kernel: str, *ways: Callable[..., Any]) -> Na
     return cut
 
 
+@pytest.mark.thin(3)
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("name", SHAPES)
 @worlds(cpus=[4, 8], gpus=[4, 8])
@@ -121,6 +122,7 @@ def test_every_shape_of_mask(ranks: Pool, name: str) -> None:
     assert not check(ranks, [shapes(name, ranks, "auto", uneven, even)], over(ranks))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @worlds(cpus=[2], gpus=[2])

@@ -58,6 +58,7 @@ class Call(torch.nn.Module):
         return self.function(*tensors, **self.options)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_make_the_whole(case: str) -> None:
     function, tensors, options, expected = CASES[case]
@@ -101,6 +102,7 @@ def joined(parts: tuple[Tensor, ...], place: Any) -> Tensor:
     return sum(parts[1:], parts[0]) if isinstance(place, Partial) else parts[0]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("policy", "split"), [("cp", "l / 2"), ("dp", "b / 2")])
 def test_a_model_with_convolutions(two_ranks: Pool, policy: str, split: str) -> None:
     """Both ways of running; verify=True compares with one process."""

@@ -70,6 +70,7 @@ def linears(plan: EnginePlan) -> set[tuple[str, ...]]:
     return {op.inputs for name, op in plan.ops.items() if name.startswith("linear")}
 
 
+@pytest.mark.slow
 def test_fast_links_hide_the_keys(medium: dict[str, EnginePlan]) -> None:
     """All on the sequence; attention computes while its keys arrive."""
     plan = medium["fast links"]

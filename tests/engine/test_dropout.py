@@ -16,6 +16,7 @@ from ranks import Pool, worlds
 from annotations.engines.torch.capture.dropout import MAX_CUT_DIMS, kept
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [

@@ -75,6 +75,7 @@ def stem(name: str) -> str:
     return name.rstrip("_0123456789").removesuffix("_default")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_rank_computes_the_same(form: str) -> None:
     """All of a rewritten graph on one rank, attention told of the order; its gradients too."""
@@ -195,6 +196,7 @@ def test_results_come_in_natural_order(ranks: Pool) -> None:
     assert "; natural order again at: linear" in check(ranks, "logits returned", 17, ALWAYS)
 
 
+@pytest.mark.slow
 def test_dropout_in_another_order(two_ranks: Pool) -> None:
     """It drops the same tokens' elements, in natural order again."""
     plan = check(two_ranks, "dropout", 18, ALWAYS)
@@ -212,6 +214,7 @@ def test_on_two_axes(ranks: Pool) -> None:
     assert "l / 2, qh / 2" in plan
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_order_given_back(two_ranks: Pool) -> None:
     for first, second in two_ranks.run(hoist_models.given_back, "plain", 18, ALWAYS):
         assert json.loads(first)["hoisted"] and "layout: zigzag over 18" in first

@@ -10,6 +10,7 @@ from engine_jobs import sample, tiny_llama
 from ranks import Pool, worlds
 
 
+@pytest.mark.slow
 @worlds(cpus=[2], gpus=[2])
 def test_checkpointed_blocks(ranks: Pool) -> None:
     """The same numbers and messages, less held between forward and backward."""
@@ -27,6 +28,7 @@ def test_checkpointed_blocks(ranks: Pool) -> None:
             assert_same(f"parameter {n}", grad, parameter.grad)
 
 
+@pytest.mark.slow
 @worlds(cpus=[2], gpus=[2])
 def test_checkpointed_dropout(ranks: Pool) -> None:
     """It is drawn again: no rank waits for another in it."""
@@ -38,6 +40,7 @@ def test_checkpointed_dropout(ranks: Pool) -> None:
             assert_same(f"parameter {n}", grad, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [1, 2])
 @worlds(cpus=[2], gpus=[2])
 def test_compute_dtype(ranks: Pool, plan: int) -> None:
@@ -69,6 +72,7 @@ def test_what_a_graph_cannot_do_is_refused(two_ranks: Pool, way: str, said: str)
         assert said in reply
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("way", ["autocast", "detached", "harmless"])
 def test_what_a_graph_does_as_the_module(two_ranks: Pool, way: str) -> None:
     torch.manual_seed(1)

@@ -48,6 +48,7 @@ def check(
     return replies[0][2]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("op", "policy", "batch", "length", "layers"),
     [
@@ -128,6 +129,7 @@ PartitionError: wrap_ring_attn_func: 'hd' cannot be split
     asked for by policy '<lambda>' for ring_attn in the module"""
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -284,6 +286,7 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
     assert said == ["Private: not today"] * 2
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "op",
     [
@@ -309,6 +312,7 @@ def test_the_other_ops(two_ranks: Pool, op: str) -> None:
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("what", "policy", "split"),
     [
@@ -331,6 +335,7 @@ def test_parts_of_q(four_ranks: Pool, what: str, policy: Any, split: str) -> Non
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("op", "used"),
     [

@@ -95,6 +95,7 @@ def test_parameters_kept_in_another_dtype(ranks: Pool, policy: Any) -> None:
             assert getattr(plan.held, part) == getattr(alone.held, part) > 0
 
 
+@pytest.mark.slow
 def test_memory_of_parameters_in_another_dtype() -> None:
     with torch.device("meta"):
         model = Llama(LlamaConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden=48, vocab=64))

@@ -44,6 +44,7 @@ def check(
     return replies[0][2], json.loads(replies[0][3])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("policy", "split", "in_parts"),
     [("tp", "g", True), ("ulysses", "g", False), ("auto", None, False)],
@@ -68,6 +69,7 @@ def test_forced_on_four(ranks: Pool, shape: tuple[int, ...], policy: str, splits
     assert splits & ({found} if isinstance(found, str) else set(found))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("policy", "shape", "told"),
     [
@@ -121,6 +123,7 @@ def test_counted_bytes_are_the_planned_ones(
     assert sum(counted) > 0
 
 
+@pytest.mark.slow
 def test_plans_given_back(two_ranks: Pool, tmp_path: Path) -> None:
     replies = two_ranks.run(planning_jobs.replayed, str(tmp_path / "plan.json"))
     assert replies[0] == replies[1]

@@ -46,6 +46,7 @@ def check(results: Any, batches: Sequence[Sequence[int]], how: Any = None, copie
             assert_same(f"rank {rank}, batch {n}", gradient, sum(g for _, g in each))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("shuffles", [False, True])
 def test_documents_of_other_number_and_lengths(
@@ -67,6 +68,7 @@ def test_a_model_that_counts_documents(two_ranks: Pool) -> None:
     assert [len(made) for _, made in results] == [2, 2]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("policy", ["cp", "auto"])
 def test_other_totals(two_ranks: Pool, policy: str) -> None:
     batches = [(7, 9, 4), (30,), (5, 6), (3, 17), (29, 1)]
@@ -126,6 +128,7 @@ def test_the_last_graphs_are_kept_and_many_are_told_of_once() -> None:
     assert found is not None and found[0] is graphs[3][0] is programs.latest((True,))
 
 
+@pytest.mark.slow
 def test_batch_sizes_and_lengths(two_ranks: Pool) -> None:
     shapes = [(2, 16), (1, 33), (3, 16), (2, 16)]
     for results, made in two_ranks.run(jobs.llama_batches, shapes, "cp"):

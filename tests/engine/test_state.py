@@ -13,6 +13,7 @@ from engine_jobs import sample, tiny_llama
 from ranks import JobFailed, Pool, worlds
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_saved(
     four_ranks: Pool, two_ranks: Pool, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def check(pool: Pool, form: str, *how: Any) -> list[str]:
     return plans
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean", "whole keys"])
 def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
@@ -47,6 +48,7 @@ TO_LAYOUTS = (
 )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("form", TO_LAYOUTS)
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
     for plan in check(two_ranks, form, "cp"):
@@ -58,6 +60,7 @@ def test_layouts_where_attention_is_cut_on_heads(two_ranks: Pool, form: str) -> 
     check(two_ranks, form, "ulysses")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", ["plain", "whole keys"])
 def test_on_four_ranks_and_lowered(four_ranks: Pool, form: str) -> None:
     check(four_ranks, form, "cp", 1, {}, True)
@@ -92,6 +95,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("form", REFUSED)
 def test_refused_by_name(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):

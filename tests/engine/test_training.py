@@ -83,6 +83,7 @@ def test_clipping_on_one_rank_is_torchs() -> None:
         model.clip_gnorm(-1)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @worlds(cpus=[2], gpus=[2])
 def test_end_to_end_steps(ranks: Pool, overlap: bool) -> None:

@@ -38,6 +38,7 @@ def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
     assert difference < 1e-4
 
 
+@pytest.mark.slow
 def test_no_steps() -> None:
     done = run("--steps", "0")
     assert done.returncode == 2

@@ -60,6 +60,7 @@ over_kernels = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("kernel", "group", "device"),
     [

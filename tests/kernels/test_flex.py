@@ -165,6 +165,7 @@ def test_forward(mask: AttnMask, scoring: Scoring) -> None:
     assert_same("lse", lse, want[1])
 
 
+@pytest.mark.thin(5)
 @over_masks
 @over_scorings
 @pytest.mark.parametrize("widths", [(8, 8), (20, 12)])

@@ -66,6 +66,7 @@ def test_starts_nothing_after_its_time() -> None:
     assert "torch: not measured: 0 s were over" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_crash_costs_the_rest_of_a_kernel_alone(
     kernel_speed: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_crash_costs_the_rest_of_a_kernel_alone(
     ]
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_left_out(
     kernel_speed: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

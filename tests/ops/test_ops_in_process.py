@@ -24,6 +24,7 @@ def check(case: Case, ranks: int) -> None:
         assert_same(name, a, b)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", TABLE)
 def test_equals_dense(name: str, ranks: int) -> None:
@@ -65,6 +66,7 @@ def heavy_tailed(case: Case) -> Case:
     return Outliers(**case.__dict__)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("spread", ["gaussian", "outliers"])
 @pytest.mark.parametrize("op", ["ring", "zigzag", "varlen"])

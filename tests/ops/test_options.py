@@ -69,6 +69,7 @@ SCORED = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("name", SCORED)
 def test_gradcheck_through_out_and_lse(name: str, sink: bool) -> None:

@@ -37,6 +37,7 @@ def documents(seed: int) -> list[list[int]]:
 BATCHES = [documents(seed) for seed in range(12)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", ["balanced", "contiguous"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_token_is_on_one_rank_with_its_target(ranks: int, layout: str) -> None:

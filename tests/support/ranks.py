@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+PRELOADED = ["torch.export", "torch.distributed.tensor", "annotations", "customized_ops"]
 JOB_SECONDS = {"gloo": 240.0, "nccl": 300.0}  # flash-attn-4 compiles seconds for each kind of call
 SECONDS_AFTER_A_FAILURE = 20.0  # more than a rank over gloo waits for another
 
@@ -77,6 +78,9 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        if self.backend == "gloo":  # forked from a process that has imported what takes seconds
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,7 @@ from . import agreement
 from .call import AttentionCall, AttentionOp
 from .mask_source import Arguments
 from .options import REDUCE_DTYPES, OpOptions
+from .planning_share import PLANNING
 
 # Bound calls kept for each group: a plan of many pieces may take megabytes.
 MOST_BOUND = 32
@@ -203,7 +205,10 @@ def _bind(call: AttentionCall, given: Arguments, comm: Comm) -> Bound:
     options = call.options
     check_name(call.op.title, options.kernel, te_cp.COMMS)  # before ranks compare their lengths
     scoring = scoring_of(options, given["alibi_slopes"], given["dropout_seed"])
+    started = perf_counter()
     plan, positions = call.plan(comm)
+    if comm.size > 1:
+        PLANNING.add(perf_counter() - started)
     return Bound(
         call=call,
         plan=plan,

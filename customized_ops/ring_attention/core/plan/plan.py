@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 from ..layout import Layout
@@ -30,7 +31,7 @@ _PLANS: dict[PlanRequest, Plan] = {}
 _LOCK = Lock()
 _OF_PARENT: dict[PlanRequest, Plan] = {}  # see _after_fork
 # What a plan has beside what was asked for.
-MADE = "work", "team_size", "steps", "head_groups", "_ranks"
+MADE = "work", "team_size", "steps", "head_groups", "_ranks", "planning_seconds"
 # What a step looks up, of that which a plan works out when it is first asked.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 
@@ -44,9 +45,11 @@ class Plan(PlanValue):
 
     Attributes:
         request: what it was made for; None of a plan that :func:`make_plan` did not return.
+        planning_seconds: what making it took, where it was made; a batch of new lengths costs that.
     """
 
     request: PlanRequest | None = field(default=None, repr=False)
+    planning_seconds: float = field(default=0.0, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {name: getattr(self, name) for name in MADE}
@@ -64,10 +67,17 @@ class Plan(PlanValue):
         v_dim: int | None = None,
         itemsize: int = 2,
         reduce_itemsize: int | None = None,
+        planning: bool = False,
     ) -> str:
-        """The plan as a table; see :func:`.text.report`."""
+        """The plan as a table; see :func:`.text.report`.
+
+        Args:
+            planning: add a line that says what making the plan took, as for a batch of new lengths.
+        """
         sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
-        return text.report(self, *sizes, reduce_itemsize=reduce_itemsize)
+        table = text.report(self, *sizes, reduce_itemsize=reduce_itemsize)
+        took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
+        return table + took * planning
 
     def __str__(self) -> str:
         """The plan as a table, for bf16 with the heads of many a model."""
@@ -151,8 +161,10 @@ def _make_plan(request: PlanRequest) -> Plan:
     """The plan for a request, made once for all layers of a batch; by any thread."""
     plan = _PLANS.get(request)
     if plan is None:
+        started = perf_counter()
         plan = best_plan(Plan, request)
         object.__setattr__(plan, "request", request)
+        object.__setattr__(plan, "planning_seconds", perf_counter() - started)
         _keep(request, plan)
     return plan
 
