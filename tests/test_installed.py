@@ -80,6 +80,7 @@ def test_the_command_line(installed: Path, project: Path) -> None:
     assert "usage: " in out
 
 
+@pytest.mark.slow
 def test_values_pickle(installed: Path, project: Path) -> None:
     out = run(
         installed,

@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_dense(name: str, ranks: int) -> None:

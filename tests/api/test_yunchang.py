@@ -108,7 +108,7 @@ def case_of(what: str, **given: Any) -> UspCase:
 IMPLS = ("basic", "zigzag", "strip")
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("ud", "rd"), [(2, 1), (1, 2), (2, 2), (4, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("what", WHAT)
 def test_equals_dense(what: str, ud: int, rd: int) -> None:

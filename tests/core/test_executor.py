@@ -297,7 +297,7 @@ CASES = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize(("stages", "team_size"), [(0, 1), (2, 1), (1, 2)])
@@ -754,7 +754,7 @@ def refuses(kernel: str, tensors: list[Tensor], scoring: Scoring) -> str | None:
 # ----------------------------------------------------------------------- bytes
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)

@@ -329,6 +329,7 @@ def passes(plan: Plan, order: Order, times: int = 2, *, with_dlse: bool = False)
     return read
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_use_is_in_order(name: str, with_dlse: bool, order: Order) -> None:

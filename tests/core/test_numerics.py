@@ -174,6 +174,7 @@ def errors(got: list[Tensor], want: tuple[Tensor, ...]) -> list[float]:
     return [(g.double() - w).square().mean().sqrt().item() for g, w in zip(got, want, strict=True)]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("stages", [0, 7])
 @pytest.mark.parametrize("ranks", [2, 4, 8])

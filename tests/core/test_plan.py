@@ -210,6 +210,7 @@ def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignme
             assert not links.diagonal().any()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("assignment", WAYS)
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_owners_compute_their_rows(mask_name, assignment):

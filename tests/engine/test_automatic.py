@@ -78,6 +78,7 @@ def test_fast_links_hide_the_keys(medium: dict[str, EnginePlan]) -> None:
     assert linears(plan) == {("S1", "R")} and not plan.parameters
 
 
+@pytest.mark.slow
 def test_slow_links_want_heads(medium: dict[str, EnginePlan]) -> None:
     """Ulysses: attention on heads between neighbours on the sequence, by four all-to-alls."""
     plan = medium["slow links"]

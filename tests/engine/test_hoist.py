@@ -167,6 +167,7 @@ def test_losses(two_ranks: Pool) -> None:
     assert "layout: zigzag over 18 tokens, permuted once at: tokens, " in plan
 
 
+@pytest.mark.slow
 @worlds(cpus=[4])
 @pytest.mark.parametrize("length", [14])
 def test_even_and_uneven_parts(ranks: Pool, length: int) -> None:

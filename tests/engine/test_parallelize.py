@@ -71,6 +71,7 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
     check(two_ranks, op, "cp", 2, 1, 33, 1, lowered=False)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("op", "policy", "plan", "batch", "length"),
     [
@@ -107,6 +108,7 @@ def test_counted_bytes_are_the_planned_ones(two_ranks: Pool) -> None:
     assert forward > 0
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("form", ["classes second", "sum", "smoothed", "weighted", "ignore 5"])
 def test_forms_of_cross_entropy(two_ranks: Pool, form: str) -> None:
     given = engine_jobs.loss_inputs()

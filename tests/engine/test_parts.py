@@ -72,6 +72,7 @@ def test_on_two_axes(
     check(ranks, policy, shape, optimizer, overlap, torchs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [pytest.param("cp", marks=pytest.mark.slow), NAMED])
 @worlds(cpus=[2], gpus=[2])
 def test_parameters_kept_in_another_dtype(ranks: Pool, policy: Any) -> None:

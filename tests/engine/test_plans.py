@@ -154,6 +154,7 @@ def test_a_parameter_of_two_names_in_parts(two_ranks: Pool) -> None:
         assert_same("weight", grad, model.embed.weight.grad)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("smaller", [False, True])
 def test_verify(two_ranks: Pool, smaller: bool) -> None:
     assert two_ranks.run(planning_jobs.verified, False, smaller) == ["the same"] * 2

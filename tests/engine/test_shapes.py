@@ -95,6 +95,7 @@ def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool) -> None:
     check(results, batches, {"window": -1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_order_for_each_batch_of_several_totals(four_ranks: Pool, plan: int) -> None:
     """Also of totals that do not divide by the ranks, and for copies that meet others."""

@@ -60,12 +60,14 @@ def test_layouts_where_attention_is_cut_on_heads(two_ranks: Pool, form: str) -> 
     check(two_ranks, form, "ulysses")
 
 
+@pytest.mark.slow
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("form", ["plain", "whole keys"])
 def test_on_four_ranks_and_lowered(four_ranks: Pool, form: str) -> None:
     check(four_ranks, form, "cp", 1, {}, True)
 
 
+@pytest.mark.slow
 def test_with_other_axes(four_ranks: Pool) -> None:
     """The sequence along one axis of a mesh, heads along the other."""
     check(four_ranks, "plain", "hybrid", 1, {"mesh_shape": (2, 2)})

@@ -14,6 +14,7 @@ from ranks import Pool, worlds
 from annotations import ComputeConfig, parallelize
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("overlap", "plan"), [(True, 2), pytest.param(True, 4, marks=pytest.mark.slow), (False, 1)]
 )

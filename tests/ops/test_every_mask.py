@@ -258,7 +258,7 @@ def planned_for(costs: CostModel) -> Iterator[Callable[..., Plan]]:
         yield plan
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", MASKS)
 @settings(deadline=None, derandomize=True, max_examples=10)
 @given(data=st.data())

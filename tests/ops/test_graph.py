@@ -28,6 +28,7 @@ from customized_ops.ring_attention import (
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
+from customized_ops.ring_attention.op.token_order import DOCUMENT_ORDER
 
 
 class Model(nn.Module):
@@ -241,6 +242,9 @@ def scored() -> dict[str, Any]:
 def samples(name: str) -> list[tuple[Any, ...]]:
     """Arguments of calls of a registered op; KeyError for one with an argument not known here."""
     torch.manual_seed(0)
+    if name == DOCUMENT_ORDER:
+        ends = torch.tensor([0, 7, 10])
+        return [(ends, "balanced by document:2", 10, 2, 3, back, "cpu") for back in (False, True)]
     if name in NOT_ATTENTION:
         x = torch.randn(10, 10, 3, dtype=torch.float64, requires_grad=True)
         return [(x, *rest) for rest in NOT_ATTENTION[name]]
@@ -275,7 +279,8 @@ def test_every_public_op_is_registered() -> None:
         "zigzag_allgather_attn_varlen",
         "zigzag_attn",
     }
-    assert {n.split("::")[1] for n in OPS} == attention | {"move_tokens", "shuffle_documents"}
+    others = {"move_tokens", "shuffle_documents", "document_order"}
+    assert {n.split("::")[1] for n in OPS} == attention | others
 
 
 def test_max_seqlen_is_checked_in_a_graph_too() -> None:

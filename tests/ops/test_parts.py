@@ -89,6 +89,7 @@ def check(case: Case, dims: tuple[int, int], n: int) -> None:
         assert_same(name, a, b)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_rows(name: str, n: int) -> None:
