@@ -89,6 +89,17 @@ def test_an_order_for_each_batch(two_ranks: Pool, window: int | None, lowered: b
         assert "layout: balanced by document over 20 tokens, permuted once" in plans[0]
 
 
+@pytest.mark.parametrize(
+    ("count", "window"),
+    [(30, -1)]
+    + [pytest.param(500, window, marks=pytest.mark.slow) for window in (None, -1, 3, 11)],
+)
+def test_random_documents(four_ranks: Pool, count: int, window: int | None) -> None:
+    """Also more ranks than documents, and all shorter than a rank's share."""
+    for error in four_ranks.run(jobs.random_steps, range(count), 37, window):
+        assert error < 1e-10
+
+
 def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool) -> None:
     batches = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
     results = [(steps, None) for steps in two_ranks.run(jobs.planned_ahead, batches)]

@@ -20,9 +20,11 @@ from customized_ops.ring_attention import (
     wrap_ring_attn_func,
     wrap_ring_attn_varlen_func,
     wrap_roll_func,
+    wrap_shard_func,
     wrap_shuffle_func,
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
+    wrap_unshard_func,
     wrap_unshuffle_func,
     wrap_zigzag_allgather_attn_varlen_func,
     wrap_zigzag_attn_func,
@@ -140,6 +142,7 @@ def shuffled(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, cu: Any) -> Tensor:
     """Moves that undo one another, and one that does not."""
     q = wrap_unshuffle_func(wrap_shuffle_func(q, "zigzag"), "zigzag")
     k = wrap_roll_func(k, 3)
+    v = wrap_unshard_func(wrap_shard_func(v, "zigzag"), "zigzag")
     return wrap_ring_attn_func(q, k, v)
 
 

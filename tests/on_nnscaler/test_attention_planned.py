@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -82,7 +83,8 @@ def test_timing_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "comp").mkdir()
     policy = partial(save_and_replicate, tmp_path / "graph")
     jobs.generate(training(models.ring, policy, plan=2), tmp_path / "code", ranks=2)
-    folders = [str(Path(__file__).parents[n]) for n in (1, 2)]
+    tests = Path(__file__).parents[1]
+    folders = map(str, [tests.parent, tests, tests / "support"])  # those of conftest.py
     done = subprocess.run(
         [sys.executable, "-c", TIME_IN_A_NEW_PROCESS, tmp_path / "graph", tmp_path / "comp"],
         env={
@@ -136,7 +138,10 @@ DENSE = (
 )
 
 
-@pytest.mark.parametrize("attend", DENSE)
+SHUFFLING = (models.shuffled, models.shuffled_documents)
+
+
+@pytest.mark.parametrize("attend", DENSE + SHUFFLING)
 def test_the_file_says_what_cp_does(tmp_path: Path, attend: Any) -> None:
     found: list[dict[str, Any]] = []
 
@@ -146,6 +151,6 @@ def test_the_file_says_what_cp_does(tmp_path: Path, attend: Any) -> None:
 
     jobs.generate(training(attend, policy, plan=2), tmp_path, ranks=2)
     written = {rule["name"]: rule for rule in yaml.safe_load(FILE.read_text())}
-    assert len(written) == len(DENSE)
-    [rule] = found
-    assert rule == written[rule["name"]]
+    assert len(written) == len(DENSE) + 7
+    assert len(found) == len(re.findall(r"\bwrap_\w+\(", inspect.getsource(attend)))
+    assert all(rule == written[rule["name"]] for rule in found)

@@ -11,8 +11,10 @@ import warnings
 from collections import deque
 from time import perf_counter
 
-# As many of the last plans are looked at: more than a model needs for one batch.
+# As many of the last plans are looked at, more than a model needs for one batch; made in more than
+# so many seconds, which are those of several batches.
 LAST = 50
+LEAST_SECONDS = 1.0
 MOST = 1 / 20
 
 
@@ -32,13 +34,13 @@ class PlanningShare:
         if len(self._made) < LAST:
             return
         elapsed = self._made[-1][0] - self._made[0][0]
-        share = (sum(each for _, each in self._made) - self._made[0][1]) / max(elapsed, 1e-9)
-        if share > MOST:
+        planning = sum(seconds for _, seconds in self._made) - self._made[0][1]
+        if elapsed > LEAST_SECONDS and planning > MOST * elapsed:
             self._warned = True
             warnings.warn(
-                f"planning attention for new lengths took {share:.0%} of the last {elapsed:.3g} s; "
-                "make plans ahead of time with packed_batches, or let a DataLoader's workers do "
-                "it with PackDocuments (customized_ops.ring_attention)",
+                f"planning attention for new lengths took {planning / elapsed:.0%} of the last "
+                f"{elapsed:.3g} s; make plans ahead of time with packed_batches, or let a "
+                "DataLoader's workers do it with PackDocuments (customized_ops.ring_attention)",
                 stacklevel=2,
             )
 

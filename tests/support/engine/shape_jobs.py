@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -76,6 +78,36 @@ def steps(
         parallel.sync_grad()
         results.append((loss.item(), parallel.into.weight.grad.clone()))
     return results, list(map(str, parallel._programs.plans.values()))
+
+
+def drawn(seed: int, total: int) -> list[int]:
+    """Lengths of so many tokens: some of no token, of one, one that is longer than all others."""
+    draw = random.Random(seed)
+    cuts = sorted(draw.choices(range(total + 1), k=draw.choice([0, 1, 2, 5, 7])))
+    ends = [0, *cuts, total]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def random_steps(seeds: Sequence[int], total: int, window: int | None) -> float:
+    """The largest error of a loss or gradient over batches of drawn documents, by one graph."""
+    size, alone = dist.get_world_size(), Packed(window=window)
+    config = ComputeConfig(size, size, pas_config={"hoist": True})
+    example = batch([1] * 8 + [total - 8])
+    parallel = parallelize(Packed(window=window), example, "cp", config)
+    largest = 0.0
+    for seed in seeds:
+        given, results = batch(drawn(seed, total), seed), []
+        for module in (alone, parallel):
+            module.zero_grad()
+            loss = module(**given)
+            loss.backward()
+            results.append([loss.detach(), module.into.weight])
+        parallel.sync_grad()
+        for one, cut in zip(*([x, w.grad] for x, w in results), strict=True):
+            scale = max(1.0, one.abs().max().item())
+            largest = max(largest, (one - cut).abs().max().item() / scale)
+    assert len(parallel._programs.plans) == 1
+    return largest
 
 
 def planned_ahead(batches: Sequence[Sequence[int]]) -> list[tuple[float, Tensor]]:
