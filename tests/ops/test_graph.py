@@ -9,6 +9,7 @@ import pytest
 import torch
 from op_cases import DENSE_OPS
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from annotations.registry import registered_ops
 from customized_ops.ring_attention import (
@@ -290,3 +291,19 @@ def test_max_seqlen_is_checked_in_a_graph_too() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="max_seqlen_q=3, but the longest document has 7"):
         compiled(torch.zeros(12, 4, 8), inputs()[1])
+
+
+def test_new_lengths_compile_no_more() -> None:
+    """A second graph serves any number of documents."""
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def loss(q: Tensor, cu: Tensor) -> Tensor:
+        return wrap_ring_attn_varlen_func(q, q, q, cu, cu, causal=True).square().sum()
+
+    q = torch.randn(32, 2, 8)
+    for ends in ([0, 32], [0, 3, 32], [0, 1, 2, 32], [0, 5, 9, 30, 32], [0, 0, 7, 7, 8, 32]):
+        cu = torch.tensor(ends, dtype=torch.int32)
+        expected = wrap_ring_attn_varlen_func(q, q, q, ends, ends, causal=True).square().sum()
+        assert torch.equal(loss(q, cu), expected)
+    assert counter.frame_count == 2
