@@ -26,6 +26,7 @@ aten = torch.ops.aten
 talk = torch.ops._c10d_functional
 
 
+@pytest.mark.slow
 @worlds(cpus=[2], gpus=[2])
 def test_every_kind_of_call(ranks: Pool) -> None:
     """One trace each: training (twice), x that wants a gradient, other strides, a frozen

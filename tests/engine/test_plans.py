@@ -171,6 +171,7 @@ def test_verify_with_whole_numbers(two_ranks: Pool, policy: Any) -> None:
     assert two_ranks.run(planning_jobs.verified_integers, policy) == [True] * 2
 
 
+@pytest.mark.slow
 def test_calibrate(two_ranks: Pool, tmp_path: Path) -> None:
     replies = two_ranks.run(planning_jobs.calibrated, str(tmp_path))
     assert replies[0][1] == replies[1][1]

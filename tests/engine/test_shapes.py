@@ -115,6 +115,7 @@ def test_an_order_for_each_batch_of_several_totals(four_ranks: Pool, plan: int) 
     check(results, batches, how, copies=4 // plan)
 
 
+@pytest.mark.slow
 def test_copies_meet_shapes_at_different_times(four_ranks: Pool) -> None:
     """Two copies of two ranks: what one makes the other need not wait for."""
     batches = [(7, 9, 4), (6, 7), (20,)]

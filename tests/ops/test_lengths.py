@@ -12,6 +12,7 @@ from customized_ops.ring_attention import (
     Layout,
     run_ranks,
     wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
@@ -119,3 +120,14 @@ def test_a_batch_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     (out.sum() + lse.sum()).backward()
     assert q.grad is not None and q.grad.shape == q.shape
     assert k.grad is not None and k.grad.shape == k.shape
+
+
+def test_lengths_of_a_ranks_own_tokens() -> None:
+    """Each rank has the documents of its own part in mind."""
+    q = torch.randn(8, 2, 4)
+
+    def body(comm: Comm) -> None:
+        with pytest.raises(ArgumentError, match="the cumulative lengths of the whole sequence"):
+            wrap_ring_attn_varlen_func(q, q, q, [0, 3, 8], [0, 3, 8], process_group=comm)
+
+    run_ranks(2, body)

@@ -165,7 +165,10 @@ def softcap_of(op: str, softcap: float) -> float:
 
 
 def _dropout(op: str, dropout_p: float) -> float:
-    return _number(op, "dropout_p", dropout_p, lambda x: 0 <= x < 1, "in [0, 1)")
+    expected = "in [0, 1)"
+    if isinstance(dropout_p, int) and dropout_p > 1:
+        expected += " (flash-attn's max_seqlen_q and max_seqlen_k go by name here)"
+    return _number(op, "dropout_p", dropout_p, lambda x: 0 <= x < 1, expected)
 
 
 def _spec(op: str, name: str, layout: Layout | None) -> str:

@@ -92,10 +92,15 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
         )
     if layout.sizes[comm.rank] != local:
+        remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
+        if told and local == total:
+            remedy = (
+                "if these are a part of the sequence, give the mask or the cumulative lengths of "
+                "the whole sequence, all ranks' tokens together, the same on every rank"
+            )
         raise ArgumentError(
             f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
-            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){told}; if the "
-            f"sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){told}; {remedy}"
         )
     return layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import torch
@@ -181,3 +182,43 @@ def gradients_that_are_old(plan: int, overlap: bool) -> dict[str, list[Tensor]]:
     model.sync_grad()
     note("by hand")
     return found
+
+
+def guarded(what: str) -> list[str]:
+    """What is said of a training that goes wrong otherwise."""
+    ranks = dist.get_world_size()
+    model, given = tiny_llama("ring"), sample("ring", 1, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = parallelize(model, given, "cp", ComputeConfig(ranks, ranks))
+    if what != "made before":
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parallel(**given).backward()
+            if what != "not synced":
+                parallel.sync_grad()
+            if what == "cleared in place":
+                parallel.zero_grad(set_to_none=False)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said + [str(warning.message) for warning in caught]
+
+
+def beside_the_original() -> None:
+    """Both may be trained; a step where nothing is due is no error, nor is one after sync_grad."""
+    ranks = dist.get_world_size()
+    model, given = tiny_llama("ring"), sample("ring", 1, 16)
+    parallel = parallelize(model, given, "cp", ComputeConfig(ranks, ranks))
+    for module in (model, parallel):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.step()
+        module(**given).backward()
+        if module is parallel:
+            parallel.sync_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()

@@ -22,6 +22,7 @@ from ..capture.capture import bound_arguments
 from ..plan.planning import AnyPolicy
 from ..plan.policies import is_path, named
 from ..report.engine_plan import EnginePlan
+from .optimizer_guard import guard
 from .parallel_module import ParallelModule, same_weights
 from .parameters import call_in_dtype
 from .rank_agreement import same_request
@@ -101,7 +102,8 @@ def parallelize(
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
         VerificationError: with ``verify``, something differs from the single module; names it.
     """
-    module: Any = module_or_module_class
+    original: Any = module_or_module_class
+    module = original
     example = dummy_forward_args
     verified = verify if isinstance(verify, bool) else "on arguments"
     dtypes = {"module_dtype": module_dtype, "compute_dtype": compute_dtype}
@@ -125,7 +127,9 @@ def parallelize(
 
     def made(example: Mapping[str, Any]) -> ParallelModule:
         given = module, example, pas_policy, compute_config, compute_dtype
-        return ParallelModule(*given, lowered=lowered, compile=compile)
+        parallel = ParallelModule(*given, lowered=lowered, compile=compile)
+        guard(parallel, original)
+        return parallel
 
     if not verify or compute_config.ranks == 1:
         return made(example)

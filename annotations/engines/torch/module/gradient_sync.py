@@ -13,6 +13,7 @@ buckets in the same order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,13 +111,20 @@ class Reducer:
         self._started = self._forwards = 0  # buckets; forwards since a gradient came
         self._paused = self._ran = False  # in no_sync; a forward has run since the last sync
         self._new: set[Parameter] = set()  # those that a backward has added to since
-        self._summed: dict[Parameter, TensorWeakRef] = {}  # gradients, by the last sync
+        # Gradients, by the last sync, and their versions then.
+        self._summed: dict[Parameter, tuple[TensorWeakRef, int]] = {}
+        self._warned = False
 
     @property
     def due(self) -> bool:
         """Whether there may be gradients to add up: other copies may have had a backward where this
         one had none, so a forward is enough."""
         return self._ran or bool(self._new)
+
+    @property
+    def unsummed(self) -> bool:
+        """Whether a backward has added to a gradient since the last sync."""
+        return bool(self._new)
 
     def forward(self, parameters: Sequence[Parameter]) -> None:
         """A forward runs whose backward may find gradients of these parameters."""
@@ -165,7 +173,9 @@ class Reducer:
 
     def _accumulated(self, parameter: Parameter) -> None:
         """A gradient is in ``.grad``."""
-        self._new.add(parameter)
+        if parameter not in self._new:
+            self._new.add(parameter)
+            self._warn_of_sums(parameter)
         if not self._overlap or parameter not in self._bucket_of:
             return
         self._forwards = 0
@@ -173,6 +183,22 @@ class Reducer:
             self._bucket_of[parameter].early.pop(parameter, None)
         elif not self._paused:
             self._take(parameter, None)
+
+    def _warn_of_sums(self, parameter: Parameter) -> None:
+        """Say once that a backward has added to what the ranks had added up, with nothing between
+        the two."""
+        summed, version = self._summed.get(parameter, (None, 0))
+        grad = parameter.grad
+        if self._warned or summed is None or grad is None or summed() is not grad:
+            return
+        if grad._version == version + 1:
+            self._warned = True
+            warnings.warn(
+                "a backward has added to gradients that sync_grad() had added up over the ranks, "
+                "and the next sync_grad() counts those sums once for each rank; call sync_grad() "
+                "once, after the last backward of a step, and zero_grad() after the optimizer's",
+                stacklevel=2,
+            )
 
     def _take(self, parameter: Parameter, early: Tensor | None) -> None:
         bucket = self._bucket_of[parameter]
@@ -212,7 +238,7 @@ class Reducer:
         self._ran = False
         old = {
             p: p.grad
-            for p, summed in self._summed.items()
+            for p, (summed, _) in self._summed.items()
             if p.grad is not None and p not in self._new and summed() is p.grad
         }
         for parameter in old:
@@ -228,7 +254,9 @@ class Reducer:
                     parameter.grad = grad
         self._started = self._forwards = 0
         self._new.clear()
-        self._summed = {p: TensorWeakRef(p.grad) for p in self._watched if p.grad is not None}
+        self._summed = {
+            p: (TensorWeakRef(p.grad), p.grad._version) for p in self._watched if p.grad is not None
+        }
 
 
 def local(x: Tensor) -> Tensor:

@@ -24,6 +24,11 @@ class TrainingModule(torch.nn.Module):
     _reducer: Reducer | None  # None on one rank
     _argument_names: tuple[str, ...]  # of forward
 
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether a backward has found gradients that are not added up over the ranks yet."""
+        return self._reducer is not None and self._reducer.unsummed
+
     def sync_grad(self) -> None:
         """Add up the gradients of all ranks, in place, after the last backward of a step.
 

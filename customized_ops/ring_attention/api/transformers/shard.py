@@ -98,7 +98,10 @@ def shard_batch(
     if isinstance(layout, str):
         kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
         if layout not in kinds:
-            raise ArgumentError(f"shard_batch: layout must be {', '.join(kinds)}, got {layout!r}")
+            raise ArgumentError(
+                f"shard_batch: layout must be {', '.join(kinds)} or a Layout, as "
+                f"Layout.balanced(mask, ranks) makes one, got {layout!r}"
+            )
         layout = kinds[layout](total, comm.size)
     assert isinstance(layout, Layout)
     whole = {name: batch[name] for name in CUT if batch.get(name) is not None}
