@@ -114,7 +114,7 @@ def saved_and_sent(policy: Any, layers: int, length: int, compiled: bool) -> dic
     flat = lowered.captured.inputs.flatten((), given)
     found: dict[str, Any] = {}
     sides = []
-    for name, run in (("on DTensors", lowered._program), ("lowered", lowered)):
+    for name, run in (("on DTensors", lowered.program), ("lowered", lowered)):
         if name == "lowered":
             run(parallel._attribute, flat)  # traces
         saved: dict[int, int] = {}

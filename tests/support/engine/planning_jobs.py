@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import engine_jobs
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from annotations import ComputeConfig, parallelize
+from annotations import ComputeConfig, parallelize, register_op
 from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
 from annotations.engines.torch.module import parallel_module as engine_module
 from annotations.engines.torch.plan.rates import known_rates, rates_file
@@ -314,3 +315,44 @@ def verified_integers(policy: Any) -> bool:
     told = config(2, (2,), rates=SLOW)
     model = parallelize(Chosen(), given, policy, told, verify=True)
     return all(p.grad is None for p in model.parameters())
+
+
+@register_op("b l d -> b l d", name="seqshard_tests::running_sum", differentiable=("x",))
+def running_sum(x: Tensor) -> Tensor:
+    """Annotated wrongly: a rank's part of l does not begin at 0."""
+    return x.cumsum(1)
+
+
+class RunningSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(running_sum(self.first(x)).relu()).square().mean()
+
+
+def verified_annotation(policy: Any) -> str:
+    """What ``verify`` says of a module with an op that is annotated wrongly."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(3)
+    given = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
+    try:
+        parallelize(RunningSum(), given, policy, ComputeConfig(ranks, ranks), verify=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def verified_llama(op: str) -> str:
+    """What ``verify`` says where all ops are right, and gradients are lost after them."""
+    ranks = dist.get_world_size()
+    model, given = engine_jobs.tiny_llama(op), engine_jobs.sample(op, 1, 30)
+    config = ComputeConfig(ranks, ranks, pas_config={"hoist": True})
+    with mock.patch.object(engine_module.ParallelModule, "sync_grad", lambda self: None):
+        try:
+            parallelize(model, given, "cp", config, verify=True)
+        except ValueError as error:
+            return str(error)
+    return ""

@@ -192,6 +192,12 @@ class ParallelModule(TrainingModule):
         self.plan = self._programs.plans[found[0]]
         return found
 
+    def planned_for(self, arguments: Mapping[str, Any]) -> tuple[Program, list[Any]]:
+        """The planned graph that takes these arguments, and its flat inputs."""
+        inputs = self._program().captured.inputs
+        program, flat = self._program_for(inputs.flatten((), arguments))
+        return program.program if isinstance(program, Lowered) else program, flat
+
     def _modes_now(self) -> Modes:
         return tuple(module.training for module in self.modules())
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..capture import checkpointed
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, value_of, with_inputs
+from ..capture.nodes import is_getitem, resolve, value_of, values_of, with_inputs
 from ..module.parameters import cast, replicated
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Places, share, unsplit
@@ -106,6 +106,16 @@ class Program:
         pairs = zip(captured.user_inputs, flat_inputs, strict=True)
         return given | {name: value for name, value in pairs if name}
 
+    def one(self, node: Node, inputs: Mapping[tuple[Node, int], Tensor]) -> list[Any]:
+        """The results of one op by itself, whole on every rank.
+
+        Args:
+            inputs: whole, the same on every rank, by the op that makes each and which result it is.
+        """
+        run = _Run(self, {key: replicated(x, self.mesh) for key, x in inputs.items()})
+        run.steps([node])
+        return run.results(node)
+
     def run(self, given: Mapping[str, Any], *, traced: bool = False) -> list[Any]:
         """The flat results; ``traced`` where a graph is made of the run, in which checkpointed
         calls are marked."""
@@ -164,6 +174,17 @@ class _Run:
             return x
         everywhere = (Replicate(),) * self._program.mesh.ndim
         return self._get(x, everywhere, everywhere).to_local(grad_placements=everywhere)
+
+    def results(self, node: Node) -> list[Any]:
+        """All that an op returned, whole on every rank."""
+        everywhere = (Replicate(),) * self._program.mesh.ndim
+        made = [self._values[node, n] for n in range(len(values_of(node)))]
+        return [
+            Move.apply(x, everywhere).to_local(grad_placements=everywhere)
+            if isinstance(x, DTensor)
+            else x
+            for x in made
+        ]
 
     def _get(self, node: Node, places: Places, grads: Places) -> Any:
         producer, index = resolve(node)

@@ -58,19 +58,19 @@ class Lowered:
         self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
     ) -> None:
         self.captured = program.captured
-        self._program, self._compiled = program, compiled
+        self.program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
         """Run the forward as :meth:`.execute.Program.__call__`. Raises LoweringError where the
         program cannot be traced."""
-        given = self._program.given(attribute, flat_inputs)
+        given = self.program.given(attribute, flat_inputs)
         tensors = list(given.values())
         kind = _kind(tensors)
         if kind not in self._traces:
             with stage("compiling" if self._compiled else "lowering"):
-                self._traces[kind] = Trace(self._program, given, self._compiled, self._arrived)
+                self._traces[kind] = Trace(self.program, given, self._compiled, self._arrived)
         return self._traces[kind](tensors)
 
     @property

@@ -1,0 +1,159 @@
+"""``verify=True``: a parallel module compared with the module alone, and the op that differs named.
+
+results and gradients of one step --differ--> each op by itself, on the inputs that it has alone
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from annotations.registry import record_of
+
+from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
+from ..plan.policies import module_of
+from ..run.execute import Program
+from .parameters import call_in_dtype, cast
+
+# Largest difference, as a share of the largest value: summing in another order costs so much. Of
+# gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
+# is 0 but for rounding (of a bias of keys, say) is nothing but that.
+NOISE = 1e-3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class VerificationError(ValueError):
+    """A parallel module computes something else than the module alone."""
+
+
+def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, Any]) -> None:
+    """Compare results and every gradient of one step; leaves no gradients behind. Raises on every
+    rank, naming the first that differs and by how much."""
+    if parallel.draws:
+        raise VerificationError(
+            "verify=True cannot compare a module that drops elements at random: call .eval() first"
+        )
+    dtype, copies = parallel.compute_dtype, parallel.compute_config.num_scale_units
+    want, want_grads = _step(alone, example, lambda: None, dtype)
+    got, got_grads = _step(parallel, example, parallel.sync_grad)
+    pairs = zip(got, want, strict=True)
+    found = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(pairs)]
+    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
+    # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
+    # and their gradients were added up.
+    for name, grad in want_grads.items():
+        what = f"the gradient of {name}"
+        found.append(_differing(what, got_grads.get(name), grad, dtype, copies, NOISE * largest))
+    first: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(first, next(filter(None, found), ""))
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(first) if text]
+    if wrong:
+        program, flat_inputs = parallel.planned_for(example)
+        op = _wrong_op(program, flat_inputs, alone) or "each op by itself is right"
+        dist.all_gather_object(first, op)
+        raise VerificationError(
+            f"the parallel module differs from the one alone; {wrong[0]}; {first[0]}"
+        )
+
+
+def _step(
+    module: Any, example: Mapping[str, Any], sync: Any, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Floating results and gradients of one step."""
+    results = pytree.tree_leaves(call_in_dtype(module, dtype, (), copy.deepcopy(dict(example))))
+    floating = [x for x in results if isinstance(x, Tensor) and x.is_floating_point()]
+    losses = [x if x.ndim == 0 else x.square().sum() for x in floating if x.requires_grad]
+    if losses:
+        torch.stack(losses).sum().backward()
+        sync()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return floating, grads
+
+
+def _differing(
+    what: str, got: Any, want: Any, dtype: torch.dtype | None, copies: int = 1, least: float = 0.0
+) -> str:
+    """What is wrong, empty if nothing. ``dtype`` is what is computed in, if not ``want``'s;
+    ``copies`` how often ``want`` is in ``got``; ``least`` the least that its largest counts as."""
+    if want is None or got is None:
+        none = "there is none" if got is None else "there should be none"
+        nothing = all(x is None or not x.abs().max() for x in (got, want))
+        return "" if nothing else f"{what}: {none}"
+    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    difference = (whole.detach() / copies - want).abs().max()
+    allowed = TOLERANCE.get(dtype or want.dtype, 1e-3) * want.abs().max().clamp(min=least)
+    if bool(difference <= allowed):  # False for NaN
+        return ""
+    return f"{what} differs by up to {difference:.3e}, of values up to {want.abs().max():.3e}"
+
+
+def _wrong_op(program: Program, flat_inputs: list[Any], alone: torch.nn.Module) -> str:
+    """The first op whose results or gradients differ where it is cut, though it is given what it
+    has alone; empty where there is none. All ranks compare all ops."""
+    captured, found = program.captured, ""
+    values: dict[tuple[Node, int], Any] = {}
+    given = program.given(lambda name: attrgetter(name)(alone), flat_inputs)
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            value: Any = given.get(node.name)
+            read = node.name in captured.attributes
+            values[node, 0] = cast(value, program.compute_dtype) if read else value
+        elif node.op == "call_function" and not is_getitem(node):
+            results, text = _op_by_itself(program, node, values)
+            values.update({(node, n): result for n, result in enumerate(results)})
+            found = found or text
+    return found
+
+
+def _op_by_itself(
+    program: Program, node: Node, values: Mapping[tuple[Node, int], Any]
+) -> tuple[Sequence[Any], str]:
+    """What an op returns alone; and how it differs where it is cut, if it does."""
+
+    def leaves() -> dict[tuple[Node, int], Tensor]:
+        own = {key: values[key].detach() for key in map(resolve, tensor_inputs(node))}
+        return {k: x.requires_grad_(x.is_floating_point()) for k, x in own.items()}
+
+    plain, cut = leaves(), leaves()
+    args, kwargs = with_inputs(node, lambda x, _: plain[resolve(x)])
+    returned = node.target(*args, **kwargs)  # type: ignore[operator]
+    want: Sequence[Any] = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+    got = program.one(node, cut)
+    pairs = zip(got, want, strict=True)
+    texts = [_differing(f"result {n}", a, b, None) for n, (a, b) in enumerate(pairs)]
+    wanted, found = _gradients(want, plain), _gradients(got, cut)
+    largest = max((g.abs().max().item() for g in wanted if g is not None), default=0.0)
+    for key, a, b in zip(plain, found, wanted, strict=True):
+        what = f"the gradient of {key[0].name}"
+        texts.append(_differing(what, a, b, None, least=NOISE * largest))
+    record = record_of(node.target)
+    title = str(node.target) if record is None else record.title
+    text = next(filter(None, texts), "")
+    where = f"{node.name} ({title} in {module_of(node) or 'the module'})"
+    return want, f"of {where} by itself {text}" if text else ""
+
+
+def _gradients(
+    results: Sequence[Any], inputs: Mapping[tuple[Node, int], Tensor]
+) -> Sequence[Tensor | None]:
+    """Of each input, for gradients of the results that are the same in every run."""
+    flowing = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    asked = [x for x in inputs.values() if x.requires_grad]
+    if not flowing or not asked:
+        return [None] * len(inputs)
+    given = [
+        torch.arange(x.numel(), device=x.device).double().cos().to(x.dtype).view(x.shape)
+        for x in flowing
+    ]
+    found = iter(torch.autograd.grad(flowing, asked, given, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in inputs.values()]
