@@ -48,7 +48,7 @@ def check(
     return replies[0][2]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("op", "policy", "batch", "length", "layers"),
     [

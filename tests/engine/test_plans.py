@@ -174,6 +174,7 @@ def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
     assert found.startswith("running_sum (running_sum in the module) by itself result 0 differs")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("op", ["ring", "varlen"])
 def test_verify_of_ops_that_are_right(two_ranks: Pool, op: str) -> None:
     for said in two_ranks.run(planning_jobs.verified_llama, op):

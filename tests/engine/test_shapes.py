@@ -77,6 +77,7 @@ def test_other_totals(two_ranks: Pool, policy: str) -> None:
     assert [len(made) for _, made in results] == [3, 3]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("window", "lowered"), [(None, False), (-1, True), (5, False)])
 def test_an_order_for_each_batch(two_ranks: Pool, window: int | None, lowered: bool) -> None:
     """Tokens are put in another order by each batch's own lengths, by one graph for all."""
