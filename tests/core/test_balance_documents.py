@@ -14,7 +14,11 @@ from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAI
 from customized_ops.ring_attention.core.layout.documents import Documents, document_bounds
 from customized_ops.ring_attention.core.layout.split_documents import EVEN as SPLIT_EVEN
 from customized_ops.ring_attention.core.layout.split_documents import split_documents
-from customized_ops.ring_attention.core.layout.whole_documents import EVEN, whole_documents
+from customized_ops.ring_attention.core.layout.whole_documents import (
+    EVEN,
+    least_area,
+    whole_documents,
+)
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import row_sums
@@ -139,8 +143,20 @@ def test_split_documents_lie_first():
 )
 def test_where_documents_cannot_stay_whole(mask, group_size):
     sizes = sizes_of(mask, group_size)
-    assert whole_documents(Documents.of([(mask.slices, 1.0)], mask.q_len), sizes) is None
+    assert whole_documents(Documents.of([(mask.slices, 1.0)], mask.q_len), sizes, EVEN) is None
     assert assign_documents([(mask.slices, 1.0)], mask.q_len, group_size).good
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
+@some
+def test_the_least_area_is_a_bound(tokens, group_size):
+    """Of all ways to lay whole documents on ranks of equal tokens."""
+    mask, size = packed(tokens), sum(tokens) // group_size
+    documents = Documents.of([(mask.slices, 1.0)], mask.q_len)
+    bound = least_area(documents, size)
+    for ranks in itertools.product(range(group_size), repeat=len(tokens)):
+        if (np.bincount(ranks, documents.tokens, minlength=group_size) == size).all():
+            assert bound <= np.bincount(ranks, documents.area).max() * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def assign_documents(weighted: Weighted, total: int, group_size: int) -> Documen
     mean_pairs = documents.area.sum() / (group_size * sum(weight for _, weight in weighted))
     enough = [max(AS_EVEN, 1 + CALL_PAIRS / mean_pairs), AS_EVEN]
     for table, limit in zip(
-        [whole_documents(documents, sizes), in_order(bounds)], enough, strict=True
+        [whole_documents(documents, sizes, enough[0]), in_order(bounds)], enough, strict=True
     ):
         if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= limit:
             return DocumentAssignment(table, imbalance, True)

@@ -19,24 +19,27 @@ from .documents import Documents
 FREE, LARGE = 22, 8
 # Steps to even out areas, and ranks that are tried in each.
 STEPS, OTHERS = 12, 2
-# Where the largest area over the mean is no use to improve.
-EVEN = 1.01
+# Where the largest area over the mean is no use to improve; and what two steps leave of it that are
+# worth another.
+EVEN, LESS = 1.01, 0.999
 # Areas are counted in whole parts of all, tokens beside them: both fit an int64.
 AREA_UNITS = 1 << 34
 MOST_TOKENS = 1 << 25
 
 
-def whole_documents(documents: Documents, sizes: Ints) -> Ints | None:
+def whole_documents(documents: Documents, sizes: Ints, most: float) -> Ints | None:
     """int64[n, 3] token ranges (rank, start, stop), each a document, that give each rank
     ``sizes[rank]`` tokens and about the mean area; None where that is not possible or not found.
 
     Args:
         documents: some with an area.
         sizes: int64[P], tokens of each rank; together those of ``documents``.
+        most: the largest area over the mean that is of use, EVEN or more.
     """
     tokens, area, total = documents.tokens, documents.area, int(sizes.sum())
-    too_large = area.max() > EVEN * area.sum() / len(sizes) or tokens.max() > sizes.min()
-    if too_large or len(tokens) < 2 * len(sizes) or total > MOST_TOKENS:
+    if len(tokens) < 2 * len(sizes) or total > MOST_TOKENS or tokens.max() > sizes.min():
+        return None
+    if least_area(documents, int(sizes.min())) > most * area.sum() / len(sizes):
         return None
     units = np.rint(area * (AREA_UNITS / area.sum())).astype(np.int64)
     assigned = _Assignment(tokens, units, sizes)
@@ -68,10 +71,13 @@ class _Assignment:
 
     def even_out(self) -> None:
         """Even out areas between the rank with the most and others, those with the least first:
-        with the largest documents to begin with, then with smaller ones."""
+        with the largest documents to begin with, then with smaller ones, as long as that helps."""
+        largest: list[float] = []
         for step in range(STEPS):
             loads, before = self.loads, self.rank_of.copy()
-            if loads.max() <= EVEN * loads.mean():
+            largest.append(float(loads.max()))
+            no_less = step > 1 and largest[-1] >= LESS * largest[-3]
+            if no_less or largest[-1] <= EVEN * loads.mean():
                 return
             falling = np.argsort(-loads, kind="stable").tolist()
             heaviest, others = falling[0], falling[:0:-1][:OTHERS]
@@ -120,6 +126,16 @@ class _Assignment:
         first = min(step * LARGE, len(falling) - FREE)
         rest = np.linspace(first + LARGE, len(falling) - 1, FREE - LARGE).astype(np.int64)
         return np.concatenate([falling[first : first + LARGE], falling[rest]])
+
+
+def least_area(documents: Documents, tokens: int) -> float:
+    """The largest area of a rank is no less, however whole documents lie on ranks of so many
+    tokens: that of a document and of the least dense tokens that fill up its rank."""
+    rising = np.argsort(documents.area / documents.tokens)
+    held = np.append(0, np.cumsum(documents.tokens[rising]))
+    attended = np.append(0.0, np.cumsum(documents.area[rising]))
+    rest = np.interp(tokens - documents.tokens, held, attended)
+    return float((documents.area + rest).max())
 
 
 def _sums(values: Ints) -> Ints:

@@ -69,5 +69,7 @@ def joined(places: Ints) -> Ints:
 def runs(apart: Bools, count: int) -> tuple[Ints, Ints]:
     """Runs of ``count`` rows, where ``apart``, bool[count - 1], says before which row one begins:
     the first row and the last row of each."""
-    heads = np.flatnonzero(np.append(True, apart)[:count])
-    return heads, np.append(heads[1:], count)[: len(heads)] - 1
+    ends = np.flatnonzero(apart)
+    heads, lasts = np.zeros(len(ends) + 1, dtype=np.int64), np.full(len(ends) + 1, count - 1)
+    heads[1:], lasts[:-1] = ends + 1, ends
+    return heads[:count], lasts[:count]

@@ -117,7 +117,9 @@ def areas(slices: Slices) -> Ints:
 
 def _sum_min(start: Ints, stop: Ints, slope_from: Ints, cap: Ints) -> Ints:
     """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
-    turn = np.clip(cap - slope_from, start, stop)
+    turn = np.minimum(
+        np.maximum(cap - slope_from, start), stop
+    )  # np.clip takes three times as long
     rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
     return rising + cap * (stop - turn)
 

@@ -13,6 +13,8 @@ as long as its host, 200 us a call, and then one group is best.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .cost import CostModel, Pass
@@ -41,59 +43,82 @@ def best_head_groups(
     if len(counts) == 1 or (1 - FASTER) * compute.max() > link.max():
         return 1  # nothing to hide
     ranks = {int(np.argmax(link)), int(np.argmax(compute))}
-    seconds = [max(_seconds(plan, rank, n, costs, heads) for rank in ranks) for n in counts]
+    parts = [_Rank.of(plan, rank, costs, heads) for rank in ranks]
+    seconds = [max(part.seconds(n) for part in parts) for n in counts]
     least = min(seconds)
     if least >= FASTER * seconds[0]:
         return 1
     return next(n for n, each in zip(counts, seconds, strict=True) if each <= 1.01 * least)
 
 
-def _seconds(
-    plan: PlanValue, rank: int, count: int, costs: CostModel, heads: tuple[int, int]
-) -> float:
-    """Of a forward and a backward pass of a rank whose peers are never late."""
-    return sum(
-        _pass_seconds(plan, rank, count, costs, heads, backward=backward)
-        for backward in (False, True)
-    )
+class _Rank(NamedTuple):
+    """What a rank does whose peers are never late. Kernels run one after the other, each when its
+    rows and keys are here; what travels does so one after the other too. Keys are counted as if
+    they came in one step.
 
+    Attributes:
+        own_rows, others_rows: whether these are attended over own keys, and over received ones.
+        here, away: seconds in kernels over own and over received keys, forward and backward.
+        row_link, key_link: seconds on a link for rows, one tensor of them, and for keys, both ways.
+        merge: seconds to set a group's results beside the others'.
+    """
 
-def _pass_seconds(
-    plan: PlanValue,
-    rank: int,
-    count: int,
-    costs: CostModel,
-    heads: tuple[int, int],
-    *,
-    backward: bool,
-) -> float:
-    """Kernels run one after the other, each when its rows and keys are here; what travels does so
-    one after the other too. Keys are counted as if they came in one step."""
-    row_bytes, key_bytes = heads[0] * DIM * ITEMSIZE, 2 * heads[1] * DIM * ITEMSIZE
-    row_link = int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes
-    key_link = int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes / count
-    (own_here, own_away), (others_here, others_away) = plan.kinds_of_calls[:, :, rank].tolist()
-    area = int(plan.area[rank])
-    area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
-    seconds = costs.attend_seconds([area_here, area - area_here], heads[0], DIM, DIM)[backward]
-    here, away = seconds.tolist()
-    if count > 1:
-        away += 2 * int(plan.rows_over_others_keys[rank]) * row_bytes / MEMORY_BYTES
-    rows, rows_home = (3, 2) if backward else (1, 1)  # tensors; gradients of rows are wide
-    link = rows * row_link
-    rows_there = link + costs.step_seconds if link else 0.0
-    arrivals = []
-    for _ in range(count):
-        link += key_link
-        arrived = link + costs.step_seconds if key_link else 0.0
-        arrivals.append(max(arrived, rows_there) if others_away else arrived)
-    now, home = (rows_there if others_here else 0.0) + here, 0.0
-    for arrived in arrivals:
-        now = max(now, arrived) + away / count
-        if backward and key_link:
-            link = max(link, now) + key_link
-            home = link + costs.step_seconds
-    if row_link:
-        home = max(link, now) + rows_home * row_link + costs.step_seconds
-    calls = own_here + others_here + count * (own_away + others_away)
-    return max(now, home, calls * costs.call_seconds)
+    costs: CostModel
+    own_rows: tuple[bool, bool]
+    others_rows: tuple[bool, bool]
+    here: tuple[float, float]
+    away: tuple[float, float]
+    row_link: float
+    key_link: float
+    merge: float
+
+    @staticmethod
+    def of(plan: PlanValue, rank: int, costs: CostModel, heads: tuple[int, int]) -> _Rank:
+        """What ``rank`` does for a plan."""
+        row_bytes, key_bytes = heads[0] * DIM * ITEMSIZE, 2 * heads[1] * DIM * ITEMSIZE
+        area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
+        areas = [area_here, int(plan.area[rank]) - area_here]
+        forward, backward = (
+            each.tolist() for each in costs.attend_seconds(areas, heads[0], DIM, DIM)
+        )
+        own_rows, others_rows = plan.kinds_of_calls[:, :, rank].tolist()
+        return _Rank(
+            costs,
+            own_rows,
+            others_rows,
+            (forward[0], backward[0]),
+            (forward[1], backward[1]),
+            int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
+            int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes,
+            2 * int(plan.rows_over_others_keys[rank]) * row_bytes / MEMORY_BYTES,
+        )
+
+    def seconds(self, count: int) -> float:
+        """Of a forward and a backward pass with so many groups of heads."""
+        return self._pass_seconds(count, backward=False) + self._pass_seconds(count, backward=True)
+
+    def _pass_seconds(self, count: int, *, backward: bool) -> float:
+        step = self.costs.step_seconds
+        here, away = self.here[backward], self.away[backward]
+        if count > 1:
+            away += self.merge
+        key_link = self.key_link / count
+        rows, rows_home = (3, 2) if backward else (1, 1)  # tensors; gradients of rows are wide
+        link = rows * self.row_link
+        rows_there = link + step if link else 0.0
+        arrivals = []
+        for _ in range(count):
+            link += key_link
+            arrived = link + step if key_link else 0.0
+            arrivals.append(max(arrived, rows_there) if self.others_rows[1] else arrived)
+        now, home = (rows_there if self.others_rows[0] else 0.0) + here, 0.0
+        for arrived in arrivals:
+            now = max(now, arrived) + away / count
+            if backward and key_link:
+                link = max(link, now) + key_link
+                home = link + step
+        if self.row_link:
+            home = max(link, now) + rows_home * self.row_link + step
+        calls = self.own_rows[0] + self.others_rows[0]
+        calls += count * (self.own_rows[1] + self.others_rows[1])
+        return max(now, home, calls * self.costs.call_seconds)

@@ -75,6 +75,8 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
         tokens: what :func:`counts` gave.
         size: int64[P]: of a token as each rank receives it; the same for the n-th of every team.
     """
+    if team_size == 1:
+        return tokens * size[0]
     length = needed[:, 2] - needed[:, 1]
     needs = np.bincount(needed[:, 0], length, minlength=len(tokens) // team_size).astype(np.int64)
     held = np.repeat(needs, team_size) - tokens[:, 1]

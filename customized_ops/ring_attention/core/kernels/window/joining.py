@@ -31,9 +31,9 @@ def _join_along(along: str, slices: Slices) -> Slices:
         if len(a) == 0:
             break
         hulls = _hulls(slices[a], slices[b])
-        pairs = areas(slices)
         wide = hulls[:, LO] < hulls[:, HI]
-        exact = np.flatnonzero(wide & (areas(hulls) == pairs[a] + pairs[b]))
+        pairs, of_hulls = np.split(areas(np.concatenate([slices, hulls])), [len(slices)])
+        exact = np.flatnonzero(wide & (of_hulls == pairs[a] + pairs[b]))
         gone = np.zeros(len(slices), dtype=bool)
         chosen = []
         for n, first, second in zip(exact, a[exact], b[exact], strict=True):
@@ -76,5 +76,7 @@ def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
 def _hulls(a: Slices, b: Slices) -> Slices:
     """The least slices that hold both. Bounds are tight, so if the union of two slices is a slice,
     it is this one. As the two are disjoint, it is if the areas add up."""
-    least, most = np.minimum(a, b), np.maximum(a, b)
-    return np.stack([(least if n in (Q0, K0, LO) else most)[:, n] for n in range(6)], axis=1)
+    hulls = np.maximum(a, b)
+    starts = [Q0, K0, LO]
+    hulls[:, starts] = np.minimum(a, b)[:, starts]
+    return hulls
