@@ -94,7 +94,7 @@ class Steps:
                 count += 1
         if self.cuda:
             torch.cuda.synchronize()
-        waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+        waits = [warning for warning in caught if "called a synch" in str(warning.message)]
         self.syncs += len(waits)
         for place in {f"{warning.filename}:{warning.lineno}" for warning in waits}:
             print(f"the host waits in {place}", file=sys.stderr)
