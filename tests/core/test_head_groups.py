@@ -15,6 +15,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
@@ -40,7 +41,7 @@ def test_two_ranks_by_hand():
     side_by_side = 2 * tokens * 32 * 128 * 2 / head_groups.MEMORY_BYTES
 
     def seconds(count: int, backward: bool) -> float:
-        return head_groups._pass_seconds(plan, 0, count, costs, HEADS, backward=backward)
+        return RankTimes.of(plan, 0, costs, HEADS).pass_seconds(count, backward=backward)
 
     assert seconds(1, False) == pytest.approx(link + local)
     assert seconds(4, False) == pytest.approx(link + local / 4 + side_by_side / 4)
@@ -48,7 +49,7 @@ def test_two_ranks_by_hand():
     assert seconds(4, True) == pytest.approx(2 * link)  # never idle: keys come, gradients go
     slow_host = replace(costs, call_seconds=local)
     for count, calls in ((1, 2), (8, 9)):
-        hosts = head_groups._pass_seconds(plan, 0, count, slow_host, HEADS, backward=False)
+        hosts = RankTimes.of(plan, 0, slow_host, HEADS).pass_seconds(count, backward=False)
         assert hosts >= calls * local
 
 
@@ -56,10 +57,8 @@ def test_slow_links_and_long_shards_are_worth_groups():
     plan = causal(8192)
     assert plan.head_groups > 1
     one = causal(8192, head_groups=1)
-    seconds = [
-        head_groups._seconds(plan, 0, count, BETWEEN_HOSTS, HEADS)
-        for count in (1, plan.head_groups)
-    ]
+    rank = RankTimes.of(plan, 0, BETWEEN_HOSTS, HEADS)
+    seconds = [rank.seconds(count) for count in (1, plan.head_groups)]
     assert seconds[1] < head_groups.FASTER * seconds[0]
     assert (one.steps, one.head_groups) == (plan.steps, 1)
 

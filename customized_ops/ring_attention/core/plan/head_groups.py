@@ -43,7 +43,7 @@ def best_head_groups(
     if len(counts) == 1 or (1 - FASTER) * compute.max() > link.max():
         return 1  # nothing to hide
     ranks = {int(np.argmax(link)), int(np.argmax(compute))}
-    parts = [_Rank.of(plan, rank, costs, heads) for rank in ranks]
+    parts = [RankTimes.of(plan, rank, costs, heads) for rank in ranks]
     seconds = [max(part.seconds(n) for part in parts) for n in counts]
     least = min(seconds)
     if least >= FASTER * seconds[0]:
@@ -51,7 +51,7 @@ def best_head_groups(
     return next(n for n, each in zip(counts, seconds, strict=True) if each <= 1.01 * least)
 
 
-class _Rank(NamedTuple):
+class RankTimes(NamedTuple):
     """What a rank does whose peers are never late. Kernels run one after the other, each when its
     rows and keys are here; what travels does so one after the other too. Keys are counted as if
     they came in one step.
@@ -73,7 +73,7 @@ class _Rank(NamedTuple):
     merge: float
 
     @staticmethod
-    def of(plan: PlanValue, rank: int, costs: CostModel, heads: tuple[int, int]) -> _Rank:
+    def of(plan: PlanValue, rank: int, costs: CostModel, heads: tuple[int, int]) -> RankTimes:
         """What ``rank`` does for a plan."""
         row_bytes, key_bytes = heads[0] * DIM * ITEMSIZE, 2 * heads[1] * DIM * ITEMSIZE
         area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
@@ -82,7 +82,7 @@ class _Rank(NamedTuple):
             each.tolist() for each in costs.attend_seconds(areas, heads[0], DIM, DIM)
         )
         own_rows, others_rows = plan.kinds_of_calls[:, :, rank].tolist()
-        return _Rank(
+        return RankTimes(
             costs,
             own_rows,
             others_rows,
@@ -95,9 +95,10 @@ class _Rank(NamedTuple):
 
     def seconds(self, count: int) -> float:
         """Of a forward and a backward pass with so many groups of heads."""
-        return self._pass_seconds(count, backward=False) + self._pass_seconds(count, backward=True)
+        return self.pass_seconds(count, backward=False) + self.pass_seconds(count, backward=True)
 
-    def _pass_seconds(self, count: int, *, backward: bool) -> float:
+    def pass_seconds(self, count: int, *, backward: bool) -> float:
+        """Of one of the two."""
         step = self.costs.step_seconds
         here, away = self.here[backward], self.away[backward]
         if count > 1:
