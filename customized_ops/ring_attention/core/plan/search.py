@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..layout import Layout, LayoutError
 from ..mask import AttnMask
@@ -156,6 +156,20 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     return plans[0] if len(plans) == 1 else rates.best(plans)
 
 
+# What a plan works out of its work and its layouts alone.
+OF_WORK = (
+    *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
+    *("kinds_of_calls", "area_over_own_keys", "rows_over_others_keys"),
+)
+
+
+def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
+    """The same work with other ``steps`` or ``head_groups``; what is known of it stays known."""
+    other = replace(plan, made={}, _ranks={}, **changes)
+    vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
+    return other
+
+
 @dataclass(frozen=True)
 class _Rates:
     """What plans are compared by: times for so many query and key heads."""
@@ -176,15 +190,16 @@ class _Rates:
 
     def may_be_faster_split(self, plans: list[AnyPlan]) -> bool:
         """Whether splitting heads could be worth it: not where one of ``plans`` is as fast as
-        kernels alone, evenly loaded."""
-        least = sum(float(each.compute.mean()) for each in self.passes(plans[0]))
+        kernels alone, evenly loaded, and started in one call."""
+        call = self.costs.call_seconds
+        least = sum(max(float(each.compute.mean()), call) for each in self.passes(plans[0]))
         return least < AS_FAST * min(self.seconds(plan) for plan in plans)
 
     def staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
         if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only spares calls
-        gathered = replace(plan, steps=0, made={}, _ranks={})
+        gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
     def in_head_groups(self, plan: AnyPlan, count: int | None) -> AnyPlan:
@@ -193,7 +208,7 @@ class _Rates:
             return plan
         if count is None:
             count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
-        return plan if count == 1 else replace(plan, head_groups=count, made={}, _ranks={})
+        return plan if count == 1 else _variant(plan, head_groups=count)
 
     def best(self, plans: list[AnyPlan]) -> AnyPlan:
         """Of the plans that are the fastest within a twentieth, those whose busiest link is well
