@@ -61,6 +61,11 @@ class PackedBatch:
     plan: Plan
     target_count: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own."""
+        arrays = [t.numpy() for t in (self.tokens, self.targets, self.positions, self.cu_seqlens)]
+        return _received, (arrays, self.layout, self.plan, self.target_count)
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
         read."""
@@ -68,6 +73,10 @@ class PackedBatch:
             t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.positions)
         )
         return replace(self, tokens=tokens, targets=targets, positions=positions)
+
+
+def _received(arrays: Sequence[Any], layout: Layout, plan: Plan, target_count: int) -> PackedBatch:
+    return PackedBatch(*map(torch.from_numpy, arrays), layout, plan, target_count)
 
 
 @dataclass(frozen=True)

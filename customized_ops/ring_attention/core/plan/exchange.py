@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,10 @@ class Exchange:
     places: Ints
     tokens: int
     team_size: int = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In a pickled plan: without an index for each token, soon made again."""
+        return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
     @property
     def empty(self) -> bool:
