@@ -76,7 +76,8 @@ class PackedBatch:
 
 
 def _received(arrays: Sequence[Any], layout: Layout, plan: Plan, target_count: int) -> PackedBatch:
-    return PackedBatch(*map(torch.from_numpy, arrays), layout, plan, target_count)
+    tokens, targets, positions, cu_seqlens = map(torch.from_numpy, arrays)
+    return PackedBatch(tokens, targets, positions, cu_seqlens, layout, plan, target_count)
 
 
 @dataclass(frozen=True)
