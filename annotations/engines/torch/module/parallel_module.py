@@ -25,7 +25,7 @@ from ..plan.rates import known_rates
 from ..report.engine_plan import EnginePlan, whole_copies
 from ..run.execute import Program
 from ..run.lowered import Lowered
-from ..strategies.placements import Places
+from ..strategies.placements import Placements
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
 from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
 from .programs import Modes, Programs
@@ -76,7 +76,7 @@ class ParallelModule(TrainingModule):
         object.__setattr__(self, "_original", original)
         self._dummy_forward_args = dict(dummy_forward_args)
         self.compute_dtype = compute_dtype
-        self._kept: Mapping[str, Places] | None = None
+        self._kept: Mapping[str, Placements] | None = None
         self._reducer = None
         self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile

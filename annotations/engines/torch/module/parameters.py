@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ..strategies.placements import Places, cut_axes
+from ..strategies.placements import Placements, cut_axes
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -29,14 +29,14 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def keep_in_parts(module: Module, parameters: Mapping[str, Places], mesh: DeviceMesh) -> None:
+def keep_in_parts(module: Module, parameters: Mapping[str, Placements], mesh: DeviceMesh) -> None:
     """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
     placements, the others whole; none where none is given. Optimizers and norms that take many
     tensors at once take either plain ones or DTensors. A tied parameter stays one."""
     if not parameters:
         return
     owners = dict(module.named_parameters(remove_duplicate=False))
-    everywhere: Places = (Replicate(),) * mesh.ndim
+    everywhere: Placements = (Replicate(),) * mesh.ndim
     given = {id(owners[name]): places for name, places in parameters.items()}
     for whole in list(module.parameters()):
         if isinstance(whole, DTensor):

@@ -23,7 +23,7 @@ from annotations.registry import record_of
 from ..capture.nodes import arguments_of, tensor_inputs, value_of, values_of
 from ..strategies.choices import Choices, Reading, move_steps
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places, local_bytes, local_shape
+from ..strategies.placements import Placements, local_bytes, local_shape
 from ..strategies.reshard import ReshardStep
 
 BACKWARD_OF_ATTENTION = 2.5  # of its forward: five products for two
@@ -118,7 +118,7 @@ class PlanCost:
         return seconds
 
     def move(
-        self, producer: Node, index: int, source: Places, reading: Reading
+        self, producer: Node, index: int, source: Placements, reading: Reading
     ) -> tuple[int, int, float]:
         """Bytes received to bring a tensor to a reader, and its gradient back; seconds of both."""
         value = value_of(producer, index)

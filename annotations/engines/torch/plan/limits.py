@@ -22,7 +22,7 @@ from ..capture.nodes import tensor_inputs
 from ..report.engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
 from ..strategies.choices import Choices
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places
+from ..strategies.placements import Placements
 from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path, module_of
 
 Keep = Callable[[Strategy], bool]
@@ -67,7 +67,7 @@ class Limits:
             found = node.name not in splits or self.keep_split(node, splits[node.name])
             assert found, f"{node.name} cannot be split as it was"
 
-    def keep_parameters(self, kept: Mapping[str, Places]) -> None:
+    def keep_parameters(self, kept: Mapping[str, Placements]) -> None:
         """Parameters stay as they are kept, whatever else is planned anew."""
         for node, name in self.choices.parameters.items():
             self.kept.pop(node, None)
@@ -189,7 +189,7 @@ def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
     return not any(a is not None for a in axes) if force in (None, "whole") else force in axes
 
 
-def _is_placed(places: Places, force: Force) -> bool:
+def _is_placed(places: Placements, force: Force) -> bool:
     if force in (None, "whole"):
         return all(p.is_replicate() for p in places)
     return force == "any" or _fits(force, list(map(_dim, places)))

@@ -32,7 +32,7 @@ from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs, value
 from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places, local_bytes
+from ..strategies.placements import Placements, local_bytes
 from .engine_cost import PlanCost, received_bytes
 from .limits import Limits
 from .policies import module_of
@@ -40,7 +40,7 @@ from .solver import Infeasible, LinearProgram, PlanningError
 
 Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots
 # Of two ops of which one reads the other: a variable for how it is made and how it is read.
-Pairs = dict[tuple[Places, Reading], int]
+Pairs = dict[tuple[Placements, Reading], int]
 
 
 def choose(limits: Limits, cost: PlanCost, mesh: DeviceMesh) -> dict[Node, Strategy]:
@@ -124,11 +124,11 @@ class _Problem:
         self, producer: Node, index: int, readers: Sequence[tuple[Node, int]], count: int
     ) -> None:
         """What it costs to bring a tensor to each of its readers: each way of reading it once."""
-        readings: dict[tuple[Places, Reading], list[tuple[int, Node]]] = {}
+        readings: dict[tuple[Placements, Reading], list[tuple[int, Node]]] = {}
         for reader, slot in readers:
             for way, variable in self._pair(producer, index, reader, slot).items():
                 readings.setdefault(way, []).append((variable, reader))
-        kept: dict[Places, list[int]] = {}
+        kept: dict[Placements, list[int]] = {}
         for (source, reading), pairs in readings.items():
             seconds = count * self._cost.move(producer, index, source, reading)[2]
             if seconds:
@@ -159,7 +159,7 @@ class _Problem:
         key = (producer, index, reader, slot)
         if key in self._pairs:
             return self._pairs[key]
-        left: dict[Places, list[tuple[int, float]]] = {}
+        left: dict[Placements, list[tuple[int, float]]] = {}
         right: dict[Reading, list[tuple[int, float]]] = {}
         for v, s in self._taking(producer):
             left.setdefault(s.outputs[index], []).append((v, -1.0))

@@ -28,7 +28,7 @@ from ..report.engine_plan import EnginePlan, Split, to_plain
 from ..report.plan_summary import cut, graph_hash, make_report
 from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places
+from ..strategies.placements import Placements
 from .engine_cost import ADAM_BYTES, Budget, PlanCost, Rates
 from .limits import as_plan, limits_of, limits_of_plan
 from .planner import choose
@@ -51,7 +51,7 @@ class Planned:
 
     permutations: Sequence[SequencePermutation]
     strategies: Mapping[str, Strategy]
-    parameters: Mapping[str, Places]
+    parameters: Mapping[str, Placements]
     report: EnginePlan
     shuffled: bool = False
 
@@ -83,7 +83,7 @@ class Planning:
     parameters: Mapping[str, torch.dtype]
     rates: Rates
     device: torch.device | str = "cpu"
-    kept: Mapping[str, Places] | None = None
+    kept: Mapping[str, Placements] | None = None
 
     def plan(self) -> Planned:
         """Find the plan; communicates nothing.

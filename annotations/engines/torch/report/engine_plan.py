@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Shard
 
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places
+from ..strategies.placements import Placements
 
 Split = str | None | tuple[str | None, ...]
 
@@ -160,7 +160,7 @@ class EnginePlan:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
 
 
-def places_text(places: Places) -> str:
+def places_text(places: Placements) -> str:
     """``S1,R`` for cut on dim 1 along the first axis, whole along the second."""
     return ",".join(
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"

@@ -18,7 +18,7 @@ from ..plan.engine_cost import PlanCost, flops, received_bytes
 from ..plan.policies import OpSite, module_of
 from ..strategies.choices import Choices, Reading
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places, local_bytes
+from ..strategies.placements import Placements, local_bytes
 from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
@@ -44,7 +44,7 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> En
     )
 
 
-def cut(choices: Choices, chosen: Chosen) -> dict[str, Places]:
+def cut(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
     """The parameters that are kept in parts, by name."""
     named = choices.parameters.items()
     return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
@@ -157,7 +157,7 @@ def _in_any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
 
 
-def _words(places: Places) -> str:
+def _words(places: Placements) -> str:
     """Placements; in words where there is but one axis."""
     text = places_text(places)
     if len(places) > 1:

@@ -23,7 +23,7 @@ from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, value_of, values_of, with_inputs
 from ..module.parameters import cast, replicated
 from ..strategies.op_strategies import Strategy
-from ..strategies.placements import Places, share, unsplit
+from ..strategies.placements import Placements, share, unsplit
 from ..strategies.reshard import Move, brought
 from .local_graph import output_of
 from .recompute import Values, run_again
@@ -35,7 +35,7 @@ class PartsOfGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Places
+        ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Placements
     ) -> Any:
         """The parameter as it is read; nothing moves."""
         return brought(replicated(parameter.detach(), mesh), places)
@@ -66,7 +66,7 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: Tensor, mesh: DeviceMesh, places: Places, shape: Any, stride: Any
+        ctx: Any, local: Tensor, mesh: DeviceMesh, places: Placements, shape: Any, stride: Any
     ) -> Any:
         ctx.places = places
         return DTensor.from_local(
@@ -148,7 +148,7 @@ class _Run:
 
     def __init__(self, program: Program, values: Values) -> None:
         self._program, self._values = program, values
-        self._moved: dict[tuple[Node, int, Places, Places], Any] = {}
+        self._moved: dict[tuple[Node, int, Placements, Placements], Any] = {}
 
     def steps(self, nodes: Iterable[Node]) -> None:
         """Run ops in order."""
@@ -186,7 +186,7 @@ class _Run:
             for x in made
         ]
 
-    def _get(self, node: Node, places: Places, grads: Places) -> Any:
+    def _get(self, node: Node, places: Placements, grads: Placements) -> Any:
         producer, index = resolve(node)
         key = (producer, index, places, grads)
         if key not in self._moved:

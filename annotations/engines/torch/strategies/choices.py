@@ -16,11 +16,11 @@ from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, tensor_inputs, values_of
 from ..plan.policies import OpSite, sites
 from .op_strategies import Strategy, strategies_of
-from .placements import Places
+from .placements import Placements
 from .reshard import ReshardStep, Shape, gradient_steps, steps
 
 # How a tensor is read, and how its gradient then lies.
-Reading = tuple[Places, Places]
+Reading = tuple[Placements, Placements]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _is_differentiated(node: Node, inputs: Sequence[Node], known: Mapping[Node, 
 
 
 def move_steps(
-    choices: Choices, producer: Node, tensor: Tensor, source: Places, reading: Reading
+    choices: Choices, producer: Node, tensor: Tensor, source: Placements, reading: Reading
 ) -> tuple[tuple[ReshardStep, ...], tuple[ReshardStep, ...]]:
     """The steps of a tensor to one of its readings, and those of its gradient back."""
     (target, grad), shape = reading, tuple(tensor.shape)

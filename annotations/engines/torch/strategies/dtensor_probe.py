@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..capture.nodes import tensor_inputs, values_of, with_inputs
 from .one_axis import AxisStrategy
-from .placements import Places, local_shape, unsplit
+from .placements import Placements, local_shape, unsplit
 
 # Beyond this many tensor inputs only uniform placements are tried.
 ALL_COMBINATIONS_INPUTS = 3
@@ -29,8 +29,8 @@ ALL_COMBINATIONS_INPUTS = 3
 class Answer(NamedTuple):
     """How results and the inputs' gradients lie."""
 
-    outputs: tuple[Places, ...]
-    grads: tuple[Places, ...]
+    outputs: tuple[Placements, ...]
+    grads: tuple[Placements, ...]
 
 
 def ask_dtensor(
@@ -57,7 +57,7 @@ def ask_dtensor(
 
 
 def confirms(
-    node: Node, inputs: Sequence[Places], outputs: Sequence[Places], mesh: DeviceMesh
+    node: Node, inputs: Sequence[Placements], outputs: Sequence[Placements], mesh: DeviceMesh
 ) -> bool:
     """Whether DTensor runs an op so on the whole mesh, where only single axes were asked for."""
     answer = _run_on_meta(node, tensor_inputs(node), inputs, mesh)
@@ -70,7 +70,7 @@ def _placements(value: Tensor, parts: int) -> list[Placement]:
 
 
 def _run_on_meta(
-    node: Node, inputs: Sequence[Node], places: Sequence[Places], mesh: DeviceMesh
+    node: Node, inputs: Sequence[Node], places: Sequence[Placements], mesh: DeviceMesh
 ) -> Answer | None:
     """None where the op communicates or cannot run."""
     leaves: list[Any] = []
@@ -104,8 +104,8 @@ def _run_on_meta(
         logging.disable(before)
     if counted.get_total_counts():
         return None
-    outputs = tuple(_lying(r) for r in flat)
-    grads = tuple(_lying(x.grad) if x.grad is not None else x.placements for x in leaves)
+    outputs = tuple(_placements_of(r) for r in flat)
+    grads = tuple(_placements_of(x.grad) if x.grad is not None else x.placements for x in leaves)
     whole = [value.shape for value in values_of(node)]
     if not all(_is_part(r, shape) for r, shape in zip(flat, whole, strict=True)):
         return None
@@ -115,7 +115,7 @@ def _run_on_meta(
     return Answer(outputs, grads) if plain else None
 
 
-def _lying(result: Any) -> Places:
+def _placements_of(result: Any) -> Placements:
     return tuple(result.placements) if isinstance(result, DTensor) else ()
 
 

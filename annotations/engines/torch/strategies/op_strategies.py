@@ -28,7 +28,7 @@ from annotations.rules import InnerCost, SplitSite
 from ..capture.nodes import arguments_of, signature, tensor_inputs, values_of
 from .dtensor_probe import ask_dtensor
 from .one_axis import AxisStrategy, along_axis
-from .placements import Places, fits, local_shape
+from .placements import Placements, fits, local_shape
 
 # What DTensor answered, for all graphs of this process.
 _asked: dict[Any, list[AxisStrategy]] = {}
@@ -49,9 +49,9 @@ class Strategy:
         local: run the op on the local tensors themselves, not through DTensor.
     """
 
-    inputs: tuple[Places, ...]
-    outputs: tuple[Places, ...]
-    grads: tuple[Places, ...]
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    grads: tuple[Placements, ...]
     split: tuple[str | None, ...]
     inner: tuple[InnerCost, ...]
     divided: tuple[bool, ...]
@@ -115,8 +115,8 @@ def _combine(
             tuple(s.divides for s in combination),
             local,
         )
-        lying = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
-        if all(fits(value, places, parts) for value, places in lying):
+        placed = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
+        if all(fits(value, places, parts) for value, places in placed):
             found.append(_with_costs(node, made, parts))
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 # How a tensor lies: one placement for each axis of the mesh.
-Places = tuple[Placement, ...]
+Placements = tuple[Placement, ...]
 
 
 def share(size: int, parts: int, index: int) -> int:
@@ -21,7 +21,7 @@ def share(size: int, parts: int, index: int) -> int:
 
 def local_shape(
     shape: Iterable[int],
-    places: Places,
+    places: Placements,
     parts: Sequence[int],
     at: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def local_shape(
     return tuple(local)
 
 
-def local_bytes(value: Any, places: Places, parts: Sequence[int]) -> int:
+def local_bytes(value: Any, places: Placements, parts: Sequence[int]) -> int:
     """Bytes of a tensor on the rank that holds most of it."""
     if not isinstance(value, Tensor):
         return 0
@@ -54,7 +54,7 @@ def unsplit(place: Placement) -> Placement:
     return Replicate() if isinstance(place, Partial) else place
 
 
-def fits(value: Any, places: Places, parts: Sequence[int]) -> bool:
+def fits(value: Any, places: Placements, parts: Sequence[int]) -> bool:
     """Whether every rank gets some of a tensor that lies so."""
     if not isinstance(value, Tensor):
         return True

@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .placements import Places, local_shape, share, unsplit
+from .placements import Placements, local_shape, share, unsplit
 
 Shape = tuple[int, ...]
 
@@ -36,14 +36,16 @@ class ReshardStep:
     """
 
     axis: int
-    before: Places
-    after: Places
+    before: Placements
+    after: Placements
     kind: str
     elements: float
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[ReshardStep, ...]:
+def steps(
+    shape: Shape, source: Placements, target: Placements, parts: Shape
+) -> tuple[ReshardStep, ...]:
     """The path that receives least, and of those the shortest.
 
     Args:
@@ -52,7 +54,7 @@ def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[R
     along = [dict.fromkeys((s, t, Replicate())) for s, t in zip(source, target, strict=True)]
     numbers = itertools.count()  # so that the heap never compares placements
     queue: list[Any] = [(0, 0, next(numbers), source, ())]
-    done: set[Places] = set()
+    done: set[Placements] = set()
     while queue:
         elements, length, _, here, path = heapq.heappop(queue)
         if here == target:
@@ -70,7 +72,7 @@ def steps(shape: Shape, source: Places, target: Places, parts: Shape) -> tuple[R
     raise AssertionError("gathering everything and slicing it is always a path")
 
 
-def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> ReshardStep | None:
+def _step(shape: Shape, here: Placements, axis: int, to: Any, parts: Shape) -> ReshardStep | None:
     """The step along ``axis``, None where there is none or a later axis cuts the same dim."""
     place, n = here[axis], parts[axis]
     if place == to or isinstance(to, Partial):
@@ -103,7 +105,7 @@ def _step(shape: Shape, here: Places, axis: int, to: Any, parts: Shape) -> Resha
 
 
 def gradient_steps(
-    shape: Shape, grad: Places, source: Places, parts: Shape
+    shape: Shape, grad: Placements, source: Placements, parts: Shape
 ) -> tuple[ReshardStep, ...]:
     """The way back: of a gradient that lies as ``grad``, to how that of ``source`` must lie."""
     return steps(shape, grad, tuple(map(unsplit, source)), parts)
@@ -113,7 +115,7 @@ class Move(torch.autograd.Function):
     """A DTensor as it must lie; its gradient comes back as it lay."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, target: Places) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, value: Any, target: Placements) -> Any:  # type: ignore[override]
         """``value`` brought to ``target``."""
         ctx.source = tuple(value.placements)
         return brought(value.detach(), target)
@@ -124,7 +126,7 @@ class Move(torch.autograd.Function):
         return brought(grad, tuple(map(unsplit, ctx.source))), None
 
 
-def brought(value: Any, target: Places) -> Any:
+def brought(value: Any, target: Placements) -> Any:
     """A DTensor brought to ``target`` along the cheapest path; not differentiated."""
     source = tuple(value.placements)
     for step in steps(tuple(value.shape), source, target, tuple(value.device_mesh.shape)):
