@@ -16,12 +16,11 @@ from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
-    BackwardOperands,
     Request,
     Scoring,
     refusal,
 )
-from customized_ops.ring_attention.core.kernels.attention_dropout import keep
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -442,8 +441,7 @@ def test_kernels_may_load_16_bytes_at_a_time(monkeypatch, place):
 
     def watched(compute, count):
         def run(*args, **options):
-            operands = args[0] if isinstance(args[0], BackwardOperands) else args
-            for t in operands[:count]:
+            for t in args[0][:count]:
                 whole(t)
             return compute(*args, **options)
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, BackwardOperands, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import merge
@@ -32,9 +37,9 @@ class Rounding:
     """A kernel that rounds all but lse to the inputs' dtype, as those of GPUs do."""
 
     @staticmethod
-    def forward(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = KERNELS["reference"].forward(q, *given)
-        return out.to(q.dtype), lse
+    def forward(given: ForwardOperands, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = KERNELS["reference"].forward(given, *rest)
+        return out.to(given.q.dtype), lse
 
     @staticmethod
     def backward(given: BackwardOperands, *rest: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -101,7 +101,7 @@ def without(what: str) -> ExitStack:
 
     kernel = SimpleNamespace(
         NAME="none",
-        forward=lambda q, k, v, *_: _results(q, v),
+        forward=lambda given, *_: _results(given.q, given.v),
         backward=lambda given, *_, **__: _gradients(given.q, given.k, given.v),
     )
     stands_in: list[tuple[Any, str, Any]] = [(call, "choose", lambda *_: kernel)]

@@ -27,4 +27,4 @@ def missing() -> str | None:
     return None
 
 
-forward, backward = kernel_of(LIBRARY.forward, LIBRARY.backward)
+forward, backward, tables = kernel_of(LIBRARY.forward, LIBRARY.backward)

@@ -4,9 +4,18 @@
 """
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
-from .operands import BackwardOperands, Pairs
-from .protocol import FEATURES, LARGE, Capabilities, Kernel, Request
-from .scoring import Scoring, Tokens
+from .protocol import (
+    FEATURES,
+    LARGE,
+    BackwardOperands,
+    Capabilities,
+    ForwardOperands,
+    Kernel,
+    Pairs,
+    Request,
+    Scoring,
+    Tokens,
+)
 
 __all__ = [
     "FEATURES",
@@ -14,6 +23,7 @@ __all__ = [
     "LARGE",
     "BackwardOperands",
     "Capabilities",
+    "ForwardOperands",
     "Kernel",
     "KernelError",
     "Pairs",

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..kernels import BackwardOperands, Kernel, Pairs, Scoring
+from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring
 from ..merge.merge import accumulation_dtype
 from ..plan import Plan
 from .backward_pass import BackwardPass
@@ -74,7 +74,7 @@ def attention_forward(
     """
     q, k, v = _dense(q), _dense(k), _dense(v)
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        out, lse = kernel.forward(q, k, v, pairs, scoring, None)
+        out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, None)
         return out.to(q.dtype), lse
     heads = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
     return ForwardPass(RankCall(plan, comm, kernel, heads), q, k, v).run()

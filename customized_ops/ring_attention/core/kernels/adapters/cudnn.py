@@ -12,21 +12,28 @@ the next call runs into: a single pair goes as two tokens.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...merge import merge_
-from ...merge.merge import accumulation_dtype, unattended
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring, Tokens
+from ...merge.merge import accumulation_dtype
+from ..protocol import (
+    HALF,
+    BackwardOperands,
+    Capabilities,
+    ForwardOperands,
+    Grads,
+    OutLse,
+    Pairs,
+    Scoring,
+    Tokens,
+)
+from ..window import tiled
 from ..window.columns import apart
 from ..window.lowering import lower
-from ..window.spans import Gradient, Spans
-from .torch_sdpa import Tile
+from ..window.tiled import Tile, Tiling
 
 NAME = "cudnn"
 CAPABILITIES = (
@@ -65,58 +72,37 @@ def tiles(pairs: Pairs) -> list[Tile]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    cut, rows, _ = _cut(pairs)
-    if rows.whole:
-        return _attend(cut[0], q, k, v, scoring)
-    out, lse = unattended(q, v.shape[-1], rows.dtype(q.dtype))
-    for tile, fresh in zip(cut, rows.fresh, strict=True):
-        part, part_lse = _attend(tile, q, k, v, scoring)
-        if fresh:
-            out[:, tile.rows], lse[..., tile.rows] = part, part_lse
-        else:
-            merge_(out[:, tile.rows], lse[..., tile.rows], part, part_lse)
-    return out, lse
+    return tiled.forward(partial(_attend, scoring), given, _tiling(pairs))
 
 
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
     """The gradient of lse is calls of its own."""
-    q, k, v = given.q, given.k, given.v
-    (cut, all_rows, all_keys), of_lse = _cut(pairs), apart(given)
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = Gradient(q, all_rows), Gradient(k, all_keys), Gradient(v, all_keys)
-    for n, tile in enumerate(cut):
-        rows, keys = tile.rows, tile.keys
-        part_q, part_k, part_v = _gradients(tile, given.part(rows, keys), scoring)
+    of_lse, wide = apart(given), accumulation_dtype(given.q.dtype)
+
+    def attend_backward(tile: Tile, part: BackwardOperands) -> Grads:
+        dq, dk, dv = _gradients(scoring, tile, part)
         if of_lse is not None:
-            more_q, more_k, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
-            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
-        dq.add(n, part_q, dq.total[:, rows])
-        dk.add(n, part_k, dk.total[:, keys])
-        dv.add(n, part_v, dv.total[:, keys])
-    return dq.total, dk.total, dv.total
+            more_dq, more_dk, _dv = _gradients(scoring, tile, of_lse.part(tile.rows, tile.keys))
+            dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
+        return dq, dk, dv
+
+    return tiled.backward(attend_backward, given, _tiling(pairs))
 
 
-def _cut(pairs: Pairs) -> tuple[list[Tile], Spans, Spans]:
-    """The calls of some pairs, and which rows and keys they cover."""
-
-    def make() -> tuple[list[Tile], Spans, Spans]:
-        cut = tiles(pairs)
-        rows = Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len)
-        return cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len)
-
-    return pairs.made(_cut, make)
+def _tiling(pairs: Pairs) -> Tiling:
+    return pairs.made(_tiling, lambda: Tiling.of(tiles(pairs), pairs))
 
 
-def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> OutLse:
+def _attend(scoring: Scoring, tile: Tile, given: ForwardOperands) -> OutLse:
     """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query=_heads_first(tile, q[:, tile.rows]),
-        key=_heads_first(tile, k[:, tile.keys]),
-        value=_heads_first(tile, v[:, tile.keys]),
+        query=_heads_first(tile, given.q),
+        key=_heads_first(tile, given.k),
+        value=_heads_first(tile, given.v),
         attn_bias=None,
         compute_log_sumexp=True,
         dropout_p=0.0,
@@ -128,8 +114,8 @@ def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Ou
     return out[:, :, :length].transpose(1, 2), lse.view(out.shape[:3])[..., :length]
 
 
-def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> tuple[Tensor, ...]:
-    """dq, dk and dv of a tile, of which ``given`` has the rows and keys."""
+def _gradients(scoring: Scoring, tile: Tile, given: BackwardOperands) -> Grads:
+    """dq, dk and dv of a tile."""
     dout, q, k, v, out, lse, _ = given
     query, key, value = (_heads_first(tile, t) for t in (q, k, v))
     lse = (pad(lse, (0, 1)) if _single_pair(tile) else lse).contiguous()
@@ -152,9 +138,9 @@ def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> tuple[T
         is_causal=tile.causal or _single_pair(tile),
         scale=scoring.softmax_scale,
     )
-    return tuple(
-        grad[:, :, : t.shape[1]].transpose(1, 2) for grad, t in zip(grads, (q, k, v), strict=True)
-    )
+    both = zip(grads, (q, k, v), strict=True)
+    dq, dk, dv = (grad[:, :, : t.shape[1]].transpose(1, 2) for grad, t in both)
+    return dq, dk, dv
 
 
 def _single_pair(tile: Tile) -> bool:

@@ -8,7 +8,7 @@ many shapes is slow at its first step only.
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
-from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring
-from ..window import library_calls, windowed
+from ..protocol import (
+    HALF,
+    BackwardOperands,
+    Capabilities,
+    ForwardOperands,
+    Grads,
+    OutLse,
+    Scoring,
+)
 from ..window.columns import apart
-from ..window.library_calls import LibraryCall, Packing
+from ..window.library_calls import LibraryCall, Limits, Packing
 from ..window.signatures import lacking
+from ..window.windowed import kernel_of
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
@@ -64,12 +70,11 @@ def missing() -> str | None:
         )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
-) -> OutLse:
+def attend(given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object) -> OutLse:
+    q, k, v = given
     packed = _packed_if_refused(q, k, call)
     if packed is not None:
-        out, lse = attend(packed.pack(q), packed.pack(k), packed.pack(v), packed, scoring)
+        out, lse = attend(packed.inputs(given), packed, scoring)
         return packed.unpack(out), packed.unpack_stats(lse)
     fused, shape = _fused(), _Shape(q, k, v, call)
     out, (stats, *_) = fused.fused_attn_fwd(
@@ -211,5 +216,4 @@ def _fused() -> ModuleType:
     return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
 
-forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)
-tables = partial(library_calls.tables, gaps=False)
+forward, backward, tables = kernel_of(attend, attend_backward, Limits(gaps=False))

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring
-from ..window import library_calls
-from ..window.library_calls import LibraryCall
+from ..protocol import (
+    HALF,
+    BackwardOperands,
+    Capabilities,
+    ForwardOperands,
+    Grads,
+    OutLse,
+    Scoring,
+)
+from ..window.library_calls import LibraryCall, Limits
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 CAPABILITIES = Capabilities(
@@ -34,9 +38,8 @@ CAPABILITIES = Capabilities(
 )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
-) -> OutLse:
+def attend(given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object) -> OutLse:
+    q, k, v = given
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query=q, key=k, value=v, return_debug_mask=False, **_options(q, k, call, scoring)
     )
@@ -102,5 +105,6 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
             torch.set_deterministic_debug_mode(before)
 
 
-forward, backward = kernel_of(attend, attend_backward, wide_right=False, same_widths=True)
-tables = partial(library_calls.tables, wide_right=False)
+forward, backward, tables = kernel_of(
+    attend, attend_backward, Limits(wide_right=False), same_widths=True
+)

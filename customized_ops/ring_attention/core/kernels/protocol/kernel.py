@@ -1,15 +1,21 @@
-"""What a kernel is: attention over slices on one device."""
+"""What a kernel is: attention over slices on one device. What it is asked for, can do, is given and
+returns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .operands import BackwardOperands, Grads, OutLse, Pairs
+from ...mask.slices import Slices
 from .scoring import Scoring, Tokens
+
+T = TypeVar("T")
+OutLse = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 # What a request may need beyond a causal or full softmax, and a kernel may have.
 FEATURES = (
@@ -61,7 +67,7 @@ class Capabilities:
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
         lse_columns: by how much a gradient of lse widens v, see
-            :func:`~.window.columns.widened`.
+            :func:`~..window.columns.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
     """
 
@@ -100,6 +106,69 @@ class Capabilities:
         return None if found >= self.arch else f"needs compute capability {needed}, not {has}"
 
 
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The pairs that a kernel call attends. One object serves every call of a plan's stage, so what
+    a kernel works out from it (calls, block lists, index tensors) is worked out once.
+
+    Attributes:
+        slices: int64[n, 6], normalised and disjoint; they count rows of q and k.
+        q_len, k_len: tokens of q and k, attended or not.
+    """
+
+    slices: Slices
+    q_len: int
+    k_len: int
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def made(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned the first time that ``key`` was asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+class ForwardOperands(NamedTuple):
+    """The tensors that a forward is given; shapes are those of :class:`Kernel`.
+
+    Packed sequences have no b: see :class:`~..window.library_calls.Packing`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def part(self, rows: slice, keys: slice) -> ForwardOperands:
+        """Some of the rows and some of the keys, as views."""
+        return ForwardOperands(self.q[:, rows], self.k[:, keys], self.v[:, keys])
+
+
+class BackwardOperands(NamedTuple):
+    """The gradient of out, what the forward was given, and what it returned.
+
+    Attributes:
+        dout, out: [b, i, h, e]. q: [b, i, h, d]. k: [b, j, g, d]. v: [b, j, g, e].
+        lse: [b, h, i]. Like out it is final: over all keys of a row, not only over those in k.
+        dlse: [b, h, i], the gradient of the final lse, in lse's dtype; None for 0.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None = None
+
+    def part(self, rows: slice, keys: slice) -> BackwardOperands:
+        """Some of the rows and some of the keys, as views."""
+        dout, q, out = [t[:, rows] for t in (self.dout, self.q, self.out)]
+        dlse = None if self.dlse is None else self.dlse[..., rows]
+        return BackwardOperands(
+            dout, q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], dlse
+        )
+
+
 class Kernel(Protocol):
     """A module or an object that attends. Importing it imports no optional package.
 
@@ -122,7 +191,7 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+        self, given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
     ) -> OutLse:
         """out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64) of these
         pairs alone: k may be a part of a row's keys, to be merged with others. The same bit for bit
