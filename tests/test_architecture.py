@@ -18,7 +18,7 @@ Graph = Mapping[str, set[str]]
 
 RING = "customized_ops.ring_attention"
 CORE = f"{RING}.core"
-KERNELS = f"{CORE}.kernels"
+KERNEL_CORE = f"{CORE}.kernels"
 
 # Of each folder of the core, the other folders of it that it may import.
 CORE_FOLDERS = {
@@ -105,7 +105,7 @@ def allowed(importer: str, imported: str) -> bool:
     if here and there and here != there:
         return there in CORE_FOLDERS[here]
     if here == there == "kernels":
-        here, there = (folder_of(m, KERNELS, KERNEL_FOLDERS) for m in (importer, imported))
+        here, there = (folder_of(m, KERNEL_CORE, KERNEL_FOLDERS) for m in (importer, imported))
         return not here or here == there or there in KERNEL_FOLDERS[here]
     above_core = inside(imported, OP) or inside(imported, API) or is_public(imported)
     if inside(importer, CORE):
@@ -179,8 +179,8 @@ def test_a_circle_through_a_package_is_noticed(tmp_path: Path) -> None:
         (f"{CORE}.plan.plan", "from ..run import executor"),
         (f"{CORE}.merge.merge", "from ..plan import Plan"),
         (f"{CORE}.kernels.choice", "from ..comm import Comm"),
-        (f"{KERNELS}.adapters.flash4", "from ..choice import KERNELS"),
-        (f"{KERNELS}.window.windowed", "from ..adapters import flash4"),
+        (f"{KERNEL_CORE}.adapters.flash4", "from ..choice import KERNELS"),
+        (f"{KERNEL_CORE}.window.windowed", "from ..adapters import flash4"),
         (f"{CORE}.comm.messages", "from ..run.executor import forward"),
         (f"{CORE}.run.executor", "from ...op.call import AttentionCall"),
         (f"{CORE}.report.draw", f"from {RING}.doctor import main"),
@@ -201,8 +201,8 @@ def test_right_arrows_are_not_refused(tmp_path: Path) -> None:
         f"{API}.yunchang": "from ..ring_attn import wrap_ring_attn_func",
         f"{OP}.eager": "from ..core.run.executor import forward\nfrom annotations import rules",
         f"{CORE}.run.executor": "from ..plan import Plan\nfrom ..kernels.choice import choose",
-        f"{KERNELS}.choice": "from .adapters import flash4\nfrom .speeds import seconds",
-        f"{KERNELS}.adapters.flash4": "from ..window import windowed\nfrom ..protocol import Pairs",
+        f"{KERNEL_CORE}.choice": "from .adapters import flash4\nfrom .speeds import seconds",
+        f"{KERNEL_CORE}.adapters.flash4": "from ..window import windowed",
         f"{CORE}.plan.plan": "from .work import Work\nfrom ..mask.slices import Slice",
     }
     assert wrong_arrows(planted(tmp_path, sources)) == []

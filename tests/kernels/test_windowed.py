@@ -13,13 +13,13 @@ from windows import KINDS, WIDE, Library, draw, pairs_of
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import reference
 from customized_ops.ring_attention.core.kernels.window import windowed
-from customized_ops.ring_attention.core.kernels.window.library_calls import NONE, Limits
+from customized_ops.ring_attention.core.kernels.window.library_calls import UNLIMITED, CallLimits
 
 SCORING = Scoring(0.35, softcap=1.5)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, limits=NONE):
+def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, limits=UNLIMITED):
     """Forward and backward equal the reference's; returns the library's calls of the forward."""
     library = library or Library()
     want = reference.forward(ForwardOperands(q, k, v), pairs, scoring, None)
@@ -45,7 +45,7 @@ def test_values(kind, batch, kv_heads):
     pairs = pairs_of(slices, rows, keys)
     check(pairs, q, k, v, dout)
     check(pairs, q, k, v, dout, dlse)
-    check(pairs, q, k, v, dout, dlse, limits=Limits(gaps=False, wide_right=False))
+    check(pairs, q, k, v, dout, dlse, limits=CallLimits(gaps=False, wide_right=False))
 
 
 @st.composite
@@ -69,7 +69,7 @@ def parts_of_a_band(draw):
 def test_parts_of_a_band(mask, batch, gaps, wide_right):
     slices, rows, keys = mask
     q, k, v, dout, dlse = draw(batch, rows, keys)
-    limits = Limits(gaps, wide_right)
+    limits = CallLimits(gaps, wide_right)
     check(pairs_of(slices, rows, keys), q, k, v, dout, dlse, limits=limits)
 
 

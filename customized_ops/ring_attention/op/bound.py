@@ -59,7 +59,7 @@ class Bound:
 
     call: AttentionCall
     plan: Plan
-    kernel: Kernel | te_cp.ContextParallel
+    kernel: Kernel | te_cp.TeCall
     scoring: Scoring | None
     key_positions: Tensor | None
     reduce_dtype: torch.dtype | None
@@ -67,7 +67,7 @@ class Bound:
     @property
     def keeps_group(self) -> bool:
         """TransformerEngine's own context parallelism keeps its group, so it must not be kept."""
-        return isinstance(self.kernel, te_cp.ContextParallel)
+        return isinstance(self.kernel, te_cp.TeCall)
 
     def forward(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None]
@@ -81,7 +81,7 @@ class Bound:
         own, packed = self.call.key_heads, self.call.source.packed
         if own is not None:
             k, v = own.of(k), own.of(v)
-        if isinstance(self.kernel, te_cp.ContextParallel):
+        if isinstance(self.kernel, te_cp.TeCall):
             return self.kernel.forward(q, k, v)
         if packed:
             q, k, v = _batched(q, k, v)
@@ -130,7 +130,7 @@ class Bound:
         dout, dlse = grads
         options, packed = self.call.options, self.call.source.packed
         dout = torch.zeros_like(out) if dout is None else dout
-        if isinstance(self.kernel, te_cp.ContextParallel):
+        if isinstance(self.kernel, te_cp.TeCall):
             return (*self.kernel.backward(dout, q, k, v), None)
         if packed:
             q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)

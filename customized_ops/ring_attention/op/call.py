@@ -175,7 +175,7 @@ class AttentionCall:
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions
 
-    def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.ContextParallel:
+    def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.TeCall:
         """What runs the call: a kernel under the executor, or TransformerEngine's own.
 
         Raises:

@@ -4,18 +4,9 @@
 """
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
-from .protocol import (
-    FEATURES,
-    LARGE,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Kernel,
-    Pairs,
-    Request,
-    Scoring,
-    Tokens,
-)
+from .protocol.kernel import BackwardOperands, ForwardOperands, Kernel, Pairs
+from .protocol.request import FEATURES, LARGE, Capabilities, Request
+from .protocol.scoring import Scoring, Tokens
 
 __all__ = [
     "FEATURES",

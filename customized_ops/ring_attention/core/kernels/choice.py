@@ -15,7 +15,8 @@ import torch
 
 from .adapters import cudnn, flash4, flex, reference, te, torch_ops
 from .adapters.flash_attn import flash2, flash3
-from .protocol import Capabilities, Kernel, Request
+from .protocol.kernel import Kernel
+from .protocol.request import Capabilities, Request
 from .speeds import SHAPE_CLASSES, fastest_first, seconds
 
 # Fastest first where nothing was measured.

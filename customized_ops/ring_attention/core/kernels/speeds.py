@@ -30,7 +30,7 @@ from functools import lru_cache
 from ..mask import AttnMask
 from ..mask.intervals import depth
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1
-from .protocol import HALF, Request
+from .protocol.request import HALF, Request
 
 SHAPE_CLASSES = ("full", "causal", "packed", "window", "sparse")
 BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of two

@@ -19,17 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...merge.merge import accumulation_dtype
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Pairs,
-    Scoring,
-    Tokens,
-)
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
 from ..window import tiled
 from ..window.columns import apart
 from ..window.lowering import lower
@@ -41,7 +33,7 @@ CAPABILITIES = (
 )
 
 # cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
-CUDNN = 91002
+OLDEST = 91002
 
 
 def missing() -> str | None:
@@ -50,7 +42,7 @@ def missing() -> str | None:
     if not torch.backends.cudnn.is_available():
         return "torch was built without cuDNN, or finds none"
     found = torch.backends.cudnn.version()
-    return f"cuDNN {found} is too old; {CUDNN} or newer is needed" if found < CUDNN else None
+    return f"cuDNN {found} is too old; {OLDEST} or newer is needed" if found < OLDEST else None
 
 
 def tiles(pairs: Pairs) -> list[Tile]:

@@ -23,25 +23,16 @@ import torch
 
 from ...index_table import IndexTable
 from ...mask.slices import UNBOUNDED, normalise
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Pairs,
-    Request,
-    Scoring,
-    Tokens,
-)
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities, Request
+from ..protocol.scoring import Scoring, Tokens
 from ..window import library_calls, windowed
 from ..window.block_lists import blocks_touched
 from ..window.columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width
-from ..window.library_calls import PACKED, LibraryCall, Limits, Packing, lowered
+from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing, lowered
 from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
-from ..window.windowed import NOWHERE, Into
+from ..window.windowed import NOWHERE, GradientPlaces
 from . import flash4_blocks
 
 NAME = "flash4"
@@ -110,7 +101,7 @@ COPY_BYTES = 3e12  # per second, read or written
 LEAST = 512
 COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
 MANY = 256  # segments of a call; it has other kernels for more
-LIMITS = Limits(least=LEAST)
+LIMITS = CallLimits(least=LEAST)
 
 
 @cache
@@ -223,7 +214,7 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: Into = NOWHERE,
+    into: GradientPlaces = NOWHERE,
 ) -> Grads:
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
         **given._asdict(),  # which have the library's names

@@ -19,7 +19,8 @@ import torch
 
 from ...index_table import IndexTable, send
 from ...mask.slices import UNBOUNDED, normalise
-from ..protocol import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs, Scoring
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.scoring import Scoring
 from ..window.block_lists import BlockList, BlocksMet, block_lists, row_intervals
 
 BLOCK_Q = 128

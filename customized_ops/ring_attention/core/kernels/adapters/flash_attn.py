@@ -16,16 +16,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Scoring,
-)
-from ..window.library_calls import PACKED, LibraryCall, Limits, Packing
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
+from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing
 from ..window.lowering import Window
 from ..window.signatures import call_by_name, lacking, required
 from ..window.windowed import LSE_COLUMNS, kernel_of
@@ -44,7 +38,7 @@ class FlashAttention:
     install: str  # how to get it
     versions: str  # which will do
     varlen: bool  # whether packed sequences have functions of their own
-    limits: Limits
+    limits: CallLimits
     renames: bool  # whether names of causal and window differ between functions and versions
     constants: dict[str, Any] = field(default_factory=dict)  # further arguments of every call
     forward_constants: dict[str, Any] = field(default_factory=dict)  # and of every forward
@@ -152,7 +146,7 @@ flash2 = FlashAttention(
     install="pip install flash-attn",
     versions="2.7 or newer",
     varlen=True,
-    limits=Limits(wide_right=False),
+    limits=CallLimits(wide_right=False),
     renames=False,
     constants={"dropout_p": 0.0, "alibi_slopes": None},
     forward_constants={"return_softmax": False},
@@ -164,6 +158,6 @@ flash3 = FlashAttention(
     install="build it from the folder hopper of the flash-attention repository",
     versions="of 2025 or newer",
     varlen=False,
-    limits=Limits(),
+    limits=CallLimits(),
     renames=True,
 )

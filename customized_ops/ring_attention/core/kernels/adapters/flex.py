@@ -34,17 +34,9 @@ from annotations.library.define import autograd_on
 
 from ...mask.slices import K0, Slices
 from ...merge.merge import Accumulator, Sum, accumulation_dtype
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Pairs,
-    Scoring,
-    Tokens,
-)
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
 from ..window.block_lists import BlocksMet, block_lists, row_intervals
 
 NAME = "flex"

@@ -15,19 +15,9 @@ from torch import Tensor
 
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
 from ...merge.merge import accumulation_dtype, unattended
-from ..protocol import (
-    FEATURES,
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Pairs,
-    Scoring,
-    Tokens,
-)
-from ..protocol.scoring import keep
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import FEATURES, HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens, keep
 
 NAME = "reference"
 CAPABILITIES = tuple(

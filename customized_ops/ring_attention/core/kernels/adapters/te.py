@@ -16,17 +16,11 @@ import torch
 from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Scoring,
-)
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
 from ..window.columns import apart
-from ..window.library_calls import LibraryCall, Limits, Packing
+from ..window.library_calls import CallLimits, LibraryCall, Packing
 from ..window.signatures import lacking
 from ..window.windowed import kernel_of
 
@@ -46,7 +40,7 @@ CAPABILITIES = (
 # Arguments that older versions lack: before 2.15 outputs had no format of their own.
 NEEDED = ("bottom_right_diagonal", "o_format")
 # cuDNN 9.10.2: windows on both sides, packed and not; 9.10.0 and 9.10.1 compute wrongly.
-CUDNN = (9, 10, 2)
+OLDEST_CUDNN = (9, 10, 2)
 # Above this head dim cuDNN's backward on Hopper wants q and v equally wide, or 192 and 128.
 MIXED_WIDTHS = 128
 
@@ -59,8 +53,8 @@ def missing() -> str | None:
             names = " and ".join(lacks)
             return f"transformer_engine is too old: no {names}; 2.15 or newer is needed"
         utils = importlib.import_module("transformer_engine.pytorch.utils")
-        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), CUDNN))
-        if tuple(utils.get_cudnn_version()) < CUDNN:
+        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), OLDEST_CUDNN))
+        if tuple(utils.get_cudnn_version()) < OLDEST_CUDNN:
             return f"cuDNN {found} is too old; {least} or newer is needed"
         return None
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
@@ -216,4 +210,4 @@ def _fused() -> ModuleType:
     return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
 
-forward, backward, tables = kernel_of(attend, attend_backward, Limits(gaps=False))
+forward, backward, tables = kernel_of(attend, attend_backward, CallLimits(gaps=False))

@@ -15,16 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Scoring,
-)
-from ..window.library_calls import LibraryCall, Limits
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
+from ..window.library_calls import CallLimits, LibraryCall
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 CAPABILITIES = Capabilities(
@@ -106,5 +100,5 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 forward, backward, tables = kernel_of(
-    attend, attend_backward, Limits(wide_right=False), same_widths=True
+    attend, attend_backward, CallLimits(wide_right=False), same_widths=True
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..protocol import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
 from . import torch_flash, torch_sdpa
 from .torch_flash import tables
 

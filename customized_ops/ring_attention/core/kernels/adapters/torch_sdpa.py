@@ -15,17 +15,9 @@ from torch import Tensor
 
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
 from ...merge.merge import accumulation_dtype
-from ..protocol import (
-    HALF,
-    BackwardOperands,
-    Capabilities,
-    ForwardOperands,
-    Grads,
-    OutLse,
-    Pairs,
-    Scoring,
-    Tokens,
-)
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
 from ..window import tiled
 from ..window.columns import (
     cut_to,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..protocol import BackwardOperands, ForwardOperands, Grads
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads
 
 
 def inputs_of_same_width(given: ForwardOperands) -> ForwardOperands:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ...index_table import IndexTable
-from ..protocol import BackwardOperands, ForwardOperands, Pairs
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-class Limits(NamedTuple):
+class CallLimits(NamedTuple):
     """What a library takes in one call; ``gaps`` and ``wide_right``: see :func:`.lowering.lower`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     least: int = 0
 
 
-NONE = Limits()
+UNLIMITED = CallLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,9 @@ class LibraryCalls:
     tables: tuple[IndexTable, ...]  # of the calls' packings
 
     @classmethod
-    def of(cls, pairs: Pairs, tensors: tuple[Tensor, ...], limits: Limits = NONE) -> LibraryCalls:
+    def of(
+        cls, pairs: Pairs, tensors: tuple[Tensor, ...], limits: CallLimits = UNLIMITED
+    ) -> LibraryCalls:
         """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
         # Batch entries are packed together where they are end to end in memory.
@@ -167,14 +169,14 @@ class LibraryCalls:
         return found
 
 
-def lowered(pairs: Pairs, limits: Limits = NONE) -> tuple[WindowCall, ...]:
+def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, ...]:
     """The window calls of ``pairs``, worked out once."""
     gaps, wide_right, _ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made((lowered, gaps, wide_right), make)
 
 
-def tables(pairs: Pairs, limits: Limits = NONE) -> list[IndexTable]:
+def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:
     """:meth:`.protocol.Kernel.tables` of a library: those of one batch entry."""
     packed = (call for call in lowered(pairs, limits) if _is_packed(call, limits.least))
     return [call.cu_seqlens for call in packed]
@@ -192,7 +194,7 @@ class _Batch:
     size: int
     flat: bool  # whether they are end to end in memory
     device: torch.device
-    least: int  # see :class:`Limits`
+    least: int  # see :class:`CallLimits`
     used: list[IndexTable] = field(default_factory=list)
 
     def calls(self, number: int, call: WindowCall, pairs: Pairs) -> Iterator[LibraryCall]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...merge import merge_
 from ...merge.merge import unattended
-from ..protocol import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
 from .spans import Gradient, Spans
 
 
@@ -65,12 +65,12 @@ class Tiling:
 
 
 # One call of a library over a tile, of whose rows and keys it has the operands.
-Attend = Callable[[Tile, ForwardOperands], OutLse]
-AttendBackward = Callable[[Tile, BackwardOperands], Grads]
+AttendTile = Callable[[Tile, ForwardOperands], OutLse]
+AttendTileBackward = Callable[[Tile, BackwardOperands], Grads]
 
 
 def forward(
-    attend: Attend, given: ForwardOperands, tiling: Tiling, dtype: torch.dtype | None = None
+    attend: AttendTile, given: ForwardOperands, tiling: Tiling, dtype: torch.dtype | None = None
 ) -> OutLse:
     """out and lse of all tiles, merged in ``dtype``; None: see :meth:`.Spans.dtype`."""
     rows = tiling.rows
@@ -88,7 +88,7 @@ def forward(
 
 
 def backward(
-    attend_backward: AttendBackward,
+    attend_backward: AttendTileBackward,
     given: BackwardOperands,
     tiling: Tiling,
     dtype: torch.dtype | None = None,

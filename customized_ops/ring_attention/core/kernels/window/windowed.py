@@ -18,14 +18,15 @@ from torch import Tensor
 from ...index_table import IndexTable
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
-from ..protocol import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs, Scoring, Tokens
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.scoring import Scoring, Tokens
 from . import library_calls
 from .columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width, widened
-from .library_calls import NONE, LibraryCall, LibraryCalls, Limits
+from .library_calls import UNLIMITED, CallLimits, LibraryCall, LibraryCalls
 from .spans import Gradient
 
-Into = tuple[Tensor | None, ...]
-NOWHERE: Into = (None, None, None)
+GradientPlaces = tuple[Tensor | None, ...]
+NOWHERE: GradientPlaces = (None, None, None)
 LSE_COLUMNS = 8  # by which dlse widens v for libraries that take no dlse: they want multiples of 8
 
 
@@ -44,12 +45,16 @@ Attend = Callable[..., OutLse]
 # dlse have any strides. Each of ``into``, where the gradients belong, may be None.
 #
 #     attend_backward(given: BackwardOperands, call: LibraryCall, scoring, *, deterministic: bool,
-#                     into: Into = NOWHERE) -> Grads
+#                     into: GradientPlaces = NOWHERE) -> Grads
 AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend, given: ForwardOperands, pairs: Pairs, scoring: Scoring, limits: Limits = NONE
+    attend: Attend,
+    given: ForwardOperands,
+    pairs: Pairs,
+    scoring: Scoring,
+    limits: CallLimits = UNLIMITED,
 ) -> OutLse:
     """:meth:`.protocol.Kernel.forward` through ``attend``."""
     todo = LibraryCalls.of(pairs, given, limits)
@@ -101,7 +106,7 @@ def backward(
     given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
-    limits: Limits = NONE,
+    limits: CallLimits = UNLIMITED,
     *,
     deterministic: bool = False,
 ) -> Grads:
@@ -129,7 +134,7 @@ def backward(
 def kernel_of(
     attend: Attend,
     attend_backward: AttendBackward,
-    limits: Limits = NONE,
+    limits: CallLimits = UNLIMITED,
     *,
     same_widths: bool = False,
 ) -> tuple[Callable[..., OutLse], Callable[..., Grads], Callable[[Pairs], list[IndexTable]]]:

@@ -25,7 +25,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.run import rank_pass as executor
-from customized_ops.ring_attention.core.run import side_stream as lanes
+from customized_ops.ring_attention.core.run import side_stream
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.forward_pass import ForwardPass
 from customized_ops.ring_attention.core.run.head_shard import HeadShard
@@ -284,9 +284,9 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     handle = lambda index: order.now.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     monkeypatch.setattr(executor, "SideStream", lambda device, two: SideStream(GPU, two=two))
-    lanes._pair_of.cache_clear()
+    side_stream._pair_of.cache_clear()
     yield order
-    lanes._pair_of.cache_clear()
+    side_stream._pair_of.cache_clear()
     assert device == [request.param], "another device is current"
 
 
@@ -409,7 +409,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
     assert last((4, 2), most) and last((2, 2), most)
     assert not last((4, 2), most - 1) and not last((6, 2), most)
     assert not last((4, 2), most, two=False)
-    monkeypatch.setattr(lanes, "ONE_QUEUE", True)
+    monkeypatch.setattr(side_stream, "ONE_QUEUE", True)
     assert not last((4, 2), most)
 
 
@@ -433,7 +433,7 @@ def test_a_missing_step_is_noticed(
 
 
 def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SideStream, "second", lambda self: lanes.NOTHING)
+    monkeypatch.setattr(SideStream, "second", lambda self: side_stream.NOTHING)
     passes(PLANS["zigzag"], order, times=1)
     with pytest.raises(AssertionError):
         assert_laid_out(PLANS["zigzag"], order)
@@ -485,8 +485,8 @@ def test_on_a_cpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("current_stream", "Stream", "stream", "set_stream", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: pytest.fail("a stream"))
     for device, two in ((torch.device("cpu"), True), (torch.device("cpu"), False), (GPU, False)):
-        lane = SideStream(device, two=two)
-        lane.fork()
-        with lane.second() as inside:
+        streams = SideStream(device, two=two)
+        streams.fork()
+        with streams.second() as inside:
             assert inside is None
-        lane.join()
+        streams.join()

@@ -1,0 +1,95 @@
+"""What a kernel is asked for, and what it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# What a request may need beyond a causal or full softmax, and a kernel may have.
+FEATURES = (
+    "softcap",
+    "alibi",
+    "dropout",
+    "scale of 0 or less",  # of scores; libraries take a row's largest before they scale it
+    "window",  # a bound on how far back a row attends
+    "lse gradient",
+    "deterministic",  # gradients the same bit for bit from run to run
+    "64-bit indices",  # tensors of LARGE elements or more
+)
+LARGE = 2**31
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is asked for; the same for every rank of a call.
+
+    Attributes:
+        device: of q. dtype: of q, k and v.
+        head_dim, v_dim: of q and k, of v. q_heads, kv_heads: of the rank's call.
+        features: of FEATURES, in that order.
+        shape_class: one of "full", "causal", "packed", "window" and "sparse": what its speed
+            depends on.
+        tokens: of the keys of the whole mask; ops round them to a power of two (``speeds.bucket``).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    v_dim: int
+    q_heads: int
+    kv_heads: int
+    features: tuple[str, ...] = ()
+    shape_class: str = "causal"
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can do on one type of device. A request outside of it is refused, never
+    approximated.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        features: of FEATURES.
+        widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
+        multiple: what both must be multiples of.
+        lse_columns: by how much a gradient of lse widens v, see
+            :func:`~..window.columns.widened`.
+        arch: the lowest compute capability of the GPU, as (major, minor).
+    """
+
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    features: tuple[str, ...] = ()
+    widths: tuple[tuple[int, int], ...] = ()
+    multiple: int = 1
+    lse_columns: int = 0
+    arch: tuple[int, int] = (0, 0)
+
+    def refuses(self, request: Request) -> str | None:
+        """Why the kernel cannot take the request, or None if it can."""
+        if request.dtype not in self.dtypes:
+            return f"takes {', '.join(map(str, self.dtypes))}, not {request.dtype}"
+        lacking = [feature for feature in request.features if feature not in self.features]
+        if lacking:
+            return f"has no {', '.join(lacking)}"
+        d, e = request.head_dim, request.v_dim
+        if d % self.multiple or e % self.multiple:
+            return f"takes head dims that are multiples of {self.multiple}, not {d} and {e}"
+        if self.widths and not any(d <= most_d and e <= most_e for most_d, most_e in self.widths):
+            most = " or ".join(f"{most_d} and {most_e}" for most_d, most_e in self.widths)
+            return f"takes head dims of q and v up to {most}, not {d} and {e}"
+        most_e = max((most for _, most in self.widths), default=e) - self.lse_columns
+        if "lse gradient" in request.features and e > most_e:
+            return f"takes a head dim of v up to {most_e} with lse gradient, not {e}"
+        return self.too_old(request.device)
+
+    def too_old(self, device: torch.device) -> str | None:
+        """What a GPU lacks to run the kernel at all, or None."""
+        if self.arch == (0, 0):
+            return None
+        found = torch.cuda.get_device_capability(device)
+        needed, has = (".".join(map(str, version)) for version in (self.arch, found))
+        return None if found >= self.arch else f"needs compute capability {needed}, not {has}"
