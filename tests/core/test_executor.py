@@ -16,6 +16,8 @@ from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
+    BackwardOperands,
+    ForwardOperands,
     Request,
     Scoring,
     refusal,
@@ -94,10 +96,17 @@ def run(
         mine += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
         mine = [strides(t) for t in mine]
         own_dout = strides(plan.q_layout.shard(dout, comm.rank))
-        out, lse = attention_forward(plan, comm, chosen, *mine, scoring, key_positions)
+        out, lse = attention_forward(
+            plan, comm, chosen, ForwardOperands(*mine), scoring, key_positions
+        )
         forward = counted(comm)
         gradients = attention_backward(
-            plan, comm, chosen, own_dout, *mine, out, lse, scoring, key_positions
+            plan,
+            comm,
+            chosen,
+            BackwardOperands(own_dout, *mine, out, lse),
+            scoring,
+            key_positions,
         )
         backward = counted(comm) - forward
         return (out, lse, *gradients), forward.tolist(), backward.tolist()

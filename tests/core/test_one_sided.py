@@ -28,7 +28,12 @@ from customized_ops.ring_attention.core.comm.one_sided import (
 )
 from customized_ops.ring_attention.core.comm.placement import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -74,10 +79,9 @@ def passes(
             own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
             own_dout = plan.q_layout.shard(dout, comm.rank)
             scoring = Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
-            grads = attention_backward(
-                plan, comm, kernel, own_dout, *own, out, lse, scoring, **options
-            )
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
+            given = BackwardOperands(own_dout, *own, out, lse)
+            grads = attention_backward(plan, comm, kernel, given, scoring, **options)
             results += [out, lse, *grads]
         return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
 
@@ -170,19 +174,15 @@ def test_shares_of_any_size(
             q, k, v, dout = draw(CAUSAL, torch.float32, seed, (h, g))
             own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
             kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
             own_dout = plan.q_layout.shard(dout, comm.rank)
             dlse = torch.full_like(lse, 0.5)
             grads = attention_backward(
                 plan,
                 comm,
                 kernel,
-                own_dout,
-                *own,
-                out,
-                lse,
+                BackwardOperands(own_dout, *own, out, lse, dlse),
                 scoring,
-                dlse=dlse,
                 reduce_dtype=reduce_dtype,
             )
             results += [out, lse, *grads]
@@ -237,9 +237,10 @@ def test_plans_drawn_at_random(data: st.DataObject) -> None:
             q, k, v, dout = draw(plan.mask, torch.float64, n)
             own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
             kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
             own_dout = plan.q_layout.shard(dout, comm.rank)
-            grads = attention_backward(plan, comm, kernel, own_dout, *own, out, lse, scoring)
+            given = BackwardOperands(own_dout, *own, out, lse)
+            grads = attention_backward(plan, comm, kernel, given, scoring)
             results += [out, lse, *grads]
         return results
 
@@ -443,7 +444,7 @@ def test_a_pass_that_failed_is_not_followed_by_another(
             (RuntimeError, "ended in an error.*make a new process group"),
         ):
             with pytest.raises(error, match=text):
-                attention_forward(plan, comm, kernel, *own, Scoring(0.25))
+                attention_forward(plan, comm, kernel, ForwardOperands(*own), Scoring(0.25))
 
     run_ranks(2, body)
 

@@ -20,7 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.messages import Messages, Pending, Reduction
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -320,12 +325,11 @@ def passes(plan: Plan, order: Order, times: int = 2, *, with_dlse: bool = False)
             q, k = torch.randn(1, rows, h, DIM), torch.randn(1, keys, g, DIM)
             v, dout = torch.randn(1, keys, g, V_DIM), torch.randn(1, rows, h, V_DIM)
             dlse = torch.randn(1, h, rows) if with_dlse else None
-            out, lse = attention_forward(plan, comm, kernel, q, k, v, scoring)
-            grads = attention_backward(
-                plan, comm, kernel, dout, q, k, v, out, lse, scoring, dlse=dlse
-            )
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(q, k, v), scoring)
+            given = BackwardOperands(dout, q, k, v, out, lse, dlse)
+            grads = attention_backward(plan, comm, kernel, given, scoring)
             read += [t + 0 for t in (out, lse, *grads)]
-            del q, k, v, dout, dlse, out, lse, grads
+            del q, k, v, dout, dlse, out, lse, given, grads
     return read
 
 

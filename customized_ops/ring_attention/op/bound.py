@@ -29,7 +29,7 @@ from torch import Tensor
 from annotations.library.cached_calls import cached
 
 from ..core.comm import Comm
-from ..core.kernels import Kernel, Scoring, check_name
+from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, check_name
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
 from ..core.run import te_cp
@@ -90,8 +90,9 @@ class Bound:
             out, lse = q.new_empty((b, length, h, v.shape[-1])), lse_like(q, (b, h, length))
         else:
             scoring = self.scoring or scoring_of(self.call.options, slopes, seed)
+            given = ForwardOperands(q, k, v)
             out, lse = attention_forward(
-                self.plan, comm, self.kernel, q, k, v, scoring, self.key_positions
+                self.plan, comm, self.kernel, given, scoring, self.key_positions
             )
             if sink is not None:
                 out, lse = _with_sink(out, lse, sink)
@@ -147,15 +148,9 @@ class Bound:
                 self.plan,
                 comm,
                 self.kernel,
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
+                BackwardOperands(dout, q, k, v, out, lse, dlse),
                 self.scoring or scoring_of(options, slopes, seed),
                 self.key_positions,
-                dlse=dlse,
                 deterministic=options.deterministic,
                 reduce_dtype=self.reduce_dtype,
             )

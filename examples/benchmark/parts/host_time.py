@@ -92,11 +92,11 @@ def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without(what: str) -> ExitStack:
     """The "executor" or the "kernel" replaced by what only makes the tensors it returns."""
 
-    def forward(plan: Any, comm: Any, kernel: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-        return _results(q, v)
+    def forward(plan: Any, comm: Any, kernel: Any, given: Any, *_: Any) -> Any:
+        return _results(given.q, given.v)
 
-    def backward(plan: Any, comm: Any, kernel: Any, dout: Tensor, *rest: Any, **_: Any) -> Any:
-        return _gradients(*rest[:3])
+    def backward(plan: Any, comm: Any, kernel: Any, given: Any, *_: Any, **options: Any) -> Any:
+        return _gradients(given.q, given.k, given.v)
 
     kernel = SimpleNamespace(
         NAME="none",

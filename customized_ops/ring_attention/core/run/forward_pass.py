@@ -15,10 +15,10 @@ from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 class ForwardPass(RankPass):
     """See :func:`.executor.attention_forward`."""
 
-    def __init__(self, call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, call: RankCall, given: ForwardOperands) -> None:
         super().__init__(call)
-        self._q, self._k, self._v = q, k, v
-        self._own_q = self.share.of(q, self.share.rows)
+        self._q, self._k, self._v = given
+        self._own_q = self.share.of(given.q, self.share.rows)
         first, last = self.late_rows
         # Of the rank's own rows: over its own keys, and over those of all other stages.
         self._own = Accumulator(self._own_q.shape[1], self.mine.row_parts)

@@ -12,7 +12,7 @@ the next call runs into: a single pair goes as two tokens.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,7 +66,10 @@ def tiles(pairs: Pairs) -> list[Tile]:
 def forward(
     given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    return tiled.forward(partial(_attend, scoring), given, _tiling(pairs))
+    def attend(tile: Tile) -> OutLse:
+        return _attend(tile, given.part(tile.rows, tile.keys), scoring)
+
+    return tiled.forward(attend, given, _tiling(pairs))
 
 
 def backward(
@@ -75,10 +78,11 @@ def backward(
     """The gradient of lse is calls of its own."""
     of_lse, wide = apart(given), accumulation_dtype(given.q.dtype)
 
-    def attend_backward(tile: Tile, part: BackwardOperands) -> Grads:
-        dq, dk, dv = _gradients(scoring, tile, part)
+    def attend_backward(tile: Tile) -> Grads:
+        rows, keys = tile.rows, tile.keys
+        dq, dk, dv = _gradients(tile, given.part(rows, keys), scoring)
         if of_lse is not None:
-            more_dq, more_dk, _dv = _gradients(scoring, tile, of_lse.part(tile.rows, tile.keys))
+            more_dq, more_dk, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
             dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
         return dq, dk, dv
 
@@ -89,7 +93,7 @@ def _tiling(pairs: Pairs) -> Tiling:
     return pairs.made(_tiling, lambda: Tiling.of(tiles(pairs), pairs))
 
 
-def _attend(scoring: Scoring, tile: Tile, given: ForwardOperands) -> OutLse:
+def _attend(tile: Tile, given: ForwardOperands, scoring: Scoring) -> OutLse:
     """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query=_heads_first(tile, given.q),
@@ -106,7 +110,7 @@ def _attend(scoring: Scoring, tile: Tile, given: ForwardOperands) -> OutLse:
     return out[:, :, :length].transpose(1, 2), lse.view(out.shape[:3])[..., :length]
 
 
-def _gradients(scoring: Scoring, tile: Tile, given: BackwardOperands) -> Grads:
+def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> Grads:
     """dq, dk and dv of a tile."""
     dout, q, k, v, out, lse, _ = given
     query, key, value = (_heads_first(tile, t) for t in (q, k, v))

@@ -71,8 +71,10 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 def forward(
     given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    def attend(tile: Tile, part: ForwardOperands) -> OutLse:
-        q, k, v = inputs_of_same_width(part)  # the kernel wants v as wide as q
+    padded, v_dim = inputs_of_same_width(given), given.v.shape[-1]  # v must be as wide as q
+
+    def attend(tile: Tile) -> OutLse:
+        q, k, v = padded.part(tile.rows, tile.keys)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -82,7 +84,8 @@ def forward(
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        return first_columns(out.transpose(1, 2), part.v.shape[-1]), lse
+        # The op has lse as [b, i, h]; arithmetic on another order is rounded otherwise.
+        return first_columns(out.transpose(1, 2), v_dim), lse.contiguous()
 
     wide = accumulation_dtype(given.q.dtype)
     return tiled.forward(attend, given, _tiling(pairs, scoring), wide)
@@ -91,17 +94,19 @@ def forward(
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    def attend_backward(tile: Tile, part: BackwardOperands) -> Grads:
-        padded = operands_of_same_width(widened(part))
+    padded = operands_of_same_width(widened(given))
+
+    def attend_backward(tile: Tile) -> Grads:
+        part = padded.part(tile.rows, tile.keys)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(t.transpose(1, 2) for t in padded[:5]),
-            padded.lse,
+            *(t.transpose(1, 2) for t in part[:5]),
+            part.lse,
             0.0,
             tile.causal,
             attn_mask=_additive(tile, part.q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        return cut_to((grad.transpose(1, 2) for grad in grads), part)
+        return cut_to((grad.transpose(1, 2) for grad in grads), given)
 
     wide = accumulation_dtype(given.q.dtype)
     return tiled.backward(attend_backward, given, _tiling(pairs, scoring), wide)

@@ -17,6 +17,7 @@ is a pure function of a seed and of global indices: words of :mod:`annotations.p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Scoring:
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
-    @property
+    @cached_property  # looked at before every call of a kernel
     def needs_tokens(self) -> bool:
         """Whether a kernel needs :class:`Tokens`."""
         return self.alibi_slopes is not None or self.dropout_p > 0

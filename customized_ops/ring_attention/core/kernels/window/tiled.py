@@ -64,22 +64,21 @@ class Tiling:
         return cls(tiles, rows, Spans.of([(tile.k0, tile.k1) for tile in tiles], pairs.k_len))
 
 
-# One call of a library over a tile, of whose rows and keys it has the operands.
-AttendTile = Callable[[Tile, ForwardOperands], OutLse]
-AttendTileBackward = Callable[[Tile, BackwardOperands], Grads]
+# One call of a library, over a tile.
+AttendTile = Callable[[Tile], OutLse]
+AttendTileBackward = Callable[[Tile], Grads]
 
 
 def forward(
     attend: AttendTile, given: ForwardOperands, tiling: Tiling, dtype: torch.dtype | None = None
 ) -> OutLse:
-    """out and lse of all tiles, merged in ``dtype``; None: see :meth:`.Spans.dtype`."""
+    """out and lse, shaped as ``given`` says, merged in ``dtype``; None: :meth:`.Spans.dtype`."""
     rows = tiling.rows
     if rows.whole:
-        (tile,) = tiling.tiles
-        return attend(tile, given.part(tile.rows, tile.keys))
+        return attend(tiling.tiles[0])
     out, lse = unattended(given.q, given.v.shape[-1], dtype or rows.dtype(given.q.dtype))
     for tile, fresh in zip(tiling.tiles, rows.fresh, strict=True):
-        part, part_lse = attend(tile, given.part(tile.rows, tile.keys))
+        part, part_lse = attend(tile)
         if fresh:
             out[:, tile.rows], lse[..., tile.rows] = part, part_lse
         else:
@@ -93,13 +92,12 @@ def backward(
     tiling: Tiling,
     dtype: torch.dtype | None = None,
 ) -> Grads:
-    """dq, dk and dv of all tiles, added up in ``dtype``."""
+    """dq, dk and dv, shaped as ``given`` says, added up in ``dtype``."""
     dq = Gradient(given.q, tiling.rows, dtype)
     dk, dv = Gradient(given.k, tiling.keys, dtype), Gradient(given.v, tiling.keys, dtype)
     for n, tile in enumerate(tiling.tiles):
-        rows, keys = tile.rows, tile.keys
-        of_q, of_k, of_v = attend_backward(tile, given.part(rows, keys))
-        dq.add(n, of_q, dq.total[:, rows])
-        dk.add(n, of_k, dk.total[:, keys])
-        dv.add(n, of_v, dv.total[:, keys])
+        of_q, of_k, of_v = attend_backward(tile)
+        dq.add(n, of_q, dq.total[:, tile.rows])
+        dk.add(n, of_k, dk.total[:, tile.keys])
+        dv.add(n, of_v, dv.total[:, tile.keys])
     return dq.total, dk.total, dv.total
