@@ -50,8 +50,7 @@ class KernelError(ValueError):
 
 
 def check_name(op: str, name: str, others: Iterable[str] = ()) -> None:
-    """Raise KernelError if there is no such kernel, able or not. Errors name the caller, ``op``,
-    which may know ``others``."""
+    """Raise KernelError, which names ``op``, if there is no such kernel, here or in ``others``."""
     known = ("auto", *KERNELS, *others)
     if name not in known:
         raise KernelError(f"{op}: kernel {name!r} is unknown; known: {', '.join(known)}")

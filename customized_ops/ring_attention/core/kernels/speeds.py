@@ -15,10 +15,8 @@ TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query an
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
 "window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
 all before.
-``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures.
-
-A kernel without a figure for a class of masks counts as no faster than those before it in the
-registry, see :func:`fastest_first`. CPUs, fp32 and fp64 have no figures at all.
+``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures. CPUs, fp32 and fp64 have
+none.
 """
 
 from __future__ import annotations
@@ -74,10 +72,7 @@ SAME_SPEED = {"full": "causal"}
 
 def seconds(kernel: str, request: Request) -> float:
     """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
-    forward, at the measured length that is nearest by ratio; infinite where there is no figure.
-
-    Of the request count device, dtype, shape class and tokens.
-    """
+    forward, at the measured length that is nearest by ratio; infinite where there is no figure."""
     measured = SPEEDS.get(kernel, {})
     shape = request.shape_class
     figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
@@ -89,12 +84,10 @@ def seconds(kernel: str, request: Request) -> float:
 
 
 def fastest_first(names: Iterable[str], request: Request) -> list[str]:
-    """Kernels from the fastest to the slowest, by what was measured.
+    """``names``, all kernels in the order to assume where nothing was measured, by what was.
 
     A kernel without a figure for the request counts as fast as the slowest before it, and kernels
-    that are equally fast keep their order. So it comes after all that precede it in ``names``, and
-    before those that follow and are slower than these. ``names`` are all kernels, the fastest first
-    as far as is known.
+    that are equally fast keep their order.
     """
     expected: dict[str, float] = {}
     for name in names:

@@ -123,9 +123,8 @@ def missing() -> str | None:
 
 
 def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
-    """Whether the library takes these widths of q and v as they are; others are padded to one. It
-    tests no unequal ones but these, and has no backward for them with fewer heads of k than of q.
-    """
+    """Whether the library takes these widths of q and v as they are. It tests no unequal ones but
+    these, and has no backward for them with fewer heads of k than of q."""
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
@@ -255,8 +254,7 @@ def _bounds(window: Window) -> dict[str, Any]:
 def _blocks_if_faster(
     given: ForwardOperands | BackwardOperands, pairs: Pairs, *, backward: bool
 ) -> flash4_blocks.Lists | None:
-    """Block lists of the pairs where one block-sparse call is predicted to be faster than window
-    calls; decided once."""
+    """Block lists where one block-sparse call is predicted to be faster than window calls."""
     if len(lowered(pairs)) < 2:
         return None
     q, k, v = given.q, given.k, given.v

@@ -168,8 +168,7 @@ def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
 
 
 def _tables(side: BlocksMet) -> dict[str, IndexTable]:
-    """By the library's names, [1, 1, blocks] and [1, 1, blocks, most]: the same for every batch
-    entry and head."""
+    """By the library's names, with two dims of 1 more: the same for every batch entry and head."""
 
     def of(name: str, blocks: BlockList) -> dict[str, IndexTable]:
         arrays = {f"{name}_block_cnt": blocks.counts, f"{name}_block_idx": blocks.indices}

@@ -85,8 +85,8 @@ _mode = Lock()
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """torch's global switch, which the op reads when it is called, is on inside. Under a lock, so
-    that no other thread's call switches it off before that."""
+    """torch's global switch, which the op reads, is on inside. Under a lock, so that no other
+    thread's call switches it off before that."""
     if not wanted:
         yield
         return

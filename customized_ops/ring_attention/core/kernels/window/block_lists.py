@@ -76,8 +76,7 @@ def block_lists(
 
 
 def blocks_touched(slices: Slices, block_q: int, block_k: int) -> int:
-    """How many blocks the slices of a normalised list touch; one that several touch counts as
-    often."""
+    """How many blocks normalised slices touch; one that several touch counts as often."""
     strips = _strips(slices, block_q)
     return int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
 
@@ -125,8 +124,7 @@ def _strips(slices: Slices, block_q: int) -> Slices:
 def _whole_blocks(
     strips: Slices, q_len: int, k_len: int, block_q: int, block_k: int
 ) -> tuple[Ints, Ints]:
-    """The range of key blocks that each strip covers wholly; where there is none, the empty range
-    at the strip's first block."""
+    """The key blocks that each strip covers wholly; if none, the empty range at its first block."""
     q0, q1 = strips[:, Q0], strips[:, Q1]
     # Keys of every row: between the last row's first and the first row's last.
     start = np.maximum(strips[:, K0], q1 - 1 + strips[:, LO])

@@ -198,8 +198,7 @@ class _Batch:
     used: list[IndexTable] = field(default_factory=list)
 
     def calls(self, number: int, call: WindowCall, pairs: Pairs) -> Iterator[LibraryCall]:
-        """One for all entries if the call is one segment or all entries are end to end, else one
-        for each."""
+        """One for all entries where a library can take them together, else one for each."""
         (row, last_row), (key, last_key) = call.rows, call.keys
         rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
         keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)

@@ -125,9 +125,8 @@ def tiles(call: WindowCall) -> int:
 
 
 def _last_key(slices: Slices) -> Ints:
-    """int64[n], the row from which on the last key is attended, of slices whose right bound cuts
-    keys off rows before: above, the bound is 0 from the bottom right corner, below, it is none.
-    Elsewhere the end of the rows."""
+    """int64[n], the row from which on the last key is attended. Above it the right bound is 0 from
+    the bottom right corner, below it is none. The end of the rows where it cuts no keys off."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return np.where(open_right, slices[:, Q1], slices[:, K1] - slices[:, HI])
 
@@ -213,8 +212,8 @@ class Chain:
 
 
 def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[WindowCall]:
-    """Assign slices to calls, from the first row on: each to the call whose keys end closest before
-    its own, or to a new one."""
+    """Assigns each slice, from the first row on, to the call whose keys end closest before its own,
+    or to a new one."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
     alone = np.zeros(len(slices), dtype=bool) if wide_right else _tall(slices)
     most_gap = MOST_GAP if gaps else 0

@@ -70,8 +70,7 @@ class Gradient:
         return not spans.whole and spans.fresh[n] and self.total.dtype == self._dtype
 
     def add(self, n: int, part: Tensor, place: Tensor) -> None:
-        """Write or add the part of call ``n`` to its ``place``, a view of the total; takes
-        ownership of the part."""
+        """Write or add the part of call ``n`` to its ``place``, a view of the total, and own it."""
         if self._spans.whole:
             self.total = part
         elif self._spans.fresh[n]:

@@ -31,12 +31,10 @@ class Tile:
 
     @property
     def rows(self) -> slice:
-        """The rows, as an index."""
         return slice(self.q0, self.q1)
 
     @property
     def keys(self) -> slice:
-        """The keys, as an index."""
         return slice(self.k0, self.k1)
 
     def mask(self, like: Tensor) -> Tensor | None:
