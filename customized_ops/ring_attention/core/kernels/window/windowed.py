@@ -1,10 +1,10 @@
 """Runs a library that knows windows over any pairs: calls it, and puts the results together.
 
 An adapter gives two functions, each one call of its library, and gets a kernel of them: imports go
-down from the adapter to here, and only its functions are called back. Rows and keys of a call are
-views: nothing is gathered. What no earlier call covers is written
-where it belongs, by the library itself if it can. Where calls overlap, out and lse are merged and
-gradients added: in their own dtype where no token has more than two parts, else in fp32.
+down from the adapter to here, and only these functions are called back. Rows and keys of a call are
+views: nothing is gathered. What no earlier call covers is written where it belongs, by the library
+itself if it can. Where calls overlap, out and lse are merged and gradients added
+(:meth:`.Spans.dtype`).
 """
 
 from __future__ import annotations
