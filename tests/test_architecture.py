@@ -6,7 +6,7 @@ Every import statement counts, also one in a function and one under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,6 +18,7 @@ Graph = Mapping[str, set[str]]
 
 RING = "customized_ops.ring_attention"
 CORE = f"{RING}.core"
+KERNEL_CORE = f"{CORE}.kernels"
 
 # Of each folder of the core, the other folders of it that it may import.
 CORE_FOLDERS = {
@@ -28,6 +29,12 @@ CORE_FOLDERS = {
     "kernels": {"mask", "merge"},
     "comm": {"mask", "layout", "plan", "merge"},
     "run": {"mask", "layout", "plan", "merge", "kernels", "comm"},
+}
+# The same of the folders of kernels, which what lies beside them ("choice") may all import.
+KERNEL_FOLDERS = {
+    "protocol": set(),
+    "window": {"protocol"},
+    "adapters": {"protocol", "window"},
 }
 
 
@@ -74,10 +81,10 @@ def inside(module: str, folder: str) -> bool:
     return module == folder or module.startswith(f"{folder}.")
 
 
-def core_folder(module: str) -> str:
-    """The folder of the core that holds a module; empty if none does."""
-    rest = module.removeprefix(f"{CORE}.") if inside(module, CORE) else ""
-    return rest.split(".")[0] if rest.split(".")[0] in CORE_FOLDERS else ""
+def folder_of(module: str, package: str, folders: Iterable[str]) -> str:
+    """Which of these folders of a package holds a module; empty if none does."""
+    name = module.removeprefix(f"{package}.").split(".")[0] if inside(module, package) else ""
+    return name if name in folders else ""
 
 
 def is_public(module: str) -> bool:
@@ -94,9 +101,12 @@ def allowed(importer: str, imported: str) -> bool:
         return inside(importer, "annotations.engines.nnscaler")
     if inside(importer, "annotations"):
         return not inside(imported, "customized_ops")
-    here, there = core_folder(importer), core_folder(imported)
+    here, there = (folder_of(module, CORE, CORE_FOLDERS) for module in (importer, imported))
     if here and there and here != there:
         return there in CORE_FOLDERS[here]
+    if here == there == "kernels":
+        here, there = (folder_of(m, KERNEL_CORE, KERNEL_FOLDERS) for m in (importer, imported))
+        return not here or here == there or there in KERNEL_FOLDERS[here]
     above_core = inside(imported, OP) or inside(imported, API) or is_public(imported)
     if inside(importer, CORE):
         return not above_core
@@ -169,6 +179,8 @@ def test_a_circle_through_a_package_is_noticed(tmp_path: Path) -> None:
         (f"{CORE}.plan.plan", "from ..run import executor"),
         (f"{CORE}.merge.merge", "from ..plan import Plan"),
         (f"{CORE}.kernels.choice", "from ..comm import Comm"),
+        (f"{KERNEL_CORE}.adapters.flash4", "from ..choice import KERNELS"),
+        (f"{KERNEL_CORE}.window.windowed", "from ..adapters import flash4"),
         (f"{CORE}.comm.messages", "from ..run.executor import forward"),
         (f"{CORE}.run.executor", "from ...op.call import AttentionCall"),
         (f"{CORE}.report.draw", f"from {RING}.doctor import main"),
@@ -189,6 +201,8 @@ def test_right_arrows_are_not_refused(tmp_path: Path) -> None:
         f"{API}.yunchang": "from ..ring_attn import wrap_ring_attn_func",
         f"{OP}.eager": "from ..core.run.executor import forward\nfrom annotations import rules",
         f"{CORE}.run.executor": "from ..plan import Plan\nfrom ..kernels.choice import choose",
+        f"{KERNEL_CORE}.choice": "from .adapters import flash4\nfrom .speeds import seconds",
+        f"{KERNEL_CORE}.adapters.flash4": "from ..window import windowed",
         f"{CORE}.plan.plan": "from .work import Work\nfrom ..mask.slices import Slice",
     }
     assert wrong_arrows(planted(tmp_path, sources)) == []

@@ -14,8 +14,7 @@ from annotations.groups import GroupError
 from annotations.record import OpRecord
 from annotations.rules import SplitSite
 
-from ..ring_attention.core.comm.comm_groups import GroupLike, comm_by_name, group_name
-from ..ring_attention.core.comm.fake_comm import FakeComm
+from ..ring_attention.core.comm.comm_groups import FakeComm, GroupLike, comm_by_name, group_name
 from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, is_integer
 from ..ring_attention.op.options import softcap_of
 from .op import TITLE, count_tokens, first_row, token_losses

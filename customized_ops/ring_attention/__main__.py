@@ -20,7 +20,7 @@ import torch
 
 from annotations.progress import counted, stage
 
-from .core.kernels.listing import listing
+from .core.kernels.choice import listing
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import make_plan

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .core.comm.symmetric import CHOICE
-from .core.kernels.choice import KERNELS, UNPROVEN
-from .core.kernels.listing import problem_of, table
+from .core.kernels.choice import KERNELS, UNPROVEN, problem_of, table
 
 SECONDS = 20  # that nvidia-smi may take
 

@@ -12,7 +12,7 @@ from annotations.codegen.public_call import PublicCall, declare_call, qualified,
 from annotations.record import OpRecord
 from annotations.rules import SplitSite
 
-from .core.comm.fake_comm import FakeComm
+from .core.comm.comm_groups import FakeComm
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .layout_ops import (

@@ -17,11 +17,12 @@ from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
+    ForwardOperands,
     Request,
     Scoring,
     refusal,
 )
-from customized_ops.ring_attention.core.kernels.attention_dropout import keep
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -95,10 +96,17 @@ def run(
         mine += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
         mine = [strides(t) for t in mine]
         own_dout = strides(plan.q_layout.shard(dout, comm.rank))
-        out, lse = attention_forward(plan, comm, chosen, *mine, scoring, key_positions)
+        out, lse = attention_forward(
+            plan, comm, chosen, ForwardOperands(*mine), scoring, key_positions
+        )
         forward = counted(comm)
         gradients = attention_backward(
-            plan, comm, chosen, own_dout, *mine, out, lse, scoring, key_positions
+            plan,
+            comm,
+            chosen,
+            BackwardOperands(own_dout, *mine, out, lse),
+            scoring,
+            key_positions,
         )
         backward = counted(comm) - forward
         return (out, lse, *gradients), forward.tolist(), backward.tolist()
@@ -442,8 +450,7 @@ def test_kernels_may_load_16_bytes_at_a_time(monkeypatch, place):
 
     def watched(compute, count):
         def run(*args, **options):
-            operands = args[0] if isinstance(args[0], BackwardOperands) else args
-            for t in operands[:count]:
+            for t in args[0][:count]:
                 whole(t)
             return compute(*args, **options)
 

@@ -10,7 +10,12 @@ import torch
 
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
 from customized_ops.ring_attention.core.cost import H200, CostModel
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
@@ -114,9 +119,10 @@ def test_the_next_group_is_asked_for_before_one_is_attended(monkeypatch):
             backward=noting("attend", reference.backward, lambda _: comm.rank),
         )
         q, k = torch.randn(1, 8, 4, 8), torch.randn(1, 8, 2, 8)
-        out, lse = attention_forward(plan, comm, kernel, q, k, k, Scoring(0.3))
+        out, lse = attention_forward(plan, comm, kernel, ForwardOperands(q, k, k), Scoring(0.3))
         order.extend(["turn"] * (comm.rank == 0))
-        attention_backward(plan, comm, kernel, out, q, k, k, out, lse, Scoring(0.3))
+        given = BackwardOperands(out, q, k, k, out, lse)
+        attention_backward(plan, comm, kernel, given, Scoring(0.3))
 
     run_ranks(2, body)
     turn = order.index("turn")

@@ -10,6 +10,7 @@ from dense import assert_same, dense_attention, dense_gradients, worst
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
+    ForwardOperands,
     Pairs,
     Request,
     Scoring,
@@ -22,7 +23,7 @@ from customized_ops.ring_attention.core.kernels.adapters.torch_sdpa import (
     bias_tiles,
     tiles,
 )
-from customized_ops.ring_attention.core.kernels.attention_dropout import keep
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, to_dense
 
@@ -170,7 +171,9 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
     tokens = tokens_of(rows, keys)
     want = dense_attention(*exact, mask, SCALE, **for_dense(scoring, tokens))
     plain = dense_attention(*low, mask, SCALE, **for_dense(scoring, tokens))
-    got = kernel.forward(*low, pairs_of(mask), scoring, tokens if scoring.needs_tokens else None)
+    got = kernel.forward(
+        ForwardOperands(*low), pairs_of(mask), scoring, tokens if scoring.needs_tokens else None
+    )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert got[1].dtype == wide and got[0].dtype in (dtype, wide)
     for name, *values in zip(("out", "lse"), got, want, plain, strict=True):
@@ -245,7 +248,7 @@ def test_rows_without_keys_are_exactly_zero(kernel):
     q, k, v, dout = draw(torch.float32, 9, 12, 2, 8, 8)
     mask = AttnMask.from_slices([(2, 5, 3, 7, -WIDE, WIDE)], 9, 12)
     skip_if_refused(kernel, q)
-    out, lse = kernel.forward(q, k, v, pairs_of(mask), PLAIN, None)
+    out, lse = kernel.forward(ForwardOperands(q, k, v), pairs_of(mask), PLAIN, None)
     dq, dk, dv = kernel.backward(
         BackwardOperands(dout, q, k, v, out, lse), pairs_of(mask), PLAIN, None
     )
@@ -278,7 +281,7 @@ def test_strides_are_free(kernel, kind, way, scoring):
     want_out, want_lse, *want = dense_gradients(q, k, v, mask, SCALE, dout, **same)
     q_, k_, v_, dout_, out_ = (list(strided(t))[way] for t in (q, k, v, dout, want_out))
     assert not any(t.is_contiguous() for t in (q_, k_, v_, dout_, out_))
-    out, lse = kernel.forward(q_, k_, v_, pairs_of(mask), scoring, tokens)
+    out, lse = kernel.forward(ForwardOperands(q_, k_, v_), pairs_of(mask), scoring, tokens)
     assert_same("out", out, want_out)
     assert_same("lse", lse, want_lse)
     lse_ = want_lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -296,7 +299,10 @@ def test_keys_expanded_over_heads(kernel):
     mask = AttnMask.dense(9, 12, causal=True)
     want, _ = dense_attention(q, k, v, mask, SCALE)
     out, _ = kernel.forward(
-        q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v)), pairs_of(mask), PLAIN, None
+        ForwardOperands(q, *(t.expand(-1, -1, HEADS, -1) for t in (k, v))),
+        pairs_of(mask),
+        PLAIN,
+        None,
     )
     assert_same("out", out, want)
 
@@ -319,7 +325,7 @@ def test_more_rows_than_a_tile(kernel, mask, scoring):
         scoring = replace(scoring, alibi_slopes=SLOPES[:1])
     tokens = tokens_of(mask.q_len, mask.k_len)
     want = dense_gradients(q, k, v, mask, SCALE, dout, **for_dense(scoring, tokens, batch=1))
-    out, lse = kernel.forward(q, k, v, pairs_of(mask), scoring, tokens)
+    out, lse = kernel.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens)
     got = (
         out,
         lse,
@@ -339,7 +345,9 @@ def test_alibi_is_not_rounded_to_the_inputs_dtype(kernel, dtype):
     scoring = SCORINGS["alibi"]
     skip_if_refused(kernel, q, scoring)
     tokens = Tokens(torch.arange(3), torch.arange(5), 1001 + torch.arange(5), first_head=0)
-    _, lse = kernel.forward(q * 0, k, v, pairs_of(AttnMask.dense(3, 5)), scoring, tokens)
+    _, lse = kernel.forward(
+        ForwardOperands(q * 0, k, v), pairs_of(AttnMask.dense(3, 5)), scoring, tokens
+    )
     want = torch.logsumexp(-SLOPES[0, :, None, None].double() * tokens.distances(), dim=-1)
     assert_same("lse", lse, want.expand(2, -1, -1), tolerance=1e-3)
 
@@ -350,11 +358,13 @@ def test_tokens_in_any_order(kernel, scoring):
     q, k, v, _ = draw(torch.float64, 12, 15, 2, 8, 8)
     skip_if_refused(kernel, q, scoring)
     mask, tokens = AttnMask.dense(12, 15), tokens_of(12, 15)
-    out, lse = kernel.forward(q, k, v, pairs_of(mask), scoring, tokens)
+    out, lse = kernel.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens)
     rows, keys = torch.arange(12).roll(5), torch.arange(15).flip(0)
     mixed = replace(tokens.part(rows, slice(None)), keys=tokens.keys[keys])
     mixed = replace(mixed, key_positions=tokens.key_positions[keys])
-    got = kernel.forward(q[:, rows], k[:, keys], v[:, keys], pairs_of(mask), scoring, mixed)
+    got = kernel.forward(
+        ForwardOperands(q[:, rows], k[:, keys], v[:, keys]), pairs_of(mask), scoring, mixed
+    )
     assert_same("out", got[0], out[:, rows])
     assert_same("lse", got[1], lse[..., rows])
 
@@ -365,13 +375,13 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
     q, k, v, dout = draw(torch.float64, 12, 15, 2, 8, 8)
     skip_if_refused(kernel, q, scoring)
     pairs, tokens = pairs_of(AttnMask.dense(12, 15, causal=True)), tokens_of(12, 15)
-    out, lse = kernel.forward(q, k, v, pairs, scoring, tokens)
+    out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, tokens)
     gradients = kernel.backward(BackwardOperands(dout, q, k, v, out, lse), pairs, scoring, tokens)
     q, k, v, dout = q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], dout[1:, :, 2:]
     tokens = replace(tokens, first_head=tokens.first_head + 2, first_batch=tokens.first_batch + 1)
     if scoring.alibi_slopes is not None:
         scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes[-1:, 2:])
-    part, part_lse = kernel.forward(q, k, v, pairs, scoring, tokens)
+    part, part_lse = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, tokens)
     got = kernel.backward(BackwardOperands(dout, q, k, v, part, part_lse), pairs, scoring, tokens)
     assert_same("out", part, out[1:, :, 2:])
     assert_same("lse", part_lse, lse[1:, 2:])
@@ -390,7 +400,7 @@ def test_blocks_of_the_reference_change_nothing(kind, scoring, height, monkeypat
     tokens = tokens_of(rows, keys)
 
     def results():
-        out, lse = reference.forward(q, k, v, pairs, scoring, tokens)
+        out, lse = reference.forward(ForwardOperands(q, k, v), pairs, scoring, tokens)
         return (
             out,
             lse,

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
-from customized_ops.ring_attention.core.kernels import KERNELS, BackwardOperands, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.merge import merge
@@ -32,9 +37,9 @@ class Rounding:
     """A kernel that rounds all but lse to the inputs' dtype, as those of GPUs do."""
 
     @staticmethod
-    def forward(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = KERNELS["reference"].forward(q, *given)
-        return out.to(q.dtype), lse
+    def forward(given: ForwardOperands, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = KERNELS["reference"].forward(given, *rest)
+        return out.to(given.q.dtype), lse
 
     @staticmethod
     def backward(given: BackwardOperands, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -73,12 +78,11 @@ def run(
         own = [plan.q_layout.shard(q, comm.rank)]
         own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
         own_dout = plan.q_layout.shard(dout, comm.rank)
-        out, lse = attention_forward(plan, comm, kernel, *own, Scoring(SCALE))
+        out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), Scoring(SCALE))
         dlse = torch.ones_like(lse) if lse_gradient else None
         before = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
-        grads = attention_backward(
-            plan, comm, kernel, own_dout, *own, out, lse, Scoring(SCALE), dlse=dlse, **options
-        )
+        given = BackwardOperands(own_dout, *own, out, lse, dlse)
+        grads = attention_backward(plan, comm, kernel, given, Scoring(SCALE), **options)
         after = np.array([comm.counters.sent_bytes, comm.counters.received_bytes])
         return [out, lse, *grads], (after - before).tolist()
 
@@ -233,8 +237,9 @@ def test_gradients_of_one_call_are_returned_as_they_are() -> None:
 
     def body(comm: Comm) -> tuple[Tensor, ...]:
         q, k, v, dout = tensors
-        out, lse = attention_forward(plan, comm, kernel, q, k, v, Scoring(SCALE))
-        return attention_backward(plan, comm, kernel, dout, q, k, v, out, lse, Scoring(SCALE))
+        out, lse = attention_forward(plan, comm, kernel, ForwardOperands(q, k, v), Scoring(SCALE))
+        given = BackwardOperands(dout, q, k, v, out, lse)
+        return attention_backward(plan, comm, kernel, given, Scoring(SCALE))
 
     (grads,) = run_ranks(1, body)
     assert all(a is b for a, b in zip(grads, kernel.made, strict=True))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from annotations.philox import philox
-from customized_ops.ring_attention.core.kernels.attention_dropout import keep
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 
 # counter, key, words: Random123's known answers for philox4x32-10
 KNOWN = [

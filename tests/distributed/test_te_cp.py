@@ -17,7 +17,7 @@ from customized_ops.ring_attention import AttnMask, Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.kernels import KernelError, Request
 from customized_ops.ring_attention.core.kernels.adapters import te
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run.te_cp import COMMS, Documents, _refuses
+from customized_ops.ring_attention.core.run.te_cp import COMMS, TeDocuments, _refuses
 
 CPU_CASES = {
     "zigzag": Case("zigzag", 32, layout="zigzag", batch=2),
@@ -122,7 +122,7 @@ def test_documents_are_their_mask(lengths: list[int], causal: bool, left: int) -
     cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     window = (left, 0) if left >= 0 else (-1, -1)
     mask = AttnMask.varlen(cu, causal=causal, window=window)
-    found = Documents.of(mask)
+    found = TeDocuments.of(mask)
     assert found is not None and found.cu_seqlens == tuple(cu)
     again = AttnMask.varlen(cu, causal=found.causal, window=found.window)
     assert again == mask

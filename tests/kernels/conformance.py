@@ -33,6 +33,7 @@ from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
+    ForwardOperands,
     Kernel,
     Pairs,
     refusal,
@@ -112,7 +113,7 @@ def textbook(case: Case, given: Inputs) -> Results:
 
 def run(kernel: Kernel, case: Case, given: Inputs, pairs: Pairs) -> Results:
     """One forward and one backward of a kernel."""
-    out, lse = kernel.forward(given.q, given.k, given.v, pairs, case.scoring, None)
+    out, lse = kernel.forward(ForwardOperands(given.q, given.k, given.v), pairs, case.scoring, None)
     assert out.dtype in (case.dtype, torch.float32), f"out is {out.dtype}"
     assert lse.dtype == torch.float32, f"lse is {lse.dtype}"
     out = out.to(case.dtype)
@@ -143,7 +144,9 @@ def run_in_parts(kernel: Kernel, case: Case, given: Inputs) -> Results:
         parts.append((some, pairs))
     whole = Accumulator()
     for some, pairs in parts:
-        whole.add(*kernel.forward(some.q, some.k, some.v, pairs, case.scoring, None))
+        whole.add(
+            *kernel.forward(ForwardOperands(some.q, some.k, some.v), pairs, case.scoring, None)
+        )
     out, lse = whole.result(given.q, case.dims[1], case.dtype)
     first, second = (_backward(kernel, case, some, out, lse, pairs) for some, pairs in parts)
     made = {name: torch.cat([first[name], second[name]], dim=1) for name in ("dk", "dv")}

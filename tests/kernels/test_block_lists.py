@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
 
-from customized_ops.ring_attention.core.kernels.block_lists import (
+from customized_ops.ring_attention.core.kernels.window.block_lists import (
     block_lists,
     blocks_touched,
     row_intervals,

@@ -25,12 +25,15 @@ from customized_ops.ring_attention.core.kernels import (
     choose,
 )
 from customized_ops.ring_attention.core.kernels.adapters import torch_sdpa
-from customized_ops.ring_attention.core.kernels.shape_class import (
+from customized_ops.ring_attention.core.kernels.speeds import (
     SHAPE_CLASSES,
+    SPEEDS,
+    bucket,
+    fastest_first,
     needs_window,
+    seconds,
     shape_class,
 )
-from customized_ops.ring_attention.core.kernels.speeds import SPEEDS, bucket, fastest_first, seconds
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import K0, LO, Q1, clip

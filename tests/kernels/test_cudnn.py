@@ -9,7 +9,13 @@ import torch
 from dense import assert_same, dense_attention
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Request,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.adapters import cudnn, reference
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
 
@@ -139,12 +145,12 @@ def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool
     pairs = pairs_of(name)
     q, k, v, dout, dlse = tensors(pairs, (16, 8))
     asked = dlse if given_lse else None
-    want_out, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
+    want_out, want_lse = reference.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     kept = pairs, SCORING, None
     given = BackwardOperands(dout, q, k, v, want_out, want_lse, asked)
     want = want_out, want_lse, *reference.backward(given, *kept)
     got = (
-        *cudnn.forward(q, k, v, pairs, SCORING, None),
+        *cudnn.forward(ForwardOperands(q, k, v), pairs, SCORING, None),
         *cudnn.backward(given._replace(lse=want_lse.float()), *kept),
     )
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -157,7 +163,7 @@ def test_any_strides(stand_in: StandIn, name: str) -> None:
     pairs = pairs_of(name)
     q, k, v, dout, dlse = tensors(pairs, (16, 8))
     kept = pairs, SCORING, None
-    out, lse = cudnn.forward(q, k, v, *kept)
+    out, lse = cudnn.forward(ForwardOperands(q, k, v), *kept)
     out = out.contiguous().to(q.dtype)
     want = cudnn.backward(BackwardOperands(dout, q, k, v, out, lse, dlse), *kept)
     q_, k_, v_, dout_, out_ = (
@@ -173,7 +179,7 @@ def test_nothing_is_copied_of_one_whole_sequence(stand_in: StandIn) -> None:
     """Results are the op's own, in its dtype, neither added to zeros nor merged."""
     pairs = pairs_of("causal")
     q, k, v, dout, _ = tensors(pairs, (8, 8), torch.bfloat16)
-    out, lse = cudnn.forward(q, k, v, pairs, SCORING, None)
+    out, lse = cudnn.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     grads = cudnn.backward(BackwardOperands(dout, q, k, v, out, lse), pairs, SCORING, None)
     assert {t.dtype for t in (out, *grads)} == {torch.bfloat16}
 
@@ -183,7 +189,7 @@ def test_calls(stand_in: StandIn, name: str) -> None:
     """As few as said, and each pair in one of them."""
     pairs = pairs_of(name)
     q, k, v, *_ = tensors(pairs, (8, 8))
-    cudnn.forward(q, k, v, pairs, SCORING, None)
+    cudnn.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     assert stand_in.calls == SHAPES[name][3]
     seen = torch.zeros(pairs.q_len, pairs.k_len, dtype=torch.int64)
     for tile in cudnn.tiles(pairs):
@@ -232,7 +238,7 @@ def test_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
     pairs = pairs_of(name, times)
     q, k, v, dout, dlse = (t.cuda() for t in tensors(pairs, dims, torch.bfloat16))
     wide = [t.float() for t in (q, k, v)]
-    out, lse = reference.forward(*wide, pairs, SCORING, None)
+    out, lse = reference.forward(ForwardOperands(*wide), pairs, SCORING, None)
     kept = pairs, SCORING, None
     given = BackwardOperands(dout.float(), *wide, out, lse, dlse.float())
     back = reference.backward(given, *kept)
@@ -241,7 +247,7 @@ def test_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
             dout, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dout, out))
         given = BackwardOperands(dout, q, k, v, out.bfloat16(), lse, dlse.float())
         got = cudnn.backward(given, *kept)
-        results = *cudnn.forward(q, k, v, pairs, SCORING, None), *got
+        results = *cudnn.forward(ForwardOperands(q, k, v), pairs, SCORING, None), *got
         for n, (a, b) in enumerate(zip(results, (out, lse, *back), strict=True)):
             size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
             assert_same(

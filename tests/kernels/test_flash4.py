@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_strategy import UNBOUNDED, grids_of_bands
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Request,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks, reference
 from customized_ops.ring_attention.core.kernels.window import library_calls as steps
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
@@ -74,8 +80,8 @@ def draw(pairs, batch=2, kv_heads=2, d=8, e=8):
 
 def check(pairs, q, k, v, dout, dlse=None, scoring=SCORINGS["plain"], deterministic=False):
     """Forward and backward equal the reference's."""
-    want = reference.forward(q, k, v, pairs, scoring, None)
-    got = flash4.forward(q, k, v, pairs, scoring, None)
+    want = reference.forward(ForwardOperands(q, k, v), pairs, scoring, None)
+    got = flash4.forward(ForwardOperands(q, k, v), pairs, scoring, None)
     for name, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(name, mine, his)
     given = (BackwardOperands(dout, q, k, v, *want, dlse), pairs, scoring, None)
@@ -194,7 +200,7 @@ def test_lists_are_made_once(library, monkeypatch):
     check(pairs, *tensors)
     monkeypatch.setattr(flash4_blocks, "block_lists", None)
     monkeypatch.setattr(steps, "lower", None)
-    flash4.forward(*tensors[:3], pairs, SCORINGS["plain"], None)
+    flash4.forward(ForwardOperands(*tensors[:3]), pairs, SCORINGS["plain"], None)
     mods = [given["mask_mod"] for _, given in library.calls]
     assert len(mods) == 3 and len(set(mods)) == 1, "another object is another kernel to compile"
 
@@ -296,8 +302,8 @@ def test_on_a_gpu(monkeypatch, kind, way):
     pairs = pairs_of(kind)
     exact = [t.bfloat16().cuda() for t in draw(pairs, d=128, e=128)[:4]]
     scoring = Scoring(128**-0.5)
-    want = reference.forward(*exact[:3], pairs, scoring, None)
-    got = flash4.forward(*exact[:3], pairs, scoring, None)
+    want = reference.forward(ForwardOperands(*exact[:3]), pairs, scoring, None)
+    got = flash4.forward(ForwardOperands(*exact[:3]), pairs, scoring, None)
     q, k, v, dout = exact
     operands = BackwardOperands(dout, q, k, v, want[0].to(q.dtype), want[1])
     given = (operands, pairs, scoring, None)

@@ -9,7 +9,12 @@ import torch
 from dense import assert_same, dense_attention, worst
 from windows import KINDS, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Request, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Request,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.adapters import reference, torch_flash, torch_ops
 from customized_ops.ring_attention.core.kernels.adapters.flash_attn import flash2, flash3
 from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
@@ -60,7 +65,9 @@ class Standin:
     def forward(self, q, k, v, scale, softcap, window, causal, sequences, **told):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
         window, packing = self._arranged(q, k, window, causal, sequences, told)
-        return self.library.forward(q, k, v, LibraryCall(window, packing), Scoring(scale, softcap))
+        return self.library.forward(
+            ForwardOperands(q, k, v), LibraryCall(window, packing), Scoring(scale, softcap)
+        )
 
     def backward(self, dout, q, k, v, out, lse, scale, softcap, window, causal, sequences, **told):
         assert len({t.shape[-1] for t in (dout, q, k, v, out)}) == 1 and q.shape[-1] % 8 == 0
@@ -427,8 +434,8 @@ def test_values(name, kind, widths, monkeypatch):
     rows, keys, slices = KINDS[kind]
     pairs = pairs_of(slices, rows, keys)
     q, k, v, dout, dlse = draw(2, rows, keys, 2, *widths)
-    want = reference.forward(q, k, v, pairs, scoring, None)
-    got = kernel.forward(q, k, v, pairs, scoring, None)
+    want = reference.forward(ForwardOperands(q, k, v), pairs, scoring, None)
+    got = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, None)
     for what, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(what, mine, his)
     for given in (None, dlse):
@@ -504,7 +511,7 @@ def test_determinism_of_torch_is_switched_back(monkeypatch):
     torch_standin(monkeypatch)
     pairs = pairs_of([(0, 4, 0, 4, -9, 0)], 4, 4)
     q, k, v, dout, _ = draw(1, 4, 4, 2, 8, 8)
-    results = torch_flash.forward(q, k, v, pairs, PLAIN, None)
+    results = torch_flash.forward(ForwardOperands(q, k, v), pairs, PLAIN, None)
     rows = (BackwardOperands(dout, q, k, v, *results), pairs, PLAIN, None)
     for mode in (1, 0):
         torch.set_deterministic_debug_mode(mode)
@@ -527,7 +534,7 @@ def test_torch_takes_what_the_device_has(monkeypatch):
             monkeypatch.setattr(module, part, lambda *_, name=name, **__: seen.append(name))
     for device in ("cuda", "cpu"):
         q = SimpleNamespace(device=torch.device(device))
-        torch_ops.forward(q, None, None, None, None, None)
+        torch_ops.forward(ForwardOperands(q, None, None), None, None, None)
         torch_ops.backward(BackwardOperands(None, q, *[None] * 4), *[None] * 3)
     assert seen == ["cuda", "cuda", "cpu", "cpu"]
     assert [able.device for able in torch_ops.CAPABILITIES] == ["cuda", "cpu"]
@@ -574,7 +581,7 @@ def test_on_a_gpu(name, kind, widths):
     q, k, v, dout, dlse = low[0], low[1], low[2], low[3], low[4].float()
     true_out, true_lse, *truth = gradients(mask, *(t.double() for t in (q, k, v, dout, dlse)))
     plain_out, plain_lse, *plain = gradients(mask, q, k, v, dout, dlse.to(q.dtype))
-    out, lse = kernel.forward(q, k, v, pairs, PLAIN, None)
+    out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, PLAIN, None)
     final = true_out.to(q.dtype), true_lse.float()
     rest = (BackwardOperands(dout, q, k, v, *final, dlse), pairs, PLAIN, None)
     same = "deterministic" in kernel.CAPABILITIES[0].features

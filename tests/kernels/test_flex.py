@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
 from customized_ops.ring_attention import wrap_masked_attn_func
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Scoring, Tokens
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Scoring,
+    Tokens,
+)
 from customized_ops.ring_attention.core.kernels.adapters import flex
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
@@ -160,7 +166,7 @@ def for_dense(scoring: Scoring, mask: AttnMask) -> dict[str, Any]:
 def test_forward(mask: AttnMask, scoring: Scoring) -> None:
     q, k, v, _, _ = draw(mask, 8, 20)
     want = dense_attention(q, k, v, mask, SCALE, **for_dense(scoring, mask))
-    out, lse = flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
     assert_same("out", out, want[0])
     assert_same("lse", lse, want[1])
 
@@ -257,7 +263,7 @@ def test_the_real_one_takes_what_it_is_given(
     want = dense_attention(
         *(t.double() for t in (q, k, v)), mask, SCALE, **for_dense(scoring, mask)
     )
-    out, lse = flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+    out, lse = flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
     assert_same("out", out, want[0], 1e-5)
     assert_same("lse", lse, want[1], 1e-5)
 
@@ -280,7 +286,7 @@ def test_scales_and_softcaps_are_compiled_in(monkeypatch: pytest.MonkeyPatch) ->
         Scoring(SCALE, softcap=1.5, alibi_slopes=slopes),
         Scoring(2 * SCALE, softcap=2.5, alibi_slopes=slopes),
     ):
-        flex.forward(q, k, v, pairs_of(mask), scoring, tokens_of(mask))
+        flex.forward(ForwardOperands(q, k, v), pairs_of(mask), scoring, tokens_of(mask))
     assert len(inputs) == 3
     assert not [x for given in inputs for x in given if isinstance(x, Tensor) and not x.ndim]
 
@@ -304,7 +310,7 @@ def test_on_a_gpu(mask: AttnMask, scoring: Scoring, dtype: torch.dtype) -> None:
         scoring = Scoring(SCALE, scoring.softcap, scoring.alibi_slopes.cuda())
     on_gpu = [t.cuda() for t in (q, k, v)]
     pairs, tokens = pairs_of(mask), tokens_of(mask, "cuda")
-    out, lse = flex.forward(*on_gpu, pairs, scoring, tokens)
+    out, lse = flex.forward(ForwardOperands(*on_gpu), pairs, scoring, tokens)
     operands = BackwardOperands(dout.cuda(), *on_gpu, out, lse, dlse.float().cuda())
     gradients = flex.backward(operands, pairs, scoring, tokens)
     names = ("out", "lse", "dq", "dk", "dv")

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Request, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Request,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.adapters import reference, te
 from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
 from customized_ops.ring_attention.core.kernels.window.lowering import Window
@@ -76,7 +82,7 @@ def check(pairs: Pairs, given_lse: bool, dims: tuple[int, int] = (16, 8)) -> Non
     mask = torch.from_numpy(to_dense(pairs.slices, pairs.q_len, pairs.k_len))
     asked = dlse if given_lse else None
     want = specification(q, k, v, mask, dout, asked)
-    got = te.forward(q, k, v, pairs, SCORING, None)
+    got = te.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     given = BackwardOperands(dout, q, k, v, want[0], want[1].float(), asked)
     back = te.backward(given, pairs, SCORING, None)
     names = ("out", "lse", "dq", "dk", "dv")
@@ -112,7 +118,7 @@ def test_packed_calls_are_their_sequences_calls(
         q, k, v, dout, dlse = (t[0] for t in tensors(int(rows[-1]), int(keys[-1])))
         most = (max(column) for column in zip(*lengths, strict=True))
         call = LibraryCall(window, Packing(rows.int(), keys.int(), *most))
-        got = te.attend(q, k, v, call, SCORING)
+        got = te.attend(ForwardOperands(q, k, v), call, SCORING)
         grads = te.attend_backward(
             BackwardOperands(dout, q, k, v, *got, dlse), call, SCORING, deterministic=True
         )
@@ -120,7 +126,7 @@ def test_packed_calls_are_their_sequences_calls(
             i, j = (slice(cu[n], cu[n + 1]) for cu in (rows, keys))
             one = [t.unsqueeze(0) for t in (q[i], k[j], v[j], dout[i], dlse[:, i])]
             call = LibraryCall(window, None)
-            alone = te.attend(*one[:3], call, SCORING)
+            alone = te.attend(ForwardOperands(*one[:3]), call, SCORING)
             given = BackwardOperands(one[3], *one[:3], *alone, one[4])
             alone_grads = te.attend_backward(given, call, SCORING, deterministic=True)
             here = got[0][i], got[1][:, i], grads[0][i], grads[1][j], grads[2][j]
@@ -135,8 +141,8 @@ def test_other_strides(stand_in: None) -> None:
     pairs = Pairs(as_slices([(0, 9, 0, 9, -8, 0)]), 9, 9)
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     for a, b in zip(
-        te.forward(*strided, pairs, SCORING, None),
-        te.forward(q, k, v, pairs, SCORING, None),
+        te.forward(ForwardOperands(*strided), pairs, SCORING, None),
+        te.forward(ForwardOperands(q, k, v), pairs, SCORING, None),
         strict=True,
     ):
         assert_same("strided", a, b, 0.0)
@@ -152,7 +158,7 @@ def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     te_stand_in.install(monkeypatch, fused_attn_bwd=spy)
     q, k, v, dout, _ = tensors(6, 6)
     pairs = Pairs(as_slices([(0, 6, 0, 6, -5, 5)]), 6, 6)
-    out, lse = te.forward(q, k, v, pairs, SCORING, None)
+    out, lse = te.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     for deterministic in (False, True):
         given = BackwardOperands(dout, q, k, v, out, lse)
         te.backward(given, pairs, SCORING, None, deterministic=deterministic)
@@ -266,13 +272,13 @@ def check_on_a_gpu(name: str, dims: tuple[int, int], times: int) -> None:
         t.cuda() for t in tensors(pairs.q_len, pairs.k_len, dims=dims, dtype=torch.bfloat16)
     )
     wide = [t.float() for t in (q, k, v)]
-    out, lse = reference.forward(*wide, pairs, SCORING, None)
+    out, lse = reference.forward(ForwardOperands(*wide), pairs, SCORING, None)
     kept = pairs, SCORING, None
     given = BackwardOperands(dout.float(), *wide, out, lse, dlse.float())
     want = reference.backward(given, *kept)
     given = BackwardOperands(dout, q, k, v, out.bfloat16(), lse, dlse.float())
     got = te.backward(given, *kept, deterministic=True)
-    results = (*te.forward(q, k, v, pairs, SCORING, None), *got)
+    results = (*te.forward(ForwardOperands(q, k, v), pairs, SCORING, None), *got)
     for n, (a, b) in enumerate(zip(results, (out, lse, *want), strict=True)):
         size = b[b.isfinite()].abs().max().item() if b.numel() and b.isfinite().any() else 1.0
         assert_same(("out", "lse", "dq", "dk", "dv")[n], a.cpu(), b.cpu(), 0.02 * max(size, 1.0))

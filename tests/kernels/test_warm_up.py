@@ -10,7 +10,12 @@ import torch
 from flash4_library import Library, install
 
 from customized_ops.ring_attention import AttnMask, Layout
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks
 from customized_ops.ring_attention.core.plan import make_plan
 
@@ -97,6 +102,6 @@ def test_documents_of_any_lengths_need_no_other_kernel(
                 if len(slices):
                     rows = hull[1] - hull[0]
                     pairs, given = Pairs(slices, rows, keys), operands(rows, keys)
-                    flash4.forward(*given[1:4], pairs, scoring, None)
+                    flash4.forward(ForwardOperands(*given[1:4]), pairs, scoring, None)
                     flash4.backward(given, pairs, scoring, None)
         assert library.seen <= made, (n, bounds, library.seen - made)

@@ -10,25 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import KINDS, WIDE, Library, draw, pairs_of
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Scoring
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import reference
 from customized_ops.ring_attention.core.kernels.window import windowed
+from customized_ops.ring_attention.core.kernels.window.library_calls import UNLIMITED, CallLimits
 
 SCORING = Scoring(0.35, softcap=1.5)
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, **options):
+def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, limits=UNLIMITED):
     """Forward and backward equal the reference's; returns the library's calls of the forward."""
     library = library or Library()
-    want = reference.forward(q, k, v, pairs, scoring, None)
-    got = windowed.forward(library.forward, q, k, v, pairs, scoring, **options)
+    want = reference.forward(ForwardOperands(q, k, v), pairs, scoring, None)
+    got = windowed.forward(library.forward, ForwardOperands(q, k, v), pairs, scoring, limits)
     forward_calls = list(library.calls)
     for name, mine, his in zip(("out", "lse"), got, want, strict=True):
         assert_same(name, mine, his)
     rows = (BackwardOperands(dout, q, k, v, *want, dlse), pairs, scoring)
     wanted = reference.backward(*rows, None)
-    gradients = windowed.backward(library.backward, *rows, **options)
+    gradients = windowed.backward(library.backward, *rows, limits)
     for name, mine, his in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         assert_same(name, mine, his)
     assert library.calls == 2 * forward_calls
@@ -44,7 +45,7 @@ def test_values(kind, batch, kv_heads):
     pairs = pairs_of(slices, rows, keys)
     check(pairs, q, k, v, dout)
     check(pairs, q, k, v, dout, dlse)
-    check(pairs, q, k, v, dout, dlse, gaps=False, wide_right=False)
+    check(pairs, q, k, v, dout, dlse, limits=CallLimits(gaps=False, wide_right=False))
 
 
 @st.composite
@@ -68,8 +69,8 @@ def parts_of_a_band(draw):
 def test_parts_of_a_band(mask, batch, gaps, wide_right):
     slices, rows, keys = mask
     q, k, v, dout, dlse = draw(batch, rows, keys)
-    options = {"gaps": gaps, "wide_right": wide_right}
-    check(pairs_of(slices, rows, keys), q, k, v, dout, dlse, **options)
+    limits = CallLimits(gaps, wide_right)
+    check(pairs_of(slices, rows, keys), q, k, v, dout, dlse, limits=limits)
 
 
 def strided(t):
@@ -110,14 +111,14 @@ def test_operands_are_views_and_one_call_of_all_rows_is_returned_as_it_is():
     q, k, v, *_ = draw(1, 15, 15)
     seen = {}
 
-    def attend(q, k, v, *_, into):
+    def attend(given, *_, into):
         assert into is None
-        seen["operands"] = [t.data_ptr() for t in (q, k, v)]
-        seen["out"], seen["lse"] = q[..., :5].clone(), q.new_zeros(4, 15)
+        seen["operands"] = [t.data_ptr() for t in given]
+        seen["out"], seen["lse"] = given.q[..., :5].clone(), given.q.new_zeros(4, 15)
         return seen["out"], seen["lse"]
 
     pairs = pairs_of(KINDS["documents"][2], 15, 15)
-    out, lse = windowed.forward(attend, q, k, v, pairs, SCORING)
+    out, lse = windowed.forward(attend, ForwardOperands(q, k, v), pairs, SCORING)
     assert seen["operands"] == [t.data_ptr() for t in (q, k, v)]
     assert out.data_ptr() == seen["out"].data_ptr() and lse.data_ptr() == seen["lse"].data_ptr()
 
@@ -141,14 +142,14 @@ def test_low_precision_results(kind):
     rows, keys, slices = THRICE if kind == "thrice" else KINDS[kind]
     pairs = pairs_of(slices, rows, keys)
     q, k, v, dout, _ = draw(1, rows, keys, dtype=torch.bfloat16)
-    out, lse = windowed.forward(Library().forward, q, k, v, pairs, SCORING)
+    out, lse = windowed.forward(Library().forward, ForwardOperands(q, k, v), pairs, SCORING)
     assert out.dtype == (torch.float32 if kind == "thrice" else torch.bfloat16)
     assert lse.dtype == torch.float32
     final = out.to(torch.bfloat16), lse
     operands, rest = BackwardOperands(dout, q, k, v, *final), (pairs, SCORING)
     grads = windowed.backward(Library().backward, operands, *rest)
     assert grads[0].dtype == out.dtype and grads[1].dtype == grads[2].dtype == torch.bfloat16
-    want, want_lse = reference.forward(q, k, v, pairs, SCORING, None)
+    want, want_lse = reference.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
     assert_same("out", out, want, 0.02)
     assert_same("lse", lse, want_lse, 1e-5)
     wide = BackwardOperands(*(t.float() for t in operands[:6]))
@@ -180,7 +181,7 @@ def test_results_are_written_where_they_belong():
 
         return call
 
-    out, lse = windowed.forward(seen(library.forward), q, k, v, pairs, SCORING)
+    out, lse = windowed.forward(seen(library.forward), ForwardOperands(q, k, v), pairs, SCORING)
     (first_out, first_lse), second = given
     assert second is None
     assert first_out.data_ptr() == out.data_ptr() and first_lse.data_ptr() == lse.data_ptr()
@@ -197,10 +198,10 @@ def test_check_notices():
     pairs = pairs_of(slices, rows, keys)
     q, k, v, _, _ = draw(1, rows, keys)
 
-    def attend(q, k, v, call, scoring, **rest):
-        return Library().forward(q, k, v, replace(call, window=(-1, 0)), scoring, **rest)
+    def attend(given, call, scoring, **rest):
+        return Library().forward(given, replace(call, window=(-1, 0)), scoring, **rest)
 
-    want, _ = reference.forward(q, k, v, pairs, SCORING, None)
-    got, _ = windowed.forward(attend, q, k, v, pairs, SCORING)
+    want, _ = reference.forward(ForwardOperands(q, k, v), pairs, SCORING, None)
+    got, _ = windowed.forward(attend, ForwardOperands(q, k, v), pairs, SCORING)
     with pytest.raises(AssertionError, match="out"):
         assert_same("out", got, want)

@@ -10,7 +10,7 @@ import torch
 
 from annotations.engines.nnscaler import OpNode
 from annotations.engines.nnscaler.timing import example_inputs, timed
-from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel
 from customized_ops.ring_attention.core.mask.slices import areas
 from on_nnscaler import attention_models as models

@@ -334,7 +334,7 @@ def test_what_32_bit_indices_do_not_reach_is_asked_for(
         return SimpleNamespace(NAME="spy", forward=forward, backward=reference.backward)
 
     def forward(*args: Any) -> Any:
-        given.extend(t.numel() for t in args[:3])
+        given.extend(t.numel() for t in args[0])
         return reference.forward(*args)
 
     most_elements = kernel_request.most_elements

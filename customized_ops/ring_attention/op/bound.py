@@ -29,7 +29,7 @@ from torch import Tensor
 from annotations.library.cached_calls import cached
 
 from ..core.comm import Comm
-from ..core.kernels import Kernel, Scoring, check_name
+from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, check_name
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
 from ..core.run import te_cp
@@ -59,7 +59,7 @@ class Bound:
 
     call: AttentionCall
     plan: Plan
-    kernel: Kernel | te_cp.ContextParallel
+    kernel: Kernel | te_cp.TeCall
     scoring: Scoring | None
     key_positions: Tensor | None
     reduce_dtype: torch.dtype | None
@@ -67,7 +67,7 @@ class Bound:
     @property
     def keeps_group(self) -> bool:
         """TransformerEngine's own context parallelism keeps its group, so it must not be kept."""
-        return isinstance(self.kernel, te_cp.ContextParallel)
+        return isinstance(self.kernel, te_cp.TeCall)
 
     def forward(
         self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None]
@@ -81,7 +81,7 @@ class Bound:
         own, packed = self.call.key_heads, self.call.source.packed
         if own is not None:
             k, v = own.of(k), own.of(v)
-        if isinstance(self.kernel, te_cp.ContextParallel):
+        if isinstance(self.kernel, te_cp.TeCall):
             return self.kernel.forward(q, k, v)
         if packed:
             q, k, v = _batched(q, k, v)
@@ -90,8 +90,9 @@ class Bound:
             out, lse = q.new_empty((b, length, h, v.shape[-1])), lse_like(q, (b, h, length))
         else:
             scoring = self.scoring or scoring_of(self.call.options, slopes, seed)
+            given = ForwardOperands(q, k, v)
             out, lse = attention_forward(
-                self.plan, comm, self.kernel, q, k, v, scoring, self.key_positions
+                self.plan, comm, self.kernel, given, scoring, self.key_positions
             )
             if sink is not None:
                 out, lse = _with_sink(out, lse, sink)
@@ -130,7 +131,7 @@ class Bound:
         dout, dlse = grads
         options, packed = self.call.options, self.call.source.packed
         dout = torch.zeros_like(out) if dout is None else dout
-        if isinstance(self.kernel, te_cp.ContextParallel):
+        if isinstance(self.kernel, te_cp.TeCall):
             return (*self.kernel.backward(dout, q, k, v), None)
         if packed:
             q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)
@@ -147,15 +148,9 @@ class Bound:
                 self.plan,
                 comm,
                 self.kernel,
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
+                BackwardOperands(dout, q, k, v, out, lse, dlse),
                 self.scoring or scoring_of(options, slopes, seed),
                 self.key_positions,
-                dlse=dlse,
                 deterministic=options.deterministic,
                 reduce_dtype=self.reduce_dtype,
             )

@@ -16,8 +16,7 @@ from annotations import OpRecord, record_of
 from ..core.comm import Comm
 from ..core.cost import H200, CostModel
 from ..core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, choose
-from ..core.kernels.shape_class import needs_window, shape_class
-from ..core.kernels.speeds import bucket
+from ..core.kernels.speeds import bucket, needs_window, shape_class
 from ..core.plan import Plan, make_plan
 from ..core.run import te_cp
 from .arguments import ArgumentError, check_tensors
@@ -176,7 +175,7 @@ class AttentionCall:
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions
 
-    def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.ContextParallel:
+    def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.TeCall:
         """What runs the call: a kernel under the executor, or TransformerEngine's own.
 
         Raises:

@@ -51,9 +51,8 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.comm import fake_comm
-from customized_ops.ring_attention.core.comm.comm_groups import GroupLike
-from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
+from customized_ops.ring_attention.core.comm import comm_groups
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm, GroupLike
 from customized_ops.ring_attention.op import bound, call
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -93,15 +92,15 @@ def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without(what: str) -> ExitStack:
     """The "executor" or the "kernel" replaced by what only makes the tensors it returns."""
 
-    def forward(plan: Any, comm: Any, kernel: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-        return _results(q, v)
+    def forward(plan: Any, comm: Any, kernel: Any, given: Any, *_: Any) -> Any:
+        return _results(given.q, given.v)
 
-    def backward(plan: Any, comm: Any, kernel: Any, dout: Tensor, *rest: Any, **_: Any) -> Any:
-        return _gradients(*rest[:3])
+    def backward(plan: Any, comm: Any, kernel: Any, given: Any, *_: Any, **options: Any) -> Any:
+        return _gradients(given.q, given.k, given.v)
 
     kernel = SimpleNamespace(
         NAME="none",
-        forward=lambda q, k, v, *_: _results(q, v),
+        forward=lambda given, *_: _results(given.q, given.v),
         backward=lambda given, *_, **__: _gradients(given.q, given.k, given.v),
     )
     stands_in: list[tuple[Any, str, Any]] = [(call, "choose", lambda *_: kernel)]
@@ -212,7 +211,8 @@ def main() -> None:
     if given.kernel is None:
         stack = without("kernel" if given.executor else "executor")
     # Ranks of a real group are looked up, not made anew for each call.
-    stack.enter_context(mock.patch.object(fake_comm, "by_name", lru_cache(fake_comm.by_name)))
+    found_once = lru_cache(comm_groups.fake_comm_by_name)
+    stack.enter_context(mock.patch.object(comm_groups, "fake_comm_by_name", found_once))
     say(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
     if alone := measure_library(given):
         say(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}")

@@ -48,6 +48,7 @@ from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
+    ForwardOperands,
     Kernel,
     Pairs,
     Request,
@@ -188,11 +189,11 @@ class Bench:
         q, k, v, dout = self.tensors(mask.tokens)
         pairs = Pairs(mask.mask.slices, mask.tokens, mask.tokens)
         scoring = Scoring(self.args.head_dim**-0.5)
-        out, lse = kernel.forward(q, k, v, pairs, scoring, None)
+        out, lse = kernel.forward(ForwardOperands(q, k, v), pairs, scoring, None)
         out = out.to(self.dtype)
 
         def forward() -> Any:
-            return kernel.forward(q, k, v, pairs, scoring, None)
+            return kernel.forward(ForwardOperands(q, k, v), pairs, scoring, None)
 
         def backward() -> Any:
             given = BackwardOperands(dout, q, k, v, out, lse)

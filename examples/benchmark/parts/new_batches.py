@@ -42,7 +42,7 @@ from customized_ops.ring_attention import (
     warm_up,
     wrap_ring_attn_varlen_func,
 )
-from customized_ops.ring_attention.core.comm.fake_comm import FakeComm
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 
 OPS = 4
 

@@ -18,7 +18,7 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.kernels.attention_dropout import keep
+from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 
 DENSE_OPS = {"ring": wrap_ring_attn_func, "zigzag": wrap_zigzag_attn_func}
 PACKED_OPS = ("varlen", "packed window", "packed streaming")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from windows import Library
 
-from customized_ops.ring_attention.core.kernels.protocol import Capabilities
+from customized_ops.ring_attention.core.kernels import Capabilities
 from customized_ops.ring_attention.core.kernels.window.windowed import kernel_of
 
 NAME = "mine"
@@ -27,4 +27,4 @@ def missing() -> str | None:
     return None
 
 
-forward, backward = kernel_of(LIBRARY.forward, LIBRARY.backward)
+forward, backward, tables = kernel_of(LIBRARY.forward, LIBRARY.backward)

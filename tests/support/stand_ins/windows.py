@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from customized_ops.ring_attention.core.kernels import BackwardOperands, Pairs, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    BackwardOperands,
+    ForwardOperands,
+    Pairs,
+    Scoring,
+)
 from customized_ops.ring_attention.core.kernels.window.library_calls import LibraryCall, Packing
 from customized_ops.ring_attention.core.kernels.window.lowering import Window
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
@@ -115,16 +120,14 @@ class Library:
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        given: ForwardOperands,
         call: LibraryCall,
         scoring: Scoring,
         *,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows without keys give lse +inf, as FlashAttention-2 does."""
-        window, packing = call.window, call.packing
+        (q, k, v), window, packing = given, call.window, call.packing
         sequences = 0 if packing is None else len(packing.cu_seqlens_q) - 1
         self.calls.append((window, sequences, tuple(q.shape)))
         q4, k4, v4 = (t if packing is None else t.unsqueeze(0) for t in (q, k, v))

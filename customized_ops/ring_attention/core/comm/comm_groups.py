@@ -1,21 +1,40 @@
-"""From what users pass as ``process_group`` to a :class:`~.comm.Comm`, and from its name back."""
+"""From what users pass as ``process_group`` to a :class:`~.comm.Comm`, and from its name back; and
+the Comm of a rank without peers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
-from . import fake_comm, inprocess
+from . import inprocess
 from .dist_comm import DistComm
-from .fake_comm import FakeComm
-from .messages import Comm
+from .messages import Comm, Messages, Reduction
 from .symmetric import comm_over
 
 GroupLike = dist.ProcessGroup | Sequence[int] | Comm | None
+
+
+class FakeComm(Comm):
+    """Rank ``rank`` of ``size`` without the others: nothing arrives, and buffers for it are never
+    written. Plans, buffers and kernel calls are the real ones; results are meaningless, and moving
+    bytes takes no time. Of one rank, which has no peers, everything is real."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(f"fake:{rank}:{size}" if size > 1 else "", rank, size)
+
+    def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        return lambda: None
+
+    def combine(self, tensor: Tensor, how: Reduction) -> None:
+        """The values stay this rank's."""
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return [value] * self.size
 
 
 ALONE = FakeComm(0, 1)  # a group of one rank
@@ -48,12 +67,18 @@ def comm_by_name(name: str) -> Comm:
     if name.startswith("inprocess:"):
         return inprocess.this_thread(name)
     if name.startswith("fake:"):
-        return fake_comm.by_name(name)
+        return fake_comm_by_name(name)
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     # A destroyed world may leave its names to the next one, so the group itself is compared.
     if name not in _by_name or _by_name[name][0] is not group:
         _by_name[name] = (group, comm_over(group))
     return _by_name[name][1]
+
+
+def fake_comm_by_name(name: str) -> FakeComm:
+    """The FakeComm called ``name``."""
+    _, rank, size = name.split(":")
+    return FakeComm(int(rank), int(size))
 
 
 def group_comm(process_group: GroupLike) -> Comm:

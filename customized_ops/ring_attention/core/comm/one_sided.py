@@ -31,10 +31,9 @@ from typing import Any
 import torch
 
 from ..plan.exchange import Exchange
-from .arena import Arena, Memory
 from .messages import Arrive, Coming, Comm, Parts, Pending, SeenBy
-from .placement import DONE, Placed, Placement
-from .transfer_side import Block, TransferSide, copy
+from .placement import DONE, Arena, Memory, Placed, Placement
+from .transfer_side import TokenBlock, TransferSide, copy
 
 COPIES = 8  # batch entries that are copied one by one, so that each is one range
 # Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank
@@ -146,7 +145,7 @@ class OneSidedComm(Comm):
             self._memory.wait_signal(peer, placed.channels[0])
 
 
-def _copy_ranges(source: Block, target: Block) -> None:
+def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:
     """Copy all tokens of each tensor, by the copy engine where they are ranges of memory."""
     for part, to, tokens in zip(source.tensors, target.tensors, source.tokens, strict=True):
         # Entries of a batch may be ranges that the whole is not.

@@ -1,4 +1,5 @@
-"""Where the parts of an exchange are written: in places of the arena, on the ranks that read them.
+"""Where the parts of an exchange are written: in places of memory of every rank of a group that its
+peers write to.
 
 Every rank computes the same places and signal channels for an exchange, so no rank asks another.
 """
@@ -7,18 +8,104 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..plan.exchange import Exchange
-from .arena import Arena, Memory, bytes_of, tensors_in
 from .messages import SeenBy
-from .transfer_side import Block, TransferSide
+from .transfer_side import TokenBlock, TransferSide
 
+ALIGNED_BYTES = 256
+Shapes = Sequence[Sequence[int]]
 DONE = 0  # channel of the signal at the end of a pass; those of exchanges follow
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some memory of every rank."""
+
+    of_ranks: list[Tensor]  # uint8[n], in rank order
+    holder: object  # what keeps the memory; tensors do not
+
+    def __len__(self) -> int:
+        return len(self.of_ranks[0])
+
+
+class Memory(Protocol):
+    """Memory of every rank of a group that all of them can write to."""
+
+    channels: int  # how many there are for signals, the same on every rank
+
+    def allocate(self, n_bytes: int) -> Piece:
+        """New memory. All ranks call this together; it returns when no rank has work under way."""
+        ...
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is on the device that the memory is on."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
+        ...
+
+    def put_signal(self, peer: int, channel: int) -> None:
+        """Set the peer's flag for this rank and channel, once it is clear; after all that this
+        rank's stream was given before."""
+        ...
+
+    def wait_signal(self, peer: int, channel: int) -> None:
+        """Wait until the peer has set the flag here, and clear it."""
+        ...
+
+
+class Arena:
+    """Places for the exchanges of a pass, the same on every rank."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._pieces: list[Piece] = []
+        self._captured: list[Piece] = []
+        # Where the next place is looked for: generation of the memory, piece, bytes used of it.
+        self.at = (0, 0, 0)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of a rank's memory, up to the place that was taken last in this pass."""
+        _, piece, used = self.at
+        return sum(map(len, self._pieces[:piece])) + used
+
+    def begin(self) -> bool:
+        """Start a pass; what came in several pieces becomes one.
+
+        Returns:
+            Whether places handed out before are gone.
+        """
+        generation, *_ = self.at
+        capturing = self._memory.capturing()
+        if capturing:
+            self._captured += [piece for piece in self._pieces if piece not in self._captured]
+        grown = len(self._pieces) > 1 and not capturing
+        if grown:
+            # The old pieces are let go only after that: peers may have been using them.
+            self._pieces = [self._memory.allocate(sum(map(len, self._pieces)))]
+            generation += 1
+        self.at = (generation, 0, 0)
+        return grown
+
+    def take(self, n_bytes: int) -> list[Tensor]:
+        """The next place, uint8[n_bytes] of every rank."""
+        generation, n, used = self.at
+        n_bytes = max(_aligned(n_bytes), ALIGNED_BYTES)
+        while n < len(self._pieces) and used + n_bytes > len(self._pieces[n]):
+            n, used = n + 1, 0
+        if n == len(self._pieces):
+            self._pieces.append(self._memory.allocate(n_bytes))
+        self.at = (generation, n, used + n_bytes)
+        return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +116,7 @@ class Placed:
     places: list[Tensor]  # uint8 of every rank, where it writes
     targets: list[int]  # peers that are written to
     sources: list[int]  # peers that write here
-    copies: list[tuple[int, Block]]  # peers, and where the tokens for each are to be written
+    copies: list[tuple[int, TokenBlock]]  # peers, and where the tokens for each are to be written
     received: Any  # a fetch: the TransferSide that it fills; results: the parts by peer
     sent_bytes: int
     received_bytes: int
@@ -139,7 +226,7 @@ class Placement:
 
         targets, sources = self.others(exchange.received), self.others(exchange.sent)
         tokens = [dim.tokens for dim in results.dims]
-        copies = [(peer, Block(part_of(peer, self._rank), tokens)) for peer in targets]
+        copies = [(peer, TokenBlock(part_of(peer, self._rank), tokens)) for peer in targets]
         parts = {peer: part_of(self._rank, peer) for peer in coming[self._rank]}
         sent = sum(t.nbytes for _, to in copies for t in to.tensors)
         received = sum(t.nbytes for each in parts.values() for t in each)
@@ -166,3 +253,23 @@ class Placement:
 def _bytes_of_tokens(buffers: Sequence[Tensor], count: int, of: Exchange) -> int:
     """Of ``count`` of the tokens that buffers for an exchange hold."""
     return sum(t.nbytes for t in buffers) * count // max(of.tokens, 1)
+
+
+def bytes_of(shapes: Shapes, dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes of tensors one after the other, each aligned."""
+    sizes = zip(shapes, dtypes, strict=True)
+    return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in sizes)
+
+
+def tensors_in(memory: Tensor, shapes: Shapes, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Tensors one after the other in uint8 memory, each aligned."""
+    views, at = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        n_bytes = prod(shape) * dtype.itemsize
+        views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
+        at += _aligned(n_bytes)
+    return views
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNED_BYTES) * ALIGNED_BYTES

@@ -14,16 +14,16 @@ from torch import Tensor
 from annotations.groups import group_of_ranks
 
 from ..plan.cost import H200
-from .arena import Piece
 from .dist_comm import DistComm
 from .one_sided import OneSidedComm
+from .placement import Piece
 
 SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
 
 class SymmetricMemory:
-    """See :class:`~.arena.Memory`.
+    """See :class:`~.placement.Memory`.
 
     torch up to 2.13 numbers the messages by which ranks make such memory with one count a process,
     for all its groups (pytorch/pytorch#196082). A rank that was in other groups before would wait

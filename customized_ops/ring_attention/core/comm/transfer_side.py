@@ -53,7 +53,7 @@ class Dims(NamedTuple):
 ROWS, STATS = Dims(tokens=1, heads=2), Dims(tokens=2, heads=1)  # [b, l, h, d] and [b, h, l]
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """The same tokens of several tensors."""
 
     tensors: Sequence[Tensor]
@@ -61,26 +61,26 @@ class Block(NamedTuple):
     rows: Tensor | None = None  # int64[n], which tokens; None: all that there are
 
 
-Put = Callable[[Block, Sequence[Tensor]], None]
+Put = Callable[[TokenBlock, Sequence[Tensor]], None]
 
 
-def place(places: Block, parts: Sequence[Tensor]) -> None:
+def place(places: TokenBlock, parts: Sequence[Tensor]) -> None:
     """Write arrived parts over their places."""
     copy_rows(parts, places.tensors, places.tokens, to_rows=places.rows)
 
 
-def add(places: Block, parts: Sequence[Tensor]) -> None:
+def add(places: TokenBlock, parts: Sequence[Tensor]) -> None:
     """Add arrived parts to their places."""
     add_rows(parts, places.tensors, places.tokens, places.rows)
 
 
-def merge(places: Block, parts: Sequence[Tensor]) -> None:
+def merge(places: TokenBlock, parts: Sequence[Tensor]) -> None:
     """Merge an arrived (out, lse) into what is there."""
     (out, lse), (part_out, part_lse) = places.tensors, parts
     merge_(out, lse, part_out, part_lse, places.rows)
 
 
-def copy(source: Block, target: Block) -> None:
+def copy(source: TokenBlock, target: TokenBlock) -> None:
     """Write the tokens of one block over those of another, in its dtypes."""
     copy_rows(source.tensors, target.tensors, target.tokens, source.rows, target.rows)
 
@@ -97,14 +97,14 @@ class TransferSide:
         """Of the peer's part of tensor ``n``."""
         return self.dims[n].shape(self.tensors[n], self.peers[peer].count, peer)
 
-    def of(self, peer: int) -> Block:
+    def of(self, peer: int) -> TokenBlock:
         """The peer's part, in place."""
         where, tokens = self.peers[peer], [dim.tokens for dim in self.dims]
         parts = [dim.share(t, peer) for t, dim in zip(self.tensors, self.dims, strict=True)]
         if where.indices is not None:
-            return Block(parts, tokens, where.table.on(parts[0].device))
+            return TokenBlock(parts, tokens, where.table.on(parts[0].device))
         start, count, both = where.start, where.count, zip(parts, tokens, strict=True)
-        return Block(
+        return TokenBlock(
             [t if t.shape[dim] == count else t.narrow(dim, start, count) for t, dim in both], tokens
         )
 
@@ -118,5 +118,5 @@ class TransferSide:
             t.new_empty(self.shape(n, peer), dtype=dtypes[n] if dtypes else t.dtype)
             for n, t in enumerate(self.tensors)
         ]
-        copy(block, Block(parts, block.tokens))
+        copy(block, TokenBlock(parts, block.tokens))
         return parts

@@ -4,9 +4,9 @@
 """
 
 from .choice import KERNELS, KernelError, check_name, choose, refusal
-from .operands import BackwardOperands, Pairs
-from .protocol import FEATURES, LARGE, Capabilities, Kernel, Request
-from .scoring import Scoring, Tokens
+from .protocol.kernel import BackwardOperands, ForwardOperands, Kernel, Pairs
+from .protocol.request import FEATURES, LARGE, Capabilities, Request
+from .protocol.scoring import Scoring, Tokens
 
 __all__ = [
     "FEATURES",
@@ -14,6 +14,7 @@ __all__ = [
     "LARGE",
     "BackwardOperands",
     "Capabilities",
+    "ForwardOperands",
     "Kernel",
     "KernelError",
     "Pairs",

@@ -1,23 +1,36 @@
-"""Measured speeds of kernels, by which "auto" chooses.
+"""Measured speeds of kernels, by which "auto" chooses, for each class of masks:
+
+| class | slices | |
+|---|---|---|
+| full | one | whose band binds nowhere |
+| causal | one | bound above only: how far ahead a row attends |
+| packed | several, no row and no key in two | none bound below: documents |
+| window | one or several, no row and no key in two | some bound below: how far back a row attends |
+| sparse | | any others |
+
+A class also says whether a kernel must know windows.
 
 TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query and 8 key heads of dim
 128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
 "window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
 all before.
-``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures.
-
-A kernel without a figure for a class of masks counts as no faster than those before it in the
-registry, see :func:`fastest_first`. CPUs, fp32 and fp64 have no figures at all.
+``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures. CPUs, fp32 and fp64 have
+none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
-from .protocol import HALF, Request
+from ..mask import AttnMask
+from ..mask.intervals import depth
+from ..mask.slices import HI, K0, K1, LO, Q0, Q1
+from .protocol.request import HALF, Request
 
+SHAPE_CLASSES = ("full", "causal", "packed", "window", "sparse")
 BACKWARD_WORK = 2.5  # of a forward pass: five products of matrices instead of two
 
 # Kernel -> class of masks -> tokens -> (forward, backward).
@@ -59,10 +72,7 @@ SAME_SPEED = {"full": "causal"}
 
 def seconds(kernel: str, request: Request) -> float:
     """Seconds that a kernel takes for a forward and a backward pass, for each 10^12 FLOP of the
-    forward, at the measured length that is nearest by ratio; infinite where there is no figure.
-
-    Of the request count device, dtype, shape class and tokens.
-    """
+    forward, at the measured length that is nearest by ratio; infinite where there is no figure."""
     measured = SPEEDS.get(kernel, {})
     shape = request.shape_class
     figures = measured.get(shape) or measured.get(SAME_SPEED.get(shape, shape))
@@ -74,12 +84,10 @@ def seconds(kernel: str, request: Request) -> float:
 
 
 def fastest_first(names: Iterable[str], request: Request) -> list[str]:
-    """Kernels from the fastest to the slowest, by what was measured.
+    """``names``, all kernels in the order to assume where nothing was measured, by what was.
 
     A kernel without a figure for the request counts as fast as the slowest before it, and kernels
-    that are equally fast keep their order. So it comes after all that precede it in ``names``, and
-    before those that follow and are slower than these. ``names`` are all kernels, the fastest first
-    as far as is known.
+    that are equally fast keep their order.
     """
     expected: dict[str, float] = {}
     for name in names:
@@ -92,3 +100,31 @@ def bucket(tokens: int) -> int:
     """``tokens`` rounded to a power of two, by ratio, so that one choice serves many lengths. 0
     stays 0."""
     return 1 << round(math.log2(tokens)) if tokens else 0
+
+
+@lru_cache(maxsize=64)
+def shape_class(mask: AttnMask) -> str:
+    """The class of a mask, one of SHAPE_CLASSES. A mask that attends nothing is "full"."""
+    slices = mask.slices
+    if depth(slices[:, Q0], slices[:, Q1]) > 1 or depth(slices[:, K0], slices[:, K1]) > 1:
+        return "sparse"
+    if needs_window(mask):
+        return "window"
+    if len(slices) > 1:
+        return "packed"
+    bound_above = slices[:, HI] < slices[:, K1] - 1 - slices[:, Q0]
+    return "causal" if bound_above.any() else "full"
+
+
+@lru_cache(maxsize=64)
+def needs_window(mask: AttnMask) -> bool:
+    """Whether a kernel must be able to bound how far back a row attends: some slice's lo binds.
+
+    Where none does, no kernel call of a plan needs it. In a slice j - i is least in the corner
+    k0 - (q1 - 1), so lo binds nowhere if lo <= k0 - q1 + 1. What a plan does to slices keeps that:
+    clipping raises k0 or lowers q1 (:func:`~..slices.clip`), so the right side only grows; moving
+    tokens to buffers shifts both sides equally (:func:`~..slices.shift`); and pieces over the same
+    rows that are joined again take lo and k0 from one of them (``buffers.joined_keys``).
+    """
+    slices = mask.slices
+    return bool((slices[:, LO] > slices[:, K0] - slices[:, Q1] + 1).any())

@@ -65,7 +65,7 @@ def _per_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-Piece = tuple[int, int, bool]  # first row, one past the last, whether the rows had a part before
+RowPiece = tuple[int, int, bool]  # first row, one past the last, whether the rows had a part before
 
 
 class RowCoverage:
@@ -74,7 +74,7 @@ class RowCoverage:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # disjoint, apart and sorted
 
-    def add(self, start: int, stop: int) -> list[Piece]:
+    def add(self, start: int, stop: int) -> list[RowPiece]:
         """Take in rows start .. stop - 1; their pieces, in order."""
         if start == stop:
             return []
@@ -101,7 +101,7 @@ class RowCoverage:
         self._ranges = [*before, joined, *after]
         return pieces
 
-    def rest(self, length: int) -> list[Piece]:
+    def rest(self, length: int) -> list[RowPiece]:
         """Take in the rows of 0 .. length - 1 that were not there; their pieces, in order."""
         if self._ranges == [(0, length)]:
             return []

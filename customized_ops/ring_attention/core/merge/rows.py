@@ -78,8 +78,7 @@ def compiled() -> int:
 
 
 def warm_up(heads: int, dims: set[int], like: Tensor) -> Iterator[None]:
-    """Compile, on a GPU, what passes over rows of up to so many heads can need: ``dims`` are those
-    of q, k and v, and ``like`` has their dtype and device."""
+    """:func:`.launch.warm_up`, where the kernels take such tensors."""
     launch = _launch()
     if launch is not None and on_gpu(*(like.new_empty((1, 1, 1, dim)) for dim in dims)):
         yield from launch.warm_up(heads, dims, like)
@@ -100,8 +99,8 @@ Group = tuple[ModuleType | None, list[Tensor], list[Tensor], int]
 def _grouped(
     sources: Sequence[Tensor], targets: Sequence[Tensor], dims: Sequence[int]
 ) -> Iterator[Group]:
-    """Pairs of a source and a target that one launch moves, with the module that launches; or a
-    single pair with None, which torch moves. Last the dim of their rows."""
+    """Pairs that one launch moves, with the module that launches, or a single pair with None, which
+    torch moves; last the dim of their rows."""
     group: Group = (None, [], [], 1)
     for source, target, dim in zip(sources, targets, dims, strict=True):
         kernels = on_gpu(source, target) if dim == 1 else None

@@ -80,7 +80,7 @@ def merge(
     part_lse_b: tl.int64, part_lse_h: tl.int64, part_lse_l: tl.int64,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ) -> None:
-    """Merge part row i into row i, or rows[i], as :func:`..merge.merge_torch` does in fp32."""
+    """Merge part row i into row i, or rows[i], as :func:`..merge._merge_torch` does in fp32."""
     row, head, here = pairs(length, heads, ROWS, HEADS)
     home = row
     if rows is not None:

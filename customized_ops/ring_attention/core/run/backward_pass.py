@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,23 +15,17 @@ from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 
 class BackwardPass(RankPass):
-    """See :func:`.executor.attention_backward`. ``rows`` are dout, q, out, lse and, if it has a
-    gradient, dlse; ``wire`` is the dtype of gradients between ranks."""
+    """See :func:`.executor.attention_backward`; ``wire``: dtype of gradients between ranks."""
 
     def __init__(
-        self,
-        call: RankCall,
-        rows: Sequence[Tensor],
-        k: Tensor,
-        v: Tensor,
-        wire: torch.dtype,
-        *,
-        deterministic: bool,
+        self, call: RankCall, given: BackwardOperands, wire: torch.dtype, *, deterministic: bool
     ) -> None:
         super().__init__(call)
-        self._rows, self._q, self._k, self._v = rows, rows[1], k, v
+        dout, self._q, k, v, out, lse, dlse = given
+        self._rows = [dout, self._q, out, lse] if dlse is None else [dout, self._q, out, lse, dlse]
+        self._k, self._v = k, v
         self._wire, self._deterministic = wire, deterministic
-        self._own = Queries(self.share.of_queries(rows))
+        self._own = Queries(self.share.of_queries(self._rows))
         row_parts, key_parts = self.mine.row_parts, self.mine.key_parts
         self._dq, self._dk, self._dv = Sum(self._q, row_parts), Sum(k, key_parts), Sum(v, key_parts)
         # What the second stream adds up for the rank's own rows and keys.

@@ -20,20 +20,10 @@ received keys arrive in groups of heads: a group is attended, and its gradients 
 next arrives. Groups share no head, so their results are concatenated and never merged.
 Between the two passes q, k, v, out and lse of the rank's own tokens are kept, nothing received.
 
-Numerics; "wide" is fp32, or fp64 beside fp64 inputs:
-
-    kernels        compute wide inside and may round each result of a call to the inputs' dtype once
-    out, lse       merged wide over stages and ranks, rounded once at the end; lse stays wide
-    out of remote queries   travels in q's dtype, as a kernel would have rounded it; lse wide
-    dq, dk, dv     added up wide over stages and ranks, rounded once at the end
-    dk, dv of received keys, dq of remote queries   travel in ``reduce_dtype``; what a rank holds
-                   itself is not rounded to it
-
-``reduce_dtype=None`` is the input dtype, unless the plan makes a rank compute another rank's rows
-over keys it received: those gradients may already be sums, so they travel wide.
-
-What arrives is added or merged in rank order, so the forward is the same bit for bit from run to
-run, the backward where the kernel's is (``deterministic``).
+Results are merged and gradients added up in the accumulation dtype, and rounded once at the end;
+what travels is rounded before that, out to q's dtype and gradients to ``reduce_dtype``. (The design
+page has the table.) What arrives is added or merged in rank order, so the forward is the same bit
+for bit from run to run, the backward where the kernel's is (``deterministic``).
 """
 
 from __future__ import annotations
@@ -42,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..kernels import BackwardOperands, Kernel, Pairs, Scoring
+from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring
 from ..merge.merge import accumulation_dtype
 from ..plan import Plan
 from .backward_pass import BackwardPass
@@ -55,64 +45,57 @@ def attention_forward(
     plan: Plan,
     comm: Comm,
     kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: ForwardOperands,
     scoring: Scoring,
     key_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows.
 
     Args:
-        q: [b, l, h, d], k: [b, m, g, d], v: [b, m, g, e]: this rank's tokens, as the plan's layouts
-            say; h is a multiple of g.
+        given: q [b, l, h, d], k [b, m, g, d], v [b, m, g, e]: this rank's tokens, as the plan's
+            layouts say; h is a multiple of g.
         scoring: how scores become probabilities.
         key_positions: int64[k_len], where each key stands on the queries' scale, for ALiBi; None
             aligns the ends of the two sequences.
     Returns:
         out [b, l, h, e] in q's dtype and lse [b, h, l].
     """
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    given = ForwardOperands(*map(_dense, given))
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        out, lse = kernel.forward(q, k, v, pairs, scoring, None)
-        return out.to(q.dtype), lse
-    heads = HeadShard(plan, comm.rank, q, k, scoring, key_positions)
-    return ForwardPass(RankCall(plan, comm, kernel, heads), q, k, v).run()
+        out, lse = kernel.forward(given, pairs, scoring, None)
+        return out.to(given.q.dtype), lse
+    heads = HeadShard(plan, comm.rank, given.q, given.k, scoring, key_positions)
+    return ForwardPass(RankCall(plan, comm, kernel, heads), given).run()
 
 
 def attention_backward(
     plan: Plan,
     comm: Comm,
     kernel: Kernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: BackwardOperands,
     scoring: Scoring,
     key_positions: Tensor | None = None,
     *,
-    dlse: Tensor | None = None,
     deterministic: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for this rank's q, k, v; ``out`` and ``lse`` are what the forward returned.
+    """Gradients for this rank's q, k, v.
 
     Args:
-        dlse: [b, h, l], the gradient of lse; None on every rank of a call, or on none.
+        given: of the same tokens. dlse is None on every rank of a call, or on none.
         deterministic: whether gradients must be the same bit for bit from run to run.
-        reduce_dtype: dtype of gradients on the wire, the same on every rank; None: see above.
+        reduce_dtype: dtype of gradients on the wire, the same on every rank. None: q's, unless the
+            plan makes a rank compute another rank's rows over keys it received: those gradients may
+            already be sums, so they travel in the accumulation dtype.
     """
-    dout, q, k, v, out = _dense(dout), _dense(q), _dense(k), _dense(v), _dense(out)
+    dout, q, k, v, out = map(_dense, given[:5])
+    given = BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        given = BackwardOperands(dout, q, k, v, out, lse, dlse)
         grads = kernel.backward(given, pairs, scoring, None, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
     call = RankCall(plan, comm, kernel, HeadShard(plan, comm.rank, q, k, scoring, key_positions))
-    rows = [dout, q, out, lse] if dlse is None else [dout, q, out, lse, dlse]
     wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
-    return BackwardPass(call, rows, k, v, wire, deterministic=deterministic).run()
+    return BackwardPass(call, given, wire, deterministic=deterministic).run()
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:

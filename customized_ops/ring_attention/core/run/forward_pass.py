@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..comm.messages import Pending
 from ..comm.transfer_side import merge, place
+from ..kernels import ForwardOperands
 from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of
 from .head_shard import concat_heads
 from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
@@ -14,10 +15,10 @@ from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 class ForwardPass(RankPass):
     """See :func:`.executor.attention_forward`."""
 
-    def __init__(self, call: RankCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, call: RankCall, given: ForwardOperands) -> None:
         super().__init__(call)
-        self._q, self._k, self._v = q, k, v
-        self._own_q = self.share.of(q, self.share.rows)
+        self._q, self._k, self._v = given
+        self._own_q = self.share.of(given.q, self.share.rows)
         first, last = self.late_rows
         # Of the rank's own rows: over its own keys, and over those of all other stages.
         self._own = Accumulator(self._own_q.shape[1], self.mine.row_parts)
@@ -71,8 +72,8 @@ class ForwardPass(RankPass):
         """out and lse over the keys, of the rows that attend some of the stage's (a hull)."""
         (q,) = self.of_heads(queries, keys.heads)
         rows, pairs, tokens = keys.heads.call(stage, queries.remote)
-        q = span_of(q, 1, *rows)
-        return self._kernel.forward(q, keys.k, keys.v, pairs, keys.heads.scoring, tokens)
+        given = ForwardOperands(span_of(q, 1, *rows), keys.k, keys.v)
+        return self._kernel.forward(given, pairs, keys.heads.scoring, tokens)
 
     def _send_home(self, results: Accumulator, remote_q: Tensor) -> None:
         parts = results.result(remote_q, self._v.shape[-1], self._q.dtype)

@@ -93,8 +93,7 @@ class HeadShard:
         return all_out, all_lse
 
     def add(self, total: Sum, part: Tensor, dims: Dims, rows: slice | None = None) -> None:
-        """Add a part of these heads, and of a range of tokens, to a sum over all heads; takes
-        ownership of the part."""
+        """Add a part of these heads, and of a range of tokens, to a sum over all, and own it."""
         if self.whole:
             total.add(part, rows)
         else:
@@ -107,7 +106,8 @@ class HeadShard:
         rows, pairs = self.pairs(stage, remote)
         if not self.scoring.needs_tokens:
             return rows, pairs, None
-        row_tokens, key_tokens = self._indices(stage, remote)
+        row_table, key_table = self.indices(stage, remote)
+        row_tokens, key_tokens = row_table.on(self.device), key_table.on(self.device)
         if self._key_positions is None:
             positions = key_tokens - (self._plan.mask.k_len - self._plan.mask.q_len)
         else:
@@ -127,11 +127,6 @@ class HeadShard:
             known = self._plan.made[key] = rows, Pairs(slices, stop - start, keys)
         return known
 
-    def _indices(self, stage: int, remote: bool) -> tuple[Tensor, Tensor]:
-        """Global indices of the rows and the keys at hand."""
-        rows, keys = self.indices(stage, remote)
-        return rows.on(self.device), keys.on(self.device)
-
     def indices(self, stage: int, remote: bool) -> tuple[IndexTable, IndexTable]:
         """Global indices of a call's rows and keys, worked out once for all layers."""
         plan, key = self._plan, ("indices", self._rank, stage, remote)
@@ -145,8 +140,8 @@ class HeadShard:
         return known
 
     def send_tables(self, kernel: Kernel) -> None:
-        """Copy all that the rank's part of the plan needs on the device there, at once: where
-        scattered tokens go, and what its kernel calls read. Once for all layers and both passes."""
+        """Copy to the device at once, for all layers and both passes, where scattered tokens go and
+        what the kernel's calls read."""
         tables_of = getattr(kernel, "tables", None)
         key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens)
         if self.device.type != "cuda" or key in self._plan.made:

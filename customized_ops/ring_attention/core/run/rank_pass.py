@@ -130,8 +130,7 @@ class RankPass:
         return Keys(self.share, self.share.of(k, dims), self.share.of(v, dims))
 
     def attending(self, stage: Stage, own: Queries, remote: Queries) -> Attending:
-        """The rows that attend keys of the stage on the second stream, each with an empty list for
-        the results."""
+        """The rows that attend keys of the stage on the second stream, with lists for results."""
         some: Attending = []
         if len(stage.own) and stage is not self.local:
             some.append((own, []))
@@ -144,14 +143,12 @@ class RankPass:
         return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
 
     def remote_queries_done(self, stage: int) -> bool:
-        """Whether after this stage no rank attends remote queries any more, so that their results
-        go home while further keys are attended. True on all ranks at once: they exchange in one
-        order."""
+        """Whether after this stage no rank attends remote queries any more. Their results then go
+        home while further keys are attended, from all ranks at once: they exchange in one order."""
         return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 
     def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
-        """What moves for a stage's keys or, for None, for remote queries: as it is on this rank,
-        and as it is on its peers."""
+        """What moves for a stage's keys, or for None remote queries, here and on each peer."""
         return _exchange(self.mine, stage), lambda peer: _exchange(self._plan.rank(peer), stage)
 
 

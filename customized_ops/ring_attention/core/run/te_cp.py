@@ -8,7 +8,7 @@ It takes fewer problems than the executor does, see :func:`refusal`, and is neve
 Engines cost a call by what the plan would move. They cut sequences contiguously, of which only full
 attention is the library's; causal calls name their layout and group.
 It keeps what its backward needs in an autograd graph, which an op cannot hand from its forward to
-its backward; so the backward runs the forward again first. It tells no lse: that is NaN.
+its backward; so the backward runs the forward again first. It returns no lse: that is NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMS = {"te_cp": "p2p", "te_cp:all_gather": "all_gather", "te_cp:a2a": "a2a"}
 
 
 @dataclass(frozen=True)
-class Documents:
+class TeDocuments:
     """A mask in TransformerEngine's words: each document attends itself."""
 
     cu_seqlens: tuple[int, ...]  # where documents start, and where the last ends
@@ -52,7 +52,7 @@ class Documents:
         return self.left, 0 if self.causal else -1
 
     @classmethod
-    def of(cls, mask: MaskValue) -> Documents | None:
+    def of(cls, mask: MaskValue) -> TeDocuments | None:
         """Those of ``mask``, or None if it is none of these."""
         slices = mask.slices[np.argsort(mask.slices[:, Q0])]
         starts, stops = slices[:, Q0], slices[:, Q1]
@@ -72,12 +72,12 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class ContextParallel:
+class TeCall:
     """An op call that TransformerEngine runs as a whole."""
 
     comm: Comm
     comm_type: str  # the library's name of how tokens move
-    documents: Documents
+    documents: TeDocuments
     packed: bool  # whether tensors are [l, h, d]; else [b, l, h, d]
     softmax_scale: float
     deterministic: bool
@@ -139,7 +139,7 @@ def choose(
     packed: bool,
     sink: bool = False,
     deterministic: bool = False,
-) -> ContextParallel:
+) -> TeCall:
     """The call that ``name``, one of COMMS, stands for.
 
     Raises:
@@ -152,9 +152,9 @@ def choose(
             f"{op}: kernel {name!r} cannot do this ({reason}); "
             f"able, under this package's own context parallelism: {', '.join(able(request))}"
         )
-    documents = Documents.of(plan.mask)
+    documents = TeDocuments.of(plan.mask)
     assert documents is not None
-    return ContextParallel(comm, COMMS[name], documents, packed, softmax_scale, deterministic)
+    return TeCall(comm, COMMS[name], documents, packed, softmax_scale, deterministic)
 
 
 def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool) -> str | None:
@@ -166,7 +166,7 @@ def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool
     if lacking is not None:
         return f"does not run here: {lacking}"
     if "lse gradient" in request.features:
-        return "tells no lse; leave return_lse False"
+        return "returns no lse; leave return_lse False"
     if not isinstance(comm, DistComm) or comm.size < 2:
         return "runs over a torch process group of two ranks or more"
     return declared.refuses(request) or _refuses(COMMS[name], request, plan, comm.size, packed)
@@ -174,7 +174,7 @@ def refusal(name: str, request: Request, plan: Plan, comm: Comm, *, packed: bool
 
 def _refuses(comm_type: str, request: Request, plan: Plan, ranks: int, packed: bool) -> str | None:
     """What in mask, layout and shapes is not for TransformerEngine."""
-    documents = Documents.of(plan.mask)
+    documents = TeDocuments.of(plan.mask)
     if documents is None or (not packed and len(documents.cu_seqlens) > 2):
         return "knows full, causal and windowed documents that attend themselves, no other mask"
     if documents.left >= 0 and (comm_type == "p2p" or not documents.causal):
@@ -183,7 +183,7 @@ def _refuses(comm_type: str, request: Request, plan: Plan, ranks: int, packed: b
         return f"wants q, k and v equally wide, not {request.head_dim} and {request.v_dim}"
     heads = request.q_heads, request.kv_heads
     if comm_type == "a2a" and (heads[0] % ranks or heads[1] % ranks):
-        return f"deals out heads with a2a, and {heads[0]} or {heads[1]} is no multiple of {ranks}"
+        return f"splits heads with a2a, and {heads[0]} or {heads[1]} is no multiple of {ranks}"
     if any(length % (2 * ranks) for length in np.diff(documents.cu_seqlens)):
         return f"wants every document's length to be a multiple of 2 x {ranks} ranks"
     if plan.q_layout != plan.k_layout:

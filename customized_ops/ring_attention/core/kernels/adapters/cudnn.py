@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...merge import merge_
-from ...merge.merge import accumulation_dtype, unattended
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring, Tokens
+from ...merge.merge import accumulation_dtype
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
+from ..window import tiled
 from ..window.columns import apart
 from ..window.lowering import lower
-from ..window.spans import Gradient, Spans
-from .torch_sdpa import Tile
+from ..window.tiled import Tile, Tiling
 
 NAME = "cudnn"
 CAPABILITIES = (
@@ -34,7 +33,7 @@ CAPABILITIES = (
 )
 
 # cuDNN 9.10.2: 9.10.0 and 9.10.1 compute wrongly. As torch counts.
-CUDNN = 91002
+OLDEST = 91002
 
 
 def missing() -> str | None:
@@ -43,7 +42,7 @@ def missing() -> str | None:
     if not torch.backends.cudnn.is_available():
         return "torch was built without cuDNN, or finds none"
     found = torch.backends.cudnn.version()
-    return f"cuDNN {found} is too old; {CUDNN} or newer is needed" if found < CUDNN else None
+    return f"cuDNN {found} is too old; {OLDEST} or newer is needed" if found < OLDEST else None
 
 
 def tiles(pairs: Pairs) -> list[Tile]:
@@ -65,58 +64,41 @@ def tiles(pairs: Pairs) -> list[Tile]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    cut, rows, _ = _cut(pairs)
-    if rows.whole:
-        return _attend(cut[0], q, k, v, scoring)
-    out, lse = unattended(q, v.shape[-1], rows.dtype(q.dtype))
-    for tile, fresh in zip(cut, rows.fresh, strict=True):
-        part, part_lse = _attend(tile, q, k, v, scoring)
-        if fresh:
-            out[:, tile.rows], lse[..., tile.rows] = part, part_lse
-        else:
-            merge_(out[:, tile.rows], lse[..., tile.rows], part, part_lse)
-    return out, lse
+    def attend(tile: Tile) -> OutLse:
+        return _attend(tile, given.part(tile.rows, tile.keys), scoring)
+
+    return tiled.forward(attend, given, _tiling(pairs))
 
 
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
     """The gradient of lse is calls of its own."""
-    q, k, v = given.q, given.k, given.v
-    (cut, all_rows, all_keys), of_lse = _cut(pairs), apart(given)
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = Gradient(q, all_rows), Gradient(k, all_keys), Gradient(v, all_keys)
-    for n, tile in enumerate(cut):
+    of_lse, wide = apart(given), accumulation_dtype(given.q.dtype)
+
+    def attend_backward(tile: Tile) -> Grads:
         rows, keys = tile.rows, tile.keys
-        part_q, part_k, part_v = _gradients(tile, given.part(rows, keys), scoring)
+        dq, dk, dv = _gradients(tile, given.part(rows, keys), scoring)
         if of_lse is not None:
-            more_q, more_k, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
-            part_q, part_k = part_q.to(wide) + more_q, part_k.to(wide) + more_k
-        dq.add(n, part_q, dq.total[:, rows])
-        dk.add(n, part_k, dk.total[:, keys])
-        dv.add(n, part_v, dv.total[:, keys])
-    return dq.total, dk.total, dv.total
+            more_dq, more_dk, _dv = _gradients(tile, of_lse.part(rows, keys), scoring)
+            dq, dk = dq.to(wide) + more_dq, dk.to(wide) + more_dk
+        return dq, dk, dv
+
+    return tiled.backward(attend_backward, given, _tiling(pairs))
 
 
-def _cut(pairs: Pairs) -> tuple[list[Tile], Spans, Spans]:
-    """The calls of some pairs, and which rows and keys they cover."""
-
-    def make() -> tuple[list[Tile], Spans, Spans]:
-        cut = tiles(pairs)
-        rows = Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len)
-        return cut, rows, Spans.of([(tile.k0, tile.k1) for tile in cut], pairs.k_len)
-
-    return pairs.made(_cut, make)
+def _tiling(pairs: Pairs) -> Tiling:
+    return pairs.made(_tiling, lambda: Tiling.of(tiles(pairs), pairs))
 
 
-def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> OutLse:
+def _attend(tile: Tile, given: ForwardOperands, scoring: Scoring) -> OutLse:
     """out [b, rows, h, e] and lse [b, h, rows] of a tile."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query=_heads_first(tile, q[:, tile.rows]),
-        key=_heads_first(tile, k[:, tile.keys]),
-        value=_heads_first(tile, v[:, tile.keys]),
+        query=_heads_first(tile, given.q),
+        key=_heads_first(tile, given.k),
+        value=_heads_first(tile, given.v),
         attn_bias=None,
         compute_log_sumexp=True,
         dropout_p=0.0,
@@ -128,8 +110,8 @@ def _attend(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Ou
     return out[:, :, :length].transpose(1, 2), lse.view(out.shape[:3])[..., :length]
 
 
-def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> tuple[Tensor, ...]:
-    """dq, dk and dv of a tile, of which ``given`` has the rows and keys."""
+def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> Grads:
+    """dq, dk and dv of a tile."""
     dout, q, k, v, out, lse, _ = given
     query, key, value = (_heads_first(tile, t) for t in (q, k, v))
     lse = (pad(lse, (0, 1)) if _single_pair(tile) else lse).contiguous()
@@ -152,9 +134,9 @@ def _gradients(tile: Tile, given: BackwardOperands, scoring: Scoring) -> tuple[T
         is_causal=tile.causal or _single_pair(tile),
         scale=scoring.softmax_scale,
     )
-    return tuple(
-        grad[:, :, : t.shape[1]].transpose(1, 2) for grad, t in zip(grads, (q, k, v), strict=True)
-    )
+    both = zip(grads, (q, k, v), strict=True)
+    dq, dk, dv = (grad[:, :, : t.shape[1]].transpose(1, 2) for grad, t in both)
+    return dq, dk, dv
 
 
 def _single_pair(tile: Tile) -> bool:

@@ -3,8 +3,8 @@
 Pairs are attended by window calls, or by one block-sparse call where that is predicted to be
 faster: many window calls cost launches and merging, while one block-sparse call is slower per tile.
 
-The library's learnable sink is not used: ``attention_call`` adds sinks to what any kernel returns,
-as a row whose keys come in parts must count its sink once.
+The library's learnable sink is not used: ``op/bound.py`` adds sinks to what any kernel returns, as
+a row whose keys come in parts must count its sink once.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from ...index_table import IndexTable
 from ...mask.slices import UNBOUNDED, normalise
-from ..block_lists import blocks_touched
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import HALF, Capabilities, Request
-from ..scoring import Scoring, Tokens
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities, Request
+from ..protocol.scoring import Scoring, Tokens
 from ..window import library_calls, windowed
-from ..window.columns import cut_to, first_columns, operands_of_same_width, same_width
-from ..window.library_calls import PACKED, LibraryCall, Packing, lowered
+from ..window.block_lists import blocks_touched
+from ..window.columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width
+from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing, lowered
 from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
-from ..window.windowed import NOWHERE, Into
+from ..window.windowed import NOWHERE, GradientPlaces
 from . import flash4_blocks
 
 NAME = "flash4"
@@ -101,7 +101,7 @@ COPY_BYTES = 3e12  # per second, read or written
 LEAST = 512
 COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
 MANY = 256  # segments of a call; it has other kernels for more
-tables = partial(library_calls.tables, least=LEAST)
+LIMITS = CallLimits(least=LEAST)
 
 
 @cache
@@ -123,24 +123,27 @@ def missing() -> str | None:
 
 
 def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
-    """Whether the library takes these widths of q and v as they are; others are padded to one. It
-    tests no unequal ones but these, and has no backward for them with fewer heads of k than of q.
-    """
+    """Whether the library takes these widths of q and v as they are. It tests no unequal ones but
+    these, and has no backward for them with fewer heads of k than of q."""
     return head_dim == v_dim or ((head_dim, v_dim) == (192, 128) and not grouped)
 
 
+def tables(pairs: Pairs) -> list[IndexTable]:
+    return library_calls.tables(pairs, LIMITS)
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    v_dim = v.shape[-1]
-    if not _go_together(q.shape[-1], v_dim, grouped=q.shape[2] != v.shape[2]):
-        q, k, v = same_width(q, k, v)
-    blocks = _blocks_if_faster(q, k, v, pairs, backward=False)
+    (q, _, v), inputs = given, given
+    if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != v.shape[2]):
+        inputs = inputs_of_same_width(given)
+    blocks = _blocks_if_faster(inputs, pairs, backward=False)
     if blocks is not None:
-        out, lse = flash4_blocks.forward(q, k, v, blocks, scoring)
+        out, lse = flash4_blocks.forward(inputs, blocks, scoring)
     else:
-        out, lse = windowed.forward(attend, q, k, v, pairs, scoring, least=LEAST)
-    return first_columns(out, v_dim), lse
+        out, lse = windowed.forward(attend, inputs, pairs, scoring, LIMITS)
+    return first_columns(out, v.shape[-1]), lse
 
 
 def backward(
@@ -152,18 +155,18 @@ def backward(
     deterministic: bool = False,
 ) -> Grads:
     # The way is chosen anew: whichever way the forward went, out and lse are the same thing.
-    inputs, (_, q, k, v, *_) = given, given
+    operands, (_, q, k, v, *_) = given, given
     if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
-        given = operands_of_same_width(given)
+        operands = operands_of_same_width(given)
     # The library orders its sums of dq among window calls only.
-    blocks = None if deterministic else _blocks_if_faster(*given[1:4], pairs, backward=True)
+    blocks = None if deterministic else _blocks_if_faster(operands, pairs, backward=True)
     if blocks is not None:
-        grads = flash4_blocks.backward(given, blocks, scoring)
+        grads = flash4_blocks.backward(operands, blocks, scoring)
     else:
         grads = windowed.backward(
-            attend_backward, given, pairs, scoring, deterministic=deterministic, least=LEAST
+            attend_backward, operands, pairs, scoring, LIMITS, deterministic=deterministic
         )
-    return cut_to(grads, inputs)
+    return cut_to(grads, given)
 
 
 def compiled() -> int:
@@ -176,17 +179,17 @@ def warm_up(
 ) -> Iterator[None]:
     """Compile, one after the other, all that documents of any lengths can need; ``window``: whether
     they attend a window. ``given`` has LEAST rows and as many keys, or more."""
-    length = given.q.shape[1]
+    length, inputs = given.q.shape[1], ForwardOperands(given.q, given.k, given.v)
     bounds = [(-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0), (-UNBOUNDED, 1)]
     bounds += [(-1, UNBOUNDED), (-1, 0), (-1, 1)] if window else []
     for (low, high), count in product(bounds, (1, 2, MANY + 1)):
         ends = np.linspace(0, length, count + 1, dtype=np.int64)
         slices = [(a, b, a, b, low, high) for a, b in pairwise(ends)]
         pairs = Pairs(normalise(np.array(slices)), length, length)
-        windowed.forward(attend, *given[1:4], pairs, scoring, least=LEAST)
+        windowed.forward(attend, inputs, pairs, scoring, LIMITS)
         yield
         windowed.backward(
-            attend_backward, given, pairs, scoring, deterministic=deterministic, least=LEAST
+            attend_backward, given, pairs, scoring, LIMITS, deterministic=deterministic
         )
         yield
     if torch.cuda.get_device_capability(given.q.device)[0] == 9:
@@ -194,8 +197,9 @@ def warm_up(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
+    given: ForwardOperands, call: LibraryCall, scoring: Scoring, into: OutLse | None = None
 ) -> OutLse:
+    q, k, v = given
     out, lse = (None, None) if into is None else into
     out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
         q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
@@ -209,7 +213,7 @@ def attend_backward(
     scoring: Scoring,
     *,
     deterministic: bool,
-    into: Into = NOWHERE,
+    into: GradientPlaces = NOWHERE,
 ) -> Grads:
     dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
         **given._asdict(),  # which have the library's names
@@ -248,12 +252,12 @@ def _bounds(window: Window) -> dict[str, Any]:
 
 
 def _blocks_if_faster(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, *, backward: bool
+    given: ForwardOperands | BackwardOperands, pairs: Pairs, *, backward: bool
 ) -> flash4_blocks.Lists | None:
-    """Block lists of the pairs where one block-sparse call is predicted to be faster than window
-    calls; decided once."""
+    """Block lists where one block-sparse call is predicted to be faster than window calls."""
     if len(lowered(pairs)) < 2:
         return None
+    q, k, v = given.q, given.k, given.v
 
     def make() -> flash4_blocks.Lists | None:
         calls = lowered(pairs)
@@ -265,7 +269,7 @@ def _blocks_if_faster(
         flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
         windows = sum(
             max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
-            + _merged_bytes(call, q, k, v, backward=backward) / COPY_BYTES
+            + _merged_bytes(call, given, backward=backward) / COPY_BYTES
             for call in calls
         )
         short = q.shape[0] == 1 and min(pairs.q_len, pairs.k_len) < LEAST
@@ -278,9 +282,12 @@ def _blocks_if_faster(
     return pairs.made(key, make)
 
 
-def _merged_bytes(call: WindowCall, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> int:
+def _merged_bytes(
+    call: WindowCall, given: ForwardOperands | BackwardOperands, *, backward: bool
+) -> int:
     """Bytes read and written to add a call's results to those of others: of each number one half
     read and one fp32 read and written."""
+    q, k, v = given.q, given.k, given.v
     rows, keys = (stop - start for start, stop in (call.rows, call.keys))
     if backward:
         numbers = rows * q[0, 0].numel() + keys * (k[0, 0].numel() + v[0, 0].numel())

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...index_table import IndexTable, send
 from ...mask.slices import UNBOUNDED, normalise
-from ..block_lists import BlockList, Side, block_lists, row_intervals
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..scoring import Scoring
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.scoring import Scoring
+from ..window.block_lists import BlockList, BlocksMet, block_lists, row_intervals
 
 BLOCK_Q = 128
 # A function is compiled for each of these; a row with fewer intervals has empty ones.
@@ -83,8 +82,9 @@ def lists(pairs: Pairs, head_dim: int) -> Lists | None:
     return pairs.made((lists, block_k(head_dim)), make)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, made: Lists, scoring: Scoring) -> OutLse:
+def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:
     """out and lse, as :meth:`~.protocol.Kernel.forward`."""
+    q, k, v = given
     out, lse, *_ = interface()._flash_attn_fwd(
         q=q, k=k, v=v, return_lse=True, **_options(made, scoring, made.of_rows, q.device)
     )
@@ -102,11 +102,12 @@ def backward(given: BackwardOperands, made: Lists, scoring: Scoring) -> Grads:
 def warm_up(given: BackwardOperands, scoring: Scoring) -> Iterator[None]:
     """Compile what documents can need: rows that attend one range of keys, or two."""
     rows, keys = given.q.shape[1], given.k.shape[1]
+    inputs = ForwardOperands(given.q, given.k, given.v)
     for ranges in ([(0, keys)], [(0, BLOCK_Q), (keys - BLOCK_Q, keys)]):
         slices = [(0, rows, start, stop, -UNBOUNDED, UNBOUNDED) for start, stop in ranges]
         made = lists(Pairs(normalise(np.array(slices)), rows, keys), given.q.shape[-1])
         assert made is not None
-        forward(given.q, given.k, given.v, made, scoring)
+        forward(inputs, made, scoring)
         yield
         backward(given, made, scoring)
         yield
@@ -166,9 +167,8 @@ def _bounds(pairs: Pairs) -> tuple[np.ndarray, int] | None:
     return table.ravel(), intervals
 
 
-def _tables(side: Side) -> dict[str, IndexTable]:
-    """By the library's names, [1, 1, blocks] and [1, 1, blocks, most]: the same for every batch
-    entry and head."""
+def _tables(side: BlocksMet) -> dict[str, IndexTable]:
+    """By the library's names, with two dims of 1 more: the same for every batch entry and head."""
 
     def of(name: str, blocks: BlockList) -> dict[str, IndexTable]:
         arrays = {f"{name}_block_cnt": blocks.counts, f"{name}_block_idx": blocks.indices}

@@ -12,17 +12,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
-from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring
-from ..window import library_calls
-from ..window.library_calls import PACKED, LibraryCall, Packing
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
+from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing
 from ..window.lowering import Window
 from ..window.signatures import call_by_name, lacking, required
 from ..window.windowed import LSE_COLUMNS, kernel_of
@@ -41,16 +38,15 @@ class FlashAttention:
     install: str  # how to get it
     versions: str  # which will do
     varlen: bool  # whether packed sequences have functions of their own
-    wide_right: bool  # see :func:`~.lowering.lower`
+    limits: CallLimits
     renames: bool  # whether names of causal and window differ between functions and versions
     constants: dict[str, Any] = field(default_factory=dict)  # further arguments of every call
     forward_constants: dict[str, Any] = field(default_factory=dict)  # and of every forward
 
     def __post_init__(self) -> None:
-        self.forward, self.backward = kernel_of(
-            self.attend, self.attend_backward, wide_right=self.wide_right, same_widths=True
+        self.forward, self.backward, self.tables = kernel_of(
+            self.attend, self.attend_backward, self.limits, same_widths=True
         )
-        self.tables = partial(library_calls.tables, wide_right=self.wide_right)
 
     @cache  # noqa: B019 - the two instances live as long as the process
     def missing(self) -> str | None:
@@ -77,9 +73,9 @@ class FlashAttention:
         return lacking(function, (*operands, *(PACKED if packed else ()), *options))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
+        self, given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object
     ) -> OutLse:
-        function = self._function("forward", call.packing)
+        function, (q, k, v) = self._function("forward", call.packing), given
         options = self._options(function, scoring, call.window, call.packing)
         out, lse, *_ = call_by_name(function, q=q, k=k, v=v, **self.forward_constants, **options)
         return out, lse
@@ -150,7 +146,7 @@ flash2 = FlashAttention(
     install="pip install flash-attn",
     versions="2.7 or newer",
     varlen=True,
-    wide_right=False,
+    limits=CallLimits(wide_right=False),
     renames=False,
     constants={"dropout_p": 0.0, "alibi_slopes": None},
     forward_constants={"return_softmax": False},
@@ -162,6 +158,6 @@ flash3 = FlashAttention(
     install="build it from the folder hopper of the flash-attention repository",
     versions="of 2025 or newer",
     varlen=False,
-    wide_right=True,
+    limits=CallLimits(),
     renames=True,
 )

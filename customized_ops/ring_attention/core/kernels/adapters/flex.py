@@ -34,10 +34,10 @@ from annotations.library.define import autograd_on
 
 from ...mask.slices import K0, Slices
 from ...merge.merge import Accumulator, Sum, accumulation_dtype
-from ..block_lists import Side, block_lists, row_intervals
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring, Tokens
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
+from ..window.block_lists import BlocksMet, block_lists, row_intervals
 
 NAME = "flex"
 # No 64-bit indices: with torch 2.11, dk of rows of 2.5e9 elements was wrong on an H200.
@@ -64,28 +64,27 @@ def missing() -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
     merged = Accumulator()
-    for mask in _masks(pairs, q.device):
+    for mask in _masks(pairs, given.q.device):
         with torch.no_grad():
-            merged.add(*_attend(q, k, v, mask, scoring, tokens))
-    return merged.result(q, v.shape[-1], q.dtype)
+            merged.add(*_attend(given, mask, scoring, tokens))
+    return merged.result(given.q, given.v.shape[-1], given.q.dtype)
 
 
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    """Bitwise the same always: each gradient is summed by one
-    program in a fixed order."""
+    """Bitwise the same always: each gradient is summed by one program in a fixed order."""
     inputs = given.q, given.k, given.v
     sums = [Sum(t) for t in inputs]
     for mask in _masks(pairs, given.q.device):
         with autograd_on():
-            q, k, v = (t.detach().requires_grad_() for t in inputs)
-            part = _attend(q, k, v, mask, scoring, tokens)
+            leaves = ForwardOperands(*(t.detach().requires_grad_() for t in inputs))
+            part = _attend(leaves, mask, scoring, tokens)
             along = _gradients_of_part(given, *(t.detach() for t in part))
-            found = torch.autograd.grad(part, (q, k, v), along)
+            found = torch.autograd.grad(part, leaves, along)
         for total, gradient in zip(sums, found, strict=True):
             total.add(gradient)
     dq, dk, dv = (total.result() for total in sums)
@@ -104,13 +103,12 @@ def _gradients_of_part(given: BackwardOperands, part: Tensor, part_lse: Tensor) 
     return g.to(part.dtype), (weight * change).to(part_lse.dtype)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, scoring: Scoring, tokens: Tokens | None
-) -> OutLse:
+def _attend(given: ForwardOperands, mask: Any, scoring: Scoring, tokens: Tokens | None) -> OutLse:
     """out [b, i, h, e] and lse [b, h, i] of one call, differentiable."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in (q, k, v))
+    q, k, v = given
+    wide_enough = (_at_least(t, LEAST_WIDTH).transpose(1, 2) for t in given)
     # More variants than this are an error, never a silent dense attention. Each scale and softcap
     # is a variant too: torch's GPU kernels take no such inputs.
     with torch._dynamo.config.patch(recompile_limit=VARIANTS, specialize_float=True):
@@ -159,7 +157,7 @@ def _block_mask(slices: Slices, pairs: Pairs, device: torch.device) -> Any:
     def on_device(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(device)
 
-    def lists_on_device(of: str, side: Side) -> dict[str, Any]:
+    def lists_on_device(of: str, side: BlocksMet) -> dict[str, Any]:
         # Filled up with zeros to one width: torch 2.11 walks both by the strides of the first.
         width = max(x.indices.shape[1] for x in (side.partial, side.full))
         partial, full = (

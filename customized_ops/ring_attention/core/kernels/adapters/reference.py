@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ...mask.slices import K0, K1, Slices, clip, shift, to_dense
 from ...merge.merge import accumulation_dtype, unattended
-from ..attention_dropout import keep
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import FEATURES, HALF, Capabilities
-from ..scoring import Scoring, Tokens
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import FEATURES, HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens, keep
 
 NAME = "reference"
 CAPABILITIES = tuple(
@@ -31,7 +30,7 @@ BLOCK_SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Some rows, the span of keys that they attend, and which pairs of the two are attended."""
 
     rows: slice
@@ -44,8 +43,9 @@ def missing() -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
+    q, k, v = given
     wide = accumulation_dtype(q.dtype)
     out, lse = unattended(q, v.shape[-1], wide)
     for block in _blocks(q, k, pairs.slices):
@@ -95,7 +95,7 @@ def backward(
     return dq, dk, dv
 
 
-def _blocks(q: Tensor, k: Tensor, slices: Slices) -> Iterator[Block]:
+def _blocks(q: Tensor, k: Tensor, slices: Slices) -> Iterator[RowBlock]:
     """Cut the rows that have keys into blocks of at most BLOCK_SCORES scores, or of one row."""
     b, rows, h, _ = q.shape
     keys = k.shape[1]
@@ -106,11 +106,11 @@ def _blocks(q: Tensor, k: Tensor, slices: Slices) -> Iterator[Block]:
         if len(here):
             k0, k1 = int(here[:, K0].min()), int(here[:, K1].max())
             mask = to_dense(shift(here, -q0, -k0), q1 - q0, k1 - k0)
-            yield Block(slice(q0, q1), slice(k0, k1), torch.from_numpy(mask).to(q.device))
+            yield RowBlock(slice(q0, q1), slice(k0, k1), torch.from_numpy(mask).to(q.device))
 
 
 def _scores(
-    block: Block, q: Tensor, k: Tensor, scoring: Scoring, tokens: Tokens | None
+    block: RowBlock, q: Tensor, k: Tensor, scoring: Scoring, tokens: Tokens | None
 ) -> tuple[Tensor, Tensor | float]:
     """Scores [b, kv heads, heads per kv head, i, j], -inf where not attended, and the slope of the
     softcap at each: 1 - (score / softcap)^2."""
@@ -135,7 +135,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - safe.unsqueeze(-1))
 
 
-def _dropout(block: Block, p: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor:
+def _dropout(block: RowBlock, p: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor:
     """What dropout multiplies the probabilities ``p`` by: 0 or 1 / (1 - dropout_p)."""
     assert tokens is not None and scoring.dropout_seed is not None
     here = tokens.part(block.rows, block.keys)

@@ -8,7 +8,7 @@ many shapes is slow at its first step only.
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...merge.merge import accumulation_dtype
-from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring
-from ..window import library_calls, windowed
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
 from ..window.columns import apart
-from ..window.library_calls import LibraryCall, Packing
+from ..window.library_calls import CallLimits, LibraryCall, Packing
 from ..window.signatures import lacking
+from ..window.windowed import kernel_of
 
 NAME = "te"
 # No 64-bit indices: with 2.20.2 and cuDNN 9.19, dq of 2.5e9 elements was wrong on an H200.
@@ -40,7 +40,7 @@ CAPABILITIES = (
 # Arguments that older versions lack: before 2.15 outputs had no format of their own.
 NEEDED = ("bottom_right_diagonal", "o_format")
 # cuDNN 9.10.2: windows on both sides, packed and not; 9.10.0 and 9.10.1 compute wrongly.
-CUDNN = (9, 10, 2)
+OLDEST_CUDNN = (9, 10, 2)
 # Above this head dim cuDNN's backward on Hopper wants q and v equally wide, or 192 and 128.
 MIXED_WIDTHS = 128
 
@@ -53,8 +53,8 @@ def missing() -> str | None:
             names = " and ".join(lacks)
             return f"transformer_engine is too old: no {names}; 2.15 or newer is needed"
         utils = importlib.import_module("transformer_engine.pytorch.utils")
-        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), CUDNN))
-        if tuple(utils.get_cudnn_version()) < CUDNN:
+        found, least = (".".join(map(str, v)) for v in (utils.get_cudnn_version(), OLDEST_CUDNN))
+        if tuple(utils.get_cudnn_version()) < OLDEST_CUDNN:
             return f"cuDNN {found} is too old; {least} or newer is needed"
         return None
     except Exception as error:  # a broken install raises anything: OSError, RuntimeError, ...
@@ -64,12 +64,11 @@ def missing() -> str | None:
         )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
-) -> OutLse:
+def attend(given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object) -> OutLse:
+    q, k, v = given
     packed = _packed_if_refused(q, k, call)
     if packed is not None:
-        out, lse = attend(packed.pack(q), packed.pack(k), packed.pack(v), packed, scoring)
+        out, lse = attend(packed.inputs(given), packed, scoring)
         return packed.unpack(out), packed.unpack_stats(lse)
     fused, shape = _fused(), _Shape(q, k, v, call)
     out, (stats, *_) = fused.fused_attn_fwd(
@@ -211,5 +210,4 @@ def _fused() -> ModuleType:
     return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
 
-forward, backward = windowed.kernel_of(attend, attend_backward, gaps=False)
-tables = partial(library_calls.tables, gaps=False)
+forward, backward, tables = kernel_of(attend, attend_backward, CallLimits(gaps=False))

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..operands import BackwardOperands, Grads, OutLse
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring
-from ..window import library_calls
-from ..window.library_calls import LibraryCall
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring
+from ..window.library_calls import CallLimits, LibraryCall
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 CAPABILITIES = Capabilities(
@@ -34,9 +32,8 @@ CAPABILITIES = Capabilities(
 )
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: LibraryCall, scoring: Scoring, **_: object
-) -> OutLse:
+def attend(given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object) -> OutLse:
+    q, k, v = given
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query=q, key=k, value=v, return_debug_mask=False, **_options(q, k, call, scoring)
     )
@@ -88,8 +85,8 @@ _mode = Lock()
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """torch's global switch, which the op reads when it is called, is on inside. Under a lock, so
-    that no other thread's call switches it off before that."""
+    """torch's global switch, which the op reads, is on inside. Under a lock, so that no other
+    thread's call switches it off before that."""
     if not wanted:
         yield
         return
@@ -102,5 +99,6 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
             torch.set_deterministic_debug_mode(before)
 
 
-forward, backward = kernel_of(attend, attend_backward, wide_right=False, same_widths=True)
-tables = partial(library_calls.tables, wide_right=False)
+forward, backward, tables = kernel_of(
+    attend, attend_backward, CallLimits(wide_right=False), same_widths=True
+)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ..operands import BackwardOperands, Grads, OutLse
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
 from . import torch_flash, torch_sdpa
 from .torch_flash import tables
 
@@ -20,8 +18,9 @@ def missing() -> str | None:
     return None
 
 
-def forward(q: Tensor, *rest: Any) -> OutLse:
-    return (torch_flash if q.device.type == "cuda" else torch_sdpa).forward(q, *rest)
+def forward(given: ForwardOperands, *rest: Any) -> OutLse:
+    on_device = torch_flash if given.q.device.type == "cuda" else torch_sdpa
+    return on_device.forward(given, *rest)
 
 
 def backward(given: BackwardOperands, *rest: Any, deterministic: bool = False) -> Grads:

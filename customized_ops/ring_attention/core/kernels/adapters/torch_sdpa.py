@@ -9,19 +9,24 @@ neither read nor given.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...mask.slices import K0, K1, Q0, Q1, Slices, clip
-from ...merge import merge_
-from ...merge.merge import accumulation_dtype, unattended
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..protocol import HALF, Capabilities
-from ..scoring import Scoring, Tokens
-from ..window.columns import operands_of_same_width, same_width, widened
-from ..window.spans import Spans
+from ...merge.merge import accumulation_dtype
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.request import HALF, Capabilities
+from ..protocol.scoring import Scoring, Tokens
+from ..window import tiled
+from ..window.columns import (
+    cut_to,
+    first_columns,
+    inputs_of_same_width,
+    operands_of_same_width,
+    widened,
+)
+from ..window.tiled import Tile, Tiling
 
 CAPABILITIES = Capabilities(
     device="cpu",
@@ -33,37 +38,6 @@ CAPABILITIES = Capabilities(
 BAND_ROWS = 256
 # Keys of a tile under ALiBi: bounds the mask to BAND_ROWS x BIAS_KEYS per head.
 BIAS_KEYS = 512
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows [q0, q1) x keys [k0, k1): all pairs, a causal square, or the band lo <= j - i <= hi."""
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    causal: bool = False
-    band: tuple[int, int] | None = None
-
-    @property
-    def rows(self) -> slice:
-        """The rows, as an index."""
-        return slice(self.q0, self.q1)
-
-    @property
-    def keys(self) -> slice:
-        """The keys, as an index."""
-        return slice(self.k0, self.k1)
-
-    def mask(self, like: Tensor) -> Tensor | None:
-        """Additive mask [rows, keys], or None."""
-        if self.band is None:
-            return None
-        i = torch.arange(self.q0, self.q1).unsqueeze(1)
-        diagonal = torch.arange(self.k0, self.k1).unsqueeze(0) - i
-        keep = (diagonal >= self.band[0]) & (diagonal <= self.band[1])
-        return like.new_zeros(keep.shape).masked_fill_(~keep, -torch.inf)
 
 
 def tiles(slices: Slices) -> Iterator[Tile]:
@@ -95,64 +69,52 @@ def bias_tiles(slices: Slices) -> Iterator[Tile]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+    given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
 ) -> OutLse:
-    cut, merging = _cut(pairs, scoring)
-    wide = accumulation_dtype(q.dtype)
-    out, lse = unattended(q, v.shape[-1], wide if merging else q.dtype)
-    q_, k_, v_ = same_width(q, k, v)  # the kernel wants v as wide as q
-    for tile in cut:
-        rows, keys = tile.rows, tile.keys
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_[:, rows].transpose(1, 2),
-            k_[:, keys].transpose(1, 2),
-            v_[:, keys].transpose(1, 2),
+    padded, v_dim = inputs_of_same_width(given), given.v.shape[-1]  # v must be as wide as q
+
+    def attend(tile: Tile) -> OutLse:
+        q, k, v = padded.part(tile.rows, tile.keys)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             0.0,
             tile.causal,
             attn_mask=_additive(tile, q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        part = part.transpose(1, 2)[..., : v.shape[-1]]
-        if merging:
-            merge_(out[:, rows], lse[..., rows], part.to(wide), part_lse)
-        else:
-            out[:, rows] = part
-            lse[..., rows] = part_lse
-    return out, lse
+        # The op has lse as [b, i, h]; arithmetic on another order is rounded otherwise.
+        return first_columns(out.transpose(1, 2), v_dim), lse.contiguous()
+
+    wide = accumulation_dtype(given.q.dtype)
+    return tiled.forward(attend, given, _tiling(pairs, scoring), wide)
 
 
 def backward(
     given: BackwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None, **_: bool
 ) -> Grads:
-    q, wide = given.q, accumulation_dtype(given.q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, given.k, given.v))
-    given = operands_of_same_width(widened(given))
-    for tile in _cut(pairs, scoring)[0]:
-        rows, keys = tile.rows, tile.keys
-        part = given.part(rows, keys)
+    padded = operands_of_same_width(widened(given))
+
+    def attend_backward(tile: Tile) -> Grads:
+        part = padded.part(tile.rows, tile.keys)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(t.transpose(1, 2) for t in part[:5]),
             part.lse,
             0.0,
             tile.causal,
-            attn_mask=_additive(tile, q, scoring, tokens),
+            attn_mask=_additive(tile, part.q, scoring, tokens),
             scale=scoring.softmax_scale,
         )
-        for total, grad, where in zip((dq, dk, dv), grads, (rows, keys, keys), strict=True):
-            total[:, where] += grad.transpose(1, 2)[..., : total.shape[-1]]
-    return dq, dk, dv
+        return cut_to((grad.transpose(1, 2) for grad in grads), given)
+
+    wide = accumulation_dtype(given.q.dtype)
+    return tiled.backward(attend_backward, given, _tiling(pairs, scoring), wide)
 
 
-def _cut(pairs: Pairs, scoring: Scoring) -> tuple[list[Tile], bool]:
-    """The tiles, and whether some row is in several. If none is, nothing needs to be merged and
-    results are written as they come."""
+def _tiling(pairs: Pairs, scoring: Scoring) -> Tiling:
     cutter = tiles if scoring.alibi_slopes is None else bias_tiles
-
-    def make() -> tuple[list[Tile], bool]:
-        cut = list(cutter(pairs.slices))
-        return cut, Spans.of([(tile.q0, tile.q1) for tile in cut], pairs.q_len).most > 1
-
-    return pairs.made(cutter, make)
+    return pairs.made(cutter, lambda: Tiling.of(cutter(pairs.slices), pairs))
 
 
 def _additive(tile: Tile, q: Tensor, scoring: Scoring, tokens: Tokens | None) -> Tensor | None:

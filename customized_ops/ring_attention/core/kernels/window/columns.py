@@ -7,26 +7,30 @@ with the opposite sign:  dscores = P * (dout v^T - rowsum(dout * out) + dlse).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..operands import BackwardOperands, Grads
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads
 
 
-def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zero-pad the last dims to one width: zeros change neither scores nor the columns that are
-    kept. A tensor that needs no padding is returned as it is."""
-    width = max(t.shape[-1] for t in tensors)
-    return tuple(t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors)
+def inputs_of_same_width(given: ForwardOperands) -> ForwardOperands:
+    """The operands of a forward, zero-padded to one width: zeros change neither scores nor the
+    columns that are kept. A tensor that needs no padding is returned as it is."""
+    return ForwardOperands(*_same_width(given))
 
 
 def operands_of_same_width(given: BackwardOperands) -> BackwardOperands:
-    """:func:`same_width` of all operands of a backward."""
-    dout, q, k, v, out = same_width(*given[:5])
+    """The same of all operands of a backward."""
+    dout, q, k, v, out = _same_width(given[:5])
     return BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
+
+
+def _same_width(tensors: Sequence[Tensor]) -> list[Tensor]:
+    width = max(t.shape[-1] for t in tensors)
+    return [t if t.shape[-1] == width else pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
 def first_columns(t: Tensor, width: int) -> Tensor:

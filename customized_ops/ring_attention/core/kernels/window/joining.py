@@ -24,8 +24,7 @@ def join(slices: Slices) -> Slices:
 
 
 def _join_along(along: str, slices: Slices) -> Slices:
-    """Join in one direction for as long as that is possible. Each slice once at a time, so that the
-    blocks of a staircase all grow together."""
+    """Each slice once at a time, so that the blocks of a staircase all grow together."""
     while len(slices) > 1:
         a, b = _neighbours(along, slices)
         if len(a) == 0:
@@ -74,8 +73,8 @@ def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
 
 
 def _hulls(a: Slices, b: Slices) -> Slices:
-    """The least slices that hold both. Bounds are tight, so if the union of two slices is a slice,
-    it is this one. As the two are disjoint, it is if the areas add up."""
+    """The least slices that hold both. If the union of two is a slice, it is this one, since bounds
+    are tight; and it is one if the areas add up, since the two are disjoint."""
     hulls = np.maximum(a, b)
     starts = [Q0, K0, LO]
     hulls[:, starts] = np.minimum(a, b)[:, starts]

@@ -7,20 +7,36 @@ out once for the pairs; a call then only makes views of the tensors that it is g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...index_table import IndexTable
-from ..operands import BackwardOperands, Pairs
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+class CallLimits(NamedTuple):
+    """What a library takes in one call; ``gaps`` and ``wide_right``: see :func:`.lowering.lower`.
+
+    Attributes:
+        least: rows and keys from which on a call of one segment is not packed, in a batch of one.
+            (Of more, only entries that are whole could be packed together.)
+    """
+
+    gaps: bool = True
+    wide_right: bool = True
+    least: int = 0
+
+
+UNLIMITED = CallLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +81,14 @@ class LibraryCall:
         """Whether the call takes tensors as they are: nothing is cut or packed."""
         return self.packing is None and self.entry is self.rows is self.keys is None
 
+    def inputs(self, given: ForwardOperands) -> ForwardOperands:
+        """The operands of a forward, cut and packed."""
+        q = self._cut(given.q, 1, self.rows)
+        k, v = self._cut(given.k, 1, self.keys), self._cut(given.v, 1, self.keys)
+        return ForwardOperands(self.pack(q), self.pack(k), self.pack(v))
+
     def operands(self, given: BackwardOperands) -> BackwardOperands:
-        """All operands, cut and packed."""
+        """The operands of a backward, cut and packed."""
         dout, q, out = [self.pack(self.cut_rows(t)) for t in (given.dout, given.q, given.out)]
         k, v = [self.pack(self.cut_keys(t)) for t in (given.k, given.v)]
         stats = (given.lse,) if given.dlse is None else (given.lse, given.dlse)
@@ -124,59 +146,40 @@ class LibraryCalls:
 
     @classmethod
     def of(
-        cls,
-        pairs: Pairs,
-        tensors: tuple[Tensor, ...],
-        *,
-        gaps: bool = True,
-        wide_right: bool = True,
-        least: int = 0,
+        cls, pairs: Pairs, tensors: tuple[Tensor, ...], limits: CallLimits = UNLIMITED
     ) -> LibraryCalls:
-        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once.
-
-        Args:
-            gaps, wide_right: see :func:`.lowering.lower`.
-            least: rows and keys from which on a call of one segment is not packed, in a batch of
-                one. (Of more, only entries that are whole could be packed together.)
-        """
+        """Those of ``pairs`` over tensors [b, l, h, d] of rows or keys, worked out once."""
         batch, device = tensors[0].shape[0], tensors[0].device
         # Batch entries are packed together where they are end to end in memory.
         flat = batch == 1 or all(t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
 
         def make() -> LibraryCalls:
-            windows = lowered(pairs, gaps, wide_right)
-            numbered = enumerate(windows)
-            used: list[IndexTable] = []
-            each = (
-                _library_calls(n, one, pairs, batch, flat, device, least, used)
-                for n, one in numbered
-            )
+            windows = lowered(pairs, limits)
+            of_batch = _Batch(batch, flat, device, limits.least if batch == 1 else 0)
+            each = (of_batch.calls(n, window, pairs) for n, window in enumerate(windows))
             calls = tuple(chain.from_iterable(each))
             cut = len(calls) > len(windows)
             rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
             keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
-            return cls(calls, rows, keys, tuple(used))
+            return cls(calls, rows, keys, tuple(of_batch.used))
 
-        found = pairs.made((cls, gaps, wide_right, least, batch, flat, device), make)
+        found = pairs.made((cls, limits, batch, flat, device), make)
         for table in found.tables:
             table.on(device)  # for the current stream, which may not be the one that sent it
         return found
 
 
-def lowered(pairs: Pairs, gaps: bool = True, wide_right: bool = True) -> tuple[WindowCall, ...]:
-    """The window calls of ``pairs``, worked out once. Args: see :func:`.lowering.lower`."""
-
+def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, ...]:
+    """The window calls of ``pairs``, worked out once."""
+    gaps, wide_right, _ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made((lowered, gaps, wide_right), make)
 
 
-def tables(
-    pairs: Pairs, *, gaps: bool = True, wide_right: bool = True, least: int = 0
-) -> list[IndexTable]:
-    """:meth:`.protocol.Kernel.tables` of a library with the limits of :meth:`LibraryCalls.of`:
-    those of one batch entry."""
-    calls = lowered(pairs, gaps, wide_right)
-    return [call.cu_seqlens for call in calls if _is_packed(call, least)]
+def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:
+    """:meth:`.protocol.Kernel.tables` of a library: those of one batch entry."""
+    packed = (call for call in lowered(pairs, limits) if _is_packed(call, limits.least))
+    return [call.cu_seqlens for call in packed]
 
 
 def _is_packed(call: WindowCall, least: int) -> bool:
@@ -184,31 +187,34 @@ def _is_packed(call: WindowCall, least: int) -> bool:
     return len(call.segments) > 1 or min(last_row - row, last_key - key) < least
 
 
-def _library_calls(
-    number: int,
-    call: WindowCall,
-    pairs: Pairs,
-    batch: int,
-    flat: bool,
-    device: torch.device,
-    least: int,
-    used: list[IndexTable],
-) -> Iterator[LibraryCall]:
-    """One for all batch entries if the call is one segment or all entries are end to end, else one
-    for each. Its table is added to those ``used``."""
-    (row, last_row), (key, last_key) = call.rows, call.keys
-    rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
-    keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
-    packed = _is_packed(call, least if batch == 1 else 0)
-    together = not packed or (flat and rows is None and keys is None)
-    entries = batch if together else 1
-    packing = None
-    if packed:
-        used.append(call.cu_seqlens if entries == 1 else call.cu_seqlens_of(entries))
-        packing = _packing(call, *used[-1].on(device))
-    for n in range(0, batch, entries):
-        entry = None if entries == batch else n
-        yield LibraryCall(call.window, packing, number, entries, entry, rows, keys, call.skips_rows)
+@dataclass
+class _Batch:
+    """Some batch entries, and the tables of the calls that they take."""
+
+    size: int
+    flat: bool  # whether they are end to end in memory
+    device: torch.device
+    least: int  # see :class:`CallLimits`
+    used: list[IndexTable] = field(default_factory=list)
+
+    def calls(self, number: int, call: WindowCall, pairs: Pairs) -> Iterator[LibraryCall]:
+        """One for all entries where a library can take them together, else one for each."""
+        (row, last_row), (key, last_key) = call.rows, call.keys
+        rows = None if call.rows == (0, pairs.q_len) else (row, last_row - row)
+        keys = None if call.keys == (0, pairs.k_len) else (key, last_key - key)
+        packed = _is_packed(call, self.least)
+        together = not packed or (self.flat and rows is None and keys is None)
+        entries = self.size if together else 1
+        packing = None
+        if packed:
+            table = call.cu_seqlens if entries == 1 else call.cu_seqlens_of(entries)
+            self.used.append(table)
+            packing = _packing(call, *table.on(self.device))
+        for n in range(0, self.size, entries):
+            entry = None if entries == self.size else n
+            yield LibraryCall(
+                call.window, packing, number, entries, entry, rows, keys, call.skips_rows
+            )
 
 
 def _packing(call: WindowCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Packing:

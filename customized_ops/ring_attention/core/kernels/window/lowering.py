@@ -125,9 +125,8 @@ def tiles(call: WindowCall) -> int:
 
 
 def _last_key(slices: Slices) -> Ints:
-    """int64[n], the row from which on the last key is attended, of slices whose right bound cuts
-    keys off rows before: above, the bound is 0 from the bottom right corner, below, it is none.
-    Elsewhere the end of the rows."""
+    """int64[n], the row from which on the last key is attended. Above it the right bound is 0 from
+    the bottom right corner, below it is none. The end of the rows where it cuts no keys off."""
     open_right = slices[:, HI] >= slices[:, K1] - 1 - slices[:, Q0]
     return np.where(open_right, slices[:, Q1], slices[:, K1] - slices[:, HI])
 
@@ -166,7 +165,7 @@ def _pieces(length: int, most: int, column: int) -> Ints:
     return out
 
 
-class Bound(NamedTuple):
+class WindowBound(NamedTuple):
     """What a slice needs of one side of its call's window.
 
     A slice that needs no bound takes any that does not reach it, so documents that are shorter than
@@ -176,12 +175,17 @@ class Bound(NamedTuple):
     exact: int  # the bound, or -1 for none
     least: int  # the least bound that others may need
 
-    def with_(self, other: Bound) -> Bound | None:
+    @classmethod
+    def of(cls, bound: int, most: int, least: int) -> WindowBound:
+        """``bound``, or none with ``least`` where it reaches ``most`` and so all keys."""
+        return cls(-1, least) if bound >= most else cls(bound, 0)
+
+    def with_(self, other: WindowBound) -> WindowBound | None:
         """What both need, or None if no bound suits both."""
         exact, least = max(self.exact, other.exact), max(self.least, other.least)
         if self.exact != other.exact and min(self.exact, other.exact) >= 0:
             return None
-        return Bound(exact, least) if exact < 0 or exact >= least else None
+        return WindowBound(exact, least) if exact < 0 or exact >= least else None
 
 
 @dataclass
@@ -189,10 +193,12 @@ class Chain:
     """A call to which segments are still added."""
 
     segments: list[list[int]]
-    left: Bound
-    right: Bound
+    left: WindowBound
+    right: WindowBound
 
-    def takes(self, segment: list[int], left: Bound, right: Bound, most_gap: int) -> bool:
+    def takes(
+        self, segment: list[int], left: WindowBound, right: WindowBound, most_gap: int
+    ) -> bool:
         """Append a segment if rows, keys and bounds allow it."""
         _, q1, _, k1 = self.segments[-1]
         if not (0 <= segment[0] - q1 <= most_gap and 0 <= segment[2] - k1 <= most_gap):
@@ -206,8 +212,8 @@ class Chain:
 
 
 def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[WindowCall]:
-    """Assign slices to calls, from the first row on: each to the call whose keys end closest before
-    its own, or to a new one."""
+    """Assigns each slice, from the first row on, to the call whose keys end closest before its own,
+    or to a new one."""
     slices = slices[np.lexsort((slices[:, K0], slices[:, Q0]))]
     alone = np.zeros(len(slices), dtype=bool) if wide_right else _tall(slices)
     most_gap = MOST_GAP if gaps else 0
@@ -217,8 +223,8 @@ def _chain(slices: Slices, gaps: bool, wide_right: bool) -> list[WindowCall]:
         left, right = k1 - q1 - lo, hi - (k1 - q1)
         most_left, most_right = k1 - k0 - 1, q1 - q0 - 1
         bounds = (
-            Bound(-1, UNBOUNDED if no_left else most_left) if left >= most_left else Bound(left, 0),
-            Bound(-1, most_right) if right >= most_right else Bound(right, 0),
+            WindowBound.of(left, most_left, UNBOUNDED if no_left else most_left),
+            WindowBound.of(right, most_right, most_right),
         )
         segment = [q0, q1, k0, k1]
         near = range(bisect_left(stops, k0 - most_gap), bisect_right(stops, k0))

@@ -11,8 +11,7 @@ from typing import Any
 
 @cache
 def required(function: Callable[..., Any]) -> dict[str, bool]:
-    """The parameters of a function or of an op of ``torch.library``, and whether each has no
-    default."""
+    """The parameters of a function or a ``torch.library`` op, and whether each has no default."""
     schema = getattr(getattr(function, "_opoverload", None), "_schema", None)
     if schema is not None:
         return {a.name: not a.has_default_value() for a in schema.arguments}

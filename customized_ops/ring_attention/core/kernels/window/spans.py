@@ -54,13 +54,13 @@ class Spans:
 
 class Gradient:
     """The gradient of one tensor from those of the calls' parts of it: ``total``, [b, l, h, d], in
-    the dtype of ``like`` or, where more than two calls have a token, of accumulation. Where one
-    call has everything, it is what that returned."""
+    ``dtype`` or, for None, that of :meth:`Spans.dtype`. Where one call has everything, it is what
+    that returned."""
 
-    def __init__(self, like: Tensor, spans: Spans) -> None:
+    def __init__(self, like: Tensor, spans: Spans, dtype: torch.dtype | None = None) -> None:
         self._spans, self._dtype, self.total = spans, like.dtype, like
         if not spans.whole:
-            self.total = like.new_empty(like.shape, dtype=spans.dtype(like.dtype))
+            self.total = like.new_empty(like.shape, dtype=dtype or spans.dtype(like.dtype))
             for start, stop in spans.outside:
                 self.total.narrow(1, start, stop - start).zero_()
 
@@ -70,8 +70,7 @@ class Gradient:
         return not spans.whole and spans.fresh[n] and self.total.dtype == self._dtype
 
     def add(self, n: int, part: Tensor, place: Tensor) -> None:
-        """Write or add the part of call ``n`` to its ``place``, a view of the total; takes
-        ownership of the part."""
+        """Write or add the part of call ``n`` to its ``place``, a view of the total, and own it."""
         if self._spans.whole:
             self.total = part
         elif self._spans.fresh[n]:

@@ -1,34 +1,39 @@
 """Runs a library that knows windows over any pairs: calls it, and puts the results together.
 
-Rows and keys of a call are views: nothing is gathered. What no earlier call covers is written
-where it belongs, by the library itself if it can. Where calls overlap, out and lse are merged and
-gradients added: in their own dtype where no token has more than two parts, else in fp32.
+An adapter gives two functions, each one call of its library, and gets a kernel of them: imports go
+down from the adapter to here, and only these functions are called back. Rows and keys of a call are
+views: nothing is gathered. What no earlier call covers is written where it belongs, by the library
+itself if it can. Where calls overlap, out and lse are merged and gradients added
+(:meth:`.Spans.dtype`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...index_table import IndexTable
 from ...merge import merge_
 from ...merge.merge import accumulation_dtype
-from ..operands import BackwardOperands, Grads, OutLse, Pairs
-from ..scoring import Scoring, Tokens
-from .columns import cut_to, first_columns, operands_of_same_width, same_width, widened
-from .library_calls import LibraryCall, LibraryCalls
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.scoring import Scoring, Tokens
+from . import library_calls
+from .columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width, widened
+from .library_calls import UNLIMITED, CallLimits, LibraryCall, LibraryCalls
 from .spans import Gradient
 
-Into = tuple[Tensor | None, ...]
-NOWHERE: Into = (None, None, None)
+GradientPlaces = tuple[Tensor | None, ...]
+NOWHERE: GradientPlaces = (None, None, None)
 LSE_COLUMNS = 8  # by which dlse widens v for libraries that take no dlse: they want multiples of 8
 
 
 # One call of a library's forward: one window, one sequence a batch entry or packed ones.
 #
-#     attend(q, k, v, call: LibraryCall, scoring, *, into: OutLse | None = None) -> OutLse
+#     attend(given: ForwardOperands, call: LibraryCall, scoring, *, into: OutLse | None = None)
+#         -> OutLse
 #
 # q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] -> out [b, i, h, e], lse [b, h, i] fp32; with a
 # packing q [i, h, d], k [j, g, d], v [j, g, e] -> out [i, h, e], lse [h, i]. The lse of rows
@@ -40,18 +45,24 @@ Attend = Callable[..., OutLse]
 # dlse have any strides. Each of ``into``, where the gradients belong, may be None.
 #
 #     attend_backward(given: BackwardOperands, call: LibraryCall, scoring, *, deterministic: bool,
-#                     into: Into = NOWHERE) -> Grads
+#                     into: GradientPlaces = NOWHERE) -> Grads
 AttendBackward = Callable[..., Grads]
 
 
 def forward(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, **limits: Any
+    attend: Attend,
+    given: ForwardOperands,
+    pairs: Pairs,
+    scoring: Scoring,
+    limits: CallLimits = UNLIMITED,
 ) -> OutLse:
-    """:meth:`.protocol.Kernel.forward` through ``attend``. The library's limits are those of
-    :meth:`.library_calls.LibraryCalls.of`."""
-    todo = LibraryCalls.of(pairs, (q, k, v), **limits)
+    """:meth:`.protocol.Kernel.forward` through ``attend``."""
+    todo = LibraryCalls.of(pairs, given, limits)
+    if todo.rows.whole and todo.calls[0].takes_all:
+        return attend(given, todo.calls[0], scoring, into=None)
     if todo.rows.whole:
-        return _attend(attend, todo.calls[0], q, k, v, scoring)
+        return _attend(attend, todo.calls[0], given, scoring)
+    q, v = given.q, given.v
     b, rows, h, _ = q.shape
     dtype, wide = todo.rows.dtype(q.dtype), accumulation_dtype(q.dtype)
     out = q.new_empty((b, rows, h, v.shape[-1]), dtype=dtype)
@@ -62,11 +73,11 @@ def forward(
     for call in todo.calls:
         place = call.cut_rows(out), call.cut_stats(lse)
         if not todo.rows.fresh[call.number]:
-            merge_(*place, *_attend(attend, call, q, k, v, scoring))
+            merge_(*place, *_attend(attend, call, given, scoring))
         elif dtype == q.dtype and call.stats_are_views:
-            _attend(attend, call, q, k, v, scoring, place)
+            _attend(attend, call, given, scoring, place)
         else:
-            for whole, part in zip(place, _attend(attend, call, q, k, v, scoring), strict=True):
+            for whole, part in zip(place, _attend(attend, call, given, scoring), strict=True):
                 whole.copy_(part)
     return out, lse
 
@@ -74,18 +85,14 @@ def forward(
 def _attend(
     attend: Attend,
     call: LibraryCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    given: ForwardOperands,
     scoring: Scoring,
     place: OutLse | None = None,
 ) -> OutLse:
     """out and lse of one call's rows; in their ``place`` if there is one."""
     into = None if place is None else (call.pack(place[0]), call.pack_stats(place[1]))
-    if not call.takes_all:
-        q, k, v = call.cut_rows(q), call.cut_keys(k), call.cut_keys(v)
-        q, k, v = call.pack(q), call.pack(k), call.pack(v)
-    out, lse = attend(q, k, v, call, scoring, into=into)
+    inputs = given if call.takes_all else call.inputs(given)
+    out, lse = attend(inputs, call, scoring, into=into)
     if call.skips_rows:  # some libraries write +inf there
         lse.masked_fill_(lse == torch.inf, -torch.inf)
     if into is not None and out is not into[0]:
@@ -99,12 +106,12 @@ def backward(
     given: BackwardOperands,
     pairs: Pairs,
     scoring: Scoring,
+    limits: CallLimits = UNLIMITED,
     *,
     deterministic: bool = False,
-    **limits: Any,
 ) -> Grads:
-    """:meth:`.protocol.Kernel.backward` through ``attend_backward``; see :func:`forward`."""
-    todo = LibraryCalls.of(pairs, given[:5], **limits)
+    """:meth:`.protocol.Kernel.backward` through ``attend_backward``."""
+    todo = LibraryCalls.of(pairs, given[:5], limits)
     if todo.rows.whole and todo.keys.whole and todo.calls[0].takes_all:
         return attend_backward(given, todo.calls[0], scoring, deterministic=deterministic)
     dq = Gradient(given.q, todo.rows)
@@ -125,24 +132,26 @@ def backward(
 
 
 def kernel_of(
-    attend: Attend, attend_backward: AttendBackward, *, same_widths: bool = False, **limits: Any
-) -> tuple[Callable[..., OutLse], Callable[..., Grads]]:
-    """:meth:`.protocol.Kernel.forward` and ``backward`` through two calls of a library.
+    attend: Attend,
+    attend_backward: AttendBackward,
+    limits: CallLimits = UNLIMITED,
+    *,
+    same_widths: bool = False,
+) -> tuple[Callable[..., OutLse], Callable[..., Grads], Callable[[Pairs], list[IndexTable]]]:
+    """``forward``, ``backward`` and ``tables`` of :class:`.protocol.Kernel` through two calls of a
+    library.
 
     Args:
         same_widths: for a library that wants q, k and v equally wide and takes no dlse. Its
             ``Capabilities`` say ``lse_columns=LSE_COLUMNS``.
-        limits: see :func:`forward`.
     """
 
     def kernel_forward(
-        q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
+        given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
     ) -> OutLse:
-        v_dim = v.shape[-1]
-        if same_widths:
-            q, k, v = same_width(q, k, v)
-        out, lse = forward(attend, q, k, v, pairs, scoring, **limits)
-        return first_columns(out, v_dim), lse
+        inputs = inputs_of_same_width(given) if same_widths else given
+        out, lse = forward(attend, inputs, pairs, scoring, limits)
+        return first_columns(out, given.v.shape[-1]), lse
 
     def kernel_backward(
         given: BackwardOperands,
@@ -152,12 +161,12 @@ def kernel_of(
         *,
         deterministic: bool = False,
     ) -> Grads:
-        inputs = given
+        operands = given
         if same_widths:
-            given = operands_of_same_width(widened(given, LSE_COLUMNS))
+            operands = operands_of_same_width(widened(given, LSE_COLUMNS))
         grads = backward(
-            attend_backward, given, pairs, scoring, deterministic=deterministic, **limits
+            attend_backward, operands, pairs, scoring, limits, deterministic=deterministic
         )
-        return cut_to(grads, inputs)
+        return cut_to(grads, given)
 
-    return kernel_forward, kernel_backward
+    return kernel_forward, kernel_backward, partial(library_calls.tables, limits=limits)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from customized_ops.ring_attention.core.comm.arena import Piece
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World
 from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
+from customized_ops.ring_attention.core.comm.placement import Piece
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64
 
 
 class ThreadMemory:
-    """:class:`~.arena.Memory` of threads; everything takes a random time where ``late`` is set."""
+    """:class:`~.placement.Memory` of threads; everything takes a random time if ``late`` is set."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -25,17 +25,17 @@ class ThreadMemory:
         self.late: random.Random | None = None
 
     def allocate(self, n_bytes: int) -> Piece:
-        """See :class:`~.arena.Memory`."""
+        """See :class:`~.placement.Memory`."""
         self._allocated += 1
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
         return Piece(self._world.local.comm.all_gather_object(mine), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See :class:`~.arena.Memory`."""
+        """See :class:`~.placement.Memory`."""
         return tensor.device == self.device
 
     def capturing(self) -> bool:
-        """See :class:`~.arena.Memory`."""
+        """See :class:`~.placement.Memory`."""
         return False
 
     def _flags(self) -> dict[tuple[int, int, int], bool]:
@@ -46,7 +46,7 @@ class ThreadMemory:
             time.sleep(self.late.random() / 500)
 
     def put_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.arena.Memory`."""
+        """See :class:`~.placement.Memory`."""
         self._wait()
         assert channel < self.channels
         key = (self._rank, peer, channel)
@@ -56,7 +56,7 @@ class ThreadMemory:
             self._world.changed.notify_all()
 
     def wait_signal(self, peer: int, channel: int) -> None:
-        """See :class:`~.arena.Memory`."""
+        """See :class:`~.placement.Memory`."""
         self._wait()
         key = (peer, self._rank, channel)
         self._world.wait_for(lambda: bool(self._flags().get(key)))
@@ -65,7 +65,7 @@ class ThreadMemory:
             self._world.changed.notify_all()
 
 
-class InProcessPush(OneSidedComm, InProcessComm):
+class InProcessOneSided(OneSidedComm, InProcessComm):
     """One thread's side of a world of them."""
 
     def __init__(self, world: World, rank: int) -> None:
@@ -83,7 +83,7 @@ class InProcessPush(OneSidedComm, InProcessComm):
         super().end()
 
 
-class SparingPush(InProcessPush):
+class SparingOneSided(InProcessOneSided):
     """One whose results come over keys that were read, however few they are."""
 
     spared_bytes = 0

@@ -1,15 +1,10 @@
-"""What a kernel is: attention over slices on one device."""
+"""What a kernel is asked for, and what it can do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
-
-from .operands import BackwardOperands, Grads, OutLse, Pairs
-from .scoring import Scoring, Tokens
 
 # What a request may need beyond a causal or full softmax, and a kernel may have.
 FEATURES = (
@@ -61,7 +56,7 @@ class Capabilities:
         widths: pairs of the greatest head dim and v dim; a request must fit one. Empty: any.
         multiple: what both must be multiples of.
         lse_columns: by how much a gradient of lse widens v, see
-            :func:`~.window.columns.widened`.
+            :func:`~..window.columns.widened`.
         arch: the lowest compute capability of the GPU, as (major, minor).
     """
 
@@ -98,46 +93,3 @@ class Capabilities:
         found = torch.cuda.get_device_capability(device)
         needed, has = (".".join(map(str, version)) for version in (self.arch, found))
         return None if found >= self.arch else f"needs compute capability {needed}, not {has}"
-
-
-class Kernel(Protocol):
-    """A module or an object that attends. Importing it imports no optional package.
-
-    Shapes: q [b, i, h, d], k [b, j, g, d], v [b, j, g, e] with h a multiple of g (grouped-query
-    attention: query head n reads kv head n // (h / g)). Only i and j may be 0. Strides are free,
-    but d and e are dense, and the rows of a tensor that is not contiguous start at multiples of 16
-    bytes. ``pairs`` counts rows of q and k; rows that no slice covers give out 0 and lse -inf.
-    ``tokens`` may be None unless ``scoring.needs_tokens``. Only the reference waits for the GPU: it
-    copies the mask of each block there.
-
-    A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
-    pairs read on the device, so that it can be sent there ahead, with the tables of other calls.
-    """
-
-    NAME: str
-    CAPABILITIES: tuple[Capabilities, ...]  # one for each type of device
-
-    def missing(self) -> str | None:
-        """What keeps the kernel from running on this machine, or None."""
-        ...
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
-    ) -> OutLse:
-        """out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64) of these
-        pairs alone: k may be a part of a row's keys, to be merged with others. The same bit for bit
-        from run to run."""
-        ...
-
-    def backward(
-        self,
-        given: BackwardOperands,
-        pairs: Pairs,
-        scoring: Scoring,
-        tokens: Tokens | None,
-        *,
-        deterministic: bool = False,
-    ) -> Grads:
-        """dq, dk, dv of these pairs, in the inputs' dtypes or wider: the executor adds them up over
-        stages and ranks. ``deterministic`` asks for the same bits from run to run."""
-        ...

@@ -4,15 +4,25 @@
     p_ij     = exp(score_ij - lse_i)                    lse_i over all scores of row i
     out_i    = sum_j p_ij keep_ij / (1 - dropout_p) v_j
 
-Dropout leaves lse alone, so parts of a row's keys merge with it as they do without.
+Dropout leaves lse alone, so parts of a row's keys merge with it as they do without. What it keeps
+is a pure function of a seed and of global indices: words of :mod:`annotations.philox`, where
+
+| | word 0 | word 1 | word 2 | word 3 |
+|---|---|---|---|---|
+| counter | query index | key index | head // 4 | batch index |
+| key | seed, low half | seed, high half | | |
+| result | head % 4 = 0 | 1 | 2 | 3 |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from annotations.philox import LOW, WORDS, philox, threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +52,7 @@ class Scoring:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of ``protocol.FEATURES``, what this needs of a kernel."""
+        """Of ``kernel.FEATURES``, what this needs of a kernel."""
         asked = {
             "softcap": self.softcap > 0,
             "alibi": self.alibi_slopes is not None,
@@ -51,7 +61,7 @@ class Scoring:
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
-    @property
+    @cached_property  # looked at before every call of a kernel
     def needs_tokens(self) -> bool:
         """Whether a kernel needs :class:`Tokens`."""
         return self.alibi_slopes is not None or self.dropout_p > 0
@@ -91,3 +101,34 @@ class Tokens:
     def distances(self) -> Tensor:
         """int64[i, j], tokens between each row and each key."""
         return (self.rows[:, None] - self.key_positions[None, :]).abs()
+
+
+def keep(
+    seed: Tensor,
+    p: float,
+    rows: Tensor,
+    keys: Tensor,
+    first_head: int,
+    heads: int,
+    first_batch: int,
+    batch: int,
+) -> Tensor:
+    """Dropout's mask: True, with probability 1 - p, where a probability is kept.
+
+    Args:
+        seed: int64[1], any device.
+        rows: int64[i] global query indices, keys: int64[j] global key indices, below 2^32.
+    Returns:
+        bool[batch, heads, i, j] on the device of ``rows``: of the heads from ``first_head`` and the
+        batch entries from ``first_batch`` on.
+    """
+    device = rows.device
+    groups = torch.arange(first_head // WORDS, -(-(first_head + heads) // WORDS), device=device)
+    entries = torch.arange(first_batch, first_batch + batch, device=device)
+    seed = seed.to(device)
+    words = philox(
+        (rows[:, None], keys[None, :], groups[:, None, None], entries[:, None, None, None]),
+        (seed & LOW, (seed >> 32) & LOW),
+    )
+    by_head = torch.stack([word >= threshold(p) for word in words], dim=2).flatten(1, 2)
+    return by_head[:, first_head % WORDS :][:, :heads]

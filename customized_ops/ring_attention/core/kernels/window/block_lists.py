@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Ints
-from ..mask.intervals import spread
-from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
+from ...arrays import Ints
+from ...mask.intervals import spread
+from ...mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, tighten
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class BlockList:
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class BlocksMet:
     """The blocks that each block of rows, or of keys, meets: attended in part, or whole."""
 
     partial: BlockList
@@ -44,7 +44,7 @@ class Side:
 
 def block_lists(
     slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
-) -> tuple[Side, Side]:
+) -> tuple[BlocksMet, BlocksMet]:
     """Lists for each block of ``block_q`` rows, and for each block of ``block_k`` keys. The slices,
     int64[n, 6], are normalised, disjoint and within ``q_len`` rows and ``k_len`` keys."""
     row_blocks, key_blocks = -(-q_len // block_q), -(-k_len // block_k)
@@ -70,14 +70,13 @@ def block_lists(
     full_j = np.concatenate([key_block, j[complete]])
     i, j = i[~complete], j[~complete]
     return (
-        Side(_listed(i, j, row_blocks), _listed(full_i, full_j, row_blocks)),
-        Side(_listed(j, i, key_blocks), _listed(full_j, full_i, key_blocks)),
+        BlocksMet(_listed(i, j, row_blocks), _listed(full_i, full_j, row_blocks)),
+        BlocksMet(_listed(j, i, key_blocks), _listed(full_j, full_i, key_blocks)),
     )
 
 
 def blocks_touched(slices: Slices, block_q: int, block_k: int) -> int:
-    """How many blocks the slices of a normalised list touch; one that several touch counts as
-    often."""
+    """How many blocks normalised slices touch; one that several touch counts as often."""
     strips = _strips(slices, block_q)
     return int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
 
@@ -125,8 +124,7 @@ def _strips(slices: Slices, block_q: int) -> Slices:
 def _whole_blocks(
     strips: Slices, q_len: int, k_len: int, block_q: int, block_k: int
 ) -> tuple[Ints, Ints]:
-    """The range of key blocks that each strip covers wholly; where there is none, the empty range
-    at the strip's first block."""
+    """The key blocks that each strip covers wholly; if none, the empty range at its first block."""
     q0, q1 = strips[:, Q0], strips[:, Q1]
     # Keys of every row: between the last row's first and the first row's last.
     start = np.maximum(strips[:, K0], q1 - 1 + strips[:, LO])

@@ -11,24 +11,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import push_memory
+import one_sided_memory
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from push_memory import InProcessPush, SparingPush, ThreadMemory
+from one_sided_memory import InProcessOneSided, SparingOneSided, ThreadMemory
 from torch import Tensor
 
 from customized_ops.ring_attention.core.comm import Comm, inprocess
-from customized_ops.ring_attention.core.comm.arena import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 from customized_ops.ring_attention.core.comm.one_sided import (
     SPARED_BYTES,
     SPARED_TOKENS,
     OneSidedComm,
 )
+from customized_ops.ring_attention.core.comm.placement import ALIGNED_BYTES, Arena, Piece
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
@@ -42,7 +47,11 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Any]:
     """How ranks may be connected."""
-    return {"messages": inprocess.InProcessComm, "push": InProcessPush, "sparing": SparingPush}
+    return {
+        "messages": inprocess.InProcessComm,
+        "one-sided": InProcessOneSided,
+        "sparing": SparingOneSided,
+    }
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
@@ -70,10 +79,9 @@ def passes(
             own += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
             own_dout = plan.q_layout.shard(dout, comm.rank)
             scoring = Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
-            grads = attention_backward(
-                plan, comm, kernel, own_dout, *own, out, lse, scoring, **options
-            )
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
+            given = BackwardOperands(own_dout, *own, out, lse)
+            grads = attention_backward(plan, comm, kernel, given, scoring, **options)
             results += [out, lse, *grads]
         return results, (comm.counters.sent_bytes, comm.counters.received_bytes)
 
@@ -135,7 +143,7 @@ def test_results_are_those_of_messages(
     for kind, comm in kinds.items():
         connect(monkeypatch, comm)
         got[kind] = passes(plan, torch.float32, times=3, reduce_dtype=reduce_dtype)
-    assert_alike(got["messages"], got["push"])
+    assert_alike(got["messages"], got["one-sided"])
     assert_alike(got["messages"], got["sparing"])
 
 
@@ -166,19 +174,15 @@ def test_shares_of_any_size(
             q, k, v, dout = draw(CAUSAL, torch.float32, seed, (h, g))
             own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
             kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
             own_dout = plan.q_layout.shard(dout, comm.rank)
             dlse = torch.full_like(lse, 0.5)
             grads = attention_backward(
                 plan,
                 comm,
                 kernel,
-                own_dout,
-                *own,
-                out,
-                lse,
+                BackwardOperands(own_dout, *own, out, lse, dlse),
                 scoring,
-                dlse=dlse,
                 reduce_dtype=reduce_dtype,
             )
             results += [out, lse, *grads]
@@ -187,12 +191,12 @@ def test_shares_of_any_size(
     for kind, comm in kinds.items():
         connect(monkeypatch, comm)
         got[kind] = run_ranks(plan.group_size, body)
-    assert_alike(got["messages"], got["push"])
+    assert_alike(got["messages"], got["one-sided"])
     assert_alike(got["messages"], got["sparing"])
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
+@pytest.mark.parametrize("kind", [InProcessOneSided, SparingOneSided])
 @pytest.mark.parametrize("name", PLANS)
 def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that runs ahead never writes over what another still reads."""
@@ -233,14 +237,15 @@ def test_plans_drawn_at_random(data: st.DataObject) -> None:
             q, k, v, dout = draw(plan.mask, torch.float64, n)
             own = [plan.q_layout.shard(t, comm.rank) for t in (q, k, v)]
             kernel, scoring = KERNELS["reference"], Scoring(0.25)
-            out, lse = attention_forward(plan, comm, kernel, *own, scoring)
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(*own), scoring)
             own_dout = plan.q_layout.shard(dout, comm.rank)
-            grads = attention_backward(plan, comm, kernel, own_dout, *own, out, lse, scoring)
+            given = BackwardOperands(own_dout, *own, out, lse)
+            grads = attention_backward(plan, comm, kernel, given, scoring)
             results += [out, lse, *grads]
         return results
 
     want = run_ranks(ranks, body)
-    for kind in (InProcessPush, SparingPush):
+    for kind in (InProcessOneSided, SparingOneSided):
         with pytest.MonkeyPatch.context() as patch:
             connect(patch, kind)
             got = run_ranks(ranks, body)
@@ -282,14 +287,14 @@ def test_results_that_come_over_keys_take_no_memory(
 ) -> None:
     """Over the last keys of a backward, that is: no other exchange waits for its peers."""
     plan = PLANS[name]
-    pushed, plain = arenas(plan, InProcessPush, monkeypatch)
-    sparing, channels = arenas(plan, SparingPush, monkeypatch)
+    written, plain = arenas(plan, InProcessOneSided, monkeypatch)
+    sparing, channels = arenas(plan, SparingOneSided, monkeypatch)
     assert all(len(each) == 1 for each in plain)
     assert sum(len(each) > 1 for each in channels) == plan.keys_move
     if plan.keys_move:
-        assert sparing[0] == pushed[0] and sparing[1] < pushed[1]
+        assert sparing[0] == written[0] and sparing[1] < written[1]
     else:
-        assert sparing == pushed
+        assert sparing == written
     if name in ("zigzag", "scattered"):  # one stage of keys, and no rows
         assert sparing[1] == sparing[0]
 
@@ -297,32 +302,32 @@ def test_results_that_come_over_keys_take_no_memory(
 def test_from_how_many_tokens_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OneSidedComm.spared_tokens == SPARED_TOKENS == 16_384
     plan = PLANS["zigzag"]
-    pushed, _ = arenas(plan, InProcessPush, monkeypatch)
+    written, _ = arenas(plan, InProcessOneSided, monkeypatch)
     most = max(plan.rank(n).stages[-1].kv.tokens for n in range(plan.group_size))  # type: ignore[union-attr]
 
-    class JustEnough(InProcessPush):
+    class JustEnough(InProcessOneSided):
         spared_tokens = most
 
-    class TooFew(InProcessPush):
+    class TooFew(InProcessOneSided):
         spared_tokens = most + 1
 
-    assert arenas(plan, JustEnough, monkeypatch)[0][1] == pushed[0]
-    assert arenas(plan, TooFew, monkeypatch)[0] == pushed
+    assert arenas(plan, JustEnough, monkeypatch)[0][1] == written[0]
+    assert arenas(plan, TooFew, monkeypatch)[0] == written
 
 
 def test_from_how_many_bytes_on_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OneSidedComm.spared_bytes == SPARED_BYTES == 64 * 2**20
-    pushed, _ = arenas(PLANS["zigzag"], InProcessPush, monkeypatch)
-    theirs = pushed[1] - pushed[0]
+    written, _ = arenas(PLANS["zigzag"], InProcessOneSided, monkeypatch)
+    theirs = written[1] - written[0]
 
-    class JustEnough(InProcessPush):
+    class JustEnough(InProcessOneSided):
         spared_bytes = theirs
 
-    class TooFew(InProcessPush):
+    class TooFew(InProcessOneSided):
         spared_bytes = theirs + 1
 
-    assert arenas(PLANS["zigzag"], JustEnough, monkeypatch)[0][1] == pushed[0]
-    assert arenas(PLANS["zigzag"], TooFew, monkeypatch)[0] == pushed
+    assert arenas(PLANS["zigzag"], JustEnough, monkeypatch)[0][1] == written[0]
+    assert arenas(PLANS["zigzag"], TooFew, monkeypatch)[0] == written
 
 
 def test_what_arrived_is_not_kept(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +355,7 @@ def test_what_arrived_is_not_kept(kinds: dict[str, Any], monkeypatch: pytest.Mon
 
 def test_without_places_it_sends_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layout ops know no pass."""
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, InProcessOneSided)
     plan = PLANS["zigzag"]
 
     def body(comm: Comm) -> Tensor:
@@ -369,7 +374,7 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
     """Those on a CPU, of a group whose memory is that of GPUs."""
     plan = PLANS["zigzag"]
     want = passes(plan, torch.float32)
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, InProcessOneSided)
 
     def elsewhere(comm: Any) -> None:
         comm.memory.device = torch.device("meta")
@@ -379,7 +384,7 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
 
 
-@pytest.mark.parametrize("kind", [InProcessPush, SparingPush])
+@pytest.mark.parametrize("kind", [InProcessOneSided, SparingOneSided])
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])
 def test_exchanges_without_a_channel_go_by_messages(
     channels: int, kind: Any, monkeypatch: pytest.MonkeyPatch
@@ -388,21 +393,21 @@ def test_exchanges_without_a_channel_go_by_messages(
     plan = PLANS["staged"]
     want = passes(plan, torch.float32, times=2)
     connect(monkeypatch, kind)
-    monkeypatch.setattr(push_memory, "CHANNELS", channels)
-    pushed: list[int] = []
+    monkeypatch.setattr(one_sided_memory, "CHANNELS", channels)
+    written: list[int] = []
 
     def watch(comm: Any) -> None:
         write = comm._write
 
         def counted(ready: Any, source: Any) -> None:
-            pushed.extend(ready.channels)
+            written.extend(ready.channels)
             write(ready, source)
 
         monkeypatch.setattr(comm, "_write", counted)
 
     for mine, his in zip(passes(plan, torch.float32, 2, watch), want, strict=True):
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
-    assert set(pushed) == set(range(1, channels))
+    assert set(written) == set(range(1, channels))
 
 
 @pytest.mark.parametrize("where", ["in the kernel", "in the merge"])
@@ -411,7 +416,7 @@ def test_a_pass_that_failed_is_not_followed_by_another(
 ) -> None:
     """Its signals are set, and the next pass would wait on a GPU for ever; or its peers go on to
     another pass than the one that is tried again."""
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, InProcessOneSided)
     plan, failed, reference = PLANS["zigzag"], set[int](), KERNELS["reference"]
 
     def failing(function: Any) -> Any:
@@ -439,7 +444,7 @@ def test_a_pass_that_failed_is_not_followed_by_another(
             (RuntimeError, "ended in an error.*make a new process group"),
         ):
             with pytest.raises(error, match=text):
-                attention_forward(plan, comm, kernel, *own, Scoring(0.25))
+                attention_forward(plan, comm, kernel, ForwardOperands(*own), Scoring(0.25))
 
     run_ranks(2, body)
 
@@ -554,7 +559,7 @@ class Weighing:
 def test_what_lies_beside_the_call_made_last(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv of the rank's own keys, but not of others: those are on their way home."""
     monkeypatch.setattr(rank_pass.RankPass, "own_last", lambda *given: last)
-    connect(monkeypatch, InProcessPush)
+    connect(monkeypatch, InProcessOneSided)
     kernel = Weighing()
     passes(PLANS["zigzag"], torch.float64, kernel=kernel)
     assert kernel.there == [[0, 0 if last else 2]] * PLANS["zigzag"].group_size

@@ -20,12 +20,17 @@ from torch.utils._pytree import tree_leaves
 
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.messages import Messages, Pending, Reduction
-from customized_ops.ring_attention.core.kernels import KERNELS, Scoring
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.run import rank_pass as executor
-from customized_ops.ring_attention.core.run import side_stream as lanes
+from customized_ops.ring_attention.core.run import side_stream
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.forward_pass import ForwardPass
 from customized_ops.ring_attention.core.run.head_shard import HeadShard
@@ -284,9 +289,9 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     handle = lambda index: order.now.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     monkeypatch.setattr(executor, "SideStream", lambda device, two: SideStream(GPU, two=two))
-    lanes._pair_of.cache_clear()
+    side_stream._pair_of.cache_clear()
     yield order
-    lanes._pair_of.cache_clear()
+    side_stream._pair_of.cache_clear()
     assert device == [request.param], "another device is current"
 
 
@@ -320,12 +325,11 @@ def passes(plan: Plan, order: Order, times: int = 2, *, with_dlse: bool = False)
             q, k = torch.randn(1, rows, h, DIM), torch.randn(1, keys, g, DIM)
             v, dout = torch.randn(1, keys, g, V_DIM), torch.randn(1, rows, h, V_DIM)
             dlse = torch.randn(1, h, rows) if with_dlse else None
-            out, lse = attention_forward(plan, comm, kernel, q, k, v, scoring)
-            grads = attention_backward(
-                plan, comm, kernel, dout, q, k, v, out, lse, scoring, dlse=dlse
-            )
+            out, lse = attention_forward(plan, comm, kernel, ForwardOperands(q, k, v), scoring)
+            given = BackwardOperands(dout, q, k, v, out, lse, dlse)
+            grads = attention_backward(plan, comm, kernel, given, scoring)
             read += [t + 0 for t in (out, lse, *grads)]
-            del q, k, v, dout, dlse, out, lse, grads
+            del q, k, v, dout, dlse, out, lse, given, grads
     return read
 
 
@@ -409,7 +413,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
     assert last((4, 2), most) and last((2, 2), most)
     assert not last((4, 2), most - 1) and not last((6, 2), most)
     assert not last((4, 2), most, two=False)
-    monkeypatch.setattr(lanes, "ONE_QUEUE", True)
+    monkeypatch.setattr(side_stream, "ONE_QUEUE", True)
     assert not last((4, 2), most)
 
 
@@ -433,7 +437,7 @@ def test_a_missing_step_is_noticed(
 
 
 def test_one_stream_is_noticed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SideStream, "second", lambda self: lanes.NOTHING)
+    monkeypatch.setattr(SideStream, "second", lambda self: side_stream.NOTHING)
     passes(PLANS["zigzag"], order, times=1)
     with pytest.raises(AssertionError):
         assert_laid_out(PLANS["zigzag"], order)
@@ -485,8 +489,8 @@ def test_on_a_cpu_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("current_stream", "Stream", "stream", "set_stream", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: pytest.fail("a stream"))
     for device, two in ((torch.device("cpu"), True), (torch.device("cpu"), False), (GPU, False)):
-        lane = SideStream(device, two=two)
-        lane.fork()
-        with lane.second() as inside:
+        streams = SideStream(device, two=two)
+        streams.fork()
+        with streams.second() as inside:
             assert inside is None
-        lane.join()
+        streams.join()
