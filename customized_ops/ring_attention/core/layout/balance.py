@@ -20,15 +20,14 @@ from ..arrays import Bools, Ints, Numbers, columns
 from ..mask.intervals import spread
 from ..mask.slices import K0, K1, Q0, Q1, Slices, clip_each
 from ..mask.slices import areas as areas_of
-from .balance_splits import even_out
 from .balance_swaps import Search
 
 # The need of the mask with the most weight; need is in whole numbers, as areas are.
 NEED_UNITS = 64
 # Imbalance that is left alone: a percent is below what kernels vary by.
-TOLERANCE = 0.01
-# The search begins with loads let loose by so much and ends within TOLERANCE.
-SLACKS = (0.5, 0.2, 0.1, 0.05, TOLERANCE)
+CHUNK_TOLERANCE = 0.01
+# The search begins with loads let loose by so much and ends within CHUNK_TOLERANCE.
+SLACKS = (0.5, 0.2, 0.1, 0.05, CHUNK_TOLERANCE)
 # Zigzag is tried where a rank has so many chunks: of fewer it has no long runs.
 ZIGZAG_CHUNKS = 8
 # Pairs of slice and chunk worked on at a time.
@@ -62,12 +61,6 @@ def chunk_work(slices: Slices, total: int, chunk: int) -> tuple[Ints, Bools]:
         np.add.at(edges, (at, (parts[:, K1] - 1) // chunk + 1), -1)
         start = stop
     return area, np.cumsum(edges[:, :n], axis=1, dtype=np.int32) > 0
-
-
-def imbalance(areas: Numbers, rank_of: Ints, group_size: int) -> float:
-    """The largest rank's area over the mean; 1.0 when there is nothing to do."""
-    loads = np.bincount(rank_of, weights=areas, minlength=group_size)
-    return float(loads.max() * group_size / loads.sum()) if loads.any() else 1.0
 
 
 def crossing(need: Numbers, tokens: Ints, rank_of: Ints, group_size: int) -> int:
@@ -144,6 +137,14 @@ class Certificate:
         """Whether it is no use to look for a more even assignment."""
         return self.within_one_percent or self.proven_best
 
+    def warning(self, chunk: int) -> str:
+        """What :meth:`Layout.balanced` says of an assignment of chunks that may not be the best."""
+        return (
+            f"Layout.balanced: the rank with the most work computes {self.largest:.6g} pairs, "
+            f"{self.imbalance - 1:.1%} above the mean of {self.mean:.6g}; equal numbers of chunks "
+            f"of {chunk} tokens need at least {self.least:.6g}. A smaller chunk= evens out better"
+        )
+
 
 def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
     """What is known of an assignment of chunks with such areas.
@@ -159,7 +160,7 @@ def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
         largest=largest * unit,
         mean=mean * unit,
         least=least * unit,
-        within_one_percent=largest <= (1 + TOLERANCE) * mean,
+        within_one_percent=largest <= (1 + CHUNK_TOLERANCE) * mean,
         proven_best=largest <= least,
     )
 
@@ -191,9 +192,8 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
     """The rank of each chunk.
 
     - Every rank holds the same number of chunks, up to one.
-    - The largest rank's area is within TOLERANCE of the mean if swapping chunks gets there. If not,
-      ranks' chunks are split anew two by two (:func:`.even_out`). :func:`certify` says how good
-      an assignment is.
+    - The largest rank's area is within CHUNK_TOLERANCE of the mean if swapping chunks gets there.
+      :func:`certify` says how good an assignment is.
     - Among such assignments one is sought that moves few keys.
 
     Two assignments are begun, in sequence order (keeps neighbours together, so it suits windows and
@@ -212,28 +212,28 @@ def assign(areas: Numbers, need: Numbers, tokens: Ints, group_size: int) -> Ints
         return np.arange(n, dtype=np.int64)
     work = _whole(areas)
     mean = int(work.sum()) / group_size
-    enough = max((1 + TOLERANCE) * mean, least_maximum(work, group_size))
+    enough = max((1 + CHUNK_TOLERANCE) * mean, least_maximum(work, group_size))
 
     def score(search: Search) -> tuple[float, int]:
         crossed = crossing(need, tokens, search.rank_of[:n], group_size)
         return max(enough, float(search.loads.max())), crossed
 
-    searches = []
-    for begun in (np.arange(n) * group_size // n, _largest_first(work, group_size)):
+    def improved(begun: Ints, slacks: Sequence[float]) -> Search:
         search = Search(work, need, begun, group_size)
-        for slack in SLACKS:
+        for slack in slacks:
             search.level(max(enough, (1 + slack) * mean))
             search.gather(max(enough, (1 + slack) * mean))
-        searches.append(search)
+        return search
+
+    in_order, largest_first = np.arange(n) * group_size // n, _largest_first(work, group_size)
+    searches = [improved(begun, SLACKS) for begun in (in_order, largest_first)]
     if n % (2 * group_size) == 0 and n >= ZIGZAG_CHUNKS * group_size:
         part = np.arange(n) * 2 * group_size // n
         zigzag = np.minimum(part, 2 * group_size - 1 - part)
         searches.append(Search(work, need, zigzag, group_size))
     best = min(searches, key=score)
-    if best.loads.max() > enough:
-        even = Search(work, need, even_out(work, best.rank_of[:n], group_size, enough), group_size)
-        even.gather(max(enough, float(even.loads.max())))
-        best = min(best, even, key=score)
+    if best.loads.max() > enough:  # gathering keys may leave loads that no swap evens out
+        best = min(best, improved(largest_first, SLACKS[-1:]), key=score)
     # Any numbering of the ranks is as good: number them by their first chunk.
     first = np.unique(best.rank_of[:n], return_index=True)[1]
     return np.argsort(np.argsort(first))[best.rank_of[:n]]
