@@ -16,12 +16,12 @@ from annotations.progress import stage
 
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
+from ..plan.engine_plan import EnginePlan
 from ..plan.planning import AnyPolicy
 from ..plan.policies import is_path, named
-from ..report.engine_plan import EnginePlan
+from ..plan.rank_agreement import same_request
 from .optimizer_guard import guard
 from .parallel_module import ParallelModule, same_weights
-from .rank_agreement import same_request
 from .verification import same_as_alone
 
 

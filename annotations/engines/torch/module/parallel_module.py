@@ -19,17 +19,18 @@ from annotations.consistency import check_setting, described, digest
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
 from ..capture.dropout import draw_seed
+from ..capture.replaced_parameters import call_in_dtype, whole_without_data
+from ..plan.engine_plan import EnginePlan, whole_copies
 from ..plan.meshes import axis_names, mesh_of_copies
 from ..plan.planning import AnyPolicy, Planning, captured_in, shared_plan, shared_policy
-from ..plan.rates import known_rates
-from ..report.engine_plan import EnginePlan, whole_copies
+from ..plan.rank_agreement import compare, facts_of
+from ..rates import known_rates
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Placements
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
-from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
 from .programs import Modes, Programs
-from .rank_agreement import compare, facts_of
+from .sharded_parameters import as_read, cut_to_fit, keep_in_parts
 from .training import TrainingModule
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from ..report.engine_plan import EnginePlan
+from ..plan.engine_plan import EnginePlan
 from ..run.execute import Program
 from ..run.lowered import Lowered
 

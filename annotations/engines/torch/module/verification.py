@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 
 from annotations.registry import record_of
 
-from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
-from ..plan.policies import module_of
+from ..capture.nodes import is_getitem, module_of, resolve, tensor_inputs, with_inputs
+from ..capture.replaced_parameters import call_in_dtype, cast
 from ..run.execute import Program
-from .parameters import call_in_dtype, cast
 
 # Largest difference, as a share of the largest value: summing in another order costs so much. Of
 # gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that

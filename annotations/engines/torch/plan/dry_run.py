@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...config import ComputeConfig, check_embedded
-from ..module.parameters import whole_without_data
-from ..report.engine_plan import EnginePlan
-from .engine_cost import Rates
+from ..capture.replaced_parameters import whole_without_data
+from ..rates import Rates
+from .engine_plan import EnginePlan
 from .limits import as_plan
 from .meshes import axis_names
 from .planning import AnyPolicy, Planning, captured_in

@@ -18,12 +18,13 @@ from annotations.errors import PartitionError
 from annotations.registry import record_of
 
 from ...config import ComputeConfig
-from ..capture.nodes import tensor_inputs
-from ..report.engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
+from ..capture.nodes import module_of, tensor_inputs
 from ..strategies.choices import Choices
+from ..strategies.op_sites import OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
-from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path, module_of
+from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
+from .policies import Force, Policy, PolicyError, cannot, is_path
 
 Keep = Callable[[Strategy], bool]
 

@@ -28,14 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs, value_of
+from ..capture.nodes import is_getitem, module_of, resolve, signature, tensor_inputs, value_of
 from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
 from .engine_cost import PlanCost, received_bytes
 from .limits import Limits
-from .policies import module_of
 from .solver import Infeasible, LinearProgram, PlanningError
 
 Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots

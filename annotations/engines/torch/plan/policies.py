@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, Node
-
-from annotations.binding import BoundAnnotation
-from annotations.registry import record_of
-
 from ...config import ComputeConfig
-from ..capture.nodes import arguments_of
-from ..strategies.op_strategies import Strategy
+from ..strategies.op_sites import OpSite
 
 
 class PolicyError(ValueError):
     """A policy asks for something that the graph or an annotation does not allow."""
-
-
-@dataclass(frozen=True)
-class OpSite:
-    """An annotated op in the captured graph, as a policy sees it.
-
-    Attributes:
-        name: unique in the graph, e.g. ``ring_attn_1``. op: e.g. ``wrap_ring_attn_func``.
-        module: path of the module that called it, e.g. ``layers.1.attention``.
-        splits: identifiers it can be split on, along some axis of the mesh.
-        communicates: those of them that communicate inside the op.
-        bindings: its annotation over the call's shapes, all alternatives.
-    """
-
-    name: str
-    op: str
-    module: str
-    splits: tuple[str, ...]
-    communicates: tuple[str, ...]
-    bindings: tuple[BoundAnnotation, ...] = field(repr=False)
 
 
 # What an op is forced to: an identifier, along some axis; None (or "whole") for whole on every
@@ -156,26 +130,3 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
         f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
         f"{wanted}{why} over {over}; it can on: {', '.join(op.splits) or 'nothing'}"
     )
-
-
-def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSite]:
-    """The annotated ops of a graph, in order."""
-    records = [(node, record_of(node.target)) for node in graph.nodes]
-    return [
-        OpSite(
-            name=node.name,
-            op=record.title,
-            module=module_of(node),
-            splits=tuple(dict.fromkeys(x for s in strategies[node] for x in s.split if x)),
-            communicates=tuple(sorted(record.rule.communicates)),
-            bindings=record.bindings(arguments_of(node, record)),
-        )
-        for node, record in records
-        if record is not None
-    ]
-
-
-def module_of(node: Node) -> str:
-    """Path of the module that called an op; empty for the outermost."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0].removeprefix("L['self'].") if stack else ""

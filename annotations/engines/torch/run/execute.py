@@ -21,12 +21,17 @@ from torch.fx import Node
 from ..capture import checkpointed
 from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, value_of, values_of, with_inputs
-from ..module.parameters import cast, replicated
+from ..capture.replaced_parameters import cast
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, share, unsplit
 from ..strategies.reshard import Move, brought
 from .local_graph import output_of
 from .recompute import Values, run_again
+
+
+def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that is whole and the same on every rank, as a DTensor."""
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 class PartsOfGradient(torch.autograd.Function):

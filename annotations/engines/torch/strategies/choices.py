@@ -14,7 +14,7 @@ from annotations.progress import counted
 
 from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, tensor_inputs, values_of
-from ..plan.policies import OpSite, sites
+from .op_sites import OpSite, sites
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
 from .reshard import ReshardStep, Shape, gradient_steps, steps

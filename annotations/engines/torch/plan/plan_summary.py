@@ -13,12 +13,12 @@ from torch.fx import Node
 from annotations.registry import record_of
 
 from ..capture.capture import Captured
-from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import PlanCost, flops, received_bytes
-from ..plan.policies import OpSite, module_of
+from ..capture.nodes import module_of, signature, tensor_inputs, value_of
 from ..strategies.choices import Choices, Reading
+from ..strategies.op_sites import OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
+from .engine_cost import PlanCost, flops, received_bytes
 from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]

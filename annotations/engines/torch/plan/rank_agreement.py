@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,7 +15,7 @@ from annotations.consistency import Statements, described
 
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
-from ..plan.policies import is_path
+from .policies import is_path
 
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
@@ -51,6 +52,24 @@ def compare(
             lines.append(f"{name}: {', '.join(each)}")
     if lines and problem is None:
         raise CaptureError("\n    ".join(lines))
+
+
+def from_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
+    """What the first rank makes, or the error that it raises, on every rank."""
+    made: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            made = [make()]
+        except Exception as error:  # the other ranks would wait for ever
+            made = [error]
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # a user's, of which only the text can be sent
+                made = [RuntimeError(f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(made, group=group, group_src=0)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def same_request(
