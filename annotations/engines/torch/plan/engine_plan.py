@@ -42,7 +42,7 @@ class OpPlacements:
     def of(cls, strategy: Strategy) -> OpPlacements:
         """Those of a strategy."""
         tensors = strategy.inputs, strategy.outputs
-        return cls(strategy.split, *(tuple(map(places_text, each)) for each in tensors))
+        return cls(strategy.split, *(tuple(map(placements_text, each)) for each in tensors))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class EnginePlan:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
 
 
-def places_text(places: Placements) -> str:
+def placements_text(places: Placements) -> str:
     """``S1,R`` for cut on dim 1 along the first axis, whole along the second."""
     return ",".join(
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"

@@ -23,9 +23,10 @@ from ..strategies.choices import Choices
 from ..strategies.op_sites import OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
-from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
-from .policies import Force, Policy, PolicyError, cannot, is_path
+from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
+from .policies import Force, Policy, PolicyError, cannot, is_path, named
 
+AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 Keep = Callable[[Strategy], bool]
 
 
@@ -78,21 +79,24 @@ class Limits:
             assert found, f"{name} is kept as no strategy has it"
 
 
-def limits_of(policy: Policy, parameters: str, choices: Choices, config: ComputeConfig) -> Limits:
-    """What ``policy`` forces, checked; of ``parameters`` as in :data:`~.policies.POLICIES`.
+def limits_of(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:
+    """What ``policy``, which is checked, leaves to choose.
 
     Raises:
         PolicyError: nothing has a name that the policy names, or a split is not allowed over so
             many ranks.
         PartitionError: a split that the op's annotation does not allow over any.
     """
-    name = getattr(policy, "__name__", "policy")
-    chosen = policy(choices.ops, config)
+    if isinstance(policy, EnginePlan):
+        return _limits_of_plan(policy, choices)
+    force, parameters = named(policy)
+    name = getattr(force, "__name__", "policy")
+    chosen = force(choices.ops, config)
     if not isinstance(chosen, Mapping):
         raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
     limits, forced = Limits(choices), set[Node]()
-    for pattern, force in chosen.items():
-        forced.update(_force(limits, pattern, force, name, config))
+    for pattern, split in chosen.items():
+        forced.update(_force(limits, pattern, split, name, config))
     if parameters != "free":
         _limit_parameters(limits, parameters, forced)
     return limits
@@ -231,7 +235,7 @@ def as_plan(policy: Any) -> Any:
         raise PolicyError(f"{os.fspath(policy)}: {error}") from None
 
 
-def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
+def _limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
     """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
     are whole. Raises PolicyError where it is for another module, other shapes or another mesh, or
     has been edited to something that an op does not allow."""
@@ -261,7 +265,7 @@ def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
     whole = ",".join("R" for _ in choices.parts)
     for node, path in choices.parameters.items():
         kept = plan.parameters.get(path, whole)
-        if not limits.keep(node, lambda s, k=kept: places_text(s.outputs[0]) == k):  # type: ignore[misc]
+        if not limits.keep(node, lambda s, k=kept: placements_text(s.outputs[0]) == k):  # type: ignore[misc]
             raise PolicyError(f"the plan keeps {path} as {kept!r}, which it cannot be")
     return limits
 

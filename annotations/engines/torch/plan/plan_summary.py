@@ -19,12 +19,12 @@ from ..strategies.op_sites import OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
 from .engine_cost import PlanCost, flops, received_bytes
-from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
+from .engine_plan import EnginePlan, Held, OpPlacements, Row, placements_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> EnginePlan:
+def make_report(cost: PlanCost, chosen: Chosen, graph: str, permuted: bool) -> EnginePlan:
     """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
     choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
@@ -35,16 +35,19 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> En
         rows=list(Counter(summary.rows(ops)).items()),
         mesh_shape=choices.parts,
         ops={n.name: OpPlacements.of(s) for n, s in chosen.items() if n.op == "call_function"},
-        parameters={name: places_text(places) for name, places in cut(choices, chosen).items()},
+        parameters={
+            name: placements_text(places)
+            for name, places in sharded_parameters(choices, chosen).items()
+        },
         held=summary.held(),
         limit_bytes=cost.budget.limit_bytes,
         calibrated=cost.rates.calibrated,
         graph=graph,
-        hoisted=hoisted,
+        hoisted=permuted,
     )
 
 
-def cut(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
+def sharded_parameters(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
     """The parameters that are kept in parts, by name."""
     named = choices.parameters.items()
     return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
@@ -88,8 +91,8 @@ class _Summary:
         if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
-        for name, places in cut(self.choices, self.chosen).items():
-            yield Row(_in_any_layer(name), places_text(places), "kept in parts", 0, 0)
+        for name, places in sharded_parameters(self.choices, self.chosen).items():
+            yield Row(_in_any_layer(name), placements_text(places), "kept in parts", 0, 0)
         synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
         ranks = prod(self.choices.parts) * self.choices.copies
         yield sync_row(ranks, synced, self.cost.sync_seconds(synced))
@@ -159,7 +162,7 @@ def _in_any_layer(name: str) -> str:
 
 def _words(places: Placements) -> str:
     """Placements; in words where there is but one axis."""
-    text = places_text(places)
+    text = placements_text(places)
     if len(places) > 1:
         return text
     return {"R": "whole", "P": "partial sum"}.get(text) or f"cut on dim {text[1:]}"

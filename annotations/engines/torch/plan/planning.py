@@ -27,14 +27,12 @@ from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_cost import ADAM_BYTES, Budget, PlanCost
 from .engine_plan import EnginePlan, Split, to_plain
-from .limits import as_plan, limits_of, limits_of_plan
-from .plan_summary import cut, graph_hash, make_report
+from .limits import AnyPolicy, as_plan, limits_of
+from .plan_summary import graph_hash, make_report, sharded_parameters
 from .planner import choose
-from .policies import Force, Policy, PolicyError, is_path, named
+from .policies import PolicyError, is_path
 from .rank_agreement import compare, facts_of, from_rank_0
 from .solver import PlanningError
-
-AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 
 
 @dataclass(frozen=True)
@@ -185,10 +183,7 @@ class Planning:
         """
         graph = functools.reduce(reordered, permutations, captured)
         choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
-        if isinstance(policy, EnginePlan):
-            limits = limits_of_plan(policy, choices)
-        else:
-            limits = limits_of(*named(policy), choices, self.config)
+        limits = limits_of(policy, choices, self.config)
         if self.kept is not None:
             limits.keep_parameters(self.kept)
         limits.keep_splits(splits)
@@ -202,7 +197,7 @@ class Planning:
         cost = PlanCost(choices, self.rates, budget)
         report = make_report(cost, chosen, self._identity, bool(permutations))
         strategies = {node.name: strategy for node, strategy in chosen.items()}
-        return Planned(permutations, strategies, cut(choices, chosen), report)
+        return Planned(permutations, strategies, sharded_parameters(choices, chosen), report)
 
 
 def captured_in(

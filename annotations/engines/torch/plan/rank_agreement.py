@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from annotations.consistency import Statements, described
 
 from ...config import ComputeConfig
+from ..capture.call_inputs import named_leaves
 from ..capture.capture import CaptureError
 from .policies import is_path
 
@@ -22,19 +22,19 @@ PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
 def facts_of(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
     """Each leaf of nested arguments, by its path."""
-    named, _ = pytree.tree_flatten_with_path(tree)
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): describe(value)
-        for path, value in named
-    }
+    return {name: describe(value) for name, value in named_leaves(tree)}
 
 
 def compare(
     what: str, facts: Mapping[str, str], group: Any = None, problem: Exception | None = None
 ) -> None:
     """Refuse facts that differ from another rank's of ``group`` (None: of all), on every rank.
-    ``problem`` is why this rank cannot go on, which the others are told. Raises CaptureError, which
-    says who has what or what another rank refused, but not on a rank with a problem."""
+
+    Args:
+        problem: why this rank cannot go on; the other ranks then raise.
+    Raises:
+        CaptureError: says who has what, or what another rank refused; not on a rank with a problem.
+    """
 
     def all_gather(mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(group)

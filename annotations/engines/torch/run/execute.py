@@ -35,8 +35,8 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class PartsOfGradient(torch.autograd.Function):
-    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum,
-    which is left to ``sync_grad``."""
+    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum
+    until ``sync_grad``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -162,7 +162,7 @@ class _Run:
 
     def _step(self, node: Node, strategy: Strategy) -> None:
         def get(x: Node, n: int) -> Any:
-            value = self._get(x, strategy.inputs[n], strategy.grads[n])
+            value = self._get(*resolve(x), strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
 
         args, kwargs = with_inputs(node, get)
@@ -175,24 +175,21 @@ class _Run:
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""
-        if not isinstance(x, Node):
-            return x
-        everywhere = (Replicate(),) * self._program.mesh.ndim
-        return self._get(x, everywhere, everywhere).to_local(grad_placements=everywhere)
+        return self._whole(*resolve(x)) if isinstance(x, Node) else x
 
     def results(self, node: Node) -> list[Any]:
         """All that an op returned, whole on every rank."""
-        everywhere = (Replicate(),) * self._program.mesh.ndim
-        made = [self._values[node, n] for n in range(len(values_of(node)))]
-        return [
-            Move.apply(x, everywhere).to_local(grad_placements=everywhere)
-            if isinstance(x, DTensor)
-            else x
-            for x in made
-        ]
+        return [self._whole(node, index) for index in range(len(values_of(node)))]
 
-    def _get(self, node: Node, places: Placements, grads: Placements) -> Any:
-        producer, index = resolve(node)
+    def _whole(self, producer: Node, index: int) -> Any:
+        everywhere = (Replicate(),) * self._program.mesh.ndim
+        if not isinstance(self._values[producer, index], Tensor):
+            return self._values[producer, index]
+        value = self._get(producer, index, everywhere, everywhere)
+        return value.to_local(grad_placements=everywhere)
+
+    def _get(self, producer: Node, index: int, places: Placements, grads: Placements) -> Any:
+        """A value in these placements, its gradient in those."""
         key = (producer, index, places, grads)
         if key not in self._moved:
             value = self._values[producer, index]

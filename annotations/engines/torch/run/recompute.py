@@ -31,8 +31,8 @@ Values = dict[tuple[Node, int], Any]  # by op and number of the result
 def run_again(
     nodes: Sequence[Node], values: Values, execute: Callable[[Values, Sequence[Node]], None]
 ) -> None:
-    """Run a region, and once more in the backward; what lies between is not kept. To ``values`` are
-    added results that are read outside of it; ``execute`` runs ``nodes``, adding all results."""
+    """Run a region, and once more in the backward. ``values`` gets only results that are read
+    outside of it; ``execute`` runs ``nodes``, adding all results."""
     inside = set(nodes)
     read = dict.fromkeys(resolve(x) for node in nodes for x in tensor_inputs(node))
     reads = [key for key in read if key[0] not in inside]
