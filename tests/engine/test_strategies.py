@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from annotations import ComputeConfig, record_of
 from annotations.engines.torch.plan.policies import shard_sequence
+from annotations.engines.torch.strategies.choices import OpSite
 from annotations.engines.torch.strategies.one_axis import annotated_strategies
-from annotations.engines.torch.strategies.op_sites import OpSite
 
 
 def test_alternatives_that_differ_in_inputs_alone() -> None:

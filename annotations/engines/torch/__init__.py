@@ -21,7 +21,7 @@ from .plan.policies import Policy, PolicyError
 from .plan.solver import PlanningError
 from .rates import Link, Rates, calibrate
 from .run.lowered import LoweringError
-from .strategies.op_sites import OpSite
+from .strategies.choices import OpSite
 
 __all__ = [
     "CaptureError",

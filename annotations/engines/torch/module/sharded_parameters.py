@@ -25,13 +25,13 @@ def keep_in_parts(module: Module, parameters: Mapping[str, Placements], mesh: De
         return
     owners = dict(module.named_parameters(remove_duplicate=False))
     everywhere: Placements = (Replicate(),) * mesh.ndim
-    given = {id(owners[name]): places for name, places in parameters.items()}
+    given = {id(owners[name]): placements for name, placements in parameters.items()}
     for whole in list(module.parameters()):
         if isinstance(whole, DTensor):
             continue
-        places = given.get(id(whole), everywhere)
-        part: Tensor = distribute_tensor(whole.detach(), mesh, places, src_data_rank=None)
-        if places != everywhere:
+        placements = given.get(id(whole), everywhere)
+        part: Tensor = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+        if placements != everywhere:
             part = part.clone()  # a view would keep the whole alive
         made = Parameter(part, requires_grad=whole.requires_grad)
         made.__dict__.update(whole.__dict__)  # what users note on their parameters
@@ -48,9 +48,9 @@ def cut_to_fit(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> N
         if isinstance(parameter, DTensor) and isinstance(given, Tensor):
             if isinstance(given, DTensor) or given.shape != parameter.shape:
                 continue  # sharded already, or for torch to refuse
-            mesh, places = parameter.device_mesh, parameter.placements
+            mesh, placements = parameter.device_mesh, parameter.placements
             whole = given.detach().to(parameter.device)
-            state[prefix + name] = distribute_tensor(whole, mesh, places, src_data_rank=None)
+            state[prefix + name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
 def as_read(parameter: Tensor) -> Tensor:

@@ -222,8 +222,8 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
         power = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
         if mesh is not None:
             partial = Partial("max" if largest else "sum")
-            places = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
-            power = DTensor.from_local(power, mesh, places, run_check=False).full_tensor()
+            placements = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
+            power = DTensor.from_local(power, mesh, placements, run_check=False).full_tensor()
         powers.append(power)
     total = torch.stack(powers)
     return (total.max() if largest else total.sum() ** (1 / norm_type)).to(dtype)

@@ -111,7 +111,7 @@ class PlanCost:
         choices = self.choices
         if not choices.differentiated[node]:
             return 0
-        kept = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
+        kept = local_bytes(choices.kept[node], strategy.outputs[0], choices.parts)
         ranks = choices.copies * (1 if any(strategy.divided) else prod(choices.parts))
         return 2 * kept * (ranks - 1) // ranks  # by the ring algorithm
 
@@ -122,14 +122,14 @@ class PlanCost:
     def parameter_bytes(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int]:
         """Of a parameter, its gradient and the optimizer's state, as it is kept; and of its cast to
         the graph's dtype."""
-        stored, read, parts = self.choices.stored[node], node.meta["val"], self.choices.parts
-        places = strategy.outputs[0]
-        kept = local_bytes(stored, places, parts)
-        cast = local_bytes(read, places, parts) if read.dtype != stored.dtype else 0
-        if not stored.requires_grad:
-            return kept, 0, 0, cast
-        elements = prod(local_shape(stored.shape, places, parts))
-        return kept, kept, int(elements * self.budget.optimizer_bytes), cast
+        kept, read, parts = self.choices.kept[node], node.meta["val"], self.choices.parts
+        placements = strategy.outputs[0]
+        held = local_bytes(kept, placements, parts)
+        cast = local_bytes(read, placements, parts) if read.dtype != kept.dtype else 0
+        if not kept.requires_grad:
+            return held, 0, 0, cast
+        elements = prod(local_shape(kept.shape, placements, parts))
+        return held, held, int(elements * self.budget.optimizer_bytes), cast
 
     def keeps(self, node: Node) -> bool:
         """Whether the backward of an op needs what it reads."""

@@ -160,11 +160,11 @@ class EnginePlan:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
 
 
-def placements_text(places: Placements) -> str:
+def placements_text(placements: Placements) -> str:
     """``S1,R`` for cut on dim 1 along the first axis, whole along the second."""
     return ",".join(
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
-        for p in places
+        for p in placements
     )
 
 

@@ -19,8 +19,7 @@ from annotations.registry import record_of
 
 from ...config import ComputeConfig
 from ..capture.nodes import module_of, tensor_inputs
-from ..strategies.choices import Choices
-from ..strategies.op_sites import OpSite
+from ..strategies.choices import Choices, OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
@@ -74,8 +73,8 @@ class Limits:
         for node, name in self.choices.parameters.items():
             self.kept.pop(node, None)
             self.used_as_kept.discard(node)
-            places = kept.get(name, self.choices.strategies[node][0].outputs[0])
-            found = self.keep(node, lambda s, places=places: s.outputs[0] == places)  # type: ignore[misc]
+            placements = kept.get(name, self.choices.strategies[node][0].outputs[0])
+            found = self.keep(node, lambda s, placements=placements: s.outputs[0] == placements)  # type: ignore[misc]
             assert found, f"{name} is kept as no strategy has it"
 
 
@@ -194,14 +193,14 @@ def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
     return not any(a is not None for a in axes) if force in (None, "whole") else force in axes
 
 
-def _is_placed(places: Placements, force: Force) -> bool:
+def _is_placed(placements: Placements, force: Force) -> bool:
     if force in (None, "whole"):
-        return all(p.is_replicate() for p in places)
-    return force == "any" or _fits(force, list(map(_dim, places)))
+        return all(p.is_replicate() for p in placements)
+    return force == "any" or _fits(force, list(map(_dim, placements)))
 
 
-def _dim(place: Placement) -> int | None:
-    return place.dim if isinstance(place, Shard) else None
+def _dim(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _is_weight(reader: Node, slot: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import ComputeConfig
-from ..strategies.op_sites import OpSite
+from ..strategies.choices import OpSite
 
 
 class PolicyError(ValueError):

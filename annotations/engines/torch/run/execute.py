@@ -40,28 +40,29 @@ class PartsOfGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Placements
+        ctx: Any, parameter: Tensor, mesh: DeviceMesh, placements: Placements
     ) -> Any:
         """The parameter as it is read; nothing moves."""
-        return brought(replicated(parameter.detach(), mesh), places)
+        return brought(replicated(parameter.detach(), mesh), placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """This rank's part of the gradient."""
-        mesh, places = grad.device_mesh, grad.placements
+        mesh, placements = grad.device_mesh, grad.placements
         local = grad.to_local()
         # The same on every rank of an axis, so that each contributes an equal part.
-        copies = math.prod(mesh.size(axis) for axis, p in enumerate(places) if p.is_replicate())
+        copies = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate())
         local = local / copies if copies > 1 else local
-        if not any(p.is_shard() for p in places):
+        if not any(p.is_shard() for p in placements):
             return local, None, None
         # DTensor's compute_local_shape_and_global_offset cannot be traced: it reads a tensor.
         part = whole = local.new_zeros(grad.shape)
-        for axis, place in enumerate(places):
-            if isinstance(place, Shard):
-                size, n, r = part.shape[place.dim], mesh.size(axis), mesh.get_local_rank(axis)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                dim, n, r = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
+                size = part.shape[dim]
                 start = min(size, share(size, n, 0) * r)
-                part = part.narrow(place.dim, start, share(size, n, r))
+                part = part.narrow(dim, start, share(size, n, r))
         part.copy_(local)
         return whole, None, None
 
@@ -71,16 +72,16 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: Tensor, mesh: DeviceMesh, places: Placements, shape: Any, stride: Any
+        ctx: Any, local: Tensor, mesh: DeviceMesh, placements: Placements, shape: Any, stride: Any
     ) -> Any:
-        ctx.places = places
+        ctx.placements = placements
         return DTensor.from_local(
-            local.detach(), mesh, places, run_check=False, shape=shape, stride=stride
+            local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        local = brought(grad, tuple(map(unsplit, ctx.places))).to_local()
+        local = brought(grad, tuple(map(unsplit, ctx.placements))).to_local()
         return local, None, None, None, None
 
 
@@ -169,8 +170,9 @@ class _Run:
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
             if strategy.local and isinstance(result, Tensor):
-                like, places = value_of(node, n), strategy.outputs[n]
-                result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
+                whole, mesh = value_of(node, n), self._program.mesh
+                form = strategy.outputs[n], whole.shape, whole.stride()
+                result = _Wrap.apply(result, mesh, *form)
             self._values[node, n] = result
 
     def whole(self, x: Any) -> Any:
@@ -188,14 +190,14 @@ class _Run:
         value = self._get(producer, index, everywhere, everywhere)
         return value.to_local(grad_placements=everywhere)
 
-    def _get(self, producer: Node, index: int, places: Placements, grads: Placements) -> Any:
+    def _get(self, producer: Node, index: int, placements: Placements, grads: Placements) -> Any:
         """A value in these placements, its gradient in those."""
-        key = (producer, index, places, grads)
+        key = (producer, index, placements, grads)
         if key not in self._moved:
             value = self._values[producer, index]
             if not isinstance(value, DTensor):
-                value = PartsOfGradient.apply(value, self._program.mesh, places)
-            elif value.placements != places or tuple(map(unsplit, value.placements)) != grads:
-                value = Move.apply(value, places)
+                value = PartsOfGradient.apply(value, self._program.mesh, placements)
+            elif value.placements != placements or tuple(map(unsplit, value.placements)) != grads:
+                value = Move.apply(value, placements)
             self._moved[key] = value
         return self._moved[key]

@@ -70,8 +70,8 @@ def save_all(joint: GraphModule, inputs: Any, **options: Any) -> Halves:
 
 
 def save_regions(joint: GraphModule, inputs: Any, *, others: bool = True, **options: Any) -> Halves:
-    """Save what the backward needs, but compute checkpointed calls again. Where ``others`` is False
-    of all else the fewest bytes are saved that spare what is not cheap once it is compiled."""
+    """Save what the backward needs, but compute checkpointed calls again; and where ``others`` is
+    False, also what is cheap once it is compiled, so that the fewest bytes are saved."""
     simplify(joint.graph)
     _tag_regions(joint.graph, others=others)
     return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))
