@@ -51,7 +51,7 @@ def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManage
 @contextmanager
 def whole_without_data(module: Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
     """While inside, ``module`` has parameters and buffers of the whole shapes and no data, so that
-    one can be captured that is in parts, or was never in memory.
+    one can be captured that is sharded, or was never in memory.
 
     Args:
         dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.

@@ -17,8 +17,7 @@ from annotations.progress import stage
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
 from ..plan.engine_plan import EnginePlan
-from ..plan.limits import AnyPolicy
-from ..plan.policies import is_path, named
+from ..plan.policies import AnyPolicy, is_path, named
 from ..plan.rank_agreement import same_request
 from .parallel_module import ParallelModule, same_weights
 from .training import refuse_wrong_steps

@@ -23,16 +23,16 @@ from ..capture.capture import CaptureError
 from ..capture.dropout import draw_seed
 from ..capture.replaced_parameters import call_in_dtype, whole_without_data
 from ..plan.engine_plan import EnginePlan, whole_copies
-from ..plan.limits import AnyPolicy
 from ..plan.meshes import axis_names, mesh_of_copies
-from ..plan.planning import Planning, captured_in, shared_plan, shared_policy
-from ..plan.rank_agreement import compare, facts_of
+from ..plan.planning import Planning, captured_in, shared_plan
+from ..plan.policies import AnyPolicy, as_plan, is_path
+from ..plan.rank_agreement import compare, facts_of, from_rank_0
 from ..rates import known_rates
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Placements
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
-from .sharded_parameters import as_read, cut_to_fit, keep_in_parts
+from .sharded_parameters import as_read, cut_to_fit, shard_parameters
 from .training import TrainingModule
 
 Modes = tuple[bool, ...]  # of each module in order: whether it trains
@@ -91,7 +91,7 @@ class ParallelModule(TrainingModule):
 
     Parameters, buffers and submodules have the original's names, so an optimizer and ``state_dict``
     work as on the original, and it loads the original's state. Parameters are whole on every rank;
-    where the plan keeps some in parts all are DTensors, as under FSDP2, which torch's
+    where the plan shards some all are DTensors, as under FSDP2, which torch's
     ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
 
     ``plan`` is what the engine decided for the present modes; it prints as a table.
@@ -145,7 +145,8 @@ class ParallelModule(TrainingModule):
         self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
         copies = mesh_of_copies(*where, config.mesh_shape)
         self._plan_mesh = copies[axis_names(config.mesh_shape)]
-        self._policy = shared_policy(policy)
+        # One rank reads a file of a plan, for all.
+        self._policy = from_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
         compare("example arguments", facts_of(self._dummy_forward_args, described))
         same_weights(self)
         cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
@@ -254,7 +255,7 @@ class ParallelModule(TrainingModule):
         """Capture on every rank of ``group`` (None: of all), and plan on the first."""
         config, mesh, original = self.compute_config, self._plan_mesh, self._original
         original.training = self.training
-        # Where parameters are in parts, the whole ones need no data.
+        # Of sharded parameters no rank has the whole data.
         without = whole_without_data(original) if self._kept else contextlib.nullcontext()
         with without as mode:
             captured = captured_in(self.compute_dtype, original, arguments, mode)
@@ -265,7 +266,7 @@ class ParallelModule(TrainingModule):
         planning = Planning(captured, mesh, policy, config, dtypes, rates, device, self._kept)
         planned = shared_plan(planning, group)
         self._kept = planned.parameters
-        keep_in_parts(original, planned.parameters, mesh)
+        shard_parameters(original, planned.parameters, mesh)
         captured, named = planned.graph_of(captured), planned.strategies
         strategies = {n: named[n.name] for n in captured.graph.nodes if n.name in named}
         program = Program(captured, strategies, mesh, self.compute_dtype)

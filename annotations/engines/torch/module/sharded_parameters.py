@@ -17,7 +17,9 @@ from ..capture.replaced_parameters import as_parameter
 from ..strategies.placements import Placements, cut_axes
 
 
-def keep_in_parts(module: Module, parameters: Mapping[str, Placements], mesh: DeviceMesh) -> None:
+def shard_parameters(
+    module: Module, parameters: Mapping[str, Placements], mesh: DeviceMesh
+) -> None:
     """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
     placements, the others whole; none where none is given. Optimizers and norms that take many
     tensors at once take either plain ones or DTensors. A tied parameter stays one."""

@@ -21,9 +21,9 @@ from ...config import ComputeConfig, check_embedded
 from ..capture.replaced_parameters import whole_without_data
 from ..rates import Rates
 from .engine_plan import EnginePlan
-from .limits import AnyPolicy, as_plan
 from .meshes import axis_names
 from .planning import Planning, captured_in
+from .policies import AnyPolicy, as_plan
 
 
 def plan_without_ranks(

@@ -72,7 +72,7 @@ class EnginePlan:
             a mesh of several axes a tuple of them.
         rows: with how often each occurs; the gradient sync is the last.
         ops: how each op of the graph runs, by its name.
-        parameters: placements of those that are kept in parts, by their names in the module.
+        parameters: placements of those that are sharded, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
         graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.

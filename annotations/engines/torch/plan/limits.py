@@ -4,11 +4,8 @@ before, leaves to it."""
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Shard
@@ -23,9 +20,8 @@ from ..strategies.choices import Choices, OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
-from .policies import Force, Policy, PolicyError, cannot, is_path, named
+from .policies import AnyPolicy, Force, PolicyError, cannot, named
 
-AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 Keep = Callable[[Strategy], bool]
 
 
@@ -222,16 +218,6 @@ def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig
             f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}",
         ]
         raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
-
-
-def as_plan(policy: Any) -> Any:
-    """``policy``, or the plan in the file that it names."""
-    if not is_path(policy):
-        return policy
-    try:
-        return EnginePlan.from_json(Path(policy).read_text())
-    except ValueError as error:
-        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
 
 
 def _limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:

@@ -47,7 +47,7 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, permuted: bool) -> E
 
 
 def sharded_parameters(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
-    """The parameters that are kept in parts, by name."""
+    """Those of a chosen plan, by name."""
     named = choices.parameters.items()
     return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
 

@@ -3,7 +3,7 @@
 Each op takes exactly one strategy; each tensor pays, for each way in which it is read, to be
 brought there from how its producer leaves it, and its gradient to be brought back. A parameter is
 an op that chooses how it is kept: whole, its gradient then added up over all ranks in
-``sync_grad``; or in parts. Splits that a policy forces, and the memory of a rank, are constraints.
+``sync_grad``; or sharded. Splits that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
 arXiv:2201.12023, 2022, section 4.2).

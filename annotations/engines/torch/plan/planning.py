@@ -27,10 +27,10 @@ from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_cost import ADAM_BYTES, Budget, PlanCost
 from .engine_plan import EnginePlan, Split, to_plain
-from .limits import AnyPolicy, as_plan, limits_of
+from .limits import limits_of
 from .plan_summary import graph_hash, make_report, sharded_parameters
 from .planner import choose
-from .policies import PolicyError, is_path
+from .policies import AnyPolicy, PolicyError
 from .rank_agreement import compare, facts_of, from_rank_0
 from .solver import PlanningError
 
@@ -42,7 +42,7 @@ class Planned:
     Attributes:
         permutations: what puts the graph's sequences in another order, one after the other.
         strategies: of each op, by its name in the graph, thereafter.
-        parameters: placements of those that are kept in parts, by their names in the module.
+        parameters: placements of those that are sharded, by their names in the module.
         shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
     """
 
@@ -70,7 +70,7 @@ class Planning:
     Attributes:
         parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
         device: what the ranks compute on.
-        kept: placements of parameters that are kept in parts already.
+        kept: placements of parameters that are sharded already.
     """
 
     captured: Captured
@@ -235,9 +235,3 @@ def shared_plan(planning: Planning, group: Any = None) -> Planned:
     facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
     compare("captured graphs", facts, group)
     return from_rank_0(planning.plan, group)
-
-
-def shared_policy(policy: AnyPolicy) -> AnyPolicy:
-    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks; where that
-    fails, every rank raises."""
-    return from_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy

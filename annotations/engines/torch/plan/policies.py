@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...config import ComputeConfig
 from ..strategies.choices import OpSite
+from .engine_plan import EnginePlan
 
 
 class PolicyError(ValueError):
@@ -23,6 +25,8 @@ Force = str | int | tuple[str | int | None, ...] | None
 # From the annotated ops to what is forced, by name; ops left out are the planner's to decide. A
 # name is an op's, a module's path or a parameter's, or a pattern of them as of fnmatch.
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
+
+AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 
 
 INSIDE = "that communicates inside"  # kind of ops
@@ -85,9 +89,9 @@ shard_sequence = SplitEach(
     "cp", INSIDE, lambda op: ("l", "lq", *op.communicates) if op.communicates else ()
 )
 
-# With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
-# "read whole", so that ops are cut on their tokens alone; or "cut": those of linears are kept in
-# parts and read as they are kept.
+# With what each says of parameters: "free" to be sharded; "whole", as of all other policies; "read
+# whole", so that ops are cut on their tokens alone; or "cut": those of linears are sharded and read
+# as they are kept.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
     "dp": (SplitEach("dp", INSIDE, lambda op: ("b",) if op.communicates else ()), "whole"),
@@ -118,6 +122,16 @@ def is_path(policy: Any) -> bool:
     """Whether a policy names a plan's file: a path, or a string that ends in ``.json``."""
     written = isinstance(policy, str) and policy.endswith(".json")
     return written or isinstance(policy, os.PathLike)
+
+
+def as_plan(policy: Any) -> Any:
+    """``policy``, or the plan in the file that it names."""
+    if not is_path(policy):
+        return policy
+    try:
+        return EnginePlan.from_json(Path(policy).read_text())
+    except ValueError as error:
+        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
 
 
 def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:

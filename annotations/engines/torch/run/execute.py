@@ -99,7 +99,7 @@ class Program:
         """Run the forward: the flat results, whole on every rank.
 
         Args:
-            attribute: a parameter or buffer by its name; what the plan keeps in parts is a DTensor.
+            attribute: a parameter or buffer by its name; what the plan shards is a DTensor.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
         """
         return self.run(self.given(attribute, flat_inputs))
