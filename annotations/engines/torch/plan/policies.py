@@ -141,6 +141,6 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
     shape = config.mesh_shape
     over = f"{config.plan_ngpus} ranks" if len(shape) == 1 else f"a mesh of {shape}"
     return (
-        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
-        f"{wanted}{why} over {over}; it can on: {', '.join(op.splits) or 'nothing'}"
+        f"policy {policy!r}: {op.title} cannot be split on {wanted}{why} over {over}; it can on: "
+        f"{', '.join(op.splits) or 'nothing'}"
     )

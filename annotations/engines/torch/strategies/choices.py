@@ -50,6 +50,11 @@ class OpSite:
     communicates: tuple[str, ...]
     bindings: tuple[BoundAnnotation, ...] = field(repr=False)
 
+    @property
+    def title(self) -> str:
+        """What it is, for an error."""
+        return f"{self.name} ({self.op} in {self.module or 'the module'})"
+
 
 @dataclass(frozen=True)
 class Edge:
