@@ -36,24 +36,21 @@ def parallelize(
     """Cut a single-device module over ranks. The same call as nnscaler's.
 
     Every rank makes the same call, after ``torch.distributed.init_process_group``. The model's
-    attention calls ``wrap_*_attn_func`` without a group.
+    attention calls ``wrap_*_attn_func`` without a group. What each engine makes of the arguments is
+    said there: :func:`annotations.engines.torch.parallelize`, :mod:`annotations.engines.nnscaler`.
 
     Args:
         module_or_module_class: a module written for one device; nnscaler also takes a class.
         dummy_forward_args: example arguments of ``forward`` by name.
-        pas_policy: ``"cp"`` cuts attention on its sequence, in both engines: the embedded one plans
-            the rest to move the fewest bytes, nnscaler leaves it to autodist. ``"cp_follow"``, with
-            nnscaler, cuts the other ops as their neighbours, without a search. Or a policy of the
-            engine: see :class:`~annotations.engines.torch.OpSite` and nnscaler's policies.
+        pas_policy: a policy of the engine. Both have ``"cp"``, attention cut on its sequence: the
+            embedded one plans the rest to move the fewest bytes, nnscaler leaves it to autodist.
         compute_config: :class:`ComputeConfig`, this package's or nnscaler's, for either engine.
-            An engine refuses fields that are set and that it does not support.
         engine: ``"torch"`` is the embedded one, ``"nnscaler"`` needs it installed. ``"auto"`` is
             nnscaler if the call has something of nnscaler's: its ComputeConfig, a field that only
             nnscaler acts on, one of its keyword arguments or policies; else the embedded one. So
             what a call does never changes because a package was installed. The engine and the
             reason are logged.
-        options: ``module_dtype``; ``compute_dtype`` of the embedded engine; with nnscaler its other
-            keyword arguments.
+        options: other keyword arguments of the engine.
     Returns:
         A module to train as the original, with ``sync_grad()`` before each optimizer step, and with
         ``plan``, which prints what was decided. With nnscaler, its ParallelModule (or what it

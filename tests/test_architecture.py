@@ -6,7 +6,7 @@ Every import statement counts, also one in a function and one under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,23 +18,53 @@ Graph = Mapping[str, set[str]]
 
 RING = "customized_ops.ring_attention"
 CORE = f"{RING}.core"
-KERNEL_CORE = f"{CORE}.kernels"
+ENGINES = "annotations.engines"
 
-# Of each folder of the core, the other folders of it that it may import.
-CORE_FOLDERS = {
-    "mask": set(),
-    "layout": {"mask"},
-    "plan": {"mask", "layout"},
-    "merge": set(),
-    "kernels": {"mask", "merge"},
-    "comm": {"mask", "layout", "plan", "merge"},
-    "run": {"mask", "layout", "plan", "merge", "kernels", "comm"},
+# Of each folder (or file) of a package, the others of it that it may import. "" are all other files
+# of the package itself.
+FOLDERS: Mapping[str, Mapping[str, set[str]]] = {
+    CORE: {
+        "mask": set(),
+        "layout": {"mask"},
+        "plan": {"mask", "layout"},
+        "merge": set(),
+        "kernels": {"mask", "merge"},
+        "comm": {"mask", "layout", "plan", "merge"},
+        "run": {"mask", "layout", "plan", "merge", "kernels", "comm"},
+    },
+    f"{CORE}.kernels": {
+        "protocol": set(),
+        "window": {"protocol"},
+        "adapters": {"protocol", "window"},
+        "": {"protocol", "window", "adapters"},
+    },
+    "annotations": {
+        "": {"library"},
+        "library": {""},
+        "codegen": {""},
+        "engines": {"", "library", "codegen"},
+    },
+    ENGINES: {
+        "": set(),
+        "nnscaler": {""},
+        "torch": {""},
+    },
+    f"{ENGINES}.torch": {
+        "": set(),
+        "capture": set(),
+        "strategies": {"", "capture"},
+        "permute": {"", "capture", "strategies"},
+        "plan": {"", "capture", "strategies", "permute"},
+        "run": {"", "capture", "strategies"},
+        "module": {"", "capture", "strategies", "permute", "plan", "run"},
+    },
 }
-# The same of the folders of kernels, which what lies beside them ("choice") may all import.
-KERNEL_FOLDERS = {
-    "protocol": set(),
-    "window": {"protocol"},
-    "adapters": {"protocol", "window"},
+# They gather what users import, or pick an engine, and nothing below them imports them.
+ABOVE_THEIR_FOLDERS = {
+    "annotations",
+    "annotations.parallel",
+    f"{ENGINES}.torch",
+    f"{ENGINES}.torch.__main__",
 }
 
 
@@ -81,10 +111,19 @@ def inside(module: str, folder: str) -> bool:
     return module == folder or module.startswith(f"{folder}.")
 
 
-def folder_of(module: str, package: str, folders: Iterable[str]) -> str:
-    """Which of these folders of a package holds a module; empty if none does."""
-    name = module.removeprefix(f"{package}.").split(".")[0] if inside(module, package) else ""
-    return name if name in folders else ""
+def folder_in(package: str, module: str) -> str | None:
+    """The folder of a package that holds a module, as :data:`FOLDERS` names it; None if no rule is
+    about it."""
+    if not inside(module, package):
+        return None
+    name = module.removeprefix(package).removeprefix(".").split(".")[0]
+    return next((folder for folder in (name, "") if folder in FOLDERS[package]), None)
+
+
+def goes_down(package: str, importer: str, imported: str) -> bool:
+    """Whether an import goes from a folder of a package only to those that it may import."""
+    here, there = folder_in(package, importer), folder_in(package, imported)
+    return None in (here, there) or here == there or there in FOLDERS[package][here]
 
 
 def is_public(module: str) -> bool:
@@ -100,13 +139,14 @@ def allowed(importer: str, imported: str) -> bool:
     if inside(imported, "nnscaler"):
         return inside(importer, "annotations.engines.nnscaler")
     if inside(importer, "annotations"):
-        return not inside(imported, "customized_ops")
-    here, there = (folder_of(module, CORE, CORE_FOLDERS) for module in (importer, imported))
-    if here and there and here != there:
-        return there in CORE_FOLDERS[here]
-    if here == there == "kernels":
-        here, there = (folder_of(m, KERNEL_CORE, KERNEL_FOLDERS) for m in (importer, imported))
-        return not here or here == there or there in KERNEL_FOLDERS[here]
+        if inside(imported, "customized_ops"):
+            return False
+        if importer in ABOVE_THEIR_FOLDERS:
+            return True
+        if imported in ABOVE_THEIR_FOLDERS:
+            return False
+    if not all(goes_down(package, importer, imported) for package in FOLDERS):
+        return False
     above_core = inside(imported, OP) or inside(imported, API) or is_public(imported)
     if inside(importer, CORE):
         return not above_core
@@ -132,9 +172,12 @@ def test_imports_go_one_way() -> None:
     assert wrong_arrows(imports(ROOT)) == []
 
 
-def test_every_folder_of_the_core_has_its_rule() -> None:
-    folders = {path.parent.name for path in (ROOT / CORE.replace(".", "/")).glob("*/__init__.py")}
-    assert folders == set(CORE_FOLDERS)
+@pytest.mark.parametrize("package", FOLDERS)
+def test_every_folder_has_its_rule(package: str) -> None:
+    files_of = ROOT / package.replace(".", "/")
+    folders = {path.parent.name for path in files_of.glob("*/__init__.py")}
+    ruled = set(FOLDERS[package]) - {""}
+    assert folders <= ruled <= folders | {path.stem for path in files_of.glob("*.py")}
 
 
 def planted(root: Path, sources: Mapping[str, str]) -> Graph:
@@ -174,13 +217,24 @@ def test_a_circle_through_a_package_is_noticed(tmp_path: Path) -> None:
     [
         ("annotations.rules", "from customized_ops.ring_attention import Layout"),
         ("annotations.parallel", "def f():\n    import nnscaler.policies"),
+        ("annotations.grammar", "from .engines.config import ComputeConfig"),
+        ("annotations.library.define", "from ..codegen import constants"),
+        ("annotations.registry", "from . import parallelize"),
+        ("annotations.codegen.constants", "from ..engines.config import ComputeConfig"),
+        (f"{ENGINES}.config", "from .torch.rates import Rates"),
+        (f"{ENGINES}.torch.plan.planning", "from ...nnscaler import op_node"),
+        (f"{ENGINES}.torch.rates", "from .plan.meshes import mesh_of_copies"),
+        (f"{ENGINES}.torch.plan.planning", "from .. import Rates"),
+        (f"{ENGINES}.torch.capture.losses", "from ..permute.token_axes import along"),
+        (f"{ENGINES}.torch.permute.choice", "from ..plan.engine_cost import PlanCost"),
+        (f"{ENGINES}.torch.run.execute", "from ..module import parameters"),
         (f"{RING}.ring_attn", "import nnscaler"),
         (f"{CORE}.mask.slices", "from ..layout import Layout"),
         (f"{CORE}.plan.plan", "from ..run import executor"),
         (f"{CORE}.merge.merge", "from ..plan import Plan"),
         (f"{CORE}.kernels.choice", "from ..comm import Comm"),
-        (f"{KERNEL_CORE}.adapters.flash4", "from ..choice import KERNELS"),
-        (f"{KERNEL_CORE}.window.windowed", "from ..adapters import flash4"),
+        (f"{CORE}.kernels.adapters.flash4", "from ..choice import KERNELS"),
+        (f"{CORE}.kernels.window.windowed", "from ..adapters import flash4"),
         (f"{CORE}.comm.messages", "from ..run.executor import forward"),
         (f"{CORE}.run.executor", "from ...op.call import AttentionCall"),
         (f"{CORE}.report.draw", f"from {RING}.doctor import main"),
@@ -196,13 +250,16 @@ def test_a_wrong_arrow_is_noticed(tmp_path: Path, importer: str, line: str) -> N
 
 def test_right_arrows_are_not_refused(tmp_path: Path) -> None:
     sources = {
-        "annotations.engines.nnscaler.node": "import nnscaler",
+        "annotations.__init__": "from .parallel import parallelize",
+        f"{ENGINES}.nnscaler.node": "import nnscaler\nfrom annotations.codegen import constants",
+        f"{ENGINES}.torch.__init__": "from .plan.planning import plan",
+        f"{ENGINES}.torch.plan.planning": "from ..rates import Rates\nfrom ...config import x",
         f"{RING}.ring_attn": "from .op.eager import attend\nfrom .core.mask import AttnMask",
         f"{API}.yunchang": "from ..ring_attn import wrap_ring_attn_func",
         f"{OP}.eager": "from ..core.run.executor import forward\nfrom annotations import rules",
         f"{CORE}.run.executor": "from ..plan import Plan\nfrom ..kernels.choice import choose",
-        f"{KERNEL_CORE}.choice": "from .adapters import flash4\nfrom .speeds import seconds",
-        f"{KERNEL_CORE}.adapters.flash4": "from ..window import windowed",
+        f"{CORE}.kernels.choice": "from .adapters import flash4\nfrom .speeds import seconds",
+        f"{CORE}.kernels.adapters.flash4": "from ..window import windowed",
         f"{CORE}.plan.plan": "from .work import Work\nfrom ..mask.slices import Slice",
     }
     assert wrong_arrows(planted(tmp_path, sources)) == []

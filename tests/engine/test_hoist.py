@@ -18,10 +18,10 @@ from ranks import Pool, worlds
 
 from annotations import ComputeConfig, parallelize, record_of
 from annotations.engines.torch.capture.capture import Captured, capture
-from annotations.engines.torch.capture.label_shift import whole_logits
+from annotations.engines.torch.permute.label_shift import whole_logits
 from annotations.engines.torch.permute.permuted_graph import reordered
 from annotations.engines.torch.permute.sequence_permutation import hoist
-from annotations.engines.torch.plan.engine_cost import Link, Rates
+from annotations.engines.torch.rates import Link, Rates
 
 ALWAYS = {"hoist": True}
 # Activations of these models are a few bytes; a slow link lets them be what costs.

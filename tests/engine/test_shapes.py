@@ -17,7 +17,7 @@ from ranks import Pool
 
 from annotations.engines.torch.capture.call_inputs import CallInputs
 from annotations.engines.torch.capture.capture import capture
-from annotations.engines.torch.module.programs import MOST, Programs
+from annotations.engines.torch.module.parallel_module import MOST, Programs
 
 DOCUMENTS = [(7, 9, 4), (20,), (1, 0, 19), (3, 17), (5, 5, 5, 5, 0), (2,) * 10]
 

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from annotations import ComputeConfig, record_of
-from annotations.engines.torch.plan.policies import OpSite, shard_sequence
+from annotations.engines.torch.plan.policies import shard_sequence
+from annotations.engines.torch.strategies.choices import OpSite
 from annotations.engines.torch.strategies.one_axis import annotated_strategies
 
 

@@ -1,12 +1,11 @@
 """The embedded engine: torch.export and DTensor, nothing else to install.
 
-capture -> strategies -> plan           ->  run                        report: a plan as a table
-(graph)    (of each op)  (one of each)      (on DTensors, or lowered    module: ParallelModule, and
-                                             to plain tensors)           parallelize in entry
+capture -> strategies -> permute    -> plan          -> run                    -> module
+(graph)    (of each op)  (order of     (one strategy    (on DTensors, or          (ParallelModule,
+                          tokens)       of each op)      on plain tensors)         parallelize)
 
-In between, permute puts a sequence in another order, once, so that contiguous parts are even work.
-
-plan: rates (speeds, measured), dry_run (plans without ranks), limits (policies, plans as policies)
+Imports go from right to left; run needs neither permute nor plan. rates has the machine's speeds.
+Planning puts a sequence in another order, once, where contiguous parts are then even work.
 
 .. include:: ../../docs/planning.md
 .. include:: ../../docs/training.md
@@ -17,12 +16,12 @@ from .capture.capture import CaptureError
 from .module.entry import parallelize
 from .module.parallel_module import ParallelModule
 from .plan.dry_run import plan_without_ranks, plans_without_ranks
-from .plan.engine_cost import Link, Rates
-from .plan.policies import OpSite, Policy, PolicyError
-from .plan.rates import calibrate
+from .plan.engine_plan import EnginePlan
+from .plan.policies import Policy, PolicyError
 from .plan.solver import PlanningError
-from .report.engine_plan import EnginePlan
+from .rates import Link, Rates, calibrate
 from .run.lowered import LoweringError
+from .strategies.choices import OpSite
 
 __all__ = [
     "CaptureError",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import ComputeConfig
 from .plan.dry_run import plan_without_ranks
 from .plan.meshes import axis_names, mesh_of_copies
-from .plan.rates import calibrate, rates_file
+from .rates import calibrate, rates_file
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from annotations import ComputeConfig, parallelize, register_op
 from annotations.engines.torch import EnginePlan, Link, Rates, calibrate
 from annotations.engines.torch.module import parallel_module as engine_module
-from annotations.engines.torch.plan.rates import known_rates, rates_file
+from annotations.engines.torch.rates import known_rates, rates_file
 from annotations.engines.torch.strategies.placements import cut_axes
 from customized_ops.ring_attention.core.comm import comm_groups as groups
 

@@ -22,6 +22,15 @@ from .capture_error import CaptureError
 from .nodes import COPIES
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of nested arguments, each with its path, such as ``batch.0.tokens``."""
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return [
+        (".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), value)
+        for path, value in leaves
+    ]
+
+
 @dataclass(frozen=True)
 class CallInputs:
     """The inputs of a graph.
@@ -65,9 +74,7 @@ class CallInputs:
                 f"called with {sorted(arguments)} nested as {spec}, but the module was captured "
                 f"with {self.spec}; pass lengths that change as a tensor"
             )
-        paths, _ = pytree.tree_flatten_with_path(arguments)
-        for (path, value), example in zip(paths, self.examples, strict=True):
-            name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
+        for (name, value), example in zip(named_leaves(arguments), self.examples, strict=True):
             _check(name, value, example)
         return flat
 

@@ -52,6 +52,12 @@ def same_integers(a: Node | None, b: Node | None, constants: Mapping[str, Tensor
     return known and torch.equal(constants[a.name], constants[b.name])
 
 
+def module_of(node: Node) -> str:
+    """Path of the module that called an op; empty for the outermost."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return stack[-1][0].removeprefix("L['self'].") if stack else ""
+
+
 def value_of(node: Node, index: int) -> Any:
     """A result of a node, as a tensor without data."""
     value = node.meta["val"]

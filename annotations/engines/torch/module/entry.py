@@ -16,12 +16,11 @@ from annotations.progress import stage
 
 from ...config import NNSCALER_OPTIONS, ComputeConfig, check_embedded
 from ..capture.capture import bound_arguments
-from ..plan.planning import AnyPolicy
-from ..plan.policies import is_path, named
-from ..report.engine_plan import EnginePlan
-from .optimizer_guard import guard
+from ..plan.engine_plan import EnginePlan
+from ..plan.policies import AnyPolicy, is_path, named
+from ..plan.rank_agreement import same_request
 from .parallel_module import ParallelModule, same_weights
-from .rank_agreement import same_request
+from .training import refuse_wrong_steps
 from .verification import same_as_alone
 
 
@@ -45,26 +44,16 @@ def parallelize(
 
     Args:
         module_or_module_class: a module; classes are not supported yet.
-        dummy_forward_args: example arguments of ``forward`` by name. Inputs of other shapes are
-            captured and planned anew when they come, on all ranks of the copy; documents of other
-            number and lengths (``cu_seqlens`` as a tensor) are not, if as many tokens come.
-        pas_policy: what is decided before the rest is planned to move the fewest bytes.
-            ``"cp"`` splits attention on the sequence, ``"dp"`` on the batch; ``"ulysses"`` on heads
-            with its neighbours on the sequence; ``"tp"`` on heads, with the weights of linears kept
-            in parts; ``"hybrid"``, on a mesh of two axes, on the sequence along the first and on
-            heads along the second. ``"auto"`` decides nothing: all of it, and which parameters are
-            kept in parts, is what the predicted time says, within the memory of a rank.
-            A mapping names ops, module paths, parameters or patterns of them, and says what each is
-            split on: ``{"blocks.0.attention": "l", "*.down.weight": 1}``, ``None`` for whole, a
-            tuple for one word an axis. A function makes that mapping from the annotated ops
-            (:class:`~.policies.OpSite`) and the config. A plan made before, or the path of one in
-            a file (``plan.to_json()``), is followed where it says something.
+        dummy_forward_args: example arguments of ``forward`` by name.
+        pas_policy: what is decided before the rest is planned: ``"auto"`` (nothing), ``"cp"``,
+            ``"dp"``, ``"ulysses"``, ``"tp"``, ``"hybrid"``, a mapping, a function (:data:`Policy`),
+            a plan made before (:class:`EnginePlan`), or the path of one in a file. The table in
+            ``annotations/docs/planning.md`` says what each decides.
         compute_config: how many ranks, as which mesh, and settings of the planner.
         module_dtype: convert the copy to this dtype first.
-        compute_dtype: cast parameters to this dtype where they are read, e.g. ``torch.bfloat16``
-            with fp32 parameters. Parameters and the optimizer's state stay as they are; gradients
-            arrive, and are added up over ranks, in the parameters' own dtype. Buffers and inputs
-            are not cast, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=...)``.
+        compute_dtype: cast parameters to this dtype where they are read, as FSDP2's
+            ``MixedPrecisionPolicy(param_dtype=...)`` does. Parameters, gradients and their sums
+            over ranks stay in the parameters' own dtype; buffers and inputs are not cast.
         verify: run one step in parallel as well as on every rank alone, and compare results and
             every gradient: True on the example arguments, or smaller ones by name on these, for
             which the policy makes a plan of their own. Takes the memory of a whole model and batch.
@@ -76,27 +65,28 @@ def parallelize(
         A module to train as the original, with ``sync_grad()`` before each optimizer step.
 
     Raises:
-        PolicyError: ``pas_policy`` is none of these, or it asks for a split that an op does not
-            allow; says which it does.
+        PolicyError: ``pas_policy`` is none of these, or asks for a split that an op does not allow.
         CaptureError: the module does something that cannot be captured or run in parallel yet, or
             another rank asks for something else, or for what it cannot have.
         NotImplementedError: a module class, or a keyword argument or field of the config that only
-            nnscaler acts on is not at its default; names it.
+            nnscaler acts on.
         ValueError: ``runtime_ngpus`` is not the number of ranks, ``compile`` lacks ``lowered``, or
             the module is parallelized already.
         TypeError: ``dummy_forward_args`` is not a mapping, or a dtype is none.
         RuntimeError: ``torch.distributed`` is not initialised.
         PlanningError: no plan fits into the memory of a rank; says how much the smallest needs.
-        VerificationError: with ``verify``, something differs from the single module; names it,
-            and the first op that is wrong by itself, as one with a wrong annotation is.
+        VerificationError: with ``verify``, something differs from the single module; names it, and
+            the first op that is wrong by itself.
     """
     original: Any = module_or_module_class
-    module = original
-    example = dummy_forward_args
-    verified = verify if isinstance(verify, bool) else "on arguments"
-    dtypes = {"module_dtype": module_dtype, "compute_dtype": compute_dtype}
-    options = {**dtypes, "verify": verified, "lowered": lowered, "compile": compile}
-    problem: Exception | None = None
+    module, example, problem = original, dummy_forward_args, None
+    options = {
+        "module_dtype": module_dtype,
+        "compute_dtype": compute_dtype,
+        "verify": verify if isinstance(verify, bool) else "on arguments",
+        "lowered": lowered,
+        "compile": compile,
+    }
     try:
         _check_options(options, nnscaler_only)
         check_embedded(compute_config)
@@ -107,16 +97,12 @@ def parallelize(
             module = copy.deepcopy(module).to(module_dtype)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    alone = _nobody_to_ask(compute_config)
-    if alone is None and compute_config.ranks > 1:
-        same_request(compute_config, pas_policy, module, options, problem)
-    if refused := problem or alone:
-        raise refused
+    _refuse_together(problem, compute_config, pas_policy, module, options)
 
     def made(example: Mapping[str, Any]) -> ParallelModule:
         given = module, example, pas_policy, compute_config, compute_dtype
         parallel = ParallelModule(*given, lowered=lowered, compile=compile)
-        guard(parallel, original)
+        refuse_wrong_steps(parallel, original)
         return parallel
 
     if not verify or compute_config.ranks == 1:
@@ -162,6 +148,21 @@ def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig)
         bound_arguments(module, example)
         if isinstance(verify, Mapping):
             bound_arguments(module, verify, "verify's arguments")
+
+
+def _refuse_together(
+    problem: Exception | None,
+    config: ComputeConfig,
+    policy: AnyPolicy,
+    module: Any,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise this rank's problem, or that another rank has one or makes another call."""
+    alone = _nobody_to_ask(config)
+    if alone is None and config.ranks > 1:
+        same_request(config, policy, module, options, problem)
+    if refused := problem or alone:
+        raise refused
 
 
 def _nobody_to_ask(config: ComputeConfig) -> Exception | None:

@@ -1,10 +1,12 @@
-"""The parallel form of a module; ``entry`` has the call that makes it."""
+"""The parallel form of a module, and its planned graphs; ``entry`` has the call that makes it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -19,18 +21,65 @@ from annotations.consistency import check_setting, described, digest
 from ...config import ComputeConfig
 from ..capture.capture import CaptureError
 from ..capture.dropout import draw_seed
+from ..capture.replaced_parameters import call_in_dtype, whole_without_data
+from ..plan.engine_plan import EnginePlan, whole_copies
 from ..plan.meshes import axis_names, mesh_of_copies
-from ..plan.planning import AnyPolicy, Planning, captured_in, shared_plan, shared_policy
-from ..plan.rates import known_rates
-from ..report.engine_plan import EnginePlan, whole_copies
+from ..plan.planning import Planning, captured_in, shared_plan
+from ..plan.policies import AnyPolicy, as_plan, is_path
+from ..plan.rank_agreement import compare, facts_of, from_rank_0
+from ..rates import known_rates
 from ..run.execute import Program
 from ..run.lowered import Lowered
 from ..strategies.placements import Placements
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
-from .parameters import as_read, call_in_dtype, cut_to_fit, keep_in_parts, whole_without_data
-from .programs import Modes, Programs
-from .rank_agreement import compare, facts_of
+from .sharded_parameters import as_read, cut_to_fit, shard_parameters
 from .training import TrainingModule
+
+Modes = tuple[bool, ...]  # of each module in order: whether it trains
+
+# Graphs of one mode that are kept, and the number from which on a warning says that they are many.
+MOST, MANY = 16, 4
+
+
+class Programs:
+    """Planned graphs by the modes of a module, the one that was used last at the end; and the plan
+    of each."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Program | Lowered, EnginePlan] = {}
+        self._of: dict[Modes, OrderedDict[Program | Lowered, None]] = {}
+        self._warned = False
+
+    def latest(self, modes: Modes) -> Program | Lowered | None:
+        """The graph that was used last."""
+        known = self._of.get(modes)
+        return next(reversed(known)) if known else None
+
+    def find(self, modes: Modes, flat: Sequence[Any]) -> tuple[Program | Lowered, list[Any]] | None:
+        """A graph that takes these flat inputs, and them as it takes them."""
+        known = self._of[modes]
+        for program in reversed(known):
+            fitted = program.captured.inputs.fitted(flat)
+            if fitted is not None:
+                known.move_to_end(program)
+                return program, fitted
+        return None
+
+    def add(self, modes: Modes, program: Program | Lowered, plan: EnginePlan) -> None:
+        """Keep a graph; drops the one that was not used for the longest, if there are too many."""
+        known = self._of.setdefault(modes, OrderedDict())
+        known[program] = None
+        self.plans[program] = plan
+        if len(known) > MOST:
+            dropped, _ = known.popitem(last=False)
+            del self.plans[dropped]
+        if len(known) >= MANY and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a parallelized module has met inputs of {len(known)} shapes, and captures and "
+                f"plans each anew; the last {MOST} are kept. Fill batches up to a few totals",
+                stacklevel=6,
+            )
 
 
 class ParallelModule(TrainingModule):
@@ -42,7 +91,7 @@ class ParallelModule(TrainingModule):
 
     Parameters, buffers and submodules have the original's names, so an optimizer and ``state_dict``
     work as on the original, and it loads the original's state. Parameters are whole on every rank;
-    where the plan keeps some in parts all are DTensors, as under FSDP2, which torch's
+    where the plan shards some all are DTensors, as under FSDP2, which torch's
     ``get_model_state_dict(..., full_state_dict=True)`` gathers for the original.
 
     ``plan`` is what the engine decided for the present modes; it prints as a table.
@@ -78,7 +127,6 @@ class ParallelModule(TrainingModule):
         self.compute_dtype = compute_dtype
         self._kept: Mapping[str, Placements] | None = None
         self._reducer = None
-        self._argument_names = tuple(dummy_forward_args)
         self._lowered, self._compile = lowered, compile
         self._programs = Programs()
         self._register_load_state_dict_pre_hook(cut_to_fit, with_module=True)
@@ -97,7 +145,8 @@ class ParallelModule(TrainingModule):
         self._mesh = mesh_of_copies(*where, (config.plan_ngpus,))["axis0"]
         copies = mesh_of_copies(*where, config.mesh_shape)
         self._plan_mesh = copies[axis_names(config.mesh_shape)]
-        self._policy = shared_policy(policy)
+        # One rank reads a file of a plan, for all.
+        self._policy = from_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
         compare("example arguments", facts_of(self._dummy_forward_args, described))
         same_weights(self)
         cap = (config.reducer_bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20
@@ -109,8 +158,7 @@ class ParallelModule(TrainingModule):
         """The original's forward. Inputs and results are whole, on every rank of the copy.
 
         Inputs of other shapes than before are captured and planned anew, on all ranks of the copy;
-        the graphs of the last few shapes are kept. Cumulative lengths of fewer documents are no
-        other shape. torch.compile leaves it alone: use ``parallelize(..., compile=True)``.
+        cumulative lengths of fewer documents are no other shape. torch.compile leaves it alone.
 
         Raises:
             LoweringError: the planned graph could not be traced on plain tensors.
@@ -170,7 +218,7 @@ class ParallelModule(TrainingModule):
         self._reducer.arrived(self.get_parameter(name), gradient)
 
     def _program(self) -> Program | Lowered:
-        """The planned graph for the present modes, of the shapes that were met last; made on first
+        """The planned graph for the present modes and the shapes that were met last; made on first
         use, on all ranks."""
         program = self._programs.latest(self._modes_now())
         if program is None:
@@ -204,11 +252,10 @@ class ParallelModule(TrainingModule):
     def _made(
         self, arguments: Mapping[str, Any], policy: AnyPolicy, group: Any
     ) -> Program | Lowered:
-        """Capture on every rank of ``group`` (None: of all); plan on the first, so that all ranks
-        run one plan."""
+        """Capture on every rank of ``group`` (None: of all), and plan on the first."""
         config, mesh, original = self.compute_config, self._plan_mesh, self._original
         original.training = self.training
-        # Where parameters are in parts, the whole ones need no data.
+        # Of sharded parameters no rank has the whole data.
         without = whole_without_data(original) if self._kept else contextlib.nullcontext()
         with without as mode:
             captured = captured_in(self.compute_dtype, original, arguments, mode)
@@ -219,7 +266,7 @@ class ParallelModule(TrainingModule):
         planning = Planning(captured, mesh, policy, config, dtypes, rates, device, self._kept)
         planned = shared_plan(planning, group)
         self._kept = planned.parameters
-        keep_in_parts(original, planned.parameters, mesh)
+        shard_parameters(original, planned.parameters, mesh)
         captured, named = planned.graph_of(captured), planned.strategies
         strategies = {n: named[n.name] for n in captured.graph.nodes if n.name in named}
         program = Program(captured, strategies, mesh, self.compute_dtype)

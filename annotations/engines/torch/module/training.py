@@ -1,15 +1,20 @@
-"""What a training loop calls on a parallel module beside its forward."""
+"""What a training loop calls on a parallel module beside its forward; and which steps of an
+optimizer are refused, because they would go wrong without a word."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from ...config import ComputeConfig
@@ -22,7 +27,7 @@ class TrainingModule(torch.nn.Module):
 
     compute_config: ComputeConfig
     _reducer: Reducer | None  # None on one rank
-    _argument_names: tuple[str, ...]  # of forward
+    _dummy_forward_args: Mapping[str, Any]
 
     @property
     def awaits_sync(self) -> bool:
@@ -131,14 +136,51 @@ class TrainingModule(torch.nn.Module):
             raise RuntimeError(f"{what}() needs ComputeConfig(use_end2end=True)")
 
     def _call(self, sample: Any) -> Any:
-        if len(self._argument_names) == 1:
+        if len(self._dummy_forward_args) == 1:
             return self(sample)
         if not isinstance(sample, Mapping):
             raise ValueError(
-                f"a sample must map forward's arguments ({', '.join(self._argument_names)}) to "
+                f"a sample must map forward's arguments ({', '.join(self._dummy_forward_args)}) to "
                 f"values, got {type(sample).__name__}"
             )
         return self(**sample)
+
+
+_guarded: WeakKeyDictionary[TrainingModule, list[ReferenceType[Parameter]]] = WeakKeyDictionary()
+
+
+def refuse_wrong_steps(module: TrainingModule, original: torch.nn.Module) -> None:
+    """Have every torch optimizer refuse two steps. One that was made before ``parallelize`` has the
+    parameters of ``original``, which no backward reaches: the loss stays as it is. One that steps
+    before ``sync_grad`` changes the parameters of each rank by that rank's part of the gradients:
+    the ranks drift apart."""
+    _guarded[module] = [ref(parameter) for parameter in original.parameters()]
+    _register_hook()
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module, originals in list(_guarded.items()):
+        parameters = list(module.parameters())
+        if module.awaits_sync and any(id(p) in held for p in parameters):
+            raise RuntimeError(
+                "optimizer.step() before sync_grad(): each rank has its own part of the gradients, "
+                "so ranks would go on with different parameters; call module.sync_grad() after the "
+                "last backward of a step"
+            )
+        stale = [p for each in originals if (p := each()) is not None and id(p) in held]
+        reached = any(p.grad is not None for p in parameters)
+        if stale and reached and all(p.grad is None for p in stale):
+            raise RuntimeError(
+                "the optimizer has the parameters of the module that was given to parallelize, "
+                "which no backward reaches; make it after parallelize, over the parameters() of "
+                "the module that it returned"
+            )
 
 
 def _loss(result: Any) -> Tensor:
@@ -180,8 +222,8 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
         power = torch.stack(norms).max() if largest else (torch.stack(norms) ** norm_type).sum()
         if mesh is not None:
             partial = Partial("max" if largest else "sum")
-            places = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
-            power = DTensor.from_local(power, mesh, places, run_check=False).full_tensor()
+            placements = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
+            power = DTensor.from_local(power, mesh, placements, run_check=False).full_tensor()
         powers.append(power)
     total = torch.stack(powers)
     return (total.max() if largest else total.sum() ** (1 / norm_type)).to(dtype)

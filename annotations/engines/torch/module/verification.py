@@ -6,7 +6,7 @@ results and gradients of one step --differ--> each op by itself, on the inputs t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 
 from annotations.registry import record_of
 
-from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
-from ..plan.policies import module_of
+from ..capture.nodes import is_getitem, module_of, resolve, tensor_inputs, with_inputs
+from ..capture.replaced_parameters import call_in_dtype, cast
 from ..run.execute import Program
-from .parameters import call_in_dtype, cast
 
 # Largest difference, as a share of the largest value: summing in another order costs so much. Of
 # gradients that are smaller than NOISE of the model's largest, as a share of that: a gradient that
@@ -45,16 +44,11 @@ def same_as_alone(parallel: Any, alone: torch.nn.Module, example: Mapping[str, A
     dtype, copies = parallel.compute_dtype, parallel.compute_config.num_scale_units
     want, want_grads = _step(alone, example, lambda: None, dtype)
     got, got_grads = _step(parallel, example, parallel.sync_grad)
-    pairs = zip(got, want, strict=True)
-    found = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(pairs)]
-    largest = max((g.abs().max().item() for g in want_grads.values() if g is not None), default=0.0)
-    # All are compared, since ranks meet to make a gradient whole. Every copy had the same batch,
-    # and their gradients were added up.
-    for name, grad in want_grads.items():
-        what = f"the gradient of {name}"
-        found.append(_differing(what, got_grads.get(name), grad, dtype, copies, NOISE * largest))
+    # Every copy had the same batch, and their gradients were added up.
+    grads = [(name, got_grads.get(name), grad) for name, grad in want_grads.items()]
+    mine = _first_difference(zip(got, want, strict=True), grads, dtype, copies)
     first: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(first, next(filter(None, found), ""))
+    dist.all_gather_object(first, mine)
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(first) if text]
     if wrong:
         program, flat_inputs = parallel.planned_for(example)
@@ -78,6 +72,22 @@ def _step(
     grads = {name: p.grad for name, p in module.named_parameters()}
     module.zero_grad()
     return floating, grads
+
+
+def _first_difference(
+    results: Iterable[tuple[Any, Any]],
+    grads: Sequence[tuple[str, Any, Any]],
+    dtype: torch.dtype | None = None,
+    copies: int = 1,
+) -> str:
+    """Of pairs of results and of gradients by name, each what is found and what is expected. All
+    are compared, since ranks meet to make one whole."""
+    texts = [_differing(f"result {n}", a, b, dtype) for n, (a, b) in enumerate(results)]
+    largest = max((g.abs().max().item() for *_, g in grads if g is not None), default=0.0)
+    for name, got, want in grads:
+        what = f"the gradient of {name}"
+        texts.append(_differing(what, got, want, dtype, copies, NOISE * largest))
+    return next(filter(None, texts), "")
 
 
 def _differing(
@@ -129,16 +139,11 @@ def _op_by_itself(
     returned = node.target(*args, **kwargs)  # type: ignore[operator]
     want: Sequence[Any] = (returned,) if isinstance(returned, Tensor) else tuple(returned)
     got = program.one(node, cut)
-    pairs = zip(got, want, strict=True)
-    texts = [_differing(f"result {n}", a, b, None) for n, (a, b) in enumerate(pairs)]
-    wanted, found = _gradients(want, plain), _gradients(got, cut)
-    largest = max((g.abs().max().item() for g in wanted if g is not None), default=0.0)
-    for key, a, b in zip(plain, found, wanted, strict=True):
-        what = f"the gradient of {key[0].name}"
-        texts.append(_differing(what, a, b, None, least=NOISE * largest))
+    names = [source.name for source, _ in plain]
+    grads = list(zip(names, _gradients(got, cut), _gradients(want, plain), strict=True))
+    text = _first_difference(zip(got, want, strict=True), grads)
     record = record_of(node.target)
     title = str(node.target) if record is None else record.title
-    text = next(filter(None, texts), "")
     where = f"{node.name} ({title} in {module_of(node) or 'the module'})"
     return want, f"of {where} by itself {text}" if text else ""
 

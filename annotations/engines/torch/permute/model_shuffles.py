@@ -26,13 +26,13 @@ from ..capture.capture import Captured
 from ..capture.nodes import (
     arguments_of,
     is_getitem,
+    module_of,
     origin,
     resolve,
     same_integers,
     tensor_inputs,
 )
-from ..plan.policies import module_of
-from .aten_axes import FAMILIES, filled, name_of
+from ..strategies.aten_axes import FAMILIES, filled, name_of
 from .permuted_graph import tell
 from .token_axes import Along, Place, along, along_split
 

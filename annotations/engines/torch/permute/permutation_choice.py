@@ -17,7 +17,7 @@ from scipy.sparse import coo_array
 from torch.fx import Graph, Node
 
 from ..capture.nodes import is_getitem, resolve, tensor_inputs
-from ..plan.engine_cost import Rates, received_seconds
+from ..rates import Rates, received_seconds
 from .token_axes import Along, Place, along
 
 # To start one permutation, on a device: what keeps them few where bytes do not matter.

@@ -11,7 +11,6 @@ work; attention is told, and ops that do care (a convolution, a roll) get natura
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,9 +26,7 @@ from annotations.rules import LateOrder, Order, SplitSite
 
 from ..capture.capture import Captured
 from ..capture.nodes import arguments_of, origin, same_integers
-from ..plan.engine_cost import Rates
-from ..plan.policies import PolicyError
-from ..report.engine_plan import EnginePlan
+from ..rates import Rates
 from ..strategies.op_strategies import COST_ONLY
 from .permutation_choice import Move, OrderCut, follow, readers_of
 from .permuted_graph import SequencePermutation, reordered
@@ -174,28 +171,6 @@ def hoisted(
     ((axis, cut),) = cuts.items()
     along_axis = replace(rates, links=(rates.link(axis),))
     return hoist(captured, cut, mesh_shape[axis], along_axis, settings)
-
-
-def hoisted_as(
-    plan: EnginePlan, captured: Captured, rates: Rates, settings: Mapping[str, Any]
-) -> tuple[list[SequencePermutation], list[str]]:
-    """What was permuted when ``plan`` was made: what gives a graph that has all of its ops.
-
-    Raises:
-        PolicyError: nothing does, or ``settings`` want it otherwise.
-    """
-    wanted = settings.get("hoist", plan.hoisted)
-    if wanted != plan.hoisted:
-        has = "another" if plan.hoisted else "natural"
-        raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
-    if not plan.hoisted:
-        return [], list(plan.notes)
-    for given in (settings, {"hoist": True}):
-        found, notes = hoisted(captured, plan.splits, plan.mesh_shape, rates, given)
-        graph = functools.reduce(reordered, found, captured).graph
-        if plan.ops.keys() <= {node.name for node in graph.nodes}:
-            return found, notes
-    raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
 
 
 def _cut(

@@ -6,8 +6,8 @@
     conv1d   [b, k, l], [n, k, 3] -> [b, n, l]  not l: neighbours in l belong together
 
 That an op may be cut along a dim without communication does not show this: a view from 12 to 3 x 4
-may be cut, but 12 positions in another order are not 3 in another order. So it is written
-down, in :mod:`.aten_axes`, by families of ops; of what is not there nothing is believed.
+may be cut, but 12 positions in another order are not 3 in another order. So it is written down, in
+:mod:`..strategies.aten_axes`, by families of ops; of what is not there nothing is believed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from annotations.binding import BoundAnnotation, Split
 from annotations.registry import record_of
 
 from ..capture.nodes import arguments_of
-from .aten_axes import FAMILIES, Axis, elementwise, name_of, shapes_in, shapes_out
+from ..strategies.aten_axes import FAMILIES, Axis, elementwise, name_of, shapes_in, shapes_out
 
 aten = torch.ops.aten
 

@@ -1,1 +1,1 @@
-"""From a graph and its strategies to a plan: policies, costs, limits and the search."""
+"""From a graph and its strategies to a plan: policies, costs, limits, the search, the table."""

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...config import ComputeConfig, check_embedded
-from ..module.parameters import whole_without_data
-from ..report.engine_plan import EnginePlan
-from .engine_cost import Rates
-from .limits import as_plan
+from ..capture.replaced_parameters import whole_without_data
+from ..rates import Rates
+from .engine_plan import EnginePlan
 from .meshes import axis_names
-from .planning import AnyPolicy, Planning, captured_in
+from .planning import Planning, captured_in
+from .policies import AnyPolicy, as_plan
 
 
 def plan_without_ranks(

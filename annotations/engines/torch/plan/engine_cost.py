@@ -10,7 +10,7 @@ of the op that receives most is added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import Node
 from annotations.registry import record_of
 
 from ..capture.nodes import arguments_of, tensor_inputs, value_of, values_of
+from ..rates import Rates, received_seconds
 from ..strategies.choices import Choices, Reading, move_steps
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes, local_shape
@@ -37,41 +38,6 @@ LINEAR = {  # their gradients need no input
     *(_aten.mean.default, _aten.mean.dim),
 }
 PRODUCTS = {_aten.mul.Tensor, _aten.div.Tensor}  # theirs need the other input
-
-
-@dataclass(frozen=True)
-class Link:
-    """What joins the ranks of one mesh axis: a collective of n received bytes takes ``seconds + n /
-    bytes_per_second``."""
-
-    seconds: float = 2e-5
-    bytes_per_second: float = 2e11
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speeds of one rank and of its links; by default round numbers for one accelerator, not
-    measurements; :mod:`.rates` measures.
-
-    Attributes:
-        links: of each axis of the mesh, in order; the last is of all ranks, over which gradients
-            are added up. With fewer, the last stands for the rest.
-        calibrated: whether they were measured.
-    """
-
-    matmul_flops_per_second: float = 3e14
-    attention_flops_per_second: float = 3e14
-    memory_bytes_per_second: float = 2e12
-    links: tuple[Link, ...] = (Link(),)
-    calibrated: bool = False
-
-    def link(self, axis: int) -> Link:
-        """Of a mesh axis; -1 is all ranks."""
-        return self.links[min(axis, len(self.links) - 1)]
-
-    def by_bytes(self) -> Rates:
-        """The same without what it takes to start a collective: the fewest bytes are cheapest."""
-        return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
 
 
 @dataclass(frozen=True)
@@ -145,7 +111,7 @@ class PlanCost:
         choices = self.choices
         if not choices.differentiated[node]:
             return 0
-        kept = local_bytes(choices.stored[node], strategy.outputs[0], choices.parts)
+        kept = local_bytes(choices.kept[node], strategy.outputs[0], choices.parts)
         ranks = choices.copies * (1 if any(strategy.divided) else prod(choices.parts))
         return 2 * kept * (ranks - 1) // ranks  # by the ring algorithm
 
@@ -156,14 +122,14 @@ class PlanCost:
     def parameter_bytes(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int]:
         """Of a parameter, its gradient and the optimizer's state, as it is kept; and of its cast to
         the graph's dtype."""
-        stored, read, parts = self.choices.stored[node], node.meta["val"], self.choices.parts
-        places = strategy.outputs[0]
-        kept = local_bytes(stored, places, parts)
-        cast = local_bytes(read, places, parts) if read.dtype != stored.dtype else 0
-        if not stored.requires_grad:
-            return kept, 0, 0, cast
-        elements = prod(local_shape(stored.shape, places, parts))
-        return kept, kept, int(elements * self.budget.optimizer_bytes), cast
+        kept, read, parts = self.choices.kept[node], node.meta["val"], self.choices.parts
+        placements = strategy.outputs[0]
+        held = local_bytes(kept, placements, parts)
+        cast = local_bytes(read, placements, parts) if read.dtype != kept.dtype else 0
+        if not kept.requires_grad:
+            return held, 0, 0, cast
+        elements = prod(local_shape(kept.shape, placements, parts))
+        return held, held, int(elements * self.budget.optimizer_bytes), cast
 
     def keeps(self, node: Node) -> bool:
         """Whether the backward of an op needs what it reads."""
@@ -177,11 +143,6 @@ class PlanCost:
 def received_bytes(strategy: Strategy) -> int:
     """What an op receives inside, forward, and holds only while it runs."""
     return sum(inner.forward_bytes for inner in strategy.inner)
-
-
-def received_seconds(count: float, link: Link) -> float:
-    """Time of a collective in which the busiest rank receives ``count`` bytes."""
-    return link.seconds + count / link.bytes_per_second if count else 0.0
 
 
 def flops(node: Node) -> float:

@@ -4,11 +4,8 @@ before, leaves to it."""
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Shard
@@ -18,12 +15,12 @@ from annotations.errors import PartitionError
 from annotations.registry import record_of
 
 from ...config import ComputeConfig
-from ..capture.nodes import tensor_inputs
-from ..report.engine_plan import EnginePlan, OpPlacements, Split, each_axis, places_text
-from ..strategies.choices import Choices
+from ..capture.nodes import module_of, tensor_inputs
+from ..strategies.choices import Choices, OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
-from .policies import Force, OpSite, Policy, PolicyError, cannot, is_path, module_of
+from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
+from .policies import AnyPolicy, Force, PolicyError, cannot, named
 
 Keep = Callable[[Strategy], bool]
 
@@ -72,81 +69,113 @@ class Limits:
         for node, name in self.choices.parameters.items():
             self.kept.pop(node, None)
             self.used_as_kept.discard(node)
-            places = kept.get(name, self.choices.strategies[node][0].outputs[0])
-            found = self.keep(node, lambda s, places=places: s.outputs[0] == places)  # type: ignore[misc]
+            placements = kept.get(name, self.choices.strategies[node][0].outputs[0])
+            found = self.keep(node, lambda s, placements=placements: s.outputs[0] == placements)  # type: ignore[misc]
             assert found, f"{name} is kept as no strategy has it"
 
 
-def limits_of(policy: Policy, parameters: str, choices: Choices, config: ComputeConfig) -> Limits:
-    """What ``policy`` forces, checked; of ``parameters`` as in :data:`~.policies.POLICIES`.
+def limits_of(policy: AnyPolicy, choices: Choices, config: ComputeConfig) -> Limits:
+    """What ``policy``, which is checked, leaves to choose.
 
     Raises:
         PolicyError: nothing has a name that the policy names, or a split is not allowed over so
             many ranks.
         PartitionError: a split that the op's annotation does not allow over any.
     """
-    name = getattr(policy, "__name__", "policy")
-    chosen = policy(choices.ops, config)
+    if isinstance(policy, EnginePlan):
+        return _limits_of_plan(policy, choices)
+    force, parameters = named(policy)
+    name = getattr(force, "__name__", "policy")
+    chosen = force(choices.ops, config)
     if not isinstance(chosen, Mapping):
         raise PolicyError(f"{name} must return a mapping from op names to splits, got {chosen!r}")
-    limits, forced = Limits(choices), set[Node]()
-    for pattern, force in chosen.items():
-        forced.update(_force(limits, pattern, force, name, config))
+    forcing, named_parameters = _Forcing(Limits(choices), name, config), set[Node]()
+    for pattern, wanted in chosen.items():
+        named_parameters.update(forcing.all_called(pattern, wanted))
     if parameters != "free":
-        _limit_parameters(limits, parameters, forced)
-    return limits
+        _limit_parameters(forcing.limits, parameters, named_parameters)
+    return forcing.limits
 
 
-def _force(
-    limits: Limits, pattern: str, force: Force, policy: str, config: ComputeConfig
-) -> list[Node]:
-    """Limit all that ``pattern`` names; the parameters among it."""
-    choices = limits.choices
-    parameters = [n for n, path in choices.parameters.items() if fnmatch.fnmatchcase(path, pattern)]
-    ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
-    by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
-    if ops and (by_identifier or not parameters):
-        for op in ops:
-            _force_op(limits, op, force, policy, config)
-        return []
-    others = parameters or [
-        node
-        for node in choices.strategies
-        if node.op == "call_function"
-        and record_of(node.target) is None
-        and _is_called(pattern, node.name, module_of(node))
-    ]
-    if by_identifier or not others:
-        names = ", ".join(op.name for op in choices.ops) or "none"
-        raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
-    for node in others:
-        if not limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
-            title = f"{node.name} in {module_of(node) or 'the module'}"
-            if node in choices.parameters:
-                title = f"parameter {choices.parameters[node]}"
-            placed = (map(_dim, s.outputs[0]) for s in choices.strategies[node])
-            words = (("whole" if d is None else f"cut on {d}" for d in dims) for dims in placed)
-            can = dict.fromkeys(map(", ".join, words))
-            raise PolicyError(
-                f"policy {policy!r}: {title} cannot be cut on {force!r} over a mesh of "
-                f"{choices.parts}; its result can be: {'; '.join(can)}"
-            )
-    return parameters
+@dataclass(frozen=True)
+class _Forcing:
+    """Limits as a policy, of this name, forces them."""
 
+    limits: Limits
+    policy: str
+    config: ComputeConfig
 
-def _force_op(limits: Limits, op: OpSite, force: Force, policy: str, config: ComputeConfig) -> None:
-    choices = limits.choices
-    node = next(n for n in choices.strategies if n.name == op.name)
-    if limits.keep(node, lambda s: _fits(force, s.split)):
-        return
-    for wanted in _each(force):
-        if isinstance(wanted, str) and wanted not in op.splits:
-            _check_annotation(policy, op, wanted, config)
-            raise PolicyError(cannot(policy, op, wanted, config))
-    raise PolicyError(
-        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
-        f"{force!r} over a mesh of {choices.parts}; it can on: {_splits(choices.strategies[node])}"
-    )
+    def all_called(self, pattern: str, force: Force) -> list[Node]:
+        """Limit all that ``pattern`` names; the parameters among it."""
+        choices = self.limits.choices
+        named = choices.parameters.items()
+        parameters = [node for node, path in named if fnmatch.fnmatchcase(path, pattern)]
+        ops = [op for op in choices.ops if _is_called(pattern, op.name, op.module)]
+        by_identifier = any(isinstance(x, str) and x not in ("whole", "any") for x in _each(force))
+        if ops and (by_identifier or not parameters):
+            for op in ops:
+                self._annotated(op, force)
+            return []
+        others = parameters or [
+            node
+            for node in choices.strategies
+            if node.op == "call_function"
+            and record_of(node.target) is None
+            and _is_called(pattern, node.name, module_of(node))
+        ]
+        if by_identifier or not others:
+            names = ", ".join(op.name for op in choices.ops) or "none"
+            raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
+        for node in others:
+            self._other(node, force)
+        return parameters
+
+    def _annotated(self, op: OpSite, force: Force) -> None:
+        choices = self.limits.choices
+        node = next(n for n in choices.strategies if n.name == op.name)
+        if self.limits.keep(node, lambda s: _fits(force, s.split)):
+            return
+        for wanted in _each(force):
+            if isinstance(wanted, str) and wanted not in op.splits:
+                self._check_annotation(op, wanted)
+                raise PolicyError(cannot(self.policy, op, wanted, self.config))
+        raise PolicyError(
+            f"policy {self.policy!r}: {op.title} cannot be split on {force!r} over a mesh of "
+            f"{choices.parts}; it can on: {_splits(choices.strategies[node])}"
+        )
+
+    def _check_annotation(self, op: OpSite, split: str) -> None:
+        """Raises PartitionError where the annotation does not allow a split over any ranks."""
+        if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
+            return
+        try:
+            op.bindings[0].split(split)
+        except PartitionError as error:
+            # The annotation's own list knows neither sizes nor alternatives.
+            details = [line for line in error.details if not line.startswith("can be split")]
+            can = ", ".join(map(repr, op.splits)) or "nothing"
+            where = f"{op.name} in {op.module or 'the module'}"
+            details += [
+                f"can be split over {self.config.plan_ngpus} ranks: {can}",
+                f"asked for by policy {self.policy!r} for {where}",
+            ]
+            raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
+
+    def _other(self, node: Node, force: Force) -> None:
+        """Of a parameter, or an op without annotation."""
+        choices = self.limits.choices
+        if self.limits.keep(node, lambda s: _is_placed(s.outputs[0], force)):
+            return
+        title = f"{node.name} in {module_of(node) or 'the module'}"
+        if node in choices.parameters:
+            title = f"parameter {choices.parameters[node]}"
+        placed = (map(_dim, s.outputs[0]) for s in choices.strategies[node])
+        words = (("whole" if d is None else f"cut on {d}" for d in dims) for dims in placed)
+        can = dict.fromkeys(map(", ".join, words))
+        raise PolicyError(
+            f"policy {self.policy!r}: {title} cannot be cut on {force!r} over a mesh of "
+            f"{choices.parts}; its result can be: {'; '.join(can)}"
+        )
 
 
 def _limit_parameters(limits: Limits, how: str, forced: set[Node]) -> None:
@@ -189,48 +218,21 @@ def _fits(force: Force, axes: Sequence[str | int | None]) -> bool:
     return not any(a is not None for a in axes) if force in (None, "whole") else force in axes
 
 
-def _is_placed(places: Placements, force: Force) -> bool:
+def _is_placed(placements: Placements, force: Force) -> bool:
     if force in (None, "whole"):
-        return all(p.is_replicate() for p in places)
-    return force == "any" or _fits(force, list(map(_dim, places)))
+        return all(p.is_replicate() for p in placements)
+    return force == "any" or _fits(force, list(map(_dim, placements)))
 
 
-def _dim(place: Placement) -> int | None:
-    return place.dim if isinstance(place, Shard) else None
+def _dim(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def _is_weight(reader: Node, slot: int) -> bool:
     return reader.target is torch.ops.aten.linear.default and slot == 1
 
 
-def _check_annotation(policy: str, op: OpSite, split: str, config: ComputeConfig) -> None:
-    """Raises PartitionError where the annotation does not allow a split over any ranks."""
-    if any(split == allowed.identifier for bound in op.bindings for allowed in bound.splits()):
-        return
-    try:
-        op.bindings[0].split(split)
-    except PartitionError as error:
-        # The annotation's own list knows neither sizes nor alternatives.
-        details = [line for line in error.details if not line.startswith("can be split")]
-        can = ", ".join(map(repr, op.splits)) or "nothing"
-        details += [
-            f"can be split over {config.plan_ngpus} ranks: {can}",
-            f"asked for by policy {policy!r} for {op.name} in {op.module or 'the module'}",
-        ]
-        raise PartitionError(error.problem, error.text, error.span, details, error.op) from None
-
-
-def as_plan(policy: Any) -> Any:
-    """``policy``, or the plan in the file that it names."""
-    if not is_path(policy):
-        return policy
-    try:
-        return EnginePlan.from_json(Path(policy).read_text())
-    except ValueError as error:
-        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
-
-
-def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
+def _limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
     """Each op and parameter as the plan has it; ops that it leaves out are open, and parameters
     are whole. Raises PolicyError where it is for another module, other shapes or another mesh, or
     has been edited to something that an op does not allow."""
@@ -260,7 +262,7 @@ def limits_of_plan(plan: EnginePlan, choices: Choices) -> Limits:
     whole = ",".join("R" for _ in choices.parts)
     for node, path in choices.parameters.items():
         kept = plan.parameters.get(path, whole)
-        if not limits.keep(node, lambda s, k=kept: places_text(s.outputs[0]) == k):  # type: ignore[misc]
+        if not limits.keep(node, lambda s, k=kept: placements_text(s.outputs[0]) == k):  # type: ignore[misc]
             raise PolicyError(f"the plan keeps {path} as {kept!r}, which it cannot be")
     return limits
 

@@ -3,7 +3,7 @@
 Each op takes exactly one strategy; each tensor pays, for each way in which it is read, to be
 brought there from how its producer leaves it, and its gradient to be brought back. A parameter is
 an op that chooses how it is kept: whole, its gradient then added up over all ranks in
-``sync_grad``; or in parts. Splits that a policy forces, and the memory of a rank, are constraints.
+``sync_grad``; or sharded. Splits that a policy forces, and the memory of a rank, are constraints.
 
 The edge variables make the program nearly integral by itself, as in Alpa (Zheng et al.,
 arXiv:2201.12023, 2022, section 4.2).
@@ -28,14 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, signature, tensor_inputs, value_of
+from ..capture.nodes import is_getitem, module_of, resolve, signature, tensor_inputs, value_of
 from ..strategies.choices import Reading
 from ..strategies.dtensor_probe import confirms
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
 from .engine_cost import PlanCost, received_bytes
 from .limits import Limits
-from .policies import module_of
 from .solver import Infeasible, LinearProgram, PlanningError
 
 Value = tuple[Node, int, tuple[tuple[Node, int], ...]]  # producer, index, readers with slots

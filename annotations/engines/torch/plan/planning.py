@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,24 +16,23 @@ from annotations.progress import stage
 
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
-from ..capture.label_shift import whole_logits
-from ..module.parameters import in_dtype
-from ..module.rank_agreement import compare, facts_of
+from ..capture.replaced_parameters import in_dtype
+from ..permute.label_shift import whole_logits
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
 from ..permute.permuted_graph import SequencePermutation, reordered
-from ..permute.sequence_permutation import hoisted, hoisted_as
-from ..report.engine_plan import EnginePlan, Split, to_plain
-from ..report.plan_summary import cut, graph_hash, make_report
+from ..permute.sequence_permutation import hoisted
+from ..rates import Rates
 from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
-from .engine_cost import ADAM_BYTES, Budget, PlanCost, Rates
-from .limits import as_plan, limits_of, limits_of_plan
+from .engine_cost import ADAM_BYTES, Budget, PlanCost
+from .engine_plan import EnginePlan, Split, to_plain
+from .limits import limits_of
+from .plan_summary import graph_hash, make_report, sharded_parameters
 from .planner import choose
-from .policies import Force, Policy, PolicyError, is_path, named
+from .policies import AnyPolicy, PolicyError
+from .rank_agreement import compare, facts_of, from_rank_0
 from .solver import PlanningError
-
-AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Planned:
     Attributes:
         permutations: what puts the graph's sequences in another order, one after the other.
         strategies: of each op, by its name in the graph, thereafter.
-        parameters: placements of those that are kept in parts, by their names in the module.
+        parameters: placements of those that are sharded, by their names in the module.
         shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
     """
 
@@ -73,7 +70,7 @@ class Planning:
     Attributes:
         parameters: which of the graph's attributes are parameters, and the dtypes they are kept in.
         device: what the ranks compute on.
-        kept: placements of parameters that are kept in parts already.
+        kept: placements of parameters that are sharded already.
     """
 
     captured: Captured
@@ -125,7 +122,7 @@ class Planning:
         """
         policy, settings = self._policy_here(captured, policy), self.config.pas_config
         if isinstance(policy, EnginePlan):
-            permutations, notes = hoisted_as(policy, captured, self.rates, settings)
+            permutations, notes = self._permutations_of(policy, captured)
             return self._planned(captured, policy, permutations, {}).noted(notes)
         natural = self._planned(captured, policy, (), splits or {})
         splits, shape = natural.report.splits, tuple(self.mesh.shape)
@@ -143,6 +140,25 @@ class Planning:
         if policy == "auto" and slower and not always:
             return natural.noted(["kept natural order: another would make the whole step slower"])
         return permuted.noted(notes)
+
+    def _permutations_of(
+        self, plan: EnginePlan, captured: Captured
+    ) -> tuple[list[SequencePermutation], list[str]]:
+        """What was permuted when ``plan`` was made, and its notes: what gives a graph that has all
+        of its ops. Raises PolicyError where nothing does, or the config wants it otherwise."""
+        settings = self.config.pas_config
+        wanted = settings.get("hoist", plan.hoisted)
+        if wanted != plan.hoisted:
+            has = "another" if plan.hoisted else "natural"
+            raise PolicyError(f"pas_config['hoist']={wanted}, but the plan has {has} order")
+        if not plan.hoisted:
+            return [], list(plan.notes)
+        for given in (settings, {"hoist": True}):
+            found, notes = hoisted(captured, plan.splits, plan.mesh_shape, self.rates, given)
+            graph = functools.reduce(reordered, found, captured).graph
+            if plan.ops.keys() <= {node.name for node in graph.nodes}:
+                return found, notes
+        raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
 
     def _policy_here(self, captured: Captured, policy: AnyPolicy) -> AnyPolicy:
         """The policy; of a plan for another mode of the module, with other ops, its splits."""
@@ -167,10 +183,7 @@ class Planning:
         """
         graph = functools.reduce(reordered, permutations, captured)
         choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
-        if isinstance(policy, EnginePlan):
-            limits = limits_of_plan(policy, choices)
-        else:
-            limits = limits_of(*named(policy), choices, self.config)
+        limits = limits_of(policy, choices, self.config)
         if self.kept is not None:
             limits.keep_parameters(self.kept)
         limits.keep_splits(splits)
@@ -184,7 +197,7 @@ class Planning:
         cost = PlanCost(choices, self.rates, budget)
         report = make_report(cost, chosen, self._identity, bool(permutations))
         strategies = {node.name: strategy for node, strategy in chosen.items()}
-        return Planned(permutations, strategies, cut(choices, chosen), report)
+        return Planned(permutations, strategies, sharded_parameters(choices, chosen), report)
 
 
 def captured_in(
@@ -221,28 +234,4 @@ def shared_plan(planning: Planning, group: Any = None) -> Planned:
     captured = planning.captured
     facts = {"graph": graph_hash(captured), **facts_of(dict(captured.constants), digest)}
     compare("captured graphs", facts, group)
-    return _on_rank_0(planning.plan, group)
-
-
-def shared_policy(policy: AnyPolicy) -> AnyPolicy:
-    """``policy``, or the plan in a file that it names, which rank 0 reads for all ranks; where that
-    fails, every rank raises."""
-    return _on_rank_0(lambda: as_plan(policy)) if is_path(policy) else policy
-
-
-def _on_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
-    """What the first rank makes, or the error that it raises, on every rank."""
-    made: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            made = [make()]
-        except Exception as error:  # the other ranks would wait for ever
-            made = [error]
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:  # a user's, of which only the text can be sent
-                made = [RuntimeError(f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(made, group=group, group_src=0)
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+    return from_rank_0(planning.plan, group)

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph, Node
-
-from annotations.binding import BoundAnnotation
-from annotations.registry import record_of
-
 from ...config import ComputeConfig
-from ..capture.nodes import arguments_of
-from ..strategies.op_strategies import Strategy
+from ..strategies.choices import OpSite
+from .engine_plan import EnginePlan
 
 
 class PolicyError(ValueError):
     """A policy asks for something that the graph or an annotation does not allow."""
-
-
-@dataclass(frozen=True)
-class OpSite:
-    """An annotated op in the captured graph, as a policy sees it.
-
-    Attributes:
-        name: unique in the graph, e.g. ``ring_attn_1``. op: e.g. ``wrap_ring_attn_func``.
-        module: path of the module that called it, e.g. ``layers.1.attention``.
-        splits: identifiers it can be split on, along some axis of the mesh.
-        communicates: those of them that communicate inside the op.
-        bindings: its annotation over the call's shapes, all alternatives.
-    """
-
-    name: str
-    op: str
-    module: str
-    splits: tuple[str, ...]
-    communicates: tuple[str, ...]
-    bindings: tuple[BoundAnnotation, ...] = field(repr=False)
 
 
 # What an op is forced to: an identifier, along some axis; None (or "whole") for whole on every
@@ -49,6 +25,8 @@ Force = str | int | tuple[str | int | None, ...] | None
 # From the annotated ops to what is forced, by name; ops left out are the planner's to decide. A
 # name is an op's, a module's path or a parameter's, or a pattern of them as of fnmatch.
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
+
+AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
 
 
 INSIDE = "that communicates inside"  # kind of ops
@@ -111,9 +89,9 @@ shard_sequence = SplitEach(
     "cp", INSIDE, lambda op: ("l", "lq", *op.communicates) if op.communicates else ()
 )
 
-# With what each says of parameters: "free" to be kept in parts; "whole", as of all other policies;
-# "read whole", so that ops are cut on their tokens alone; or "cut": those of linears are kept in
-# parts and read as they are kept.
+# With what each says of parameters: "free" to be sharded; "whole", as of all other policies; "read
+# whole", so that ops are cut on their tokens alone; or "cut": those of linears are sharded and read
+# as they are kept.
 POLICIES: dict[str, tuple[Policy, str]] = {
     "cp": (shard_sequence, "whole"),
     "dp": (SplitEach("dp", INSIDE, lambda op: ("b",) if op.communicates else ()), "whole"),
@@ -146,6 +124,16 @@ def is_path(policy: Any) -> bool:
     return written or isinstance(policy, os.PathLike)
 
 
+def as_plan(policy: Any) -> Any:
+    """``policy``, or the plan in the file that it names."""
+    if not is_path(policy):
+        return policy
+    try:
+        return EnginePlan.from_json(Path(policy).read_text())
+    except ValueError as error:
+        raise PolicyError(f"{os.fspath(policy)}: {error}") from None
+
+
 def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
     """The error of a split that an op does not allow over so many ranks."""
     sizes = next((bound.sizes for bound in op.bindings if wanted in bound.sizes), {})
@@ -153,29 +141,6 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
     shape = config.mesh_shape
     over = f"{config.plan_ngpus} ranks" if len(shape) == 1 else f"a mesh of {shape}"
     return (
-        f"policy {policy!r}: {op.name} ({op.op} in {op.module or 'the module'}) cannot be split on "
-        f"{wanted}{why} over {over}; it can on: {', '.join(op.splits) or 'nothing'}"
+        f"policy {policy!r}: {op.title} cannot be split on {wanted}{why} over {over}; it can on: "
+        f"{', '.join(op.splits) or 'nothing'}"
     )
-
-
-def sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSite]:
-    """The annotated ops of a graph, in order."""
-    records = [(node, record_of(node.target)) for node in graph.nodes]
-    return [
-        OpSite(
-            name=node.name,
-            op=record.title,
-            module=module_of(node),
-            splits=tuple(dict.fromkeys(x for s in strategies[node] for x in s.split if x)),
-            communicates=tuple(sorted(record.rule.communicates)),
-            bindings=record.bindings(arguments_of(node, record)),
-        )
-        for node, record in records
-        if record is not None
-    ]
-
-
-def module_of(node: Node) -> str:
-    """Path of the module that called an op; empty for the outermost."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0].removeprefix("L['self'].") if stack else ""

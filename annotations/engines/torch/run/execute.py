@@ -21,7 +21,7 @@ from torch.fx import Node
 from ..capture import checkpointed
 from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, resolve, value_of, values_of, with_inputs
-from ..module.parameters import cast, replicated
+from ..capture.replaced_parameters import cast
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, share, unsplit
 from ..strategies.reshard import Move, brought
@@ -29,34 +29,40 @@ from .local_graph import output_of
 from .recompute import Values, run_again
 
 
+def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that is whole and the same on every rank, as a DTensor."""
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 class PartsOfGradient(torch.autograd.Function):
-    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum,
-    which is left to ``sync_grad``."""
+    """A parameter, whole on every rank, as a DTensor; its gradient stays this rank's part of a sum
+    until ``sync_grad``."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, parameter: Tensor, mesh: DeviceMesh, places: Placements
+        ctx: Any, parameter: Tensor, mesh: DeviceMesh, placements: Placements
     ) -> Any:
         """The parameter as it is read; nothing moves."""
-        return brought(replicated(parameter.detach(), mesh), places)
+        return brought(replicated(parameter.detach(), mesh), placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """This rank's part of the gradient."""
-        mesh, places = grad.device_mesh, grad.placements
+        mesh, placements = grad.device_mesh, grad.placements
         local = grad.to_local()
         # The same on every rank of an axis, so that each contributes an equal part.
-        copies = math.prod(mesh.size(axis) for axis, p in enumerate(places) if p.is_replicate())
+        copies = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate())
         local = local / copies if copies > 1 else local
-        if not any(p.is_shard() for p in places):
+        if not any(p.is_shard() for p in placements):
             return local, None, None
         # DTensor's compute_local_shape_and_global_offset cannot be traced: it reads a tensor.
         part = whole = local.new_zeros(grad.shape)
-        for axis, place in enumerate(places):
-            if isinstance(place, Shard):
-                size, n, r = part.shape[place.dim], mesh.size(axis), mesh.get_local_rank(axis)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                dim, n, r = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
+                size = part.shape[dim]
                 start = min(size, share(size, n, 0) * r)
-                part = part.narrow(place.dim, start, share(size, n, r))
+                part = part.narrow(dim, start, share(size, n, r))
         part.copy_(local)
         return whole, None, None
 
@@ -66,16 +72,16 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: Tensor, mesh: DeviceMesh, places: Placements, shape: Any, stride: Any
+        ctx: Any, local: Tensor, mesh: DeviceMesh, placements: Placements, shape: Any, stride: Any
     ) -> Any:
-        ctx.places = places
+        ctx.placements = placements
         return DTensor.from_local(
-            local.detach(), mesh, places, run_check=False, shape=shape, stride=stride
+            local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        local = brought(grad, tuple(map(unsplit, ctx.places))).to_local()
+        local = brought(grad, tuple(map(unsplit, ctx.placements))).to_local()
         return local, None, None, None, None
 
 
@@ -93,7 +99,7 @@ class Program:
         """Run the forward: the flat results, whole on every rank.
 
         Args:
-            attribute: a parameter or buffer by its name; what the plan keeps in parts is a DTensor.
+            attribute: a parameter or buffer by its name; what the plan shards is a DTensor.
             flat_inputs: the user's inputs, whole, the same on every rank of the plan.
         """
         return self.run(self.given(attribute, flat_inputs))
@@ -157,43 +163,41 @@ class _Run:
 
     def _step(self, node: Node, strategy: Strategy) -> None:
         def get(x: Node, n: int) -> Any:
-            value = self._get(x, strategy.inputs[n], strategy.grads[n])
+            value = self._get(*resolve(x), strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
 
         args, kwargs = with_inputs(node, get)
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
             if strategy.local and isinstance(result, Tensor):
-                like, places = value_of(node, n), strategy.outputs[n]
-                result = _Wrap.apply(result, self._program.mesh, places, like.shape, like.stride())
+                whole, mesh = value_of(node, n), self._program.mesh
+                form = strategy.outputs[n], whole.shape, whole.stride()
+                result = _Wrap.apply(result, mesh, *form)
             self._values[node, n] = result
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""
-        if not isinstance(x, Node):
-            return x
-        everywhere = (Replicate(),) * self._program.mesh.ndim
-        return self._get(x, everywhere, everywhere).to_local(grad_placements=everywhere)
+        return self._whole(*resolve(x)) if isinstance(x, Node) else x
 
     def results(self, node: Node) -> list[Any]:
         """All that an op returned, whole on every rank."""
-        everywhere = (Replicate(),) * self._program.mesh.ndim
-        made = [self._values[node, n] for n in range(len(values_of(node)))]
-        return [
-            Move.apply(x, everywhere).to_local(grad_placements=everywhere)
-            if isinstance(x, DTensor)
-            else x
-            for x in made
-        ]
+        return [self._whole(node, index) for index in range(len(values_of(node)))]
 
-    def _get(self, node: Node, places: Placements, grads: Placements) -> Any:
-        producer, index = resolve(node)
-        key = (producer, index, places, grads)
+    def _whole(self, producer: Node, index: int) -> Any:
+        everywhere = (Replicate(),) * self._program.mesh.ndim
+        if not isinstance(self._values[producer, index], Tensor):
+            return self._values[producer, index]
+        value = self._get(producer, index, everywhere, everywhere)
+        return value.to_local(grad_placements=everywhere)
+
+    def _get(self, producer: Node, index: int, placements: Placements, grads: Placements) -> Any:
+        """A value in these placements, its gradient in those."""
+        key = (producer, index, placements, grads)
         if key not in self._moved:
             value = self._values[producer, index]
             if not isinstance(value, DTensor):
-                value = PartsOfGradient.apply(value, self._program.mesh, places)
-            elif value.placements != places or tuple(map(unsplit, value.placements)) != grads:
-                value = Move.apply(value, places)
+                value = PartsOfGradient.apply(value, self._program.mesh, placements)
+            elif value.placements != placements or tuple(map(unsplit, value.placements)) != grads:
+                value = Move.apply(value, placements)
             self._moved[key] = value
         return self._moved[key]

@@ -34,8 +34,8 @@ _PLACING = (
 
 
 def is_exchange(op: Any) -> bool:
-    """Whether an op exchanges messages with other ranks, or waits for them: a collective, or any op
-    that is not torch's but one of ours whose rule says that no split of it communicates."""
+    """Whether an op exchanges messages with other ranks, or waits for them: any op that is not
+    torch's own, unless it is ours and its rule says that no split of it communicates."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     record = record_of(op)

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from annotations.progress import stage
 
 from ..capture.checkpointed import region_of
-from ..module.parameters import as_parameter
+from ..capture.replaced_parameters import as_parameter
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
 from .recompute import save_all, save_regions

@@ -31,8 +31,8 @@ Values = dict[tuple[Node, int], Any]  # by op and number of the result
 def run_again(
     nodes: Sequence[Node], values: Values, execute: Callable[[Values, Sequence[Node]], None]
 ) -> None:
-    """Run a region, and once more in the backward; what lies between is not kept. To ``values`` are
-    added results that are read outside of it; ``execute`` runs ``nodes``, adding all results."""
+    """Run a region, and once more in the backward. ``values`` gets only results that are read
+    outside of it; ``execute`` runs ``nodes``, adding all results."""
     inside = set(nodes)
     read = dict.fromkeys(resolve(x) for node in nodes for x in tensor_inputs(node))
     reads = [key for key in read if key[0] not in inside]
@@ -70,8 +70,8 @@ def save_all(joint: GraphModule, inputs: Any, **options: Any) -> Halves:
 
 
 def save_regions(joint: GraphModule, inputs: Any, *, others: bool = True, **options: Any) -> Halves:
-    """Save what the backward needs, but compute checkpointed calls again. Where ``others`` is False
-    of all else the fewest bytes are saved that spare what is not cheap once it is compiled."""
+    """Save what the backward needs, but compute checkpointed calls again; and where ``others`` is
+    False, also what is cheap once it is compiled, so that the fewest bytes are saved."""
     simplify(joint.graph)
     _tag_regions(joint.graph, others=others)
     return _checked(*min_cut_rematerialization_partition(joint, inputs, **options))

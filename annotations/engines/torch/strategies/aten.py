@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..permute.aten_axes import argument_of, name_of
+from .aten_axes import argument_of, name_of
 
 aten = torch.ops.aten
 

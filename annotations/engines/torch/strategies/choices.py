@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from annotations.binding import BoundAnnotation
 from annotations.progress import counted
+from annotations.registry import record_of
 
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, tensor_inputs, values_of
-from ..plan.policies import OpSite, sites
+from ..capture.nodes import (
+    arguments_of,
+    is_getitem,
+    module_of,
+    resolve,
+    tensor_inputs,
+    values_of,
+)
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
 from .reshard import ReshardStep, Shape, gradient_steps, steps
 
-# How a tensor is read, and how its gradient then lies.
+# The placements in which a tensor is read, and those of its gradient.
 Reading = tuple[Placements, Placements]
+
+
+@dataclass(frozen=True)
+class OpSite:
+    """An annotated op in the captured graph, as a policy sees it.
+
+    Attributes:
+        name: unique in the graph, e.g. ``ring_attn_1``. op: e.g. ``wrap_ring_attn_func``.
+        module: path of the module that called it, e.g. ``layers.1.attention``.
+        splits: identifiers it can be split on, along some axis of the mesh.
+        communicates: those of them that communicate inside the op.
+        bindings: its annotation over the call's shapes, all alternatives.
+    """
+
+    name: str
+    op: str
+    module: str
+    splits: tuple[str, ...]
+    communicates: tuple[str, ...]
+    bindings: tuple[BoundAnnotation, ...] = field(repr=False)
+
+    @property
+    def title(self) -> str:
+        """What it is, for an error."""
+        return f"{self.name} ({self.op} in {self.module or 'the module'})"
 
 
 @dataclass(frozen=True)
@@ -42,7 +75,7 @@ class Choices:
         edges: every tensor that one op hands to another.
         ops: the annotated ops, as policies see them.
         parameters: the placeholders of parameters.
-        stored: each of these as it is kept, in its own dtype, which may be another than the one
+        kept: each of these as it is kept, in its own dtype, which may be another than the one
             that the graph reads it in; without data.
         differentiated: whether a gradient of an op's results is wanted.
         parts: the mesh's shape. copies: of the model, data parallel.
@@ -53,7 +86,7 @@ class Choices:
     edges: Sequence[Edge]
     ops: Sequence[OpSite]
     parameters: Mapping[Node, str]
-    stored: Mapping[Node, Tensor]
+    kept: Mapping[Node, Tensor]
     differentiated: Mapping[Node, bool]
     parts: Shape
     copies: int
@@ -84,10 +117,27 @@ def find_choices(
             producer, index = resolve(source)
             edges.append(Edge(producer, index, node, slot))
         differentiated[node] = _is_differentiated(node, inputs, differentiated)
-    ops = sites(captured.graph, strategies)
+    ops = _sites(captured.graph, strategies)
     parts = tuple(mesh.shape)
-    stored = {node: _in_dtype(node.meta["val"], parameters[name]) for node, name in names.items()}
-    return Choices(captured, strategies, edges, ops, names, stored, differentiated, parts, copies)
+    kept = {node: _in_dtype(node.meta["val"], parameters[name]) for node, name in names.items()}
+    return Choices(captured, strategies, edges, ops, names, kept, differentiated, parts, copies)
+
+
+def _sites(graph: Graph, strategies: Mapping[Node, list[Strategy]]) -> list[OpSite]:
+    """The annotated ops of a graph, in order."""
+    records = [(node, record_of(node.target)) for node in graph.nodes]
+    return [
+        OpSite(
+            name=node.name,
+            op=record.title,
+            module=module_of(node),
+            splits=tuple(dict.fromkeys(x for s in strategies[node] for x in s.split if x)),
+            communicates=tuple(sorted(record.rule.communicates)),
+            bindings=record.bindings(arguments_of(node, record)),
+        )
+        for node, record in records
+        if record is not None
+    ]
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:

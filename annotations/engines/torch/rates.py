@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,49 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .engine_cost import Link, Rates
-
 REPEATS = 5
 
 _logger = logging.getLogger("seqshard")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks of one mesh axis: a collective of n received bytes takes ``seconds + n /
+    bytes_per_second``."""
+
+    seconds: float = 2e-5
+    bytes_per_second: float = 2e11
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of one rank and of its links; by default round numbers for one accelerator, not
+    measurements; :func:`calibrate` measures.
+
+    Attributes:
+        links: of each axis of the mesh, in order; the last is of all ranks, over which gradients
+            are added up. With fewer, the last stands for the rest.
+        calibrated: whether they were measured.
+    """
+
+    matmul_flops_per_second: float = 3e14
+    attention_flops_per_second: float = 3e14
+    memory_bytes_per_second: float = 2e12
+    links: tuple[Link, ...] = (Link(),)
+    calibrated: bool = False
+
+    def link(self, axis: int) -> Link:
+        """Of a mesh axis; -1 is all ranks."""
+        return self.links[min(axis, len(self.links) - 1)]
+
+    def by_bytes(self) -> Rates:
+        """The same without what it takes to start a collective: the fewest bytes are cheapest."""
+        return replace(self, links=tuple(replace(link, seconds=0.0) for link in self.links))
+
+
+def received_seconds(count: float, link: Link) -> float:
+    """Time of a collective in which the busiest rank receives ``count`` bytes."""
+    return link.seconds + count / link.bytes_per_second if count else 0.0
 
 
 def known_rates(mesh: DeviceMesh, copies: int = 1) -> Rates:

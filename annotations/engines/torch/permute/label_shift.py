@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..permute.token_axes import Place, along
-from .losses import call
-from .nodes import tensor_inputs, with_inputs
+from ..capture.losses import call
+from ..capture.nodes import tensor_inputs, with_inputs
+from .token_axes import Place, along
 
 aten = torch.ops.aten
 

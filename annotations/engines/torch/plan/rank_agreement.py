@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from annotations.consistency import Statements, described
 
 from ...config import ComputeConfig
+from ..capture.call_inputs import named_leaves
 from ..capture.capture import CaptureError
-from ..plan.policies import is_path
+from .policies import is_path
 
 PLANNED_WITH = ("rates", "memory_bytes")  # keys of pas_config
 
 
 def facts_of(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
     """Each leaf of nested arguments, by its path."""
-    named, _ = pytree.tree_flatten_with_path(tree)
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): describe(value)
-        for path, value in named
-    }
+    return {name: describe(value) for name, value in named_leaves(tree)}
 
 
 def compare(
     what: str, facts: Mapping[str, str], group: Any = None, problem: Exception | None = None
 ) -> None:
     """Refuse facts that differ from another rank's of ``group`` (None: of all), on every rank.
-    ``problem`` is why this rank cannot go on, which the others are told. Raises CaptureError, which
-    says who has what or what another rank refused, but not on a rank with a problem."""
+
+    Args:
+        problem: why this rank cannot go on; the other ranks then raise.
+    Raises:
+        CaptureError: says who has what, or what another rank refused; not on a rank with a problem.
+    """
 
     def all_gather(mine: Any) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -51,6 +52,24 @@ def compare(
             lines.append(f"{name}: {', '.join(each)}")
     if lines and problem is None:
         raise CaptureError("\n    ".join(lines))
+
+
+def from_rank_0(make: Callable[[], Any], group: Any = None) -> Any:
+    """What the first rank makes, or the error that it raises, on every rank."""
+    made: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            made = [make()]
+        except Exception as error:  # the other ranks would wait for ever
+            made = [error]
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # a user's, of which only the text can be sent
+                made = [RuntimeError(f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(made, group=group, group_src=0)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def same_request(

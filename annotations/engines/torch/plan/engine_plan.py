@@ -42,7 +42,7 @@ class OpPlacements:
     def of(cls, strategy: Strategy) -> OpPlacements:
         """Those of a strategy."""
         tensors = strategy.inputs, strategy.outputs
-        return cls(strategy.split, *(tuple(map(places_text, each)) for each in tensors))
+        return cls(strategy.split, *(tuple(map(placements_text, each)) for each in tensors))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class EnginePlan:
             a mesh of several axes a tuple of them.
         rows: with how often each occurs; the gradient sync is the last.
         ops: how each op of the graph runs, by its name.
-        parameters: placements of those that are kept in parts, by their names in the module.
+        parameters: placements of those that are sharded, by their names in the module.
         held: estimate of a rank's memory. limit_bytes: what it may hold, None for no limit.
         calibrated: whether the rates were measured on this machine.
         graph: hash of the graph that it is for. hoisted: whether in another order of a sequence.
@@ -160,11 +160,11 @@ class EnginePlan:
             raise ValueError(f"not a plan of the embedded engine: {error}") from None
 
 
-def places_text(places: Placements) -> str:
+def placements_text(placements: Placements) -> str:
     """``S1,R`` for cut on dim 1 along the first axis, whole along the second."""
     return ",".join(
         f"S{p.dim}" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
-        for p in places
+        for p in placements
     )
 
 

@@ -13,18 +13,17 @@ from torch.fx import Node
 from annotations.registry import record_of
 
 from ..capture.capture import Captured
-from ..capture.nodes import signature, tensor_inputs, value_of
-from ..plan.engine_cost import PlanCost, flops, received_bytes
-from ..plan.policies import OpSite, module_of
-from ..strategies.choices import Choices, Reading
+from ..capture.nodes import module_of, signature, tensor_inputs, value_of
+from ..strategies.choices import Choices, OpSite, Reading
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, local_bytes
-from .engine_plan import EnginePlan, Held, OpPlacements, Row, places_text, sync_row, to_plain
+from .engine_cost import PlanCost, flops, received_bytes
+from .engine_plan import EnginePlan, Held, OpPlacements, Row, placements_text, sync_row, to_plain
 
 Chosen = Mapping[Node, Strategy]
 
 
-def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> EnginePlan:
+def make_report(cost: PlanCost, chosen: Chosen, graph: str, permuted: bool) -> EnginePlan:
     """Summarise a plan of the graph with this hash; equal ops and equal moves share a row."""
     choices, summary = cost.choices, _Summary(cost, chosen)
     ops = {op.name: op for op in choices.ops}
@@ -35,17 +34,20 @@ def make_report(cost: PlanCost, chosen: Chosen, graph: str, hoisted: bool) -> En
         rows=list(Counter(summary.rows(ops)).items()),
         mesh_shape=choices.parts,
         ops={n.name: OpPlacements.of(s) for n, s in chosen.items() if n.op == "call_function"},
-        parameters={name: places_text(places) for name, places in cut(choices, chosen).items()},
+        parameters={
+            name: placements_text(placements)
+            for name, placements in sharded_parameters(choices, chosen).items()
+        },
         held=summary.held(),
         limit_bytes=cost.budget.limit_bytes,
         calibrated=cost.rates.calibrated,
         graph=graph,
-        hoisted=hoisted,
+        hoisted=permuted,
     )
 
 
-def cut(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
-    """The parameters that are kept in parts, by name."""
+def sharded_parameters(choices: Choices, chosen: Chosen) -> dict[str, Placements]:
+    """Those of a chosen plan, by name."""
     named = choices.parameters.items()
     return {name: chosen[n].outputs[0] for n, name in named if any(chosen[n].divided)}
 
@@ -88,8 +90,8 @@ class _Summary:
         if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
-        for name, places in cut(self.choices, self.chosen).items():
-            yield Row(_in_any_layer(name), places_text(places), "kept in parts", 0, 0)
+        for name, placements in sharded_parameters(self.choices, self.chosen).items():
+            yield Row(_in_any_layer(name), placements_text(placements), "kept in parts", 0, 0)
         synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
         ranks = prod(self.choices.parts) * self.choices.copies
         yield sync_row(ranks, synced, self.cost.sync_seconds(synced))
@@ -134,7 +136,7 @@ class _Summary:
     def held(self) -> Held:
         """What a rank must keep."""
         cost, choices, chosen = self.cost, self.choices, self.chosen
-        each = [cost.parameter_bytes(node, chosen[node]) for node in choices.stored]
+        each = [cost.parameter_bytes(node, chosen[node]) for node in choices.kept]
         parameters, gradients, optimizer, casts = map(sum, zip((0,) * 4, *each, strict=True))
         activations = 0
         for (producer, index), ways in self.readings.items():
@@ -147,7 +149,7 @@ class _Summary:
             if is_parameter:
                 kept -= {source}
             value = value_of(producer, index)
-            activations += sum(local_bytes(value, places, choices.parts) for places in kept)
+            activations += sum(local_bytes(value, placements, choices.parts) for placements in kept)
         passing = max(map(received_bytes, chosen.values()), default=0)
         return Held(parameters, gradients, optimizer, activations, passing, casts)
 
@@ -157,9 +159,9 @@ def _in_any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
 
 
-def _words(places: Placements) -> str:
+def _words(placements: Placements) -> str:
     """Placements; in words where there is but one axis."""
-    text = places_text(places)
-    if len(places) > 1:
+    text = placements_text(placements)
+    if len(placements) > 1:
         return text
     return {"R": "whole", "P": "partial sum"}.get(text) or f"cut on dim {text[1:]}"

@@ -1,6 +1,5 @@
-"""A module's parameters as a plan keeps them, and as a graph reads them.
+"""A module's parameters as a graph reads them: in another dtype, or without data.
 
-Where a plan keeps some in parts all are DTensors, of which each rank holds a shard or the whole.
 What computes in another dtype than parameters are kept in casts them where they are read. Autograd
 casts the gradient back, so that sums over micro-batches and ranks, and the optimizer, see the dtype
 of the parameter.
@@ -15,71 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import Module, Parameter
-from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.nn.utils.stateless import _reparametrize_module
-
-from ..strategies.placements import Placements, cut_axes
-
-
-def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that is whole and the same on every rank, as a DTensor."""
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def keep_in_parts(module: Module, parameters: Mapping[str, Placements], mesh: DeviceMesh) -> None:
-    """Replace all parameters, whole and the same on every rank, by DTensors: some with the given
-    placements, the others whole; none where none is given. Optimizers and norms that take many
-    tensors at once take either plain ones or DTensors. A tied parameter stays one."""
-    if not parameters:
-        return
-    owners = dict(module.named_parameters(remove_duplicate=False))
-    everywhere: Placements = (Replicate(),) * mesh.ndim
-    given = {id(owners[name]): places for name, places in parameters.items()}
-    for whole in list(module.parameters()):
-        if isinstance(whole, DTensor):
-            continue
-        places = given.get(id(whole), everywhere)
-        part: Tensor = distribute_tensor(whole.detach(), mesh, places, src_data_rank=None)
-        if places != everywhere:
-            part = part.clone()  # a view would keep the whole alive
-        made = Parameter(part, requires_grad=whole.requires_grad)
-        made.__dict__.update(whole.__dict__)  # what users note on their parameters
-        NamedMemberAccessor(module).set_tensors_dict(
-            {name: made for name, parameter in owners.items() if parameter is whole}
-        )
-
-
-def cut_to_fit(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors of a state by this rank's part, where ``module`` has DTensors: a hook
-    before ``load_state_dict``."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        given = state.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(given, Tensor):
-            if isinstance(given, DTensor) or given.shape != parameter.shape:
-                continue  # sharded already, or for torch to refuse
-            mesh, places = parameter.device_mesh, parameter.placements
-            whole = given.detach().to(parameter.device)
-            state[prefix + name] = distribute_tensor(whole, mesh, places, src_data_rank=None)
 
 
 def as_parameter(value: Tensor) -> Tensor:
     """``value``, marked as torch marks what stands for a Parameter, to isinstance too."""
     value._is_param = True  # type: ignore[attr-defined]
     return value
-
-
-def as_read(parameter: Tensor) -> Tensor:
-    """What a graph reads: of a parameter that is whole a plain tensor, of any other all of it. The
-    gradient of the plain tensor becomes that of the parameter, and nothing moves: until
-    ``sync_grad`` it is this rank's part of a sum."""
-    if not isinstance(parameter, DTensor) or cut_axes(parameter):
-        return parameter
-    value = parameter.to_local(grad_placements=parameter.placements)
-    # Without gradients to_local returns the very tensor that the DTensor holds.
-    return as_parameter(value if torch.is_grad_enabled() else value.detach())
 
 
 def cast(attribute: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -109,7 +51,7 @@ def in_dtype(module: Module, dtype: torch.dtype | None) -> AbstractContextManage
 @contextmanager
 def whole_without_data(module: Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
     """While inside, ``module`` has parameters and buffers of the whole shapes and no data, so that
-    one can be captured that is in parts, or was never in memory.
+    one can be captured that is sharded, or was never in memory.
 
     Args:
         dtype: of those that are floating, as after ``module.to(dtype)``; by default their own.
