@@ -74,7 +74,8 @@ CALLS: list[tuple[Callable[..., Any], list[tuple[int, ...] | Tensor], int]] = [
     (lambda x, i: x.index_select(1, i), [(2, 3, 4), INTEGERS[0]], 3),
     (lambda x, i: x[i], [(3, 4), INTEGERS], 3),
     (lambda x, i: x[:, i], [(2, 3, 4), INTEGERS], 4),
-    (F.conv1d, [(2, 3, 4), (3, 3, 3)], 0),
+    (F.conv1d, [(2, 3, 4), (3, 3, 3)], 3),
+    (F.scaled_dot_product_attention, [(2, 3, 4, 5)] * 3, 2),
     (torch.bernoulli, [(2, 3)], 0),
 ]
 

@@ -32,9 +32,9 @@ from ..capture.nodes import (
     tensor_inputs,
 )
 from ..plan.policies import module_of
-from .aten_axes import FAMILIES, filled, name_of
+from ..strategies.aten import bound_of
 from .permuted_graph import tell
-from .token_axes import Along, Place, along, along_split
+from .token_axes import Along, Place, along, along_dim
 
 
 @dataclass(frozen=True)
@@ -245,12 +245,13 @@ def _tokens(node: Node, record: OpRecord) -> str:
 
 
 def _way(node: Node, record: OpRecord, identifier: str) -> Along:
-    return along_split(node, record.bind(arguments_of(node, record)).split(identifier))
+    return along_dim(node, record.bind(arguments_of(node, record)), identifier)
 
 
 def _uniform(node: Node) -> bool:
     """Whether a tensor is the same at every token: made of one number."""
-    return FAMILIES.get(name_of(node)) is filled
+    bound = None if record_of(node.target) else bound_of(node)
+    return bound is not None and not bound.annotation.inputs
 
 
 def _error(node: Node, what: str, expected: str) -> PartitionError:

@@ -33,7 +33,7 @@ from ..report.engine_plan import EnginePlan
 from ..strategies.op_strategies import COST_ONLY
 from .permutation_choice import Move, OrderCut, follow, readers_of
 from .permuted_graph import SequencePermutation, reordered
-from .token_axes import Along, along_split
+from .token_axes import Along, along_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Reorderable:
 
     def way(self) -> Along:
         """How it goes along its sequence."""
-        return along_split(self.node, self.bound.split(self.identifier))
+        return along_dim(self.node, self.bound, self.identifier)
 
     def seconds(self, told: Mapping[str, Any], parts: int, rates: Rates) -> float:
         """Of forward and backward where it is cut and told so."""

@@ -6,14 +6,15 @@ all others by DTensor (:mod:`.dtensor_probe`). A parameter may be kept in parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import Node
 
-from annotations.binding import BoundAnnotation, Split, Spread, bind
+from annotations.binding import BoundAnnotation, Split, Spread
 from annotations.errors import PartitionError
 from annotations.library.dtensor import gradient_placement, placement
 from annotations.record import OpRecord
@@ -21,7 +22,8 @@ from annotations.registry import record_of
 from annotations.rules import check_parts
 
 from ..capture.nodes import arguments_of, values_of
-from .aten import annotation_of
+from .aten import LOCAL, bound_of
+from .aten_calls import name_of
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> 
         return _stored_strategies(node, parts), False
     if record is not None:
         return annotated_strategies(node, record, parts), False
-    annotation = annotation_of(node, inputs)
-    if annotation is not None:
-        return _local_strategies(node, annotation, inputs, parts), False
+    if node.op == "call_function" and name_of(node) in LOCAL:
+        bound = bound_of(node)
+        assert bound is not None
+        tensors, whole = range(len(inputs)), _whole(len(inputs), 1)
+        return [whole, *_of_splits(bound, tensors, lambda split: True, parts)], False
     whole = _whole(len(inputs), len(values_of(node)))
     return [whole], node.op not in ("placeholder", "output") and bool(inputs)
 
@@ -94,11 +98,22 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
     found = [_whole(len(tensors), record.n_outputs)]
     for bound in record.bindings(arguments):
         known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
-        for split in bound.splits():
-            made = _of_split(split, tensors, _may_run_locally(record, split))
-            if (made.inputs, made.outputs) not in known and _can_be_cut(bound, split, parts):
-                found.append(made)
+        local = functools.partial(_may_run_locally, record)
+        made = _of_splits(bound, tensors, local, parts)
+        found += [each for each in made if (each.inputs, each.outputs) not in known]
     return found
+
+
+def _of_splits(
+    bound: BoundAnnotation, tensors: Sequence[int], local: Callable[[Split], bool], parts: int
+) -> list[AxisStrategy]:
+    """One for each split that gives every rank some.
+
+    Args:
+        tensors: which of the op's arguments are tensors.
+    """
+    cut = [split for split in bound.splits() if _can_be_cut(bound, split, parts)]
+    return [_of_split(split, tensors, local(split)) for split in cut]
 
 
 def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy:
@@ -127,18 +142,3 @@ def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
     except PartitionError:
         return False
     return bound.sizes[split.identifier] >= parts
-
-
-def _local_strategies(
-    node: Node, annotation: str, inputs: Sequence[Node], parts: int
-) -> list[AxisStrategy]:
-    """The splits of an aten op that this engine has an annotation for."""
-    shapes = [tuple(x.meta["val"].shape) for x in inputs]
-    names = [f"input {n}" for n in range(len(inputs))]
-    bound = bind(annotation, str(node.target), names, shapes)
-    made = [
-        _of_split(split, range(len(inputs)), True)
-        for split in bound.splits()
-        if bound.sizes[split.identifier] >= parts
-    ]
-    return [_whole(len(inputs), 1), *made]
