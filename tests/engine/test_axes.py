@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from annotations.engines.torch.permute.token_axes import Place, along, axes_of
+from annotations.engines.torch.permute.token_axes import SequenceDim, along, axes_of
 
 aten = torch.ops.aten
 INTEGERS = torch.tensor([[2, 0, 1, 1, 0], [1, 1, 2, 0, 2]])
@@ -134,7 +134,7 @@ def factored(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shapes[0], shapes[1]
 
 
-def expanded(place: Place, order: Tensor) -> Tensor:
+def expanded(place: SequenceDim, order: Tensor) -> Tensor:
     """A permutation of a whole dim."""
     n, inner = len(order), torch.arange(place.inner)
     each = (order[:, None] * place.inner + inner).flatten()
@@ -149,7 +149,7 @@ def test_views(shapes: tuple[list[int], list[int]]) -> None:
     x = torch.arange(math.prod(source)).view(source)
     node = the_call(lambda x: aten.view.default(x, target), [x])
     for dim, length in enumerate(source):
-        way = along(node, Place(dim), length, slot=0)
+        way = along(node, SequenceDim(dim), length, slot=0)
         if way is None:
             assert source[: dim + 1] != target[: dim + 1]
             continue
@@ -158,4 +158,4 @@ def test_views(shapes: tuple[list[int], list[int]]) -> None:
         moved = x.index_select(dim, order).view(target)
         assert torch.equal(moved, x.view(target).index_select(place.dim, expanded(place, order)))
         back = along(node, place, length, index=0)
-        assert back is not None and (length == 1 or back.inputs[0] == Place(dim))
+        assert back is not None and (length == 1 or back.inputs[0] == SequenceDim(dim))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..permute.token_axes import Place, along
+from ..permute.token_axes import SequenceDim, along
 from .losses import call
 from .nodes import tensor_inputs, with_inputs
 
@@ -38,7 +38,7 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
     """Of one loss, along one dim of its targets."""
     logits, targets, ignore_index = loss.args
     assert isinstance(logits, Node) and isinstance(targets, Node)
-    found = _sliced(logits, Place(dim), logits.meta["val"].shape[dim])
+    found = _sliced(logits, SequenceDim(dim), logits.meta["val"].shape[dim])
     if found is None:
         return
     cut, at, path = found
@@ -61,7 +61,7 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
 
 
 def _sliced(
-    node: Node, place: Place, length: int
+    node: Node, place: SequenceDim, length: int
 ) -> tuple[Node, int, list[tuple[Node, int]]] | None:
     """The slice along a sequence that ``node`` comes from, its dim, and the ops in between, last
     first, each with the input that the sequence comes by."""

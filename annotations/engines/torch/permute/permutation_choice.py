@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ..capture.nodes import is_getitem, resolve, tensor_inputs
 from ..plan.engine_cost import Rates, received_seconds
-from .token_axes import Along, Place, along
+from .token_axes import Along, SequenceDim, along
 
 # To start one permutation, on a device: what keeps them few where bytes do not matter.
 PERMUTE_SECONDS = 1e-5
@@ -48,7 +48,7 @@ def follow(
     ways = {node: own[node] for node in start}
     queue = list(start)
 
-    def reach(node: Node, place: Place, slot: int, index: int) -> None:
+    def reach(node: Node, place: SequenceDim, slot: int, index: int) -> None:
         if node in ways:
             return
         way = own.get(node) or along(node, place, length, slot=slot, index=index)
@@ -120,10 +120,14 @@ class OrderCut:
         return moves
 
     def _moves_of(
-        self, value: Node, producer: Node, held: Place | None, users: Sequence[tuple[Node, int]]
+        self,
+        value: Node,
+        producer: Node,
+        held: SequenceDim | None,
+        users: Sequence[tuple[Node, int]],
     ) -> list[Move]:
         """Of one result."""
-        wants: dict[Place | None, list[Node | None]] = {}
+        wants: dict[SequenceDim | None, list[Node | None]] = {}
         for reader, slot in users:
             way = self.ways.get(reader)
             wants.setdefault(None if way is None else way.inputs[slot], []).append(
@@ -145,7 +149,7 @@ class OrderCut:
         same += [None] * bool(others)
         return [*moves, Move(value, True, producer, same, seconds)] if same else moves
 
-    def _wanted(self, reader: Node, slot: int) -> Place | None:
+    def _wanted(self, reader: Node, slot: int) -> SequenceDim | None:
         way = self.ways.get(reader)
         return None if way is None else way.inputs[slot]
 

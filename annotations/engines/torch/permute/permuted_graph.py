@@ -22,7 +22,7 @@ from annotations.rules import LateOrder, Order
 from ..capture.capture import Captured
 from ..capture.losses import call
 from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
-from .token_axes import Along, Place
+from .token_axes import Along, SequenceDim
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ def reordered(captured: Captured, hoisting: SequencePermutation) -> Captured:
         if node.op in ("call_function", "output") and not is_getitem(node):
             rewriting.feed(node)
     for name, told in hoisting.told.items():
-        tell(rewriting.nodes[name], told)
+        set_arguments(rewriting.nodes[name], told)
     graph.lint()
     return replace(captured, graph=graph, constants={**captured.constants, **rewriting.constants})
 
 
-def tell(node: Node, told: Mapping[str, Any]) -> None:
+def set_arguments(node: Node, told: Mapping[str, Any]) -> None:
     """Give a call of an annotated op other arguments, by name."""
     record = record_of(node.target)
     assert record is not None
@@ -74,8 +74,8 @@ class _Rewriting:
         self.nodes = {node.name: node for node in graph.nodes}
         self.constants: dict[str, Tensor] = {}
         self._graph, self._hoisting = graph, hoisting
-        self._permuted: dict[tuple[Node, Place, bool], Node] = {}
-        self._indices: dict[tuple[Place, bool, torch.device], Node] = {}
+        self._permuted: dict[tuple[Node, SequenceDim, bool], Node] = {}
+        self._indices: dict[tuple[SequenceDim, bool, torch.device], Node] = {}
         self._last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
         if isinstance(hoisting.order, LateOrder):
             self._first(self.nodes[hoisting.order.by])
@@ -86,7 +86,7 @@ class _Rewriting:
         wanted = [None] * len(tensor_inputs(node)) if way is None else way.inputs
         node.args, node.kwargs = with_inputs(node, lambda x, n: self._brought(x, wanted[n]))
 
-    def _brought(self, value: Node, wanted: Place | None) -> Node:
+    def _brought(self, value: Node, wanted: SequenceDim | None) -> Node:
         producer, index = resolve(value)
         way = self._hoisting.ways.get(producer.name)
         held = None if way is None else way.outputs[index]
@@ -95,7 +95,7 @@ class _Rewriting:
         natural = value if held is None else self._permute(value, held, back=True)
         return natural if wanted is None else self._permute(natural, wanted, back=False)
 
-    def _permute(self, value: Node, place: Place, *, back: bool) -> Node:
+    def _permute(self, value: Node, place: SequenceDim, *, back: bool) -> Node:
         key = value, place, back
         if key not in self._permuted:
             index = self._index(value, place, back)
@@ -107,7 +107,7 @@ class _Rewriting:
                 )
         return self._permuted[key]
 
-    def _index(self, value: Node, place: Place, back: bool) -> Node:
+    def _index(self, value: Node, place: SequenceDim, back: bool) -> Node:
         """The permutation of a whole dim."""
         like, order = value.meta["val"], self._hoisting.order
         key = replace(place, dim=0), back, like.device
@@ -118,7 +118,7 @@ class _Rewriting:
                 self._indices[key] = self._constant(order, place, back, like)
         return self._indices[key]
 
-    def _constant(self, order: Order, place: Place, back: bool, like: Tensor) -> Node:
+    def _constant(self, order: Order, place: SequenceDim, back: bool, like: Tensor) -> Node:
         """A placeholder for it."""
         dim = order.indices(place.outer, place.inner, back)
         name = f"c_order_{len(self.nodes)}_{len(self.constants)}"
@@ -128,7 +128,7 @@ class _Rewriting:
         self.constants[node.name] = torch.from_numpy(dim).to(like.device)
         return node
 
-    def _made(self, order: LateOrder, place: Place, back: bool, like: Tensor) -> Node:
+    def _made(self, order: LateOrder, place: SequenceDim, back: bool, like: Tensor) -> Node:
         """A call that makes it of what the batch says."""
         by, (namespace, name) = self.nodes[order.by], order.make.split("::")
         op = getattr(getattr(torch.ops, namespace), name).default

@@ -58,7 +58,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Place:
+class SequenceDim:
     """Where a sequence lies in a tensor: its dim ``dim`` is ``outer`` x sequence x ``inner``."""
 
     dim: int
@@ -74,11 +74,13 @@ class Along:
         inputs, outputs: where it lies in each tensor input and result; None where it does not.
     """
 
-    inputs: tuple[Place | None, ...]
-    outputs: tuple[Place | None, ...]
+    inputs: tuple[SequenceDim | None, ...]
+    outputs: tuple[SequenceDim | None, ...]
 
 
-def along(node: Node, place: Place, length: int, *, slot: int = -1, index: int = 0) -> Along | None:
+def along(
+    node: Node, place: SequenceDim, length: int, *, slot: int = -1, index: int = 0
+) -> Along | None:
     """How ``node`` goes along a sequence, or None where it does not take it in any order.
 
     Args:
@@ -95,13 +97,13 @@ def along(node: Node, place: Place, length: int, *, slot: int = -1, index: int =
     return None
 
 
-def _at(place: Place) -> Callable[[int | None], Place | None]:
-    return lambda dim: None if dim is None else Place(dim, place.outer, place.inner)
+def _at(place: SequenceDim) -> Callable[[int | None], SequenceDim | None]:
+    return lambda dim: None if dim is None else SequenceDim(dim, place.outer, place.inner)
 
 
 def along_dim(node: Node, bound: BoundAnnotation, identifier: str) -> Along:
     """How a call of an annotated op goes along the dim of this name."""
-    axis, place = _axis(node, bound, identifier), _at(Place(0))
+    axis, place = _axis(node, bound, identifier), _at(SequenceDim(0))
     return Along(tuple(map(place, axis.inputs)), tuple(map(place, axis.outputs)))
 
 
@@ -142,7 +144,7 @@ def _alone(shapes: Iterable[Shape], name: str) -> bool:
     return all(dim.identifiers == (name,) for dim in dims if name in dim.identifiers)
 
 
-def _through_view(node: Node, place: Place, length: int, slot: int) -> Along | None:
+def _through_view(node: Node, place: SequenceDim, length: int, slot: int) -> Along | None:
     """A view keeps the order of all elements: those before, in and after the sequence."""
     (source,), (target,) = shapes_in(node), shapes_out(node)
     here, there = (target, source) if slot < 0 else (source, target)
@@ -151,7 +153,7 @@ def _through_view(node: Node, place: Place, length: int, slot: int) -> Along | N
     for dim, size in enumerate(there):
         lead, tail = math.prod(there[:dim]), math.prod(there[dim + 1 :])
         if before % lead == 0 and after % tail == 0:
-            found = Place(dim, before // lead, after // tail)
+            found = SequenceDim(dim, before // lead, after // tail)
             if size == found.outer * length * found.inner:
                 return Along((found,), (place,)) if slot < 0 else Along((place,), (found,))
     return None
