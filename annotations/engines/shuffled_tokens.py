@@ -39,7 +39,7 @@ class TokenOrder:
 
 
 @dataclass(frozen=True)
-class Along:
+class TokenDims:
     """How an op goes along its tokens.
 
     Attributes:
@@ -79,7 +79,7 @@ class Call(ABC):
         """Where the first input has this identifier; None where it is not to be cut."""
 
     @abstractmethod
-    def along(self, slot: int, dim: Any) -> Along | None:
+    def along(self, slot: int, dim: Any) -> TokenDims | None:
         """How it goes along the tokens that input ``slot`` has in ``dim``; None if it mixes them or
         depends on their places."""
 

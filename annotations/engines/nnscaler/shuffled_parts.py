@@ -16,7 +16,7 @@ from nnscaler.ir.cten import IRTensor
 from annotations.errors import PartitionError
 from annotations.rules import PartitionRule
 
-from ..shuffled_tokens import Along, Call, TokenOrder, TokenOrders, order_error
+from ..shuffled_tokens import Call, TokenDims, TokenOrder, TokenOrders, order_error
 from . import placement
 from .graph_values import on_meta, restored, traced
 from .op_node import OpNode
@@ -50,7 +50,7 @@ class ShuffledGraph:
         for node, own in zip(nodes, ours, strict=True):
             if node.name in _SHUFFLES and not own and any(ours):
                 raise order_error(_title(node), *_THEIRS)
-        calls = [_Call(node, self) for node in nodes]
+        calls = [_TracedCall(node, self) for node in nodes]
         following = TokenOrders(operator.eq)
         try:
             for call in calls:
@@ -104,7 +104,7 @@ class ShuffledGraph:
         return True
 
 
-class _Call(Call):
+class _TracedCall(Call):
     """A node of nnscaler's; its tensors are the whole ones."""
 
     def __init__(self, node: Any, graph: ShuffledGraph) -> None:
@@ -122,7 +122,7 @@ class _Call(Call):
     def dim_of(self, identifier: str) -> int | None:
         return _dim(self.node.anno.inputs()[0], identifier)
 
-    def along(self, slot: int, dim: int) -> Along | None:
+    def along(self, slot: int, dim: int) -> TokenDims | None:
         node, rule = self.node, self.rule
         if getattr(node, "anno", None) is None:
             return None
@@ -139,7 +139,7 @@ class _Call(Call):
         if not (name in rule.orders if rule is not None and takes else self._is_free(name)):
             return None
         inputs, outputs = ([_dim(shape, name) for shape in side] for side in (read, made))
-        return Along(inputs, outputs, name if takes else "")
+        return TokenDims(inputs, outputs, name if takes else "")
 
     def _is_free(self, name: str) -> bool:
         if self.rule is not None and name in {**self.rule.communicates, **self.rule.told}:

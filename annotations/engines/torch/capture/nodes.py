@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from annotations.record import OpRecord
 
 # These give the same integers.
-COPIES = (
+INTEGER_COPIES = (
     torch.ops.aten.clone.default,
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -39,7 +39,7 @@ def resolve(node: Node) -> tuple[Node, int]:
 
 def origin(node: Node) -> Node:
     """Of integers, the node that they were copied from, whatever the dtype."""
-    while node.target in COPIES:
+    while node.target in INTEGER_COPIES:
         node = node.all_input_nodes[0]
     return node
 
@@ -83,6 +83,16 @@ def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
     return record.arguments(*given)
 
 
+def argument_of(node: Node, name: str) -> Any:
+    """An argument of a call by its name in the op's schema."""
+    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if n < len(node.args):
+                return node.args[n]
+            return node.kwargs.get(name, argument.default_value)
+    return None
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
     found: list[Node] = []
@@ -105,3 +115,11 @@ def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, A
         return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
 
     return torch.fx.map_arg((node.args, node.kwargs), visit)
+
+
+def call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call of ``op`` in a graph, at its insertion point, with what it returns noted."""
+    node = graph.call_function(op, args, kwargs)
+    values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
+    node.meta["val"] = op(*values, **kwargs)
+    return node

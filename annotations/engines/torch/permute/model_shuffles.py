@@ -18,7 +18,7 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation
 from annotations.registry import record_of
 
-from ...shuffled_tokens import Along, Call, TokenOrder, TokenOrders
+from ...shuffled_tokens import Call, TokenDims, TokenOrder, TokenOrders
 from ..capture.capture import Captured
 from ..capture.nodes import is_getitem, origin, resolve, same_integers, tensor_inputs, values_of
 from ..plan.policies import module_of
@@ -31,7 +31,7 @@ _SEQUENCES = ("l", "lq")  # of tokens, as annotated ops call them
 
 def shuffles(captured: Captured) -> list[Node]:
     """The ops of a graph that put tokens in another order, or back, or work in one."""
-    return [node for node in captured.graph.nodes if _Call(node).shuffle is not None]
+    return [node for node in captured.graph.nodes if _NodeCall(node).shuffle is not None]
 
 
 def without_shuffles(captured: Captured) -> Captured:
@@ -39,7 +39,7 @@ def without_shuffles(captured: Captured) -> Captured:
     graph = copy.deepcopy(captured.graph)
     found = replace(captured, graph=graph)
     for node in shuffles(found):
-        call = _Call(node)
+        call = _NodeCall(node)
         assert call.shuffle is not None
         before, after = call.shuffle.orders(call.arguments)
         if before == after:  # it does something else, in that order
@@ -58,7 +58,7 @@ def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | Non
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
     """
-    taking = {node.name for node in captured.graph.nodes if _Call(node).takes_an_order}
+    taking = {node.name for node in captured.graph.nodes if _NodeCall(node).takes_an_order}
     taking = taking or {node.name for node in shuffles(captured)}
     axes = set()
     for name in taking:
@@ -80,14 +80,14 @@ def ordered(captured: Captured) -> Captured:
     orders = TokenOrders(functools.partial(same_integers, constants=captured.constants))
     for node in list(graph.nodes):
         if node.op == "output":
-            orders.returned(_Call(node).inputs)
+            orders.returned(_NodeCall(node).inputs)
         elif not is_getitem(node):
-            orders.visit(_Call(node))
+            orders.visit(_NodeCall(node))
     graph.lint()
     return replace(captured, graph=graph)
 
 
-class _Call(Call):
+class _NodeCall(Call):
     """A node. Where a tensor has its tokens is a :class:`.SequenceDim` and how many they are."""
 
     def __init__(self, node: Node) -> None:
@@ -113,7 +113,7 @@ class _Call(Call):
         [dim] = (x for x in along_dim(self.node, bound, identifier).inputs if x is not None)
         return dim, bound.sizes[identifier]
 
-    def along(self, slot: int, dim: tuple[SequenceDim, int]) -> Along | None:
+    def along(self, slot: int, dim: tuple[SequenceDim, int]) -> TokenDims | None:
         here, length = dim
         identifier = ""
         if self.takes_an_order:
@@ -129,7 +129,7 @@ class _Call(Call):
         sources = zip(way.inputs, tensor_inputs(self.node), strict=True)
         inputs = [None if each is None or _is_uniform(x) else (each, length) for each, x in sources]
         outputs = [None if each is None else (each, length) for each in way.outputs]
-        return Along(inputs, outputs, identifier)
+        return TokenDims(inputs, outputs, identifier)
 
     def origin(self, name: str) -> Node:
         return origin(self.arguments[name])

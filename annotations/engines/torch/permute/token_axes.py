@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class SequenceDim:
-    """Where a sequence lies in a tensor: its dim ``dim`` is ``outer`` x sequence x ``inner``."""
+    """Where a tensor has a sequence: its dim ``dim`` is ``outer`` x sequence x ``inner``."""
 
     dim: int
     outer: int = 1
@@ -68,10 +68,10 @@ class SequenceDim:
 
 @dataclass(frozen=True)
 class Along:
-    """An op along a sequence, which may be in any order if it is the same in all these places.
+    """An op along a sequence, which may be in any order if it is the same in all these dims.
 
     Attributes:
-        inputs, outputs: where it lies in each tensor input and result; None where it does not.
+        inputs, outputs: where each tensor input and result has it; None where one has not.
     """
 
     inputs: tuple[SequenceDim | None, ...]
@@ -79,32 +79,35 @@ class Along:
 
 
 def along(
-    node: Node, place: SequenceDim, length: int, *, slot: int = -1, index: int = 0
+    node: Node, at: SequenceDim, length: int, *, slot: int = -1, index: int = 0
 ) -> Along | None:
     """How ``node`` goes along a sequence, or None where it does not take it in any order.
 
     Args:
-        place: where it lies in tensor input ``slot``, or if that is -1 in result ``index``.
+        at: where tensor input ``slot`` has it, or if that is -1 result ``index``.
         length: of the sequence.
     """
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     if node.target in VIEWS:
-        return _through_view(node, place, length, slot)
+        return _through_view(node, at, length, slot)
     for axis in axes_of(node):
-        if (axis.outputs[index] if slot < 0 else axis.inputs[slot]) == place.dim:
-            return Along(*(tuple(map(_at(place), dims)) for dims in (axis.inputs, axis.outputs)))
+        if (axis.outputs[index] if slot < 0 else axis.inputs[slot]) == at.dim:
+            return _along(axis, at)
     return None
 
 
-def _at(place: SequenceDim) -> Callable[[int | None], SequenceDim | None]:
-    return lambda dim: None if dim is None else SequenceDim(dim, place.outer, place.inner)
+def _along(axis: Axis, at: SequenceDim) -> Along:
+    inputs, outputs = (
+        tuple(None if dim is None else replace(at, dim=dim) for dim in dims)
+        for dims in (axis.inputs, axis.outputs)
+    )
+    return Along(inputs, outputs)
 
 
 def along_dim(node: Node, bound: BoundAnnotation, identifier: str) -> Along:
     """How a call of an annotated op goes along the dim of this name."""
-    axis, place = _axis(node, bound, identifier), _at(SequenceDim(0))
-    return Along(tuple(map(place, axis.inputs)), tuple(map(place, axis.outputs)))
+    return _along(_axis(node, bound, identifier), SequenceDim(0))
 
 
 def axes_of(node: Node) -> list[Axis]:
@@ -144,16 +147,16 @@ def _alone(shapes: Iterable[Shape], name: str) -> bool:
     return all(dim.identifiers == (name,) for dim in dims if name in dim.identifiers)
 
 
-def _through_view(node: Node, place: SequenceDim, length: int, slot: int) -> Along | None:
+def _through_view(node: Node, at: SequenceDim, length: int, slot: int) -> Along | None:
     """A view keeps the order of all elements: those before, in and after the sequence."""
     (source,), (target,) = shapes_in(node), shapes_out(node)
     here, there = (target, source) if slot < 0 else (source, target)
-    before = math.prod(here[: place.dim]) * place.outer
-    after = math.prod(here[place.dim + 1 :]) * place.inner
+    before = math.prod(here[: at.dim]) * at.outer
+    after = math.prod(here[at.dim + 1 :]) * at.inner
     for dim, size in enumerate(there):
         lead, tail = math.prod(there[:dim]), math.prod(there[dim + 1 :])
         if before % lead == 0 and after % tail == 0:
             found = SequenceDim(dim, before // lead, after // tail)
             if size == found.outer * length * found.inner:
-                return Along((found,), (place,)) if slot < 0 else Along((place,), (found,))
+                return Along((found,), (at,)) if slot < 0 else Along((at,), (found,))
     return None

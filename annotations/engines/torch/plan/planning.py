@@ -18,12 +18,12 @@ from annotations.progress import stage
 
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
-from ..capture.label_shift import whole_logits
 from ..module.parameters import in_dtype
 from ..module.rank_agreement import compare, facts_of
+from ..permute.label_shift import whole_logits
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
-from ..permute.permuted_graph import SequencePermutation, reordered
-from ..permute.sequence_permutation import hoisted, hoisted_as
+from ..permute.permuted_graph import SequencePermutation, permuted
+from ..permute.sequence_permutation import permutations_of, permutations_on_mesh
 from ..report.engine_plan import EnginePlan, Split, to_plain
 from ..report.plan_summary import cut, graph_hash, make_report
 from ..strategies.choices import find_choices
@@ -59,7 +59,7 @@ class Planned:
         """The graph that the plan is of."""
         if shuffles(captured):
             captured = ordered(captured) if self.shuffled else without_shuffles(captured)
-        return functools.reduce(reordered, self.permutations, captured)
+        return functools.reduce(permuted, self.permutations, captured)
 
     def noted(self, notes: Sequence[str]) -> Planned:
         """The same with these lines below the plan's title."""
@@ -125,11 +125,11 @@ class Planning:
         """
         policy, settings = self._policy_here(captured, policy), self.config.pas_config
         if isinstance(policy, EnginePlan):
-            permutations, notes = hoisted_as(policy, captured, self.rates, settings)
+            permutations, notes = permutations_of(policy, captured, self.rates, settings)
             return self._planned(captured, policy, permutations, {}).noted(notes)
         natural = self._planned(captured, policy, (), splits or {})
         splits, shape = natural.report.splits, tuple(self.mesh.shape)
-        permutations, notes = hoisted(captured, splits, shape, self.rates, settings)
+        permutations, notes = permutations_on_mesh(captured, splits, shape, self.rates, settings)
         if not permutations:
             return natural.noted(notes)
         always = settings.get("hoist")
@@ -165,7 +165,7 @@ class Planning:
         Args:
             splits: of the annotated ops, which keep those that the order was chosen for.
         """
-        graph = functools.reduce(reordered, permutations, captured)
+        graph = functools.reduce(permuted, permutations, captured)
         choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
         if isinstance(policy, EnginePlan):
             limits = limits_of_plan(policy, choices)

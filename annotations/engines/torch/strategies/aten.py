@@ -25,12 +25,11 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation, bind
 from annotations.grammar import Annotation
 from annotations.registry import record_of
+from annotations.solving import TensorShape
 
-from ..capture.nodes import arguments_of, tensor_inputs
+from ..capture.nodes import argument_of, arguments_of, tensor_inputs
 from . import aten_products as products
 from .aten_calls import (
-    Shape,
-    argument_of,
     as_sizes,
     broadcast,
     name_of,
@@ -67,7 +66,7 @@ def bound_of(node: Node) -> BoundAnnotation | None:
 
 @functools.lru_cache(maxsize=4096)
 def _bound(
-    text: str, op: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
+    text: str, op: str, inputs: tuple[TensorShape, ...], outputs: tuple[TensorShape, ...]
 ) -> BoundAnnotation:
     """Results also say sizes: those of dims that no input has."""
     annotation = Annotation.parse(text)
@@ -109,7 +108,7 @@ def _same_dims(node: Node, but: Collection[int] = (), uncut: Collection[int] = (
     ]
     names = [f"a{n}^" if n in uncut else f"a{n}" for n in range(len(free))]
 
-    def dims(shape: Shape) -> list[str]:
+    def dims(shape: TensorShape) -> list[str]:
         if len(shape) != len(free):
             return as_sizes(shape)
         return [name if ok else str(n) for n, name, ok in zip(shape, names, free, strict=True)]
@@ -239,7 +238,7 @@ def _indexed(node: Node) -> str | None:
     return _indexed_at(shape, at[0], [f"i{n}" for n in range(len(index))])
 
 
-def _indexed_at(shape: Shape, dim: int, index: list[str]) -> str:
+def _indexed_at(shape: TensorShape, dim: int, index: list[str]) -> str:
     names = names_of(len(shape))
     read = [*names[:dim], str(shape[dim]), *names[dim + 1 :]]
     return written([read, index], [names[:dim] + index + names[dim + 1 :]])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch.fx import Node
 
-from ..capture.nodes import tensor_inputs, values_of
+from annotations.solving import TensorShape
 
-Shape = tuple[int, ...]
+from ..capture.nodes import argument_of, tensor_inputs, values_of
+
 Names = Sequence[str]
 
 
@@ -18,24 +18,14 @@ def name_of(node: Node) -> str:
     return str(node.target).rsplit(".", 1)[0]
 
 
-def shapes_in(node: Node) -> list[Shape]:
+def shapes_in(node: Node) -> list[TensorShape]:
     """Of an op's tensor inputs."""
     return [tuple(x.meta["val"].shape) for x in tensor_inputs(node)]
 
 
-def shapes_out(node: Node) -> list[Shape]:
+def shapes_out(node: Node) -> list[TensorShape]:
     """Of its results."""
     return [tuple(x.shape) for x in values_of(node)]
-
-
-def argument_of(node: Node, name: str) -> Any:
-    """An argument of a call by its name in the op's schema."""
-    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            if n < len(node.args):
-                return node.args[n]
-            return node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def named_dims(node: Node, name: str) -> set[int]:
@@ -61,7 +51,7 @@ def names_of(count: int) -> list[str]:
     return [f"a{n}" for n in range(count)]
 
 
-def broadcast(shape: Shape, names: Names, result: Shape) -> list[str]:
+def broadcast(shape: TensorShape, names: Names, result: TensorShape) -> list[str]:
     """The dims of a tensor that broadcasts to ``result``, which has these names."""
     last = len(result) - len(shape)
     pairs = zip(shape, names[last:], result[last:], strict=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..capture.nodes import tensor_inputs
+from ..capture.nodes import argument_of, tensor_inputs
 from .aten_calls import (
-    argument_of,
     as_sizes,
     broadcast,
     name_of,
@@ -55,7 +54,7 @@ def convolution(node: Node) -> str:
     transposed = "transpose" in name_of(node) or argument_of(node, "transposed")
     c, n = "c^" if bias else "c+", "n"
     rows = [c, n] if transposed else [n, c]
-    if argument_of(node, "groups") > 1:  # a call of some of them would have to be told how many
+    if argument_of(node, "groups") > 1:  # a call on some of them needs another number
         c, n = str(x[-spatial - 1]), str(result[-spatial - 1])
         rows = as_sizes(weight[:2])
     batch = ["b"] * (len(x) == len(weight))

@@ -17,9 +17,9 @@ from ..capture.nodes import is_getitem, resolve, tensor_inputs, values_of
 from ..plan.policies import OpSite, sites
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
-from .reshard import ReshardStep, Shape, gradient_steps, steps
+from .reshard import ReshardStep, gradient_steps, steps
 
-# How a tensor is read, and how its gradient then lies.
+# The placements in which a tensor is read, and those of its gradient.
 Reading = tuple[Placements, Placements]
 
 
@@ -55,7 +55,7 @@ class Choices:
     parameters: Mapping[Node, str]
     stored: Mapping[Node, Tensor]
     differentiated: Mapping[Node, bool]
-    parts: Shape
+    parts: tuple[int, ...]
     copies: int
 
 

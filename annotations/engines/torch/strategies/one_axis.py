@@ -84,7 +84,7 @@ def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
     value = node.meta["val"]
     dims = range(value.ndim if value.ndim > 1 else 0)
     cut = [Shard(dim) for dim in dims if value.shape[dim] >= parts]
-    return [_whole(0, 1), *(AxisStrategy((), (place,), ()) for place in cut)]
+    return [_whole(0, 1), *(AxisStrategy((), (shard,), ()) for shard in cut)]
 
 
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisStrategy]:
@@ -130,9 +130,9 @@ def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy
 
 
 def _may_run_locally(record: OpRecord, split: Split) -> bool:
-    """Whether the op on each rank's part, told nothing, is that part of the op and its gradient."""
-    told = split.identifier in record.rule.communicates or split.identifier in record.rule.told
-    return not told and Spread.REPLICATE not in split.outputs
+    """Whether the op as it is, on each rank's part, is that part of the op and its gradient."""
+    aware = split.identifier in record.rule.communicates or split.identifier in record.rule.told
+    return not aware and Spread.REPLICATE not in split.outputs
 
 
 def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:

@@ -42,7 +42,7 @@ class Strategy:
     """One way to run an op on the mesh.
 
     Attributes:
-        inputs, outputs, grads: of each tensor how it lies along each axis, as of AxisStrategy.
+        inputs, outputs, grads: placements of each tensor, as of AxisStrategy.
         split: for each axis what an annotated op is split on.
         inner: for each axis what an annotated op moves inside, and how uneven its parts are.
         divided: for each axis whether its ranks do a part of the work each.
@@ -116,7 +116,7 @@ def _combine(
             local,
         )
         placed = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
-        if all(fits(value, places, parts) for value, places in placed):
+        if all(fits(value, placements, parts) for value, placements in placed):
             found.append(_with_costs(node, made, parts))
     return found
 
@@ -171,8 +171,8 @@ def _cut_elsewhere(
             size = next(b.sizes[identifier] for b in whole if identifier in b.sizes)
             site = SplitSite(identifier, size, parts[other], COST_ONLY)
             arguments |= record.rule.arguments(record.title, site)
-    for name, places in zip(tensors, strategy.inputs, strict=True):
-        others = tuple(Replicate() if a == axis else p for a, p in enumerate(places))
+    for name, placements in zip(tensors, strategy.inputs, strict=True):
+        others = tuple(Replicate() if a == axis else p for a, p in enumerate(placements))
         shape = local_shape(arguments[name].shape, others, parts)
         if shape != tuple(arguments[name].shape):
             arguments[name] = torch.empty(shape, dtype=arguments[name].dtype, device="meta")
