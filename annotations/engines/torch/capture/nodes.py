@@ -64,6 +64,16 @@ def values_of(node: Node) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def shapes_in(node: Node) -> list[tuple[int, ...]]:
+    """Of an op's tensor inputs."""
+    return [tuple(x.meta["val"].shape) for x in tensor_inputs(node)]
+
+
+def shapes_out(node: Node) -> list[tuple[int, ...]]:
+    """Of its results."""
+    return [tuple(x.shape) for x in values_of(node)]
+
+
 def signature(node: Node, inputs: Sequence[Node]) -> Any:
     """What two calls have in common that may run in the same ways."""
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)

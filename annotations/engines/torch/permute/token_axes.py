@@ -25,9 +25,8 @@ from annotations.grammar import Shape
 from annotations.registry import record_of
 from annotations.solving import reduces_of
 
-from ..capture.nodes import arguments_of
+from ..capture.nodes import arguments_of, shapes_in, shapes_out
 from ..strategies.aten import bound_of
-from ..strategies.aten_calls import shapes_in, shapes_out
 
 aten = torch.ops.aten
 

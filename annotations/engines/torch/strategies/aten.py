@@ -17,7 +17,7 @@ their annotations say, on local tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.fx import Node
@@ -27,18 +27,7 @@ from annotations.grammar import Annotation
 from annotations.registry import record_of
 from annotations.solving import TensorShape
 
-from ..capture.nodes import argument_of, arguments_of, tensor_inputs
-from . import aten_products as products
-from .aten_calls import (
-    as_sizes,
-    broadcast,
-    name_of,
-    named_dims,
-    names_of,
-    shapes_in,
-    shapes_out,
-    written,
-)
+from ..capture.nodes import argument_of, arguments_of, shapes_in, shapes_out, tensor_inputs
 
 Describe = Callable[[Node], str | None]
 
@@ -58,7 +47,10 @@ def bound_of(node: Node) -> BoundAnnotation | None:
     record = record_of(node.target)
     if record is not None:
         return record.bind(arguments_of(node, record))
-    text = annotation_of(node)
+    tags = getattr(node.target, "tags", ())
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    describe = ANNOTATIONS.get(name_of(node), _elementwise if pointwise else None)
+    text = None if describe is None else describe(node)
     if text is None:
         return None
     return _bound(text, str(node.target), tuple(shapes_in(node)), tuple(shapes_out(node)))
@@ -68,184 +60,201 @@ def bound_of(node: Node) -> BoundAnnotation | None:
 def _bound(
     text: str, op: str, inputs: tuple[TensorShape, ...], outputs: tuple[TensorShape, ...]
 ) -> BoundAnnotation:
-    """Results also say sizes: those of dims that no input has."""
     annotation = Annotation.parse(text)
     named = {name for shape in annotation.inputs for dim in shape.dims for name in dim.named}
-    made = {
+    sizes = {  # of dims that no input has
         name: size
-        for shape, sizes in zip(annotation.outputs, outputs, strict=True)
-        for dim, size in zip(shape.dims, sizes, strict=False)
+        for shape, result in zip(annotation.outputs, outputs, strict=True)
+        for dim, size in zip(shape.dims, result, strict=False)
         for name in dim.named
         if name not in named
     }
-    return bind(annotation, op, [f"input {n}" for n in range(len(inputs))], inputs, made)
+    return bind(annotation, op, [f"input {n}" for n in range(len(inputs))], inputs, sizes)
 
 
-def annotation_of(node: Node) -> str | None:
-    """The annotation of a call of one of torch's ops, None if nothing is known of it."""
-    tags = getattr(node.target, "tags", ())
-    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    describe = ANNOTATIONS.get(name_of(node), _elementwise if pointwise else None)
-    return None if describe is None else describe(node)
+def name_of(node: Node) -> str:
+    """``aten.sum`` of ``aten.sum.dim_IntList``."""
+    return str(node.target).rsplit(".", 1)[0]
+
+
+def _text(inputs: Iterable[Sequence[str]], outputs: Iterable[Sequence[str]]) -> str:
+    """The annotation of tensors with these dims."""
+    sides = (", ".join(" ".join(dims) or "()" for dims in side) for side in (inputs, outputs))
+    return " -> ".join(sides)
+
+
+def _sizes(shape: Iterable[int]) -> list[str]:
+    return [str(size) for size in shape]
+
+
+def _names(shape: TensorShape) -> list[str]:
+    return [f"a{n}" for n in range(len(shape))]
+
+
+def _broadcast(shape: TensorShape, names: Sequence[str], result: TensorShape) -> list[str]:
+    """The dims of a tensor that broadcasts to ``result``, which has these names."""
+    last = len(result) - len(shape)
+    pairs = zip(shape, names[last:], result[last:], strict=True)
+    return [name if size == whole else str(size) for size, name, whole in pairs]
 
 
 def _elementwise(node: Node) -> str:
-    inputs, results = shapes_in(node), shapes_out(node)
-    names = names_of(len(results[0]))
-    for dim, whole in enumerate(results[0]):
-        sizes = {s[dim - len(results[0])] for s in inputs if len(s) >= len(results[0]) - dim}
+    inputs, (result, *others) = shapes_in(node), shapes_out(node)
+    names = _names(result)
+    for dim, whole in enumerate(result):
+        sizes = {s[dim - len(result)] for s in inputs if len(s) >= len(result) - dim}
         if not sizes <= {1, whole}:  # repeat lays out copies
             names[dim] = str(whole)
-    return written([broadcast(s, names, results[0]) for s in inputs], [names] * len(results))
+    return _text([_broadcast(s, names, result) for s in inputs], [names, *(names for _ in others)])
 
 
-def _same_dims(node: Node, but: Collection[int] = (), uncut: Collection[int] = ()) -> str:
-    """All tensors go along one by one, except in the dims ``but``; ``uncut`` are not to be cut."""
-    inputs, outputs = shapes_in(node), shapes_out(node)
-    free = [
-        dim not in but and all(len(s) == len(inputs[0]) and s[dim] == size for s in inputs)
-        for dim, size in enumerate(inputs[0])
-    ]
-    names = [f"a{n}^" if n in uncut else f"a{n}" for n in range(len(free))]
+def _all_but(apart: Callable[[Node], Collection[int]], mark: str | None = None) -> Describe:
+    """An op that goes along one by one in all dims except those ``apart``, which results may lack.
 
-    def dims(shape: TensorShape) -> list[str]:
-        if len(shape) != len(free):
-            return as_sizes(shape)
-        return [name if ok else str(n) for n, name, ok in zip(shape, names, free, strict=True)]
+    Args:
+        mark: of the names of these, where their order does not matter either; where an op has
+            several results, one of them is an index, to which it does.
+    """
 
-    return written(map(dims, inputs), map(dims, outputs))
+    def text(node: Node) -> str | None:
+        inputs, outputs = shapes_in(node), shapes_out(node)
+        first, special = inputs[0], apart(node)
+        if mark is not None and len(inputs) > 1:
+            return None
+        names = _names(first)
+        for n, size in enumerate(first):
+            if n in special and mark is not None and len(outputs) == 1:
+                names[n] += mark
+            elif n in special or any(s[n:][:1] != (size,) or len(s) != len(first) for s in inputs):
+                names[n] = ""  # written as its size
+
+        def dims(shape: TensorShape) -> list[str]:
+            if len(shape) == len(first):
+                sizes = zip(shape, names, first, strict=True)
+                return [name if name and n == whole else str(n) for n, name, whole in sizes]
+            if len(shape) + len(special) == len(first):
+                return [name or str(first[n]) for n, name in enumerate(names) if n not in special]
+            return _sizes(shape)
+
+        return _text(map(dims, inputs), map(dims, outputs))
+
+    return text
 
 
-def _but(argument: str) -> Describe:
-    """Order matters in the dims that ``argument`` names."""
-    return lambda node: _same_dims(node, named_dims(node, argument))
+def _given(argument: str) -> Callable[[Node], set[int]]:
+    """The dims of the first input that an argument names; all where it names none."""
+
+    def dims(node: Node) -> set[int]:
+        given, ndim = argument_of(node, argument), len(shapes_in(node)[0])
+        named = [given] if isinstance(given, int) else given
+        return {dim % ndim for dim in named} if named and ndim else set(range(ndim))
+
+    return dims
 
 
-def _padded(node: Node) -> str:
-    ndim = len(shapes_in(node)[0])
-    return _same_dims(node, range(ndim - len(argument_of(node, "pad")) // 2, ndim))
+def _last(count: Callable[[Node], int]) -> Callable[[Node], Collection[int]]:
+    def dims(node: Node) -> range:
+        ndim = len(shapes_in(node)[0])
+        return range(ndim - count(node), ndim)
 
-
-def _last_two(node: Node) -> str:
-    ndim = len(shapes_in(node)[0])
-    return _same_dims(node, range(ndim - 2, ndim))
+    return dims
 
 
 def _inactive(node: Node) -> str | None:
     """Dropout that drops nothing, as capture has seen to."""
     off = argument_of(node, "p") == 0 or argument_of(node, "train") is False
-    return _same_dims(node) if off else None
-
-
-def _leading(node: Node, count: int) -> str:
-    """The first dims of the first input are kept as they are."""
-    (first, *others), outputs = shapes_in(node), shapes_out(node)
-    names = names_of(count)
-    inputs = [names + as_sizes(first[count:]), *map(as_sizes, others)]
-    return written(inputs, [names + as_sizes(shape[count:]) for shape in outputs])
-
-
-def _with_inner(node: Node) -> str:
-    """The last dim is added or taken away, as of complex numbers."""
-    return _leading(node, min(len(shapes_in(node)[0]), len(shapes_out(node)[0])))
+    return _all_but(lambda node: ())(node) if off else None
 
 
 def _normalised(node: Node) -> str:
-    return _leading(node, len(shapes_in(node)[0]) - len(argument_of(node, "normalized_shape")))
+    (first, *others), last = shapes_in(node), len(argument_of(node, "normalized_shape"))
+    read, *made = (["*", *_sizes(s[-last:])] for s in (first, *shapes_out(node)))
+    return _text([read, *map(_sizes, others)], made)
 
 
-def _reduced(mark: str | None) -> Describe:
-    """Some dims are reduced: the mark of their names, None if the result is an index into them."""
-
-    def text(node: Node) -> str | None:
-        (shape, *others), n_outputs = shapes_in(node), len(shapes_out(node))
-        if others:
-            return None
-        gone, keepdim = named_dims(node, "dim"), bool(argument_of(node, "keepdim"))
-        plain = mark is None or n_outputs > 1
-        marked = as_sizes(shape) if plain else [f"{name}{mark}" for name in names_of(len(shape))]
-        dims = [marked[n] if n in gone else f"a{n}" for n in range(len(shape))]
-        kept = [
-            "1" if n in gone else name for n, name in enumerate(dims) if keepdim or n not in gone
-        ]
-        return written([dims], [kept] * n_outputs)
-
-    return text
-
-
-def _renamed(order: Callable[[Node, int], Sequence[int]]) -> Describe:
-    """The dims in another order: result dim n is input dim ``order[n]``."""
-
-    def text(node: Node) -> str:
-        names = names_of(len(shapes_in(node)[0]))
-        return written([names], [[names[dim] for dim in order(node, len(names))]])
-
-    return text
-
-
-def _permuted(node: Node, ndim: int) -> list[int]:
-    return [dim % ndim for dim in argument_of(node, "dims")]
-
-
-def _swapped(node: Node, ndim: int) -> list[int]:
-    order = list(range(ndim))
-    if ndim > 1:
-        a, b = (argument_of(node, name) for name in ("dim0", "dim1"))
-        a, b = (0, 1) if a is None else (a % ndim, b % ndim)
-        order[a], order[b] = order[b], order[a]
-    return order
-
-
-def _moved(node: Node, ndim: int) -> list[int]:
-    source, target = (argument_of(node, name) % ndim for name in ("source", "destination"))
-    order = [dim for dim in range(ndim) if dim != source]
-    order.insert(target, source)
-    return order
-
-
-def _selected(node: Node) -> str:
-    """One dim is gone."""
-    (shape,), n_outputs = shapes_in(node), len(shapes_out(node))
-    names, gone = names_of(len(shape)), argument_of(node, "dim") % len(shape)
-    names[gone] = str(shape[gone])
-    return written([names], [names[:gone] + names[gone + 1 :]] * n_outputs)
+def _renamed(node: Node) -> str:
+    """The dims in another order: seen from a call in which dim n has size n."""
+    names = _names(shapes_in(node)[0])
+    probe = torch.empty(*range(len(names)), device="meta")
+    order = node.target(probe, *node.args[1:], **node.kwargs).shape  # type: ignore[operator]
+    return _text([names], [[names[n] for n in order]])
 
 
 def _stacked(node: Node) -> str:
     inputs = shapes_in(node)
-    names, new = names_of(len(inputs[0])), argument_of(node, "dim") % (len(inputs[0]) + 1)
-    return written([names] * len(inputs), [[*names[:new], str(len(inputs)), *names[new:]]])
+    names, new = _names(inputs[0]), argument_of(node, "dim") % (len(inputs[0]) + 1)
+    return _text([names] * len(inputs), [[*names[:new], str(len(inputs)), *names[new:]]])
 
 
-def _embedding(node: Node) -> str:
-    table, indices = shapes_in(node)
-    names = names_of(len(indices))
-    return written([as_sizes(table), names], [[*names, str(table[1])]])
+def _matmul(node: Node) -> str | None:
+    (a, b), (result,) = shapes_in(node), shapes_out(node)
+    if min(len(a), len(b)) < 2:
+        return None
+    batch = result[:-2]
+    names = _names(batch)
+    left, right = (_broadcast(shape[:-2], names, batch) for shape in (a, b))
+    return _text([[*left, "m", "k+"], [*right, "k+", "n"]], [[*names, "m", "n"]])
 
 
-def _picked(node: Node) -> str:
-    """``x.index_select(dim, index)``."""
-    shape, _ = shapes_in(node)
-    return _indexed_at(shape, argument_of(node, "dim") % len(shape), ["i"])
+def _addmm(node: Node) -> str:
+    (bias, *_), (result,) = shapes_in(node), shapes_out(node)
+    return f"{' '.join(_broadcast(bias, 'mn', result)) or '()'}, m k^, k^ n -> m n"
+
+
+def _einsum(node: Node) -> str | None:
+    left, arrow, right = str(node.args[0]).replace(" ", "").partition("->")
+    operands = left.split(",")
+    if "." in left or not arrow or any(len(set(o)) < len(o) for o in operands):
+        return None
+    marked = {letter: letter if letter in right else f"{letter}+" for letter in left}
+    return _text([[marked[letter] for letter in each] for each in operands], [right])
 
 
 def _indexed(node: Node) -> str | None:
-    """``x[:, index]`` with one tensor of integers."""
-    at = [n for n, index in enumerate(argument_of(node, "indices")) if index is not None]
-    if len(at) != 1 or tensor_inputs(node)[1].meta["val"].dtype == torch.bool:
+    """``x.index_select(dim, index)``, or ``x[:, index]`` with one tensor of integers."""
+    (shape, index, *more), indices = shapes_in(node), argument_of(node, "indices")
+    if more or tensor_inputs(node)[1].meta["val"].dtype == torch.bool:
         return None
-    shape, index = shapes_in(node)
-    return _indexed_at(shape, at[0], [f"i{n}" for n in range(len(index))])
+    if indices is None:
+        at = argument_of(node, "dim") % len(shape)
+    else:
+        at = next(n for n, each in enumerate(indices) if each is not None)
+    names, new = _names(shape), [f"i{n}" for n in range(len(index))]
+    before, after = names[:at], names[at + 1 :]
+    return _text([[*before, str(shape[at]), *after], new], [[*before, *new, *after]])
 
 
-def _indexed_at(shape: TensorShape, dim: int, index: list[str]) -> str:
-    names = names_of(len(shape))
-    read = [*names[:dim], str(shape[dim]), *names[dim + 1 :]]
-    return written([read, index], [names[:dim] + index + names[dim + 1 :]])
+def _convolution(node: Node) -> str:
+    """Batch and, where there is one group of channels, channels; tokens need their neighbours."""
+    (x, weight, *bias), (result,) = shapes_in(node), shapes_out(node)
+    spatial = len(weight) - 2
+    transposed = "transpose" in name_of(node) or argument_of(node, "transposed")
+    c, n = "c^" if bias else "c+", "n"
+    rows = [c, n] if transposed else [n, c]
+    if argument_of(node, "groups") > 1:  # a call on some of them needs another number
+        c, n = str(x[-spatial - 1]), str(result[-spatial - 1])
+        rows = _sizes(weight[:2])
+    batch = ["b"] * (len(x) == len(weight))
+    read = [[*batch, c, *_sizes(x[-spatial:])], [*rows, *_sizes(weight[2:])], *[[n]] * len(bias)]
+    return _text(read, [[*batch, n, *_sizes(result[-spatial:])]])
 
 
-def _filled(node: Node) -> str:
-    return written([], [names_of(len(shapes_out(node)[0]))])
+def _attention(node: Node) -> str:
+    """torch's ``scaled_dot_product_attention``: batch and heads. Rows need all keys; attention that
+    may be cut on its sequence is the annotated ops'."""
+    (q, k, v, *mask), (result,) = shapes_in(node), shapes_out(node)
+    of_q, of_k = [], []
+    for n, (a, b, c) in enumerate(zip(q[:-2], k[:-2], v[:-2], strict=True)):
+        of_k.append(f"a{n}")
+        if a == b == c:
+            of_q.append(f"a{n}")
+        elif b == c and a % b == 0 and n == len(q) - 3 and argument_of(node, "enable_gqa"):
+            of_q.append(f"(a{n} {a // b})")
+        else:  # nothing may be cut
+            return _text(map(_sizes, (q, k, v, *mask)), [_sizes(result)])
+    read = [lead + _sizes(s[-2:]) for lead, s in zip((of_q, of_k, of_k), (q, k, v), strict=True)]
+    read += [_broadcast(s[:-2], of_q, q[:-2]) + _sizes(s[-2:]) for s in mask]
+    return _text(read, [of_q + _sizes(result[-2:])])
 
 
 def _each(names: str, describe: Describe) -> dict[str, Describe]:
@@ -258,34 +267,32 @@ ANNOTATIONS: dict[str, Describe] = {
             "full_like zeros_like ones_like subtract multiply divide floor_divide rsub negative "
             "absolute hardswish log_sigmoid __and__ __or__ __xor__ complex polar real imag conj "
             "_conj masked_fill expand expand_as repeat", _elementwise),
-    **_each("view_as_complex view_as_real one_hot", _with_inner),
-    **_each("softmax _softmax log_softmax _log_softmax",
-            lambda node: _same_dims(node, uncut=named_dims(node, "dim"))),
-    **_each("cumsum cumprod logcumsumexp sort argsort topk slice split split_with_sizes chunk "
-            "narrow gather cat concat concatenate glu repeat_interleave", _but("dim")),
-    **_each("flip roll", _but("dims")),
-    **_each("pad constant_pad_nd", _padded),
-    **_each("tril triu", _last_two),
+    **_each("full zeros ones scalar_tensor", lambda node: _text([], map(_names, shapes_out(node)))),
     **_each("dropout native_dropout", _inactive),
-    **_each("layer_norm native_layer_norm rms_norm _fused_rms_norm", _normalised),
-    **_each("sum nansum count_nonzero", _reduced("+")),
+    **_each("softmax _softmax log_softmax _log_softmax", _all_but(_given("dim"), "^")),
+    **_each("cumsum cumprod logcumsumexp sort argsort topk slice split split_with_sizes chunk "
+            "narrow gather cat concat concatenate glu repeat_interleave select unbind "
+            "argmax argmin median", _all_but(_given("dim"))),
+    **_each("sum nansum count_nonzero", _all_but(_given("dim"), "+")),
     **_each("mean amax amin any all logsumexp var std prod linalg_vector_norm norm nanmean max min",
-            _reduced("^")),
-    **_each("argmax argmin median", _reduced(None)),
-    **_each("permute", _renamed(_permuted)),
-    **_each("transpose t", _renamed(_swapped)),
-    **_each("movedim", _renamed(_moved)),
-    **_each("select unbind", _selected),
+            _all_but(_given("dim"), "^")),
+    **_each("flip roll", _all_but(_given("dims"))),
+    **_each("pad constant_pad_nd", _all_but(_last(lambda node: len(argument_of(node, "pad")) // 2))),
+    **_each("tril triu", _all_but(_last(lambda node: 2))),
+    **_each("view_as_real one_hot", lambda node: f"* -> * {shapes_out(node)[0][-1]}"),
+    **_each("view_as_complex", lambda node: "* 2 -> *"),
+    **_each("layer_norm native_layer_norm rms_norm _fused_rms_norm", _normalised),
+    **_each("permute transpose t movedim", _renamed),
     **_each("stack", _stacked),
-    **_each("linear", products.linear),
-    **_each("mm bmm matmul", products.matmul),
-    **_each("addmm", products.addmm),
-    **_each("einsum", products.einsum),
-    **_each("embedding", _embedding),
-    **_each("index_select", _picked),
-    **_each("index", _indexed),
-    **_each("full zeros ones scalar_tensor", _filled),
-    **_each("scaled_dot_product_attention", products.attention),
+    # With a bias, a partial sum would have it once a rank.
+    **_each("linear", lambda node: "* k^, n k^, n -> * n" if len(tensor_inputs(node)) > 2
+            else "* k+, n k+ -> * n"),
+    **_each("mm bmm matmul", _matmul),
+    **_each("addmm", _addmm),
+    **_each("einsum", _einsum),
+    **_each("embedding", lambda node: "{0} {1}, * -> * {1}".format(*shapes_in(node)[0])),
+    **_each("index_select index", _indexed),
+    **_each("scaled_dot_product_attention", _attention),
     **_each("convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-            products.convolution),
+            _convolution),
 }  # fmt: skip

@@ -22,8 +22,7 @@ from annotations.registry import record_of
 from annotations.rules import check_parts
 
 from ..capture.nodes import arguments_of, values_of
-from .aten import LOCAL, bound_of
-from .aten_calls import name_of
+from .aten import LOCAL, bound_of, name_of
 
 
 @dataclass(frozen=True)
