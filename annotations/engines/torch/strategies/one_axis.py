@@ -6,8 +6,8 @@ all others by DTensor (:mod:`.dtensor_probe`). A parameter may be kept in parts.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -64,12 +64,12 @@ def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> 
         return _stored_strategies(node, parts), False
     if record is not None:
         return annotated_strategies(node, record, parts), False
-    if node.op == "call_function" and name_of(node) in LOCAL:
+    whole = _whole(len(inputs), len(values_of(node)))
+    if name_of(node) in LOCAL:
         bound = bound_of(node)
         assert bound is not None
-        tensors, whole = range(len(inputs)), _whole(len(inputs), 1)
-        return [whole, *_of_splits(bound, tensors, lambda split: True, parts)], False
-    whole = _whole(len(inputs), len(values_of(node)))
+        splits = _splits(bound, parts)
+        return [whole, *(_of_split(split, range(len(inputs)), True) for split in splits)], False
     return [whole], node.op not in ("placeholder", "output") and bool(inputs)
 
 
@@ -97,22 +97,20 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
     found = [_whole(len(tensors), record.n_outputs)]
     for bound in record.bindings(arguments):
         known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
-        local = functools.partial(_may_run_locally, record)
-        made = _of_splits(bound, tensors, local, parts)
-        found += [each for each in made if (each.inputs, each.outputs) not in known]
+        for split in _splits(bound, parts):
+            made = _of_split(split, tensors, _may_run_locally(record, split))
+            if (made.inputs, made.outputs) not in known:
+                found.append(made)
     return found
 
 
-def _of_splits(
-    bound: BoundAnnotation, tensors: Sequence[int], local: Callable[[Split], bool], parts: int
-) -> list[AxisStrategy]:
-    """One for each split that gives every rank some.
-
-    Args:
-        tensors: which of the op's arguments are tensors.
-    """
-    cut = [split for split in bound.splits() if _can_be_cut(bound, split, parts)]
-    return [_of_split(split, tensors, local(split)) for split in cut]
+def _splits(bound: BoundAnnotation, parts: int) -> Iterator[Split]:
+    """Those that give every rank some, and tear no inner dim."""
+    for split in bound.splits():
+        with contextlib.suppress(PartitionError):
+            check_parts(bound, split, parts)
+            if bound.sizes[split.identifier] >= parts:
+                yield split
 
 
 def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy:
@@ -132,12 +130,3 @@ def _may_run_locally(record: OpRecord, split: Split) -> bool:
     """Whether the op as it is, on each rank's part, is that part of the op and its gradient."""
     aware = split.identifier in record.rule.communicates or split.identifier in record.rule.told
     return not aware and Spread.REPLICATE not in split.outputs
-
-
-def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
-    """Whether every rank gets some of it, and no inner dim is torn."""
-    try:
-        check_parts(bound, split, parts)
-    except PartitionError:
-        return False
-    return bound.sizes[split.identifier] >= parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,10 +130,8 @@ def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -
         return True
     if len(set(names)) < len(names) and not local:
         return False
-    for bound in record.bindings(arguments_of(node, record)):
-        if set(names) <= {split.identifier for split in bound.splits()}:
-            return True
-    return False
+    bounds = record.bindings(arguments_of(node, record))
+    return any(set(names) <= {split.identifier for split in b.splits()} for b in bounds)
 
 
 def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strategy:
@@ -141,22 +139,12 @@ def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strat
     record = record_of(node.target)
     if record is None or strategy.local:
         return strategy
-    inner = []
+    inner = [InnerCost() for _ in parts]
     for axis, identifier in enumerate(strategy.split):
-        if identifier is None:
-            inner.append(InnerCost())
-            continue
-        arguments = _cut_elsewhere(node, record, strategy, parts, axis)
-        inner.append(_inner_cost(record, identifier, parts[axis], arguments))
-    return Strategy(
-        strategy.inputs,
-        strategy.outputs,
-        strategy.grads,
-        strategy.split,
-        tuple(inner),
-        strategy.divided,
-        strategy.local,
-    )
+        if identifier is not None:
+            arguments = _cut_elsewhere(node, record, strategy, parts, axis)
+            inner[axis] = _inner_cost(record, identifier, parts[axis], arguments)
+    return replace(strategy, inner=tuple(inner))
 
 
 def _cut_elsewhere(
@@ -182,9 +170,8 @@ def _cut_elsewhere(
 def _inner_cost(
     record: OpRecord, identifier: str, parts: int, arguments: Mapping[str, Any]
 ) -> InnerCost:
-    bound = next(
-        b for b in record.bindings(arguments) if identifier in {s.identifier for s in b.splits()}
-    )
+    bounds = record.bindings(arguments)
+    bound = next(b for b in bounds if identifier in {s.identifier for s in b.splits()})
     site = SplitSite(identifier, bound.sizes[identifier], parts, COST_ONLY)
     itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
     return record.rule.cost(bound, site, arguments, itemsize)
