@@ -1,4 +1,4 @@
-"""What the planner asks of a graph's nodes."""
+"""What is asked of a graph's nodes, and how one is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from annotations.record import OpRecord
 
@@ -54,8 +53,7 @@ def same_integers(a: Node | None, b: Node | None, constants: Mapping[str, Tensor
 
 def value_of(node: Node, index: int) -> Any:
     """A result of a node, as a tensor without data."""
-    value = node.meta["val"]
-    return value[index] if isinstance(value, tuple | list) else value
+    return values_of(node)[index]
 
 
 def values_of(node: Node) -> tuple[Any, ...]:
@@ -86,10 +84,7 @@ def signature(node: Node, inputs: Sequence[Node]) -> Any:
 
 def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
     """The op's arguments by name, tensors without data."""
-    is_node = lambda x: isinstance(x, Node)  # noqa: E731
-    given = pytree.tree_map(
-        lambda x: x.meta["val"] if is_node(x) else x, (node.args, node.kwargs), is_leaf=is_node
-    )
+    given = torch.fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return record.arguments(*given)
 
 

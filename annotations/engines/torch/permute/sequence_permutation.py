@@ -135,15 +135,15 @@ def choose_permutations(
             (_choice(captured, ops, order, parts, rates, bool(always)), order)
             for order in wanted.values()
         ]
-        cut, order = min(tried, key=lambda each: each[0].seconds)
-        if not cut.gains:
+        choice, order = min(tried, key=lambda each: each[0].seconds)
+        if not choice.gains:
             continue
         name = f"layout: {order.name.partition(':')[0]} over {length} tokens"
-        if not any(cut.sides[node] for node in cut.gains):
-            notes.append(f"{name} {_declined(replace(cut, always=True))}")
+        if not any(choice.sides[node] for node in choice.gains):
+            notes.append(f"{name} {_declined(replace(choice, always=True))}")
             continue
-        notes.append(f"{name}, {_done(cut)}")
-        found.append(_permutation(captured, cut, ops, order))
+        notes.append(f"{name}, {_done(choice)}")
+        found.append(_permutation(captured, choice, ops, order))
         captured = permuted(captured, found[-1])
     return found, notes
 
@@ -226,17 +226,20 @@ def _key(order: Order | LateOrder) -> Any:
 
 
 def _permutation(
-    captured: Captured, cut: PermutationChoice, ops: Sequence[SequenceOp], order: Order | LateOrder
+    captured: Captured,
+    choice: PermutationChoice,
+    ops: Sequence[SequenceOp],
+    order: Order | LateOrder,
 ) -> SequencePermutation:
-    ways = {node.name: way for node, way in cut.ways.items() if cut.sides[node]}
+    ways = {node.name: way for node, way in choice.ways.items() if choice.sides[node]}
     inside = [op for op in ops if op.node.name in ways]
     named = {op.node.name: op.arguments_for(order, captured.constants) or {} for op in inside}
     return SequencePermutation(order, ways, named)
 
 
-def _done(cut: PermutationChoice) -> str:
-    back = [move for move in cut.made if move.back]
-    text = f"permuted once at: {_names([move for move in cut.made if not move.back])}"
+def _done(choice: PermutationChoice) -> str:
+    back = [move for move in choice.made if move.back]
+    text = f"permuted once at: {_names([move for move in choice.made if not move.back])}"
     return text + (f"; natural order again at: {_names(back)}" if back else "")
 
 

@@ -16,7 +16,6 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -26,20 +25,12 @@ from annotations.registry import record_of
 from annotations.solving import reduces_of
 
 from ..capture.nodes import arguments_of, shapes_in, shapes_out
-from ..strategies.aten import bound_of
+from ..strategies.aten import bound_of, name_of
 
-aten = torch.ops.aten
-
-VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
+# They keep the order of all elements.
+_VIEWS = {
+    *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten", "aten.unflatten"),
+    *("aten.unsqueeze", "aten.squeeze"),
 }
 
 
@@ -88,7 +79,7 @@ def along(
     """
     if node.op != "call_function" or node.target is operator.getitem:
         return None
-    if node.target in VIEWS:
+    if name_of(node) in _VIEWS:
         return _through_view(node, at, length, slot)
     for axis in axes_of(node):
         if (axis.outputs[index] if slot < 0 else axis.inputs[slot]) == at.dim:
