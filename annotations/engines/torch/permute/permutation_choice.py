@@ -127,27 +127,25 @@ class PermutationChoice:
         users: Sequence[tuple[Node, int]],
     ) -> list[TensorPermutation]:
         """Of one result."""
-        wants: dict[SequenceDim | None, list[Node | None]] = {}
+        wants: dict[SequenceDim, list[Node | None]] = {}
         for reader, slot in users:
-            way = self.ways.get(reader)
-            wants.setdefault(None if way is None else way.inputs[slot], []).append(
-                None if way is None else reader
-            )
-        made, whole = producer.op != "placeholder", self._seconds(value, False)
-        seconds = self._seconds(value, made)
+            at = self._wanted(reader, slot)
+            if at is not None:
+                wants.setdefault(at, []).append(reader)
+        seconds = self._seconds(value, producer.op != "placeholder")
         moves = [
             TensorPermutation(value, False, producer if at == held else None, asking, seconds)
             for at, asking in wants.items()
-            if at is not None
         ]
         if held is None:
             return moves
         if any(reader.op == "output" for reader, _ in users):
+            whole = self._seconds(value, False)
             moves.append(TensorPermutation(value, True, producer, [None], whole))
-        same: list[Node | None] = [*wants.get(held, ())]
-        others = [r for r, slot in users if r.op != "output" and self._wanted(r, slot) != held]
-        same += [None] * bool(others)
-        return [*moves, TensorPermutation(value, True, producer, same, seconds)] if same else moves
+        back = wants.get(held, [])
+        if any(r.op != "output" and self._wanted(r, slot) != held for r, slot in users):
+            back = [*back, None]
+        return [*moves, TensorPermutation(value, True, producer, back, seconds)] if back else moves
 
     def _wanted(self, reader: Node, slot: int) -> SequenceDim | None:
         way = self.ways.get(reader)
