@@ -175,7 +175,7 @@ def _normalised(node: Node) -> str:
 def _renamed(node: Node) -> str:
     """The dims in another order: seen from a call in which dim n has size n."""
     names = _names(shapes_in(node)[0])
-    probe = torch.empty(*range(len(names)), device="meta")
+    probe = torch.empty(tuple(range(len(names))), device="meta")
     order = node.target(probe, *node.args[1:], **node.kwargs).shape  # type: ignore[operator]
     return _text([names], [[names[n] for n in order]])
 
