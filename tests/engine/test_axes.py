@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from annotations.engines.torch.capture.nodes import shapes_out
 from annotations.engines.torch.permute.token_axes import SequenceDim, along, axes_of
+from annotations.engines.torch.strategies.aten import bound_of
 
 aten = torch.ops.aten
 INTEGERS = torch.tensor([[2, 0, 1, 1, 0], [1, 1, 2, 0, 2]])
@@ -117,6 +119,16 @@ def test_each_axis_commutes_with_a_permutation(n: int) -> None:
         results = [results] if isinstance(results, Tensor) else list(results)
         for result, whole, dim in zip(results, expected, axis.outputs, strict=True):
             torch.testing.assert_close(result, permuted(whole, dim, order))
+
+
+@pytest.mark.parametrize("n", range(len(CALLS)))
+def test_an_annotation_gives_the_shapes_of_results(n: int) -> None:
+    function, shapes, count = CALLS[n]
+    node = the_call(function, [s if isinstance(s, Tensor) else torch.randn(s) for s in shapes])
+    bound = bound_of(node)
+    assert bound is not None or count == 0
+    if bound is not None:
+        assert list(bound.output_shapes()) == shapes_out(node)
 
 
 @st.composite
