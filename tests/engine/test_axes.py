@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from annotations.engines.torch.permute.token_axes import Place, along, axes_of
+from annotations.engines.torch.capture.nodes import shapes_out
+from annotations.engines.torch.permute.token_axes import SequenceDim, along, axes_of
+from annotations.engines.torch.strategies.aten import bound_of
 
 aten = torch.ops.aten
 INTEGERS = torch.tensor([[2, 0, 1, 1, 0], [1, 1, 2, 0, 2]])
@@ -74,7 +76,8 @@ CALLS: list[tuple[Callable[..., Any], list[tuple[int, ...] | Tensor], int]] = [
     (lambda x, i: x.index_select(1, i), [(2, 3, 4), INTEGERS[0]], 3),
     (lambda x, i: x[i], [(3, 4), INTEGERS], 3),
     (lambda x, i: x[:, i], [(2, 3, 4), INTEGERS], 4),
-    (F.conv1d, [(2, 3, 4), (3, 3, 3)], 0),
+    (F.conv1d, [(2, 3, 4), (3, 3, 3)], 3),
+    (F.scaled_dot_product_attention, [(2, 3, 4, 5)] * 3, 2),
     (torch.bernoulli, [(2, 3)], 0),
 ]
 
@@ -118,6 +121,16 @@ def test_each_axis_commutes_with_a_permutation(n: int) -> None:
             torch.testing.assert_close(result, permuted(whole, dim, order))
 
 
+@pytest.mark.parametrize("n", range(len(CALLS)))
+def test_an_annotation_gives_the_shapes_of_results(n: int) -> None:
+    function, shapes, count = CALLS[n]
+    node = the_call(function, [s if isinstance(s, Tensor) else torch.randn(s) for s in shapes])
+    bound = bound_of(node)
+    assert bound is not None or count == 0
+    if bound is not None:
+        assert list(bound.output_shapes()) == shapes_out(node)
+
+
 @st.composite
 def factored(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Two shapes of as many elements, by joining the same factors."""
@@ -133,7 +146,7 @@ def factored(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shapes[0], shapes[1]
 
 
-def expanded(place: Place, order: Tensor) -> Tensor:
+def expanded(place: SequenceDim, order: Tensor) -> Tensor:
     """A permutation of a whole dim."""
     n, inner = len(order), torch.arange(place.inner)
     each = (order[:, None] * place.inner + inner).flatten()
@@ -148,7 +161,7 @@ def test_views(shapes: tuple[list[int], list[int]]) -> None:
     x = torch.arange(math.prod(source)).view(source)
     node = the_call(lambda x: aten.view.default(x, target), [x])
     for dim, length in enumerate(source):
-        way = along(node, Place(dim), length, slot=0)
+        way = along(node, SequenceDim(dim), length, slot=0)
         if way is None:
             assert source[: dim + 1] != target[: dim + 1]
             continue
@@ -157,4 +170,4 @@ def test_views(shapes: tuple[list[int], list[int]]) -> None:
         moved = x.index_select(dim, order).view(target)
         assert torch.equal(moved, x.view(target).index_select(place.dim, expanded(place, order)))
         back = along(node, place, length, index=0)
-        assert back is not None and (length == 1 or back.inputs[0] == Place(dim))
+        assert back is not None and (length == 1 or back.inputs[0] == SequenceDim(dim))

@@ -19,8 +19,8 @@ from ranks import Pool, worlds
 from annotations import ComputeConfig, parallelize, record_of
 from annotations.engines.torch.capture.capture import Captured, capture
 from annotations.engines.torch.permute.label_shift import whole_logits
-from annotations.engines.torch.permute.permuted_graph import reordered
-from annotations.engines.torch.permute.sequence_permutation import hoist
+from annotations.engines.torch.permute.permuted_graph import permuted
+from annotations.engines.torch.permute.sequence_permutation import choose_permutations
 from annotations.engines.torch.rates import Link, Rates
 
 ALWAYS = {"hoist": True}
@@ -55,8 +55,8 @@ def hoisted(
     whole_logits(captured.graph)
     rules = {n.name: record_of(n.target) for n in captured.graph.nodes}
     cuts = {n: "l" for n, r in rules.items() if r is not None and "l" in r.rule.orders}
-    found, notes = hoist(captured, cuts, parts, rates, settings)
-    return functools.reduce(reordered, found, captured), notes
+    found, notes = choose_permutations(captured, cuts, parts, rates, settings)
+    return functools.reduce(permuted, found, captured), notes
 
 
 def moves(note: str) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from nnscaler.graph.function.dimops import IRDimops
 from . import graph_report
 from .op_node import OpNode, planned_for, register
 from .sequence_policies import POLICIES, check_constraints, ranks_of_an_op
-from .shuffled_parts import mark_shuffled, token_orders
+from .shuffled_parts import ShuffledGraph
 
 _logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
     with planned_for(ranks):
         for node in graph.select(ntype=OpNode):
             node.annotate()
-        orders = token_orders(graph)
+        shuffled = ShuffledGraph(graph)
         if policy is nnscaler.policies.pas_autodist:
             check_constraints(graph, cfg)
         cut = _plan(graph, cfg, policy)
         for n, part in enumerate(cut.select(ntype=OpNode)):
             part.number = n
-        mark_shuffled(orders, cut)
+        shuffled.mark(cut)
     _plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
     _logger.info("%s", _plans[-1])
     return cut

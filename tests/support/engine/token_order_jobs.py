@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.capture.capture_error import CaptureError
+from annotations.engines.torch.capture.call_inputs import CaptureError
 from annotations.errors import PartitionError
 from customized_ops.ring_attention import (
     Layout,

@@ -18,8 +18,11 @@ from torch.utils import _pytree as pytree
 
 from annotations.registry import record_of
 
-from .capture_error import CaptureError
-from .nodes import COPIES
+from .nodes import INTEGER_COPIES
+
+
+class CaptureError(ValueError):
+    """The module does something that the engine cannot run in parallel, or is called so."""
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -151,7 +154,7 @@ def repeatable_inputs(graph: Graph, user_inputs: Sequence[str | None]) -> frozen
 
 def _repeatable(node: Node) -> bool:
     for user in node.users:
-        if user.target in COPIES:
+        if user.target in INTEGER_COPIES:
             if not _repeatable(user):
                 return False
             continue

@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 from annotations.registry import record_of
 
 from . import checkpointed, dropout
-from .call_inputs import CallInputs, by_name, repeatable_inputs
-from .capture_error import CaptureError
+from .call_inputs import CallInputs, CaptureError, by_name, repeatable_inputs
 from .losses import exact_cross_entropy
 from .nodes import values_of
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.checkpoint import noop_context_fn
 
-from .capture_error import CaptureError
+from .call_inputs import CaptureError
 
 KEY = "seqshard_region"
 

@@ -30,7 +30,9 @@ from annotations.philox import LOW, WORDS, philox, threshold
 from annotations.registry import register_op
 from annotations.rules import PartitionRule, SplitSite, Told
 
-ATEN = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
+from .nodes import argument_of
+
+DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
 
 MAX_CUT_DIMS = 5  # later dims are not cut
 DROPOUTS_OF_A_COPY = 2**16
@@ -75,7 +77,7 @@ def dropped_by_place(graph: Graph) -> Node | None:
 
 def is_active(node: Node) -> bool:
     """Whether ``node`` is a dropout that drops."""
-    if node.target not in ATEN:
+    if node.target not in DROPOUTS:
         return False
     _, p, train = node.args
     return bool(p != 0 and train is not False)
@@ -87,12 +89,12 @@ def draws(node: Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
-    return node.target not in ATEN or is_active(node)
+        return bool(argument_of(node, "dropout_p"))
+    return node.target not in DROPOUTS or is_active(node)
 
 
 def _seed_input(graph: Graph, like: Node) -> Node:
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         seed = graph.placeholder("dropout_seed")
     seed.meta["val"] = like.meta["val"].new_empty((2,), dtype=torch.int64)

@@ -8,13 +8,14 @@ returns sum and count, both of which may be cut and added up, and one division.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from annotations.registry import register_op
+
+from .nodes import argument_of, call
 
 MEAN, SUM = 1, 2  # torch's numbers for reduction
 
@@ -62,20 +63,14 @@ def exact_cross_entropy(graph: Graph) -> None:
     Class weights and label smoothing are left as they are; their tokens are then not cut.
     """
     op = torch.ops.aten.cross_entropy_loss.default
-    for node in list(graph.nodes):
-        if node.target is not op:
-            continue
-        call = dict(
-            zip(("logits", "target", "weight", "reduction", "ignore"), node.args, strict=False)
-        )
-        smoothing = node.args[5] if len(node.args) > 5 else 0.0
-        reduction = call.get("reduction", MEAN)
-        target = call["target"].meta["val"]
-        if call.get("weight") is not None or smoothing or reduction not in (MEAN, SUM):
-            continue
-        if target.is_floating_point() or target.ndim == 0:
-            continue
-        _replace(graph, node, call["logits"], call["target"], call.get("ignore", -100), reduction)
+    for node in graph.find_nodes(op="call_function", target=op):
+        logits, target = node.args[:2]
+        value, reduction = target.meta["val"], argument_of(node, "reduction")
+        weighted = argument_of(node, "weight") is not None or argument_of(node, "label_smoothing")
+        of_classes = not value.is_floating_point() and value.ndim > 0
+        if of_classes and not weighted and reduction in (MEAN, SUM):
+            ignore_index = argument_of(node, "ignore_index")
+            _replace(graph, node, logits, target, ignore_index, reduction)
 
 
 def _replace(
@@ -117,11 +112,3 @@ def _unflattened(logits: Node, target: Node) -> tuple[Node, Node, bool]:
         if flat and shape[:-1] == whole_target.meta["val"].shape:
             return whole_logits, whole_target, True
     return logits, target, logits.meta["val"].ndim == 2
-
-
-def call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call of ``op`` in a graph, at its insertion point, with what it returns noted."""
-    node = graph.call_function(op, args, kwargs)
-    values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
-    node.meta["val"] = op(*values, **kwargs)
-    return node

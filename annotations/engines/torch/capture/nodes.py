@@ -1,4 +1,4 @@
-"""What the planner asks of a graph's nodes."""
+"""What is asked of a graph's nodes, and how one is made."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
-from torch.utils import _pytree as pytree
+from torch.fx import Graph, Node
 
 from annotations.record import OpRecord
 
 # These give the same integers.
-COPIES = (
+INTEGER_COPIES = (
     torch.ops.aten.clone.default,
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -39,7 +38,7 @@ def resolve(node: Node) -> tuple[Node, int]:
 
 def origin(node: Node) -> Node:
     """Of integers, the node that they were copied from, whatever the dtype."""
-    while node.target in COPIES:
+    while node.target in INTEGER_COPIES:
         node = node.all_input_nodes[0]
     return node
 
@@ -60,14 +59,23 @@ def module_of(node: Node) -> str:
 
 def value_of(node: Node, index: int) -> Any:
     """A result of a node, as a tensor without data."""
-    value = node.meta["val"]
-    return value[index] if isinstance(value, tuple | list) else value
+    return values_of(node)[index]
 
 
 def values_of(node: Node) -> tuple[Any, ...]:
     """All results of a node."""
     value = node.meta.get("val")
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def shapes_in(node: Node) -> list[tuple[int, ...]]:
+    """Of an op's tensor inputs."""
+    return [tuple(x.meta["val"].shape) for x in tensor_inputs(node)]
+
+
+def shapes_out(node: Node) -> list[tuple[int, ...]]:
+    """Of its results."""
+    return [tuple(x.shape) for x in values_of(node)]
 
 
 def signature(node: Node, inputs: Sequence[Node]) -> Any:
@@ -82,11 +90,18 @@ def signature(node: Node, inputs: Sequence[Node]) -> Any:
 
 def arguments_of(node: Node, record: OpRecord) -> dict[str, Any]:
     """The op's arguments by name, tensors without data."""
-    is_node = lambda x: isinstance(x, Node)  # noqa: E731
-    given = pytree.tree_map(
-        lambda x: x.meta["val"] if is_node(x) else x, (node.args, node.kwargs), is_leaf=is_node
-    )
+    given = torch.fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return record.arguments(*given)
+
+
+def argument_of(node: Node, name: str) -> Any:
+    """An argument of a call by its name in the op's schema."""
+    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if n < len(node.args):
+                return node.args[n]
+            return node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def tensor_inputs(node: Node) -> list[Node]:
@@ -111,3 +126,11 @@ def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, A
         return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
 
     return torch.fx.map_arg((node.args, node.kwargs), visit)
+
+
+def call(graph: Graph, op: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call of ``op`` in a graph, at its insertion point, with what it returns noted."""
+    node = graph.call_function(op, args, kwargs)
+    values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
+    node.meta["val"] = op(*values, **kwargs)
+    return node

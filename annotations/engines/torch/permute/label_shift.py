@@ -9,14 +9,11 @@ may be in any order. It costs the loss of a token that counts for nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Graph, Node
 
-from ..capture.losses import call
-from ..capture.nodes import tensor_inputs, with_inputs
-from .token_axes import Place, along
+from ..capture.nodes import argument_of, call, tensor_inputs, with_inputs
+from .token_axes import SequenceDim, along
 
 aten = torch.ops.aten
 
@@ -27,10 +24,10 @@ def whole_logits(graph: Graph) -> None:
     Done where every op between the slice and the loss treats tokens one by one, and nothing else
     reads what it makes.
     """
-    for node in list(graph.nodes):
-        if node.target is torch.ops.seqshard.cross_entropy_sum.default:
-            for dim in range(node.args[1].meta["val"].ndim):
-                _lift(graph, node, dim)
+    op = torch.ops.seqshard.cross_entropy_sum.default
+    for node in graph.find_nodes(op="call_function", target=op):
+        for dim in range(node.args[1].meta["val"].ndim):
+            _lift(graph, node, dim)
     graph.eliminate_dead_code()
 
 
@@ -38,14 +35,14 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
     """Of one loss, along one dim of its targets."""
     logits, targets, ignore_index = loss.args
     assert isinstance(logits, Node) and isinstance(targets, Node)
-    found = _sliced(logits, Place(dim), logits.meta["val"].shape[dim])
+    found = _sliced(logits, SequenceDim(dim), logits.meta["val"].shape[dim])
     if found is None:
         return
     cut, at, path = found
     whole, length = cut.args[0], cut.meta["val"].shape[at]
     assert isinstance(whole, Node)
     size = whole.meta["val"].shape[at]
-    start = _first(cut, size)
+    start, _, _ = slice(argument_of(cut, "start"), None).indices(size)
     new = whole
     with graph.inserting_before(loss):
         for node, slot in reversed(path):
@@ -61,15 +58,17 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
 
 
 def _sliced(
-    node: Node, place: Place, length: int
+    node: Node, at: SequenceDim, length: int
 ) -> tuple[Node, int, list[tuple[Node, int]]] | None:
     """The slice along a sequence that ``node`` comes from, its dim, and the ops in between, last
     first, each with the input that the sequence comes by."""
     path: list[tuple[Node, int]] = []
     while len(node.users) == 1:
-        if node.target is aten.slice.Tensor and _slice_dim(node) == place.dim:
-            return (node, place.dim, path) if len(node.args) < 5 or node.args[4] == 1 else None
-        way = along(node, place, length)
+        if node.target is aten.slice.Tensor:
+            dim = argument_of(node, "dim") % node.meta["val"].ndim
+            if dim == at.dim:
+                return (node, dim, path) if argument_of(node, "step") == 1 else None
+        way = along(node, at, length)
         slots = [n for n, p in enumerate(way.inputs) if p is not None] if way else []
         if way is None or len(slots) != 1:
             return None
@@ -78,19 +77,8 @@ def _sliced(
         if (following.outer, following.inner) != (1, 1):
             return None
         path.append((node, slots[0]))
-        node, place = tensor_inputs(node)[slots[0]], following
+        node, at = tensor_inputs(node)[slots[0]], following
     return None
-
-
-def _slice_dim(node: Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else 0
-    assert isinstance(dim, int)
-    return dim % node.meta["val"].ndim
-
-
-def _first(cut: Node, size: int) -> int:
-    start: Any = cut.args[2] if len(cut.args) > 2 else 0
-    return 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
 
 
 def _again(graph: Graph, node: Node, slot: int, source: Node) -> Node:

@@ -1,74 +1,44 @@
-"""The order of tokens that a model's own shuffle puts them in, followed from op to op.
+"""The shuffles that a model calls itself: followed to its attention, or taken out of its graph.
 
-    tokens -- shuffle -- linear -- attention -- add -- unshuffle -- loss
-              zigzag .............. (told) ............ natural
-
-A shuffle (:class:`~annotations.rules.Reorders`) is the identity in a single-device program, and
-permutes tokens where it is cut. If attention is cut along the same axis of the mesh, every shuffle
-is cut with it, and attention is told the order. If not, the shuffles are taken out of the graph.
+If attention is cut along one axis of the mesh, every shuffle is cut with it, and attention is given
+the order of its tokens (:mod:`~annotations.engines.shuffled_tokens`). If not, the shuffles go: in a
+single-device program they are the identity.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
-from annotations.errors import PartitionError
-from annotations.record import OpRecord
+from annotations.binding import BoundAnnotation
 from annotations.registry import record_of
-from annotations.rules import Reorders
 
+from ...shuffled_tokens import Call, TokenDims, TokenOrder, TokenOrders
 from ..capture.capture import Captured
 from ..capture.nodes import (
-    arguments_of,
     is_getitem,
     module_of,
     origin,
     resolve,
     same_integers,
     tensor_inputs,
+    values_of,
 )
-from ..strategies.aten_axes import FAMILIES, filled, name_of
-from .permuted_graph import tell
-from .token_axes import Along, Place, along, along_split
+from ..strategies.aten import bound_of
+from .permuted_graph import set_arguments
+from .token_axes import SequenceDim, along, along_dim
 
-
-@dataclass(frozen=True)
-class _Held:
-    """Attributes:
-    place: where a tensor has the tokens. length: how many they are.
-    order: its name. by: what it depends on, a node, or None.
-    """
-
-    place: Place
-    length: int
-    order: str
-    by: Node | None
-
-    def __str__(self) -> str:
-        return self.order if self.by is None else f"{self.order} ({self.by.name})"
+_SEQUENCES = ("l", "lq")  # of tokens, as annotated ops call them
 
 
 def shuffles(captured: Captured) -> list[Node]:
     """The ops of a graph that put tokens in another order, or back, or work in one."""
-    return [node for node in captured.graph.nodes if _reorders(node) is not None]
-
-
-def _reorders(node: Node) -> Reorders | None:
-    """The rule of such an op."""
-    record = record_of(node.target)
-    rule = None if record is None else record.rule.reorders
-    return rule if rule is not None and rule.moves(_given(node)) else None
-
-
-def _given(node: Node) -> Mapping[str, Any]:
-    record = record_of(node.target)
-    assert record is not None
-    return record.arguments(node.args, node.kwargs)
+    return [node for node in captured.graph.nodes if _NodeCall(node).shuffle is not None]
 
 
 def without_shuffles(captured: Captured) -> Captured:
@@ -76,11 +46,11 @@ def without_shuffles(captured: Captured) -> Captured:
     graph = copy.deepcopy(captured.graph)
     found = replace(captured, graph=graph)
     for node in shuffles(found):
-        rule = _reorders(node)
-        assert rule is not None
-        before, after = rule.orders(_given(node))
+        call = _NodeCall(node)
+        assert call.shuffle is not None
+        before, after = call.shuffle.orders(call.arguments)
         if before == after:  # it does something else, in that order
-            tell(node, rule.natural)
+            set_arguments(node, call.shuffle.natural)
         else:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
@@ -95,168 +65,96 @@ def axis_of_shuffles(captured: Captured, splits: Mapping[str, Any]) -> int | Non
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
     """
-    taking = {node.name for node in captured.graph.nodes if _takes_an_order(node)}
+    taking = {node.name for node in captured.graph.nodes if _NodeCall(node).takes_an_order}
     taking = taking or {node.name for node in shuffles(captured)}
     axes = set()
     for name in taking:
         split = splits.get(name)
         each = split if isinstance(split, tuple) else (split,)
-        cut = [axis for axis, identifier in enumerate(each) if identifier in ("l", "lq")]
+        cut = [axis for axis, identifier in enumerate(each) if identifier in _SEQUENCES]
         axes.add(cut[0] if len(cut) == 1 else None)
     return axes.pop() if len(axes) == 1 else None
 
 
-def _takes_an_order(node: Node) -> bool:
-    record = record_of(node.target)
-    return record is not None and bool(record.rule.orders)
-
-
 def ordered(captured: Captured) -> Captured:
-    """``captured`` where the shuffles are cut: attention is told the order of its tokens.
+    """``captured`` where the shuffles are cut: attention is given the order of its tokens.
 
     Raises:
         PartitionError: an op gets tokens in an order that it cannot take, or a result of the module
             has them in it; names the op, the order, and what would be accepted.
     """
     graph = copy.deepcopy(captured.graph)
-    following = _Following(replace(captured, graph=graph))
+    orders = TokenOrders(functools.partial(same_integers, constants=captured.constants))
     for node in list(graph.nodes):
-        if not is_getitem(node):
-            following.visit(node)
-    graph.lint()
-    return following.captured
-
-
-class _Following:
-    """Which results of a graph's ops have tokens in which order; those left out in natural."""
-
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
-        self._held: dict[tuple[Node, int], _Held] = {}
-
-    def visit(self, node: Node) -> None:
-        inputs = tensor_inputs(node)
-        held = [self._held.get(resolve(x)) for x in inputs]
-        rule = _reorders(node)
-        if rule is not None:
-            self._shuffle(node, rule, held[0])
-            return
-        known = next(((slot, h) for slot, h in enumerate(held) if h is not None), None)
-        if known is None:
-            return
-        slot, first = known
         if node.op == "output":
-            raise _error(
-                node, f"the module returns {inputs[slot].name} with its tokens {first}", _UNDO
-            )
-        takes = _takes_an_order(node)
-        way = _way_of(node) if takes else along(node, first.place, first.length, slot=slot)
-        if way is None or way.inputs[slot] != first.place:
-            raise _error(
-                node,
-                f"it mixes tokens or depends on their places, and those of {inputs[slot].name} "
-                f"are {first}",
-                f"{_UNDO}, or an op that works token by token",
-            )
-        for source, place, has in zip(inputs, way.inputs, held, strict=True):
-            if not self._agrees(has, first, place) and not _uniform(source):
-                raise _error(
-                    node,
-                    f"its operands have tokens in different orders: {inputs[slot].name} {first}, "
-                    f"{source.name} {has or 'natural'}",
-                    "all operands that have the tokens in one order, through the same shuffle",
-                )
-        if takes:
-            self._tell(node, first)
-        for index, place in enumerate(way.outputs):
-            if place is not None:
-                self._held[node, index] = replace(first, place=place)
+            orders.returned(_NodeCall(node).inputs)
+        elif not is_getitem(node):
+            orders.visit(_NodeCall(node))
+    graph.lint()
+    return replace(captured, graph=graph)
 
-    def _shuffle(self, node: Node, rule: Reorders, held: _Held | None) -> None:
-        record, given = record_of(node.target), _given(node)
-        assert record is not None
-        source = tensor_inputs(node)[0]
-        splits = record.bind(arguments_of(node, record)).splits()
-        if rule.identifier not in {split.identifier for split in splits}:
-            what = "ranks would hold other numbers of tokens after it than before"
-            raise _error(node, what, "a layout that leaves each rank as many, such as 'zigzag'")
-        (place,) = (x for x in _way(node, record, rule.identifier).inputs if x is not None)
-        by = None if rule.by is None else origin(given[rule.by])
-        length, (before, after) = source.meta["val"].shape[place.dim], rule.orders(given)
-        taken, made = (
-            None if order is None else _Held(place, length, order, by) for order in (before, after)
-        )
-        if taken is None and held is not None:
-            raise _error(node, f"the tokens of {source.name} are {held} already", _UNDO)
-        if taken is not None and not self._agrees(held, taken, place):
-            does = "works on" if made is not None else "restores natural order of"
-            raise _error(
-                node,
-                f"it {does} tokens that are {taken}, but those of {source.name} are "
-                f"{held or 'natural'}",
-                "the tokens of the shuffle that it undoes, with the same arguments",
-            )
-        if made is not None:
-            self._held[node, 0] = made
 
-    def _tell(self, node: Node, held: _Held) -> None:
+class _NodeCall(Call):
+    """A node. Where a tensor has its tokens is a :class:`.SequenceDim` and how many they are."""
+
+    def __init__(self, node: Node) -> None:
         record = record_of(node.target)
-        assert record is not None
-        given = record.arguments(node.args, node.kwargs)
-        found = record.rule.orders[_tokens(node, record)].follow(held.order, given)
-        if isinstance(found, str):
-            raise _error(node, f"its tokens are {held}, and {found}", _UNDO)
-        for name in found.by:
-            by = origin(given[name])
-            if held.by is None or not self._same(by, held.by):
-                raise _error(
-                    node,
-                    f"its tokens are {held}, but {name} is another tensor, {by.name}",
-                    f"the cu_seqlens that wrap_maybe_shuffle was given as {name}; or {_UNDO}",
-                )
-        tell(node, found.arguments)
+        self.node = node
+        op = node.target if record is None else record.title
+        self.title = f"{node.name} ({op} in {module_of(node) or 'the module'})"
+        self.rule = None if record is None else record.rule
+        self.arguments = {} if record is None else record.arguments(node.args, node.kwargs)
+        self.inputs = [_tensor(*resolve(x)) for x in tensor_inputs(node)]
+        self.outputs = [_tensor(node, index) for index in range(len(values_of(node)))]
 
-    def _agrees(self, held: _Held | None, wanted: _Held, place: Place | None) -> bool:
-        """Whether a tensor has the tokens in the order ``wanted`` at ``place``, or not at all."""
-        if held is None or place is None:
-            return held is None and place is None
-        same = (held.place, held.length, held.order) == (place, wanted.length, wanted.order)
-        return same and self._same(held.by, wanted.by)
+    @property
+    def takes_an_order(self) -> bool:
+        """Whether its arguments must name the order of its tokens."""
+        return self.rule is not None and bool(self.rule.orders)
 
-    def _same(self, a: Node | None, b: Node | None) -> bool:
-        return same_integers(a, b, self.captured.constants)
+    def dim_of(self, identifier: str) -> tuple[SequenceDim, int] | None:
+        bound = bound_of(self.node)
+        assert bound is not None
+        if identifier not in _splits(bound):
+            return None
+        [dim] = (x for x in along_dim(self.node, bound, identifier).inputs if x is not None)
+        return dim, bound.sizes[identifier]
+
+    def along(self, slot: int, dim: tuple[SequenceDim, int]) -> TokenDims | None:
+        here, length = dim
+        identifier = ""
+        if self.takes_an_order:
+            bound = bound_of(self.node)
+            assert bound is not None and self.rule is not None
+            known = _splits(bound) & self.rule.orders.keys()
+            identifier = next((name for name in _SEQUENCES if name in known), "")
+            way = along_dim(self.node, bound, identifier) if identifier else None
+        else:
+            way = along(self.node, here, length, slot=slot)
+        if way is None or way.inputs[slot] != here:
+            return None
+        sources = zip(way.inputs, tensor_inputs(self.node), strict=True)
+        inputs = [None if each is None or _is_uniform(x) else (each, length) for each, x in sources]
+        outputs = [None if each is None else (each, length) for each in way.outputs]
+        return TokenDims(inputs, outputs, identifier)
+
+    def origin(self, name: str) -> Node:
+        return origin(self.arguments[name])
+
+    def take(self, order: TokenOrder, arguments: Mapping[str, Any]) -> None:
+        set_arguments(self.node, arguments)
 
 
-_UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
+def _tensor(node: Node, index: int) -> str:
+    """A name of one of an op's results."""
+    return f"{node.name}[{index}]" if index else node.name
 
 
-def _way_of(node: Node) -> Along | None:
-    """How an op that takes an order goes along its tokens; None where it is not to be cut so."""
-    record = record_of(node.target)
-    assert record is not None
-    identifier = _tokens(node, record)
-    return _way(node, record, identifier) if identifier else None
+def _splits(bound: BoundAnnotation) -> set[str]:
+    return {split.identifier for split in bound.splits()}
 
 
-def _tokens(node: Node, record: OpRecord) -> str:
-    """What an op that takes an order calls its tokens; empty where it is not to be cut so."""
-    splits = {split.identifier for split in record.bind(arguments_of(node, record)).splits()}
-    return next((name for name in ("l", "lq") if name in splits & record.rule.orders.keys()), "")
-
-
-def _way(node: Node, record: OpRecord, identifier: str) -> Along:
-    return along_split(node, record.bind(arguments_of(node, record)).split(identifier))
-
-
-def _uniform(node: Node) -> bool:
+def _is_uniform(node: Node) -> bool:
     """Whether a tensor is the same at every token: made of one number."""
-    return FAMILIES.get(name_of(node)) is filled
-
-
-def _error(node: Node, what: str, expected: str) -> PartitionError:
-    record = record_of(node.target)
-    where = module_of(node) or "the module"
-    title = str(node.target) if record is None else record.title
-    name = "the module's results" if node.op == "output" else f"{node.name} ({title} in {where})"
-    details: Sequence[str] = [f"expected: {expected}"]
-    return PartitionError(what, details=details, op=name)
+    bound = None if record_of(node.target) else bound_of(node)
+    return bound is not None and not bound.annotation.inputs

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ..capture.nodes import is_getitem, resolve, tensor_inputs
 from ..rates import Rates, received_seconds
-from .token_axes import Along, Place, along
+from .token_axes import Along, SequenceDim, along
 
 # To start one permutation, on a device: what keeps them few where bytes do not matter.
 PERMUTE_SECONDS = 1e-5
@@ -43,33 +43,33 @@ def follow(
     """How every op that can goes along a sequence, from op to op.
 
     Args:
-        start: the ops to start from. own: how those go along it that are told of its order.
+        start: the ops to start from. own: how those go along it whose arguments name its order.
     """
     ways = {node: own[node] for node in start}
     queue = list(start)
 
-    def reach(node: Node, place: Place, slot: int, index: int) -> None:
+    def reach(node: Node, at: SequenceDim, slot: int, index: int) -> None:
         if node in ways:
             return
-        way = own.get(node) or along(node, place, length, slot=slot, index=index)
-        if way is not None and (way.inputs[slot] if slot >= 0 else way.outputs[index]) == place:
+        way = own.get(node) or along(node, at, length, slot=slot, index=index)
+        if way is not None and (way.inputs[slot] if slot >= 0 else way.outputs[index]) == at:
             ways[node] = way
             queue.append(node)
 
     for node in queue:
-        for value, place in zip(tensor_inputs(node), ways[node].inputs, strict=True):
+        for value, at in zip(tensor_inputs(node), ways[node].inputs, strict=True):
             producer, index = resolve(value)
-            if place is not None:
-                reach(producer, place, -1, index)
-        for index, place in enumerate(ways[node].outputs):
+            if at is not None:
+                reach(producer, at, -1, index)
+        for index, at in enumerate(ways[node].outputs):
             for reader, slot in readers.get((node, index), ()):
-                if place is not None:
-                    reach(reader, place, slot, 0)
+                if at is not None:
+                    reach(reader, at, slot, 0)
     return ways
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class TensorPermutation:
     """A permutation that is needed if ops on either side read a tensor.
 
     Attributes:
@@ -88,7 +88,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class OrderCut:
+class PermutationChoice:
     """The choice of a side for each op.
 
     Attributes:
@@ -106,10 +106,10 @@ class OrderCut:
     always: bool
 
     @cached_property
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[TensorPermutation]:
         """Every permutation that there might be. Of several that would do and cost the same, the
         one nearest to the inputs is a little cheaper."""
-        moves: list[Move] = []
+        moves: list[TensorPermutation] = []
         for (producer, index), users in self.readers.items():
             way = self.ways.get(producer)
             held = None if way is None else way.outputs[index]
@@ -120,37 +120,39 @@ class OrderCut:
         return moves
 
     def _moves_of(
-        self, value: Node, producer: Node, held: Place | None, users: Sequence[tuple[Node, int]]
-    ) -> list[Move]:
+        self,
+        value: Node,
+        producer: Node,
+        held: SequenceDim | None,
+        users: Sequence[tuple[Node, int]],
+    ) -> list[TensorPermutation]:
         """Of one result."""
-        wants: dict[Place | None, list[Node | None]] = {}
+        wants: dict[SequenceDim, list[Node | None]] = {}
         for reader, slot in users:
-            way = self.ways.get(reader)
-            wants.setdefault(None if way is None else way.inputs[slot], []).append(
-                None if way is None else reader
-            )
-        made, whole = producer.op != "placeholder", self._seconds(value, False)
-        seconds = self._seconds(value, made)
+            at = self._wanted(reader, slot)
+            if at is not None:
+                wants.setdefault(at, []).append(reader)
+        seconds = self._seconds(value, producer.op != "placeholder")
         moves = [
-            Move(value, False, producer if place == held else None, asking, seconds)
-            for place, asking in wants.items()
-            if place is not None
+            TensorPermutation(value, False, producer if at == held else None, asking, seconds)
+            for at, asking in wants.items()
         ]
         if held is None:
             return moves
         if any(reader.op == "output" for reader, _ in users):
-            moves.append(Move(value, True, producer, [None], whole))
-        same: list[Node | None] = [*wants.get(held, ())]
-        others = [r for r, slot in users if r.op != "output" and self._wanted(r, slot) != held]
-        same += [None] * bool(others)
-        return [*moves, Move(value, True, producer, same, seconds)] if same else moves
+            whole = self._seconds(value, False)
+            moves.append(TensorPermutation(value, True, producer, [None], whole))
+        back = wants.get(held, [])
+        if any(r.op != "output" and self._wanted(r, slot) != held for r, slot in users):
+            back = [*back, None]
+        return [*moves, TensorPermutation(value, True, producer, back, seconds)] if back else moves
 
-    def _wanted(self, reader: Node, slot: int) -> Place | None:
+    def _wanted(self, reader: Node, slot: int) -> SequenceDim | None:
         way = self.ways.get(reader)
         return None if way is None else way.inputs[slot]
 
     def _seconds(self, value: Node, cut: bool) -> float:
-        """Of permuting a tensor, and its gradient back. One that lies cut is brought together."""
+        """Of permuting a tensor, and its gradient back. A sharded one is gathered."""
         tensor = value.meta["val"]
         size, both = tensor.numel() * tensor.element_size(), 1 + tensor.is_floating_point()
         seconds = PERMUTE_SECONDS + both * 2 * size / self.rates.memory_bytes_per_second
@@ -166,10 +168,10 @@ class OrderCut:
         return sum(move.seconds for move in self.made) - gained
 
     @property
-    def made(self) -> list[Move]:
+    def made(self) -> list[TensorPermutation]:
         """The permutations that the cheapest choice needs."""
 
-        def needed(move: Move) -> bool:
+        def needed(move: TensorPermutation) -> bool:
             here = move.source is not None and self.sides[move.source]
             there = [reader is not None and self.sides[reader] for reader in move.readers]
             return here and not all(there) if move.back else not here and any(there)

@@ -2,7 +2,7 @@
 
 tokens -- embedding -- attention -- linear -- logits
 tokens -- index_select -- embedding -- attention -- linear -- index_select -- logits
-            (order)                    (told)                   (back)
+            (order)                   (named)                   (back)
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from annotations.registry import record_of
 from annotations.rules import LateOrder, Order
 
 from ..capture.capture import Captured
-from ..capture.losses import call
-from ..capture.nodes import is_getitem, resolve, tensor_inputs, with_inputs
-from .token_axes import Along, Place
+from ..capture.nodes import call, is_getitem, resolve, tensor_inputs, with_inputs
+from .token_axes import Along, SequenceDim
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,36 +29,36 @@ class SequencePermutation:
     """Which ops run on the sequence in another order.
 
     Attributes:
-        order: which token stands at each place; made in the graph, if it depends on a batch.
+        order: which token is at each position; made in the graph, if it depends on a batch.
         ways: by name, how each of these ops goes along the sequence.
-        told: by name, what those that must be told of the order are told: arguments by name.
+        arguments: by name, of those whose arguments must name the order, these.
     """
 
     order: Order | LateOrder
     ways: Mapping[str, Along]
-    told: Mapping[str, Mapping[str, Any]]
+    arguments: Mapping[str, Mapping[str, Any]]
 
 
-def reordered(captured: Captured, hoisting: SequencePermutation) -> Captured:
-    """``captured`` as ``hoisting`` says: the same function of tensors in natural order."""
+def permuted(captured: Captured, permutation: SequencePermutation) -> Captured:
+    """``captured`` with ops in another order, still a function of tensors in natural order."""
     graph = copy.deepcopy(captured.graph)
-    rewriting = _Rewriting(graph, hoisting)
+    rewriting = _Rewriting(graph, permutation)
     for node in list(graph.nodes):
         if node.op in ("call_function", "output") and not is_getitem(node):
             rewriting.feed(node)
-    for name, told in hoisting.told.items():
-        tell(rewriting.nodes[name], told)
+    for name, arguments in permutation.arguments.items():
+        set_arguments(rewriting.nodes[name], arguments)
     graph.lint()
     return replace(captured, graph=graph, constants={**captured.constants, **rewriting.constants})
 
 
-def tell(node: Node, told: Mapping[str, Any]) -> None:
+def set_arguments(node: Node, others: Mapping[str, Any]) -> None:
     """Give a call of an annotated op other arguments, by name."""
     record = record_of(node.target)
     assert record is not None
     arguments = record.arguments(node.args, node.kwargs)
-    assert told.keys() <= arguments.keys()
-    node.args, node.kwargs = tuple({**arguments, **told}.values()), {}
+    assert others.keys() <= arguments.keys()
+    node.args, node.kwargs = tuple({**arguments, **others}.values()), {}
 
 
 class _Rewriting:
@@ -70,57 +69,57 @@ class _Rewriting:
         constants: by placeholder's name, the permutations that were put in.
     """
 
-    def __init__(self, graph: Graph, hoisting: SequencePermutation) -> None:
+    def __init__(self, graph: Graph, permutation: SequencePermutation) -> None:
         self.nodes = {node.name: node for node in graph.nodes}
         self.constants: dict[str, Tensor] = {}
-        self._graph, self._hoisting = graph, hoisting
-        self._permuted: dict[tuple[Node, Place, bool], Node] = {}
-        self._indices: dict[tuple[Place, bool, torch.device], Node] = {}
-        self._last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        if isinstance(hoisting.order, LateOrder):
-            self._first(self.nodes[hoisting.order.by])
+        self._graph, self._permutation = graph, permutation
+        self._permuted: dict[tuple[Node, SequenceDim, bool], Node] = {}
+        self._indices: dict[tuple[SequenceDim, bool, torch.device], Node] = {}
+        self._last_input = graph.find_nodes(op="placeholder")[-1]
+        if isinstance(permutation.order, LateOrder):
+            self._first(self.nodes[permutation.order.by])
 
     def feed(self, node: Node) -> None:
         """Give ``node`` its inputs in the order that it wants them in."""
-        way = self._hoisting.ways.get(node.name)
+        way = self._permutation.ways.get(node.name)
         wanted = [None] * len(tensor_inputs(node)) if way is None else way.inputs
         node.args, node.kwargs = with_inputs(node, lambda x, n: self._brought(x, wanted[n]))
 
-    def _brought(self, value: Node, wanted: Place | None) -> Node:
+    def _brought(self, value: Node, wanted: SequenceDim | None) -> Node:
         producer, index = resolve(value)
-        way = self._hoisting.ways.get(producer.name)
+        way = self._permutation.ways.get(producer.name)
         held = None if way is None else way.outputs[index]
         if held == wanted:
             return value
         natural = value if held is None else self._permute(value, held, back=True)
         return natural if wanted is None else self._permute(natural, wanted, back=False)
 
-    def _permute(self, value: Node, place: Place, *, back: bool) -> Node:
-        key = value, place, back
+    def _permute(self, value: Node, at: SequenceDim, *, back: bool) -> Node:
+        key = value, at, back
         if key not in self._permuted:
-            index = self._index(value, place, back)
+            index = self._index(value, at, back)
             after = max(index, value)
             after = self._last_input if after.op == "placeholder" else after
             with self._graph.inserting_after(after):
                 self._permuted[key] = call(
-                    self._graph, torch.ops.aten.index_select.default, value, place.dim, index
+                    self._graph, torch.ops.aten.index_select.default, value, at.dim, index
                 )
         return self._permuted[key]
 
-    def _index(self, value: Node, place: Place, back: bool) -> Node:
+    def _index(self, value: Node, at: SequenceDim, back: bool) -> Node:
         """The permutation of a whole dim."""
-        like, order = value.meta["val"], self._hoisting.order
-        key = replace(place, dim=0), back, like.device
+        like, order = value.meta["val"], self._permutation.order
+        key = replace(at, dim=0), back, like.device
         if key not in self._indices:
             if isinstance(order, LateOrder):
-                self._indices[key] = self._made(order, place, back, like)
+                self._indices[key] = self._made(order, at, back, like)
             else:
-                self._indices[key] = self._constant(order, place, back, like)
+                self._indices[key] = self._constant(order, at, back, like)
         return self._indices[key]
 
-    def _constant(self, order: Order, place: Place, back: bool, like: Tensor) -> Node:
+    def _constant(self, order: Order, at: SequenceDim, back: bool, like: Tensor) -> Node:
         """A placeholder for it."""
-        dim = order.indices(place.outer, place.inner, back)
+        dim = order.indices(at.outer, at.inner, back)
         name = f"c_order_{len(self.nodes)}_{len(self.constants)}"
         with self._graph.inserting_after(self._last_input):
             node = self._last_input = self._graph.placeholder(name)
@@ -128,11 +127,11 @@ class _Rewriting:
         self.constants[node.name] = torch.from_numpy(dim).to(like.device)
         return node
 
-    def _made(self, order: LateOrder, place: Place, back: bool, like: Tensor) -> Node:
+    def _made(self, order: LateOrder, at: SequenceDim, back: bool, like: Tensor) -> Node:
         """A call that makes it of what the batch says."""
         by, (namespace, name) = self.nodes[order.by], order.make.split("::")
         op = getattr(getattr(torch.ops, namespace), name).default
-        how = order.name, order.length, place.outer, place.inner, back, like.device.type
+        how = order.name, order.length, at.outer, at.inner, back, like.device.type
         with self._graph.inserting_after(max(by, self._last_input)):
             return call(self._graph, op, by, *how)
 

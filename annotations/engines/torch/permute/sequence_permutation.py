@@ -1,12 +1,13 @@
-"""Layout hoisting: a sequence is put in another order once, rather than balanced in every layer.
+"""A sequence is put in another order once, rather than balanced in every layer.
 
 Attention that is causal has more work at the end of a sequence than at its start. Cut contiguously,
 its ranks are uneven, or exchange rows in every layer. Most other ops do not care which token is
 where. So a sequence may be permuted at the graph's inputs, such that contiguous parts are even
-work; attention is told, and ops that do care (a convolution, a roll) get natural order back.
+work; attention's arguments name the order, and ops that do care (a convolution, a roll) get natural
+order back.
 
-    captured, cuts --hoist--> SequencePermutation, notes     which ops run in which order
-    captured, SequencePermutation --reordered--> captured    how ops go along a sequence
+    captured, cuts --choose_permutations--> SequencePermutation, notes  which ops run in which order
+    captured, SequencePermutation --permuted--> captured                how ops go along a sequence
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from ..capture.capture import Captured
 from ..capture.nodes import arguments_of, origin, same_integers
 from ..rates import Rates
 from ..strategies.op_strategies import COST_ONLY
-from .permutation_choice import Move, OrderCut, follow, readers_of
-from .permuted_graph import SequencePermutation, reordered
-from .token_axes import Along, along_split
+from .permutation_choice import PermutationChoice, TensorPermutation, follow, readers_of
+from .permuted_graph import SequencePermutation, permuted
+from .token_axes import Along, along_dim
 
 
 @dataclass(frozen=True, eq=False)
-class Reorderable:
-    """An annotated op that can be told of an order.
+class SequenceOp:
+    """An annotated op whose arguments can name the order of its sequence.
 
     Attributes:
         cut: whether the policy cuts it on the sequence.
@@ -62,10 +63,10 @@ class Reorderable:
             return replace(order, by=self._origin(order.by).name)
         return order
 
-    def told(
+    def arguments_for(
         self, order: Order | LateOrder, constants: Mapping[str, Tensor]
     ) -> Mapping[str, Any] | None:
-        """What it is to be told of an order, None if it cannot be told."""
+        """The arguments that name an order; None if it cannot take it."""
         orders = self.record.rule.orders[self.identifier]
         if isinstance(order, Order):
             return orders.told(self.given, order)
@@ -87,11 +88,11 @@ class Reorderable:
 
     def way(self) -> Along:
         """How it goes along its sequence."""
-        return along_split(self.node, self.bound.split(self.identifier))
+        return along_dim(self.node, self.bound, self.identifier)
 
-    def seconds(self, told: Mapping[str, Any], parts: int, rates: Rates) -> float:
-        """Of forward and backward where it is cut and told so."""
-        given = {**self.given, **told}
+    def seconds(self, arguments: Mapping[str, Any], parts: int, rates: Rates) -> float:
+        """Of forward and backward where it is cut, with these arguments."""
+        given = {**self.given, **arguments}
         itemsize = next(v.dtype.itemsize for v in given.values() if isinstance(v, Tensor))
         rule = self.record.rule
         inner = rule.cost(self.bound, self.site(parts), given, itemsize)
@@ -101,7 +102,7 @@ class Reorderable:
         return computed + moved / rates.link(0).bytes_per_second
 
 
-def hoist(
+def choose_permutations(
     captured: Captured,
     cuts: Mapping[str, str | None],
     parts: int,
@@ -116,7 +117,7 @@ def hoist(
         settings: the config's ``pas_config``. Its ``hoist`` is True for always and False for never;
             where it is not given, what is predicted to be faster is done.
     Returns:
-        Rewrites to make one after the other, see :func:`.reordered`, at most one for each
+        Rewrites to make one after the other, see :func:`.permuted`, at most one for each
         length of a sequence; and a line of text for each sequence that has uneven work.
     """
     found: list[SequencePermutation] = []
@@ -128,30 +129,30 @@ def hoist(
         ops = [op for op in _ops(captured, cuts) if op.size == length]
         wanted = {_key(o): o for op in ops if op.cut and (o := op.wanted(parts))}
         tried = [
-            (_cut(captured, ops, order, parts, rates, bool(always)), order)
+            (_choice(captured, ops, order, parts, rates, bool(always)), order)
             for order in wanted.values()
         ]
-        cut, order = min(tried, key=lambda each: each[0].seconds)
-        if not cut.gains:
+        choice, order = min(tried, key=lambda each: each[0].seconds)
+        if not choice.gains:
             continue
         name = f"layout: {order.name.partition(':')[0]} over {length} tokens"
-        if not any(cut.sides[node] for node in cut.gains):
-            notes.append(f"{name} {_declined(replace(cut, always=True))}")
+        if not any(choice.sides[node] for node in choice.gains):
+            notes.append(f"{name} {_declined(replace(choice, always=True))}")
             continue
-        notes.append(f"{name}, {_done(cut)}")
-        found.append(_hoisting(captured, cut, ops, order))
-        captured = reordered(captured, found[-1])
+        notes.append(f"{name}, {_done(choice)}")
+        found.append(_permutation(captured, choice, ops, order))
+        captured = permuted(captured, found[-1])
     return found, notes
 
 
-def hoisted(
+def permutations_on_mesh(
     captured: Captured,
     splits: Mapping[str, Any],
     mesh_shape: Sequence[int],
     rates: Rates,
     settings: Mapping[str, Any],
 ) -> tuple[list[SequencePermutation], list[str]]:
-    """:func:`hoist` on a mesh: for sequences that are cut along one axis of it.
+    """:func:`choose_permutations` on a mesh: for sequences that are cut along one axis of it.
 
     Args:
         splits: op name to what it is split on, on a mesh of several axes a tuple of that.
@@ -170,28 +171,28 @@ def hoisted(
         return [], why
     ((axis, cut),) = cuts.items()
     along_axis = replace(rates, links=(rates.link(axis),))
-    return hoist(captured, cut, mesh_shape[axis], along_axis, settings)
+    return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings)
 
 
-def _cut(
+def _choice(
     captured: Captured,
-    ops: Sequence[Reorderable],
+    ops: Sequence[SequenceOp],
     order: Order | LateOrder,
     parts: int,
     rates: Rates,
     always: bool,
-) -> OrderCut:
+) -> PermutationChoice:
     gains = {}
     own = {}
     for op in ops:
-        told = op.told(order, captured.constants)
-        if told is not None:
+        arguments = op.arguments_for(order, captured.constants)
+        if arguments is not None:
             own[op.node] = op.way()
             if op.cut:
-                gains[op.node] = op.seconds({}, parts, rates) - op.seconds(told, parts, rates)
+                gains[op.node] = op.seconds({}, parts, rates) - op.seconds(arguments, parts, rates)
     readers = readers_of(captured.graph)
     ways = follow(readers, list(gains), own, order.length)
-    return OrderCut(readers, ways, gains, parts, rates, always)
+    return PermutationChoice(readers, ways, gains, parts, rates, always)
 
 
 def _key(order: Order | LateOrder) -> Any:
@@ -199,22 +200,25 @@ def _key(order: Order | LateOrder) -> Any:
     return order.tokens.tobytes() if isinstance(order, Order) else order
 
 
-def _hoisting(
-    captured: Captured, cut: OrderCut, ops: Sequence[Reorderable], order: Order | LateOrder
+def _permutation(
+    captured: Captured,
+    choice: PermutationChoice,
+    ops: Sequence[SequenceOp],
+    order: Order | LateOrder,
 ) -> SequencePermutation:
-    ways = {node.name: way for node, way in cut.ways.items() if cut.sides[node]}
+    ways = {node.name: way for node, way in choice.ways.items() if choice.sides[node]}
     inside = [op for op in ops if op.node.name in ways]
-    told = {op.node.name: op.told(order, captured.constants) or {} for op in inside}
-    return SequencePermutation(order, ways, told)
+    named = {op.node.name: op.arguments_for(order, captured.constants) or {} for op in inside}
+    return SequencePermutation(order, ways, named)
 
 
-def _done(cut: OrderCut) -> str:
-    back = [move for move in cut.made if move.back]
-    text = f"permuted once at: {_names([move for move in cut.made if not move.back])}"
+def _done(choice: PermutationChoice) -> str:
+    back = [move for move in choice.made if move.back]
+    text = f"permuted once at: {_names([move for move in choice.made if not move.back])}"
     return text + (f"; natural order again at: {_names(back)}" if back else "")
 
 
-def _declined(forced: OrderCut) -> str:
+def _declined(forced: PermutationChoice) -> str:
     """Why: what it would take to run all attention in the order."""
     gain, cost = sum(forced.gains.values()), sum(move.seconds for move in forced.made)
     if gain <= 0:
@@ -225,7 +229,7 @@ def _declined(forced: OrderCut) -> str:
     )
 
 
-def _names(moves: Sequence[Move]) -> str:
+def _names(moves: Sequence[TensorPermutation]) -> str:
     return ", ".join(dict.fromkeys(_named(move.value) for move in moves)) or "nothing"
 
 
@@ -245,8 +249,8 @@ def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> 
     return sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)})
 
 
-def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[Reorderable]:
-    """The calls of annotated ops that can be told of an order, for each identifier."""
+def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[SequenceOp]:
+    """The calls of annotated ops that take an order, for each identifier."""
     found = []
     for node in captured.graph.nodes:
         record = record_of(node.target)
@@ -257,7 +261,7 @@ def _ops(captured: Captured, cuts: Mapping[str, str | None]) -> list[Reorderable
         for split in bound.splits():
             if split.identifier in record.rule.orders:
                 cut = cuts.get(node.name) == split.identifier
-                found.append(Reorderable(node, record, bound, split.identifier, cut, given))
+                found.append(SequenceOp(node, record, bound, split.identifier, cut, given))
     return found
 
 

@@ -19,8 +19,8 @@ from ..capture.capture import Captured, capture
 from ..capture.replaced_parameters import in_dtype
 from ..permute.label_shift import whole_logits
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
-from ..permute.permuted_graph import SequencePermutation, reordered
-from ..permute.sequence_permutation import hoisted
+from ..permute.permuted_graph import SequencePermutation, permuted
+from ..permute.sequence_permutation import permutations_on_mesh
 from ..rates import Rates
 from ..strategies.choices import find_choices
 from ..strategies.op_strategies import Strategy
@@ -56,7 +56,7 @@ class Planned:
         """The graph that the plan is of."""
         if shuffles(captured):
             captured = ordered(captured) if self.shuffled else without_shuffles(captured)
-        return functools.reduce(reordered, self.permutations, captured)
+        return functools.reduce(permuted, self.permutations, captured)
 
     def noted(self, notes: Sequence[str]) -> Planned:
         """The same with these lines below the plan's title."""
@@ -126,20 +126,20 @@ class Planning:
             return self._planned(captured, policy, permutations, {}).noted(notes)
         natural = self._planned(captured, policy, (), splits or {})
         splits, shape = natural.report.splits, tuple(self.mesh.shape)
-        permutations, notes = hoisted(captured, splits, shape, self.rates, settings)
+        permutations, notes = permutations_on_mesh(captured, splits, shape, self.rates, settings)
         if not permutations:
             return natural.noted(notes)
         always = settings.get("hoist")
         try:
-            permuted = self._planned(captured, policy, permutations, splits)
+            other = self._planned(captured, policy, permutations, splits)
         except PlanningError:
             if always:
                 raise
             return natural.noted(["kept natural order: another would need more memory"])
-        slower = permuted.report.seconds > natural.report.seconds
+        slower = other.report.seconds > natural.report.seconds
         if policy == "auto" and slower and not always:
             return natural.noted(["kept natural order: another would make the whole step slower"])
-        return permuted.noted(notes)
+        return other.noted(notes)
 
     def _permutations_of(
         self, plan: EnginePlan, captured: Captured
@@ -154,8 +154,10 @@ class Planning:
         if not plan.hoisted:
             return [], list(plan.notes)
         for given in (settings, {"hoist": True}):
-            found, notes = hoisted(captured, plan.splits, plan.mesh_shape, self.rates, given)
-            graph = functools.reduce(reordered, found, captured).graph
+            found, notes = permutations_on_mesh(
+                captured, plan.splits, plan.mesh_shape, self.rates, given
+            )
+            graph = functools.reduce(permuted, found, captured).graph
             if plan.ops.keys() <= {node.name for node in graph.nodes}:
                 return found, notes
         raise PolicyError("the plan's sequences are in an order that its splits do not ask for")
@@ -181,7 +183,7 @@ class Planning:
         Args:
             splits: of the annotated ops, which keep those that the order was chosen for.
         """
-        graph = functools.reduce(reordered, permutations, captured)
+        graph = functools.reduce(permuted, permutations, captured)
         choices = find_choices(graph, self.mesh, self.parameters, self.config.num_scale_units)
         limits = limits_of(policy, choices, self.config)
         if self.kept is not None:

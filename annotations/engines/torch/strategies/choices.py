@@ -25,7 +25,7 @@ from ..capture.nodes import (
 )
 from .op_strategies import Strategy, strategies_of
 from .placements import Placements
-from .reshard import ReshardStep, Shape, gradient_steps, steps
+from .reshard import ReshardStep, gradient_steps, steps
 
 # The placements in which a tensor is read, and those of its gradient.
 Reading = tuple[Placements, Placements]
@@ -88,7 +88,7 @@ class Choices:
     parameters: Mapping[Node, str]
     kept: Mapping[Node, Tensor]
     differentiated: Mapping[Node, bool]
-    parts: Shape
+    parts: tuple[int, ...]
     copies: int
 
 

@@ -1,4 +1,4 @@
-"""DTensor, asked how an op may run: it is run on meta tensors that lie in each possible way.
+"""DTensor, asked how an op may run: it is run on meta tensors with each possible placement.
 
 What ran without communication, forward and backward, is a strategy. That keeps one source of truth
 for what DTensor can do, whatever its version.
@@ -27,7 +27,7 @@ ALL_COMBINATIONS_INPUTS = 3
 
 
 class Answer(NamedTuple):
-    """How results and the inputs' gradients lie."""
+    """Placements of results and of the inputs' gradients."""
 
     outputs: tuple[Placements, ...]
     grads: tuple[Placements, ...]
@@ -46,13 +46,13 @@ def ask_dtensor(
     else:
         combinations = [(p,) * len(inputs) for p in choices[0] if all(p in c for c in choices)]
     found = []
-    for places in combinations:
-        if all(p.is_replicate() for p in places):
+    for placements in combinations:
+        if all(p.is_replicate() for p in placements):
             continue
-        answer = _run_on_meta(node, inputs, [(p,) for p in places], mesh)
+        answer = _run_on_meta(node, inputs, [(p,) for p in placements], mesh)
         if answer is not None:
             outputs, grads = (tuple(p for (p,) in side) for side in answer)
-            found.append(AxisStrategy(places, outputs, grads))
+            found.append(AxisStrategy(placements, outputs, grads))
     return found
 
 
@@ -70,7 +70,7 @@ def _placements(value: Tensor, parts: int) -> list[Placement]:
 
 
 def _run_on_meta(
-    node: Node, inputs: Sequence[Node], places: Sequence[Placements], mesh: DeviceMesh
+    node: Node, inputs: Sequence[Node], placements: Sequence[Placements], mesh: DeviceMesh
 ) -> Answer | None:
     """None where the op communicates or cannot run."""
     leaves: list[Any] = []
@@ -78,11 +78,11 @@ def _run_on_meta(
     def meta(x: Node, n: int) -> Tensor:
         value = x.meta["val"]
         local = torch.empty(
-            local_shape(value.shape, places[n], mesh.shape), dtype=value.dtype, device="meta"
+            local_shape(value.shape, placements[n], mesh.shape), dtype=value.dtype, device="meta"
         )
         stride = torch.empty(value.shape, device="meta").stride()
         like = DTensor.from_local(
-            local, mesh, places[n], run_check=False, shape=value.shape, stride=stride
+            local, mesh, placements[n], run_check=False, shape=value.shape, stride=stride
         )
         leaves.append(like.requires_grad_(value.is_floating_point()))
         return leaves[-1]
@@ -111,7 +111,9 @@ def _run_on_meta(
         return None
     if not all(_is_part(x.grad, x.shape) for x in leaves if x.grad is not None):
         return None
-    plain = all(_is_plain(p) for side in (outputs, grads) for places in side for p in places)
+    plain = all(
+        _is_plain(p) for side in (outputs, grads) for placements in side for p in placements
+    )
     return Answer(outputs, grads) if plain else None
 
 
@@ -127,8 +129,8 @@ def _is_part(result: Any, shape: torch.Size) -> bool:
     return result.shape == shape and tuple(result.to_local().shape) == tuple(expected)
 
 
-def _is_plain(place: Placement) -> bool:
-    return type(place) in (Replicate, Shard) or place == Partial("sum")
+def _is_plain(placement: Placement) -> bool:
+    return type(placement) in (Replicate, Shard) or placement == Partial("sum")
 
 
 def _differentiate(results: Sequence[Any]) -> None:

@@ -6,14 +6,15 @@ all others by DTensor (:mod:`.dtensor_probe`). A parameter may be kept in parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import Node
 
-from annotations.binding import BoundAnnotation, Split, Spread, bind
+from annotations.binding import BoundAnnotation, Split, Spread
 from annotations.errors import PartitionError
 from annotations.library.dtensor import gradient_placement, placement
 from annotations.record import OpRecord
@@ -21,7 +22,7 @@ from annotations.registry import record_of
 from annotations.rules import check_parts
 
 from ..capture.nodes import arguments_of, values_of
-from .aten import annotation_of
+from .aten import LOCAL, bound_of, name_of
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,12 @@ def along_axis(node: Node, inputs: Sequence[Node], parts: int, stored: bool) -> 
         return _stored_strategies(node, parts), False
     if record is not None:
         return annotated_strategies(node, record, parts), False
-    annotation = annotation_of(node, inputs)
-    if annotation is not None:
-        return _local_strategies(node, annotation, inputs, parts), False
     whole = _whole(len(inputs), len(values_of(node)))
+    if name_of(node) in LOCAL:
+        bound = bound_of(node)
+        assert bound is not None
+        splits = _splits(bound, parts)
+        return [whole, *(_of_split(split, range(len(inputs)), True) for split in splits)], False
     return [whole], node.op not in ("placeholder", "output") and bool(inputs)
 
 
@@ -80,7 +83,7 @@ def _stored_strategies(node: Node, parts: int) -> list[AxisStrategy]:
     value = node.meta["val"]
     dims = range(value.ndim if value.ndim > 1 else 0)
     cut = [Shard(dim) for dim in dims if value.shape[dim] >= parts]
-    return [_whole(0, 1), *(AxisStrategy((), (place,), ()) for place in cut)]
+    return [_whole(0, 1), *(AxisStrategy((), (shard,), ()) for shard in cut)]
 
 
 def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisStrategy]:
@@ -94,11 +97,20 @@ def annotated_strategies(node: Node, record: OpRecord, parts: int) -> list[AxisS
     found = [_whole(len(tensors), record.n_outputs)]
     for bound in record.bindings(arguments):
         known = {(strategy.inputs, strategy.outputs) for strategy in found[1:]}
-        for split in bound.splits():
+        for split in _splits(bound, parts):
             made = _of_split(split, tensors, _may_run_locally(record, split))
-            if (made.inputs, made.outputs) not in known and _can_be_cut(bound, split, parts):
+            if (made.inputs, made.outputs) not in known:
                 found.append(made)
     return found
+
+
+def _splits(bound: BoundAnnotation, parts: int) -> Iterator[Split]:
+    """Those that give every rank some, and tear no inner dim."""
+    for split in bound.splits():
+        with contextlib.suppress(PartitionError):
+            check_parts(bound, split, parts)
+            if bound.sizes[split.identifier] >= parts:
+                yield split
 
 
 def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy:
@@ -115,30 +127,6 @@ def _of_split(split: Split, tensors: Sequence[int], local: bool) -> AxisStrategy
 
 
 def _may_run_locally(record: OpRecord, split: Split) -> bool:
-    """Whether the op on each rank's part, told nothing, is that part of the op and its gradient."""
-    told = split.identifier in record.rule.communicates or split.identifier in record.rule.told
-    return not told and Spread.REPLICATE not in split.outputs
-
-
-def _can_be_cut(bound: BoundAnnotation, split: Split, parts: int) -> bool:
-    """Whether every rank gets some of it, and no inner dim is torn."""
-    try:
-        check_parts(bound, split, parts)
-    except PartitionError:
-        return False
-    return bound.sizes[split.identifier] >= parts
-
-
-def _local_strategies(
-    node: Node, annotation: str, inputs: Sequence[Node], parts: int
-) -> list[AxisStrategy]:
-    """The splits of an aten op that this engine has an annotation for."""
-    shapes = [tuple(x.meta["val"].shape) for x in inputs]
-    names = [f"input {n}" for n in range(len(inputs))]
-    bound = bind(annotation, str(node.target), names, shapes)
-    made = [
-        _of_split(split, range(len(inputs)), True)
-        for split in bound.splits()
-        if bound.sizes[split.identifier] >= parts
-    ]
-    return [_whole(len(inputs), 1), *made]
+    """Whether the op as it is, on each rank's part, is that part of the op and its gradient."""
+    aware = split.identifier in record.rule.communicates or split.identifier in record.rule.told
+    return not aware and Spread.REPLICATE not in split.outputs

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Strategy:
     """One way to run an op on the mesh.
 
     Attributes:
-        inputs, outputs, grads: of each tensor how it lies along each axis, as of AxisStrategy.
+        inputs, outputs, grads: placements of each tensor, as of AxisStrategy.
         split: for each axis what an annotated op is split on.
         inner: for each axis what an annotated op moves inside, and how uneven its parts are.
         divided: for each axis whether its ranks do a part of the work each.
@@ -116,7 +116,7 @@ def _combine(
             local,
         )
         placed = zip((*values, *results), (*made.inputs, *made.outputs), strict=True)
-        if all(fits(value, places, parts) for value, places in placed):
+        if all(fits(value, placements, parts) for value, placements in placed):
             found.append(_with_costs(node, made, parts))
     return found
 
@@ -130,10 +130,8 @@ def _go_together(node: Node, combination: Sequence[AxisStrategy], local: bool) -
         return True
     if len(set(names)) < len(names) and not local:
         return False
-    for bound in record.bindings(arguments_of(node, record)):
-        if set(names) <= {split.identifier for split in bound.splits()}:
-            return True
-    return False
+    bounds = record.bindings(arguments_of(node, record))
+    return any(set(names) <= {split.identifier for split in b.splits()} for b in bounds)
 
 
 def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strategy:
@@ -141,22 +139,12 @@ def _with_costs(node: Node, strategy: Strategy, parts: tuple[int, ...]) -> Strat
     record = record_of(node.target)
     if record is None or strategy.local:
         return strategy
-    inner = []
+    inner = [InnerCost() for _ in parts]
     for axis, identifier in enumerate(strategy.split):
-        if identifier is None:
-            inner.append(InnerCost())
-            continue
-        arguments = _cut_elsewhere(node, record, strategy, parts, axis)
-        inner.append(_inner_cost(record, identifier, parts[axis], arguments))
-    return Strategy(
-        strategy.inputs,
-        strategy.outputs,
-        strategy.grads,
-        strategy.split,
-        tuple(inner),
-        strategy.divided,
-        strategy.local,
-    )
+        if identifier is not None:
+            arguments = _cut_elsewhere(node, record, strategy, parts, axis)
+            inner[axis] = _inner_cost(record, identifier, parts[axis], arguments)
+    return replace(strategy, inner=tuple(inner))
 
 
 def _cut_elsewhere(
@@ -171,8 +159,8 @@ def _cut_elsewhere(
             size = next(b.sizes[identifier] for b in whole if identifier in b.sizes)
             site = SplitSite(identifier, size, parts[other], COST_ONLY)
             arguments |= record.rule.arguments(record.title, site)
-    for name, places in zip(tensors, strategy.inputs, strict=True):
-        others = tuple(Replicate() if a == axis else p for a, p in enumerate(places))
+    for name, placements in zip(tensors, strategy.inputs, strict=True):
+        others = tuple(Replicate() if a == axis else p for a, p in enumerate(placements))
         shape = local_shape(arguments[name].shape, others, parts)
         if shape != tuple(arguments[name].shape):
             arguments[name] = torch.empty(shape, dtype=arguments[name].dtype, device="meta")
@@ -182,9 +170,8 @@ def _cut_elsewhere(
 def _inner_cost(
     record: OpRecord, identifier: str, parts: int, arguments: Mapping[str, Any]
 ) -> InnerCost:
-    bound = next(
-        b for b in record.bindings(arguments) if identifier in {s.identifier for s in b.splits()}
-    )
+    bounds = record.bindings(arguments)
+    bound = next(b for b in bounds if identifier in {s.identifier for s in b.splits()})
     site = SplitSite(identifier, bound.sizes[identifier], parts, COST_ONLY)
     itemsize = next(v.dtype.itemsize for v in arguments.values() if isinstance(v, Tensor))
     return record.rule.cost(bound, site, arguments, itemsize)

@@ -1,4 +1,4 @@
-"""How tensors lie on a mesh, and how much of them is where."""
+"""Placements of tensors on a mesh, and how much of a tensor is on which rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-# How a tensor lies: one placement for each axis of the mesh.
+# Of a tensor, one for each axis of the mesh.
 Placements = tuple[Placement, ...]
 
 
@@ -21,24 +21,24 @@ def share(size: int, parts: int, index: int) -> int:
 
 def local_shape(
     shape: Iterable[int],
-    places: Placements,
+    placements: Placements,
     parts: Sequence[int],
     at: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """The part of a tensor on the rank ``at`` these coordinates, by default the first, which holds
     most. Axes cut in turn: where two cut one dim, the later cuts the parts of the earlier."""
     local = list(shape)
-    for axis, (place, n) in enumerate(zip(places, parts, strict=True)):
-        if isinstance(place, Shard):
-            local[place.dim] = share(local[place.dim], n, at[axis] if at else 0)
+    for axis, (placement, n) in enumerate(zip(placements, parts, strict=True)):
+        if isinstance(placement, Shard):
+            local[placement.dim] = share(local[placement.dim], n, at[axis] if at else 0)
     return tuple(local)
 
 
-def local_bytes(value: Any, places: Placements, parts: Sequence[int]) -> int:
+def local_bytes(value: Any, placements: Placements, parts: Sequence[int]) -> int:
     """Bytes of a tensor on the rank that holds most of it."""
     if not isinstance(value, Tensor):
         return 0
-    return math.prod(local_shape(value.shape, places, parts)) * value.element_size()
+    return math.prod(local_shape(value.shape, placements, parts)) * value.element_size()
 
 
 def cut_axes(x: Tensor) -> tuple[int, ...]:
@@ -46,20 +46,20 @@ def cut_axes(x: Tensor) -> tuple[int, ...]:
     a DTensor that is whole on every rank."""
     if not isinstance(x, DTensor):
         return ()
-    return tuple(n for n, place in enumerate(x.placements) if not place.is_replicate())
+    return tuple(n for n, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
-def unsplit(place: Placement) -> Placement:
-    """How the gradient of what lies so must lie: of a partial sum whole."""
-    return Replicate() if isinstance(place, Partial) else place
+def unsplit(placement: Placement) -> Placement:
+    """The placement of the gradient of a tensor with this one: of a partial sum whole."""
+    return Replicate() if isinstance(placement, Partial) else placement
 
 
-def fits(value: Any, places: Placements, parts: Sequence[int]) -> bool:
-    """Whether every rank gets some of a tensor that lies so."""
+def fits(value: Any, placements: Placements, parts: Sequence[int]) -> bool:
+    """Whether every rank gets some of a tensor with these placements."""
     if not isinstance(value, Tensor):
         return True
     over: dict[int, int] = {}
-    for place, n in zip(places, parts, strict=True):
-        if isinstance(place, Shard):
-            over[place.dim] = over.get(place.dim, 1) * n
+    for placement, n in zip(placements, parts, strict=True):
+        if isinstance(placement, Shard):
+            over[placement.dim] = over.get(placement.dim, 1) * n
     return all(value.shape[dim] >= n for dim, n in over.items())

@@ -1,4 +1,4 @@
-"""Bringing a tensor from how it lies to how it must lie: a path of steps, one mesh axis each.
+"""Bringing a tensor from its placements to others: a path of steps, one mesh axis each.
 
 Where two axes cut one dim, the later cuts the parts of the earlier, so a step may touch a dim only
 while no later axis cuts it. Paths are the cheapest in bytes under that rule, found once and run as
@@ -19,9 +19,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .placements import Placements, local_shape, share, unsplit
+from annotations.solving import TensorShape
 
-Shape = tuple[int, ...]
+from .placements import Placements, local_shape, share, unsplit
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ReshardStep:
     """One collective along one axis.
 
     Attributes:
-        axis: of the mesh. before, after: how the tensor lies; they differ along ``axis`` alone.
+        axis: of the mesh. before, after: the tensor's placements; they differ along ``axis`` alone.
         kind: "all-gather", "all-to-all", "all-reduce", "reduce-scatter" or "slice", which is free.
         elements: received by the rank that receives most; by the ring algorithm for an all-reduce,
             of a few elements a fraction.
@@ -44,7 +44,7 @@ class ReshardStep:
 
 @functools.lru_cache(maxsize=1 << 16)
 def steps(
-    shape: Shape, source: Placements, target: Placements, parts: Shape
+    shape: TensorShape, source: Placements, target: Placements, parts: tuple[int, ...]
 ) -> tuple[ReshardStep, ...]:
     """The path that receives least, and of those the shortest.
 
@@ -63,8 +63,8 @@ def steps(
             continue
         done.add(here)
         for axis, others in enumerate(along):
-            for place in others:
-                step = _step(shape, here, axis, place, parts)
+            for placement in others:
+                step = _step(shape, here, axis, placement, parts)
                 if step is not None and step.after not in done:
                     total = elements + step.elements
                     entry = (total, length + 1, next(numbers), step.after, (*path, step))
@@ -72,12 +72,14 @@ def steps(
     raise AssertionError("gathering everything and slicing it is always a path")
 
 
-def _step(shape: Shape, here: Placements, axis: int, to: Any, parts: Shape) -> ReshardStep | None:
+def _step(
+    shape: TensorShape, here: Placements, axis: int, to: Any, parts: tuple[int, ...]
+) -> ReshardStep | None:
     """The step along ``axis``, None where there is none or a later axis cuts the same dim."""
-    place, n = here[axis], parts[axis]
-    if place == to or isinstance(to, Partial):
+    placement, n = here[axis], parts[axis]
+    if placement == to or isinstance(to, Partial):
         return None
-    dims = {p.dim for p in (place, to) if isinstance(p, Shard)}
+    dims = {p.dim for p in (placement, to) if isinstance(p, Shard)}
     if any(isinstance(p, Shard) and p.dim in dims for p in here[axis + 1 :]):
         return None
     after = (*here[:axis], to, *here[axis + 1 :])
@@ -88,15 +90,17 @@ def _step(shape: Shape, here: Placements, axis: int, to: Any, parts: Shape) -> R
         """Elements of the largest part, which all are filled up to."""
         return share(joint[dim], n, 0) * (size // joint[dim]) if size else 0
 
-    match place, to:
+    match placement, to:
         case Shard(), Shard():
-            kept = [share(joint[place.dim], n, r) * share(joint[to.dim], n, r) for r in range(n)]
-            due = [joint[place.dim] * share(joint[to.dim], n, r) for r in range(n)]
-            rest = size // (joint[place.dim] * joint[to.dim]) if size else 0
+            kept = [
+                share(joint[placement.dim], n, r) * share(joint[to.dim], n, r) for r in range(n)
+            ]
+            due = [joint[placement.dim] * share(joint[to.dim], n, r) for r in range(n)]
+            rest = size // (joint[placement.dim] * joint[to.dim]) if size else 0
             most = max(a - b for a, b in zip(due, kept, strict=True))
             return ReshardStep(axis, here, after, "all-to-all", most * rest)
         case Shard(), _:
-            return ReshardStep(axis, here, after, "all-gather", padded(place.dim) * (n - 1))
+            return ReshardStep(axis, here, after, "all-gather", padded(placement.dim) * (n - 1))
         case Partial(), Shard():
             return ReshardStep(axis, here, after, "reduce-scatter", padded(to.dim) * (n - 1))
         case Partial(), _:
@@ -105,14 +109,15 @@ def _step(shape: Shape, here: Placements, axis: int, to: Any, parts: Shape) -> R
 
 
 def gradient_steps(
-    shape: Shape, grad: Placements, source: Placements, parts: Shape
+    shape: TensorShape, grad: Placements, source: Placements, parts: tuple[int, ...]
 ) -> tuple[ReshardStep, ...]:
-    """The way back: of a gradient that lies as ``grad``, to how that of ``source`` must lie."""
+    """The way back: of a gradient with the placements ``grad``, to those of the gradient of
+    ``source``."""
     return steps(shape, grad, tuple(map(unsplit, source)), parts)
 
 
 class Move(torch.autograd.Function):
-    """A DTensor as it must lie; its gradient comes back as it lay."""
+    """A DTensor with other placements; its gradient comes back with those before."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, target: Placements) -> Any:  # type: ignore[override]
@@ -138,8 +143,8 @@ def brought(value: Any, target: Placements) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
-    """The whole and this rank's part laid out alike: whether a view needs a copy is decided by the
-    whole's strides, which a move keeps, while it lays out the parts anew."""
+    """With contiguous strides of the whole and of this rank's part: the whole's decide if a view
+    needs a copy, and a move keeps these, while it lays out the parts anew."""
     local: Tensor = value.to_local()
     if local.is_contiguous() and value.is_contiguous():
         return value
