@@ -118,17 +118,16 @@ class BoundAnnotation:
 
     def _twice(self, identifier: str) -> Shape | None:
         """The first tensor with ``identifier`` in two dims: cutting both would lose blocks."""
-        shapes = (*self.annotation.inputs, *self.annotation.outputs)
+        shapes = self.annotation.shapes
         return next((shape for shape in shapes if len(shape.dims_of(identifier)) > 1), None)
 
     def _why_frozen(self, identifier: str) -> tuple[Span | None, str]:
-        shapes = (*self.annotation.inputs, *self.annotation.outputs)
-        dims = [dim for shape in shapes for dim in shape.dims if identifier in dim.identifiers]
-        if not dims:
+        span = self.annotation.span_of(identifier)
+        if span is None:
             return None, f"the annotation has no {identifier!r}"
-        span = dims[0].span_of(identifier)
         if identifier.isdecimal() or identifier == "?":
             return span, "it is a fixed size" if identifier != "?" else "it is not a dim"
+        dims = (dim for shape in self.annotation.shapes for dim in shape.dims)
         if inner := next((dim for dim in dims if identifier in dim.inner), None):
             why = f"it is not the first in '{inner}'; only the first can be cut in one piece"
             return inner.span_of(identifier), why
@@ -137,6 +136,29 @@ class BoundAnnotation:
         if twice := self._twice(identifier):
             return twice.span, "it is in two dims of one tensor; cutting both would lose data"
         return span, f"it is marked frozen: '{identifier}^'"
+
+
+def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
+    """Refuse a cut through inner dims.
+
+    A dim of one name may be cut unevenly. ``(g 4)`` may not: its parts must be multiples of 4 that
+    match the parts of ``g`` elsewhere.
+
+    Raises:
+        PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
+    """
+    shapes = bound.annotation.shapes
+    inners = (dim for shape in shapes for dim in shape.dims if len(dim.identifiers) > 1)
+    inner = next((dim for dim in inners if split.identifier in dim.identifiers), None)
+    if inner is not None and not bound.divisible(split.identifier, parts):
+        raise PartitionError(
+            f"{split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over {parts} "
+            "ranks",
+            bound.annotation.text,
+            inner.span,
+            ["it is part of an inner dim, so the number of ranks must divide it"],
+            bound.op,
+        )
 
 
 def bind(

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..binding import BoundAnnotation
+from ..binding import BoundAnnotation, check_parts
 from ..errors import PartitionError
 from ..grammar import Shape
-from ..record import AnnotatedOp, OpRecord
-from ..registry import annotated_ops
-from ..rules import SplitSite, check_parts
+from ..registry import AnnotatedOp, OpRecord, annotated_ops
+from ..rules import Arguments, SplitSite
 from .after_import import import_with
-
-Arguments = Mapping[str, Any]  # arguments by name
 
 
 @dataclass(frozen=True, eq=False)

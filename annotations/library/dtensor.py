@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..binding import BoundAnnotation, Split, Spread
+from ..binding import BoundAnnotation, Split, Spread, check_parts
 from ..errors import AnnotationError, PartitionError, Span
 from ..grammar import Dim
-from ..record import OpRecord
-from ..rules import PartitionRule, SplitSite, check_parts
+from ..registry import OpRecord
+from ..rules import PartitionRule, SplitSite
 
 Cut = int | Spread
 

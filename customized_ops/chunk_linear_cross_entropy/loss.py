@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotations.codegen.public_call import PublicCall, declare_call
 from annotations.groups import GroupError
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
 from ..ring_attention.core.comm.comm_groups import GroupLike, comm_by_name, group_name

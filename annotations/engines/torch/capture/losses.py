@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from annotations.registry import register_op
+from annotations.library.declaration import register_op
 
 MEAN, SUM = 1, 2  # torch's numbers for reduction
 

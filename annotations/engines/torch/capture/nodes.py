@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 
 # These give the same integers.
 COPIES = (

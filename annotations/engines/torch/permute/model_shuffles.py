@@ -18,8 +18,7 @@ from typing import Any
 from torch.fx import Node
 
 from annotations.errors import PartitionError
-from annotations.record import OpRecord
-from annotations.registry import record_of
+from annotations.registry import OpRecord, record_of
 from annotations.rules import Reorders
 
 from ..capture.capture import Captured
