@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .errors import AnnotationError, PartitionError, Span
-from .grammar import Annotation, Reduce, Shape
+from .grammar import Annotation, Dim, Reduce, Shape
 from .solving import (
     Known,
     TensorShape,
@@ -138,24 +138,31 @@ class BoundAnnotation:
         return span, f"it is marked frozen: '{identifier}^'"
 
 
-def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
-    """Refuse a cut through inner dims.
+def torn_dim(bound: BoundAnnotation, split: Split, parts: int) -> Dim | None:
+    """A dim in brackets whose blocks a cut over ``parts`` would tear; None if there is none.
 
     A dim of one name may be cut unevenly. ``(g 4)`` may not: its parts must be multiples of 4 that
     match the parts of ``g`` elsewhere.
+    """
+    dims = (dim for shape in bound.annotation.shapes for dim in shape.dims)
+    blocks = (dim for dim in dims if len(dim.identifiers) > 1)
+    block = next((dim for dim in blocks if split.identifier in dim.identifiers), None)
+    return None if block is None or bound.divisible(split.identifier, parts) else block
+
+
+def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
+    """Refuse a cut that would tear a dim in brackets: see :func:`torn_dim`.
 
     Raises:
-        PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
+        PartitionError: names the dim.
     """
-    shapes = bound.annotation.shapes
-    inners = (dim for shape in shapes for dim in shape.dims if len(dim.identifiers) > 1)
-    inner = next((dim for dim in inners if split.identifier in dim.identifiers), None)
-    if inner is not None and not bound.divisible(split.identifier, parts):
+    dim = torn_dim(bound, split, parts)
+    if dim is not None:
         raise PartitionError(
             f"{split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over {parts} "
             "ranks",
             bound.annotation.text,
-            inner.span,
+            dim.span,
             ["it is part of an inner dim, so the number of ranks must divide it"],
             bound.op,
         )

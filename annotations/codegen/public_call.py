@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..binding import BoundAnnotation, check_parts
-from ..errors import PartitionError
+from ..binding import BoundAnnotation, torn_dim
 from ..grammar import Shape
 from ..registry import AnnotatedOp, OpRecord, annotated_ops
 from ..rules import Arguments, SplitSite
@@ -42,8 +41,8 @@ class PublicCall:
             work.
         names: the op's names of tensor arguments, where they differ from the call's.
         follow: from the name of an order of :class:`~annotations.rules.Reorders`, a split that
-            communicates inside, and the code of each argument, to the code of those that tell the
-            call its tokens are in that order; None where it cannot be told.
+            communicates inside, and the code of each argument, to the code of those that name that
+            order of tokens; None for a call that has no such arguments.
     """
 
     function: Callable[..., Any]
@@ -98,12 +97,8 @@ def qualified(function: Any) -> str:
 def _fitting(alternatives: tuple[BoundAnnotation, ...], ranks: int) -> BoundAnnotation:
     """The first alternative all of whose splits are possible over ``ranks``; else the first."""
     for bound in alternatives:
-        try:
-            for split in bound.splits():
-                check_parts(bound, split, ranks)
-        except PartitionError:
-            continue
-        return bound
+        if not any(torn_dim(bound, split, ranks) for split in bound.splits()):
+            return bound
     return alternatives[0]
 
 

@@ -17,21 +17,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..binding import BoundAnnotation, Split, Spread, check_parts
 from ..errors import AnnotationError, PartitionError, Span
-from ..grammar import Dim
 from ..registry import OpRecord
 from ..rules import PartitionRule, SplitSite
 
-Cut = int | Spread
 
-
-def placement(cut: Cut) -> Placement:
-    """A tensor's placement along one mesh axis."""
+def placement(cut: int | Spread) -> Placement:
+    """A tensor's placement along one mesh axis; ``cut`` is as in :class:`~.binding.Split`."""
     if isinstance(cut, int):
         return Shard(cut)
     return Partial() if cut is Spread.PARTIAL else Replicate()
 
 
-def gradient_placement(cut: Cut, reduce: bool) -> Placement:
+def gradient_placement(cut: int | Spread, reduce: bool) -> Placement:
     """The placement of a tensor's gradient along one mesh axis.
 
     A replicated input of a split op gets a partial sum of its gradient from each rank; the gradient
@@ -144,65 +141,47 @@ def splits_of(
         PartitionError: an input is cut where the annotation does not allow it, two inputs disagree,
             or one identifier is cut along two axes.
     """
+
+    def refused(problem: str, span: Span, axes: Sequence[int], expected: str) -> PartitionError:
+        details = [_placed(arguments, mesh, axis) for axis in axes]
+        details += [f"expected: {expected}"] if expected else []
+        return PartitionError(problem, bound.annotation.text, span, details, bound.op)
+
     splits: list[Split | None] = []
     for axis in range(mesh.ndim):
-        found: dict[str, Span] = {}
+        found: dict[str, Span] = {}  # where each identifier that is cut is written
         for value, shape in zip(arguments.values(), bound.annotation.inputs, strict=False):
             if isinstance(value, DTensor) and isinstance(cut := value.placements[axis], Shard):
                 dim = None if shape.ignored else shape.dims[cut.dim]
-                found.setdefault(_leading(dim), (dim or shape).span)
+                found.setdefault("?" if dim is None else dim.leading, (dim or shape).span)
         if len(found) > 1:
-            raise _disagreeing(bound, arguments, mesh, axis, found)
-        splits.append(bound.split(next(iter(found))) if found else None)
-        before = next((n for n, s in enumerate(splits[:-1]) if s and s == splits[-1]), None)
-        if before is not None:
-            [(identifier, span)] = found.items()
-            raise _twice(bound, arguments, mesh, (before, axis), identifier, span)
+            names = " and ".join(map(repr, found))
+            problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
+            expected = _fitting(bound, arguments, found)
+            raise refused(problem, list(found.values())[1], [axis], expected)
+        split = bound.split(next(iter(found))) if found else None
+        if split is not None and split in splits:
+            name = split.identifier
+            others = [repr(s.identifier) for s in bound.splits() if s.identifier != name]
+            other = ", ".join([*others, "or nothing" if others else "nothing"])
+            problem = f"{name!r} is cut along two mesh axes"
+            expected = f"{name!r} along one of them, and along the other {other}"
+            raise refused(problem, found[name], [splits.index(split), axis], expected)
+        splits.append(split)
     return splits
 
 
-def _leading(dim: Dim | None) -> str:
-    """The identifier that a cut of ``dim`` cuts; ``dim`` is None if the tensor is '?'."""
-    if dim is None:
-        return "?"
-    return next((name for name in dim.identifiers if name != "1"), "1")
+def _fitting(bound: BoundAnnotation, arguments: dict[str, Any], found: dict[str, Span]) -> str:
+    """The cuts of inputs that are possible, of the identifiers ``found`` if any; empty if none."""
 
+    def in_words(split: Split) -> str:
+        cuts = zip(arguments, split.inputs, strict=False)
+        dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
+        return f"{split.identifier!r} ({dims})"
 
-def _disagreeing(
-    bound: BoundAnnotation,
-    arguments: dict[str, Any],
-    mesh: DeviceMesh,
-    axis: int,
-    found: dict[str, Span],
-) -> PartitionError:
-    names = " and ".join(map(repr, found))
     possible = [split for split in bound.splits() if split.identifier in found] or bound.splits()
-    fits = [_cut_on(split, arguments) for split in possible]
-    details = [_placed(arguments, mesh, axis)]
-    if fits:
-        details.append(f"expected: {' or '.join(fits)}; inputs that are whole fit any of them")
-    problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
-    return PartitionError(
-        problem, bound.annotation.text, list(found.values())[1], details, bound.op
-    )
-
-
-def _twice(
-    bound: BoundAnnotation,
-    arguments: dict[str, Any],
-    mesh: DeviceMesh,
-    axes: tuple[int, int],
-    identifier: str,
-    span: Span,
-) -> PartitionError:
-    others = [repr(s.identifier) for s in bound.splits() if s.identifier != identifier]
-    details = [_placed(arguments, mesh, axis) for axis in axes]
-    details.append(
-        f"expected: {identifier!r} along one of them, and along the other "
-        + ", ".join([*others, "or nothing" if others else "nothing"])
-    )
-    problem = f"{identifier!r} is cut along two mesh axes"
-    return PartitionError(problem, bound.annotation.text, span, details, bound.op)
+    fits = " or ".join(map(in_words, possible))
+    return f"{fits}; inputs that are whole fit any of them" if fits else ""
 
 
 def _placed(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
@@ -218,13 +197,6 @@ def _placed(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     placed = ", ".join(f"{n} is {in_words(v)}" for n, v in tensors.items())
     return f"along mesh axis {name!r} over {mesh.size(axis)} ranks: {placed}"
-
-
-def _cut_on(split: Split, arguments: dict[str, Any]) -> str:
-    """Which dims of which inputs a split cuts, in words."""
-    cuts = zip(arguments, split.inputs, strict=False)
-    dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
-    return f"{split.identifier!r} ({dims})"
 
 
 def _placements(splits: list[Split | None], index: int, side: str) -> list[Placement]:

@@ -24,7 +24,7 @@ def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[S
     for dim, tensor, n in _dims(annotation, inputs):
         part, whole = tensor.shape[n], tensor.parent.shape[n]
         name = leading(dim)
-        if part == whole or name in found or name not in {**rule.communicates, **rule.told}:
+        if part == whole or name in found or name not in rule.shard_aware:
             continue
         inner = math.prod(map(annotation.getlen, dim.identifiers)) // annotation.getlen(name)
         group = f"{_MADE_AT_RUN_TIME} {name}" if name in rule.communicates else ""
