@@ -83,13 +83,7 @@ class BoundAnnotation:
             return splits[identifier]
         names = ", ".join(repr(name) for name in splits) or "nothing in this annotation"
         span, why = self._why_frozen(identifier)
-        raise PartitionError(
-            f"{identifier!r} cannot be split",
-            self.annotation.text,
-            span,
-            [why, f"can be split: {names}"],
-            self.op,
-        )
+        raise self.error(f"{identifier!r} cannot be split", span, why, f"can be split: {names}")
 
     def divisible(self, identifier: str, n: int) -> bool:
         """Whether a split of ``identifier`` over ``n`` ranks is even.
@@ -98,6 +92,10 @@ class BoundAnnotation:
             PartitionError: ``identifier`` is unknown or cannot be split.
         """
         return self.sizes[self.split(identifier).identifier] % n == 0
+
+    def error(self, problem: str, span: Span | None, *details: str) -> PartitionError:
+        """The error that the op cannot be split so."""
+        return PartitionError(problem, self.annotation.text, span, details, self.op)
 
     def _split(self, identifier: str, reduce: Reduce) -> Split:
         def cut(shape: Shape, otherwise: Spread) -> int | Spread:
@@ -158,13 +156,11 @@ def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
     """
     dim = torn_dim(bound, split, parts)
     if dim is not None:
-        raise PartitionError(
-            f"{split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over {parts} "
-            "ranks",
-            bound.annotation.text,
+        size = bound.sizes[split.identifier]
+        raise bound.error(
+            f"{split.identifier!r} = {size} cannot be cut over {parts} ranks",
             dim.span,
-            ["it is part of an inner dim, so the number of ranks must divide it"],
-            bound.op,
+            "it is part of an inner dim, so the number of ranks must divide it",
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .binding import BoundAnnotation, bind
 from .errors import AnnotationError
 from .grammar import Annotation, Reduce
-from .rules import PartitionRule
+from .rules import Arguments, PartitionRule
 from .solving import reduces_of
 
 # Several strings are alternatives: the first is preferred, the others allow splits that it does
@@ -73,7 +73,7 @@ class OpRecord:
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def bind(self, arguments: Mapping[str, Any]) -> BoundAnnotation:
+    def bind(self, arguments: Arguments) -> BoundAnnotation:
         """The annotation, or the first alternative, with a call's shapes.
 
         Raises:
@@ -82,11 +82,11 @@ class OpRecord:
         """
         return self._bind(self._texts(arguments)[0], arguments)
 
-    def bindings(self, arguments: Mapping[str, Any]) -> tuple[BoundAnnotation, ...]:
+    def bindings(self, arguments: Arguments) -> tuple[BoundAnnotation, ...]:
         """All alternatives with a call's shapes, the preferred first; raises as :meth:`bind`."""
         return tuple(self._bind(text, arguments) for text in self._texts(arguments))
 
-    def empty_results(self, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def empty_results(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """Uninitialised results of the forward, on the device of the first tensor argument.
 
         Raises:
@@ -102,7 +102,7 @@ class OpRecord:
         like = next(value for value in arguments.values() if isinstance(value, Tensor))
         return tuple(like.new_empty(shape) for shape in shapes if shape is not None)
 
-    def _texts(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    def _texts(self, arguments: Arguments) -> tuple[str, ...]:
         if not callable(self.annotation):
             return as_texts(self.annotation)
         try:
@@ -115,7 +115,7 @@ class OpRecord:
                 self._checked.add(text)
         return texts
 
-    def _bind(self, text: str, arguments: Mapping[str, Any]) -> BoundAnnotation:
+    def _bind(self, text: str, arguments: Arguments) -> BoundAnnotation:
         names = tuple(self.signature.parameters)[: len(Annotation.parse(text).inputs)]
         shapes = tuple(
             tuple(value.shape) if isinstance(value := arguments[name], Tensor) else None

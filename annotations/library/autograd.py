@@ -1,4 +1,4 @@
-"""The autograd side of an op: what its forward saves, and its backward op with that.
+"""The autograd side of a declaration: what an op's forward saves, and its backward op with that.
 
 ``torch.library.register_autograd`` would do, but adds 130 us to each call that needs a gradient, as
 much as a kernel of some thousand tokens takes on a GPU. This is the same, made for ops whose
@@ -7,8 +7,9 @@ arguments are tensors, numbers and strings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,66 +20,50 @@ from .bypass import gradients_can_bypass, only_backend
 
 WANTED = "wanted"
 
-MaybeTensors = Sequence[Tensor | None]
 
-
-class AutogradCalls(NamedTuple):
-    """Two ways to call an autograd function with ``(call, *tensors)``.
+class Recorder(NamedTuple):
+    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors) -> run()``.
 
     Attributes:
-        apply: also for functorch's transforms.
-        fast_apply: what ``apply`` does without such a transform, 10 us sooner.
+        apply: ``gradients(grads, saved, needed)`` gives the gradients of ``tensors``. It finds in
+            ``saved`` the tensors, and the results if these are saved.
+        fast_apply: the same without functorch's transforms, 10 us sooner.
     """
 
     apply: Callable[..., Any]
     fast_apply: Callable[..., Any]
 
 
-def autograd_calls(
-    op_name: str,
-    forward: Callable[[Any, MaybeTensors], Any],
-    backward: Callable[[Any, MaybeTensors, MaybeTensors, Sequence[bool]], MaybeTensors],
-    saves_results: bool = True,
-) -> AutogradCalls:
-    """The autograd function of an op, which autograd's graph and profiles show by the op's name.
-
-    Args:
-        forward: ``forward(call, tensors)`` -> a result or a tuple of them. Like ``backward`` it
-            runs below autograd. ``call`` is kept for the backward, so it must hold no tensor.
-        backward: ``backward(call, grads, saved, needs)`` -> the gradient of each tensor. ``saved``
-            are the tensors, then the results; ``needs`` says which tensors need a gradient. It is
-            not called where no gradient flows.
-        saves_results: whether results are among ``saved``.
-    """
-
-    def run_forward(ctx: Any, call: Any, *tensors: Tensor | None) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            results = forward(call, tensors)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.save_for_backward(*tensors, *(as_tuple(results) if saves_results else ()))
-        return results
-
-    def run_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        if all(grad is None for grad in grads):
-            return (None,) * len(needs)
-        # A backward that is to be differentiated again is recorded: the backward op refuses it.
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-            return None, *backward(ctx.call, grads, ctx.saved_tensors, needs[1:])
-
-    methods = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
-    function: Any = type(op_name, (torch.autograd.Function,), methods)
-    fast_apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return AutogradCalls(function.apply, fast_apply)
+@cache
+def recorder(name: str) -> Recorder:
+    """Of calls of an op, which have its name in autograd's graph and in profiles."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    function: Any = type(name.split("::")[1], (torch.autograd.Function,), methods)
+    return Recorder(function.apply, super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
-class _Call(NamedTuple):
-    """A call but for its tensors: dispatch keys, whether only kernels are left to run, numbers."""
+def _forward(
+    ctx: Any,
+    run: Callable[[], Any],
+    gradients: Callable[..., Any],
+    saves_results: bool,
+    *tensors: Tensor | None,
+) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        results = run()
+    ctx.set_materialize_grads(False)
+    ctx.gradients = gradients
+    ctx.save_for_backward(*tensors, *(as_tuple(results) if saves_results else ()))
+    return results
 
-    keyset: Any
-    bypass: bool
-    numbers: Sequence[Any]
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[3:]
+    if all(grad is None for grad in grads):
+        return (None, None, None, *[None] * len(needed))
+    saved = ctx.saved_tensors  # a checkpoint computes them here, with autograd
+    with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        return (None, None, None, *ctx.gradients(grads, saved, needed))
 
 
 class OpAutograd:
@@ -103,56 +88,57 @@ class OpAutograd:
         # Position of each argument in (*tensors, *numbers).
         self.order = [(*self.tensor_at, *self.number_at).index(n) for n in range(len(self.names))]
         self.tensor_names = [self.names[n] for n in self.tensor_at]
-        self.op_name = record.name.split("::")[1]
-        self.recorded = autograd_calls(
-            self.op_name, self._forward, self._backward, record.saves_results
-        )
+        self.recorder = recorder(record.name)
 
     def register(self, lib: torch.library.Library) -> None:
         """Register with ``torch.library``."""
-        lib.impl(self.op_name, self._call, "Autograd", with_keyset=True)
+        lib.impl(self.record.name.split("::")[1], self._call, "Autograd", with_keyset=True)
         if self.record.differentiable:  # otherwise torch would take the gradients for constants
             _refuse_second(self.record)
 
     def _call(self, keyset: Any, *inputs: Any) -> Any:
         if len(inputs) < len(self.names):  # the dispatcher leaves out arguments at their defaults
             inputs += tuple(self.defaults[len(inputs) :])
-        call = _Call(keyset, only_backend(keyset), [inputs[n] for n in self.number_at])
+        bypass = only_backend(keyset)
+
+        def below_autograd() -> Any:
+            if bypass:
+                return self.forward_kernel(*inputs)
+            keys = keyset & torch._C._after_autograd_keyset
+            return self.record.forward.redispatch(keys, *inputs)
+
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             # Gradients go to the tensors, so these are passed one by one.
-            apply = self.recorded.fast_apply if call.bypass else self.recorded.apply
-            return apply(call, *[inputs[n] for n in self.tensor_at])
+            tensors = [inputs[n] for n in self.tensor_at]
+            numbers = [inputs[n] for n in self.number_at]
+            apply = self.recorder.fast_apply if bypass else self.recorder.apply
+            gradients = partial(self._gradients, numbers, bypass)
+            return apply(below_autograd, gradients, self.record.saves_results, *tensors)
         with torch._C._AutoDispatchBelowAutograd():
-            return self._below_autograd(call, inputs)
+            return below_autograd()
 
-    def _below_autograd(self, call: _Call, inputs: Sequence[Any]) -> Any:
-        if call.bypass:
-            return self.forward_kernel(*inputs)
-        keys = call.keyset & torch._C._after_autograd_keyset
-        return self.record.forward.redispatch(keys, *inputs)
-
-    def _inputs(self, call: _Call, tensors: MaybeTensors) -> list[Any]:
-        given = [*tensors, *call.numbers]
-        return [given[n] for n in self.order]
-
-    def _forward(self, call: _Call, tensors: MaybeTensors) -> Any:
-        return self._below_autograd(call, self._inputs(call, tensors))
-
-    def _backward(
-        self, call: _Call, grads: MaybeTensors, saved: MaybeTensors, needs: Sequence[bool]
-    ) -> MaybeTensors:
-        differentiable, n_tensors = self.record.differentiable, len(self.tensor_at)
-        if not differentiable:
+    def _gradients(
+        self,
+        numbers: list[Any],
+        bypass: bool,
+        grads: tuple[Tensor | None, ...],
+        saved: tuple[Tensor | None, ...],
+        needed: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        """Of the tensor arguments, by the backward op."""
+        n_tensors = len(self.tensor_at)
+        if not self.record.differentiable:
             return [None] * n_tensors
-        inputs = self._inputs(call, saved[:n_tensors])
-        needed = dict(zip(self.tensor_names, needs, strict=True))
+        given = [*saved[:n_tensors], *numbers]
+        inputs = [given[n] for n in self.order]
+        needs = dict(zip(self.tensor_names, needed, strict=True))
         if WANTED in self.names:
-            inputs[self.names.index(WANTED)] = [needed[name] for name in differentiable]
-        bypass = call.bypass and gradients_can_bypass(grads)
+            inputs[self.names.index(WANTED)] = [needs[n] for n in self.record.differentiable]
+        bypass = bypass and gradients_can_bypass(grads)
         kernel = self.backward_kernel if bypass else self.record.backward
-        results = as_tuple(kernel(*grads, *inputs, *saved[n_tensors:]))
-        named = dict(zip(differentiable, results, strict=True))
-        return [named.get(name) if need else None for name, need in needed.items()]
+        results = kernel(*grads, *inputs, *saved[n_tensors:])
+        named = dict(zip(self.record.differentiable, as_tuple(results), strict=True))
+        return [named.get(name) if need else None for name, need in needs.items()]
 
 
 def _refuse_second(record: OpRecord) -> None:

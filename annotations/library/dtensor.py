@@ -145,7 +145,7 @@ def splits_of(
     def refused(problem: str, span: Span, axes: Sequence[int], expected: str) -> PartitionError:
         details = [_placed(arguments, mesh, axis) for axis in axes]
         details += [f"expected: {expected}"] if expected else []
-        return PartitionError(problem, bound.annotation.text, span, details, bound.op)
+        return bound.error(problem, span, *details)
 
     splits: list[Split | None] = []
     for axis in range(mesh.ndim):

@@ -98,9 +98,10 @@ def chunk_linear_cross_entropy(
     Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
     the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
     """
-    groups = vocab_group, vocab_size, token_group
-    options = ignore_index, reduction, softcap, chunk_size, return_lse, *groups
-    loss, lse = checked_losses(hidden, weight, target, bias, *options)
+    options = ignore_index, reduction, softcap, chunk_size, return_lse
+    loss, lse = checked_losses(
+        hidden, weight, target, bias, *options, vocab_group, vocab_size, token_group
+    )
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
