@@ -215,8 +215,8 @@ class PartitionRule:
     """Partition behaviour of an op.
 
     Attributes:
-        communicates: identifiers whose split communicates inside the op.
-        told: identifiers whose split does not, but whose part on a rank the op must know.
+        communicates: by identifier, the splits that communicate inside the op.
+        told: by identifier, those that do not, but whose part on a rank the op must know.
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments; None if the op is bound by memory.
         orders: those of ``communicates`` and ``told`` whose positions may come in another order.

@@ -64,6 +64,12 @@ class PublicCall:
         """``package.module.function``."""
         return qualified(self.function)
 
+    def op_call(self, arguments: Arguments) -> tuple[OpRecord, Arguments]:
+        """The op that a call makes, and all its arguments; None for those that do not matter to the
+        annotation."""
+        record, given = self.op(arguments)
+        return record, {**dict.fromkeys(record.signature.parameters), **given}
+
     def shapes(self, arguments: Arguments, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
         """The bound annotation, and how each tensor argument of the call is annotated.
 
@@ -73,9 +79,8 @@ class PublicCall:
         Raises:
             BindingError: the shapes do not fit.
         """
-        record, given = self.op(arguments)
-        complete = {**dict.fromkeys(record.signature.parameters), **given}
-        bound = _fitting(record.bindings(complete), ranks)
+        record, given = self.op_call(arguments)
+        bound = _fitting(record.bindings(given), ranks)
         annotated = dict(zip(record.signature.parameters, bound.annotation.inputs, strict=False))
         own = {name: self.names.get(name, name) for name in arguments}
         return bound, {
