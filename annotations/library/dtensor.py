@@ -220,7 +220,7 @@ def splits_of(
         if len(found) > 1:
             names = " and ".join(map(repr, found))
             problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
-            expected = _fitting(bound, arguments, found)
+            expected = _possible_cuts(bound, arguments, found)
             raise refused(problem, list(found.values())[1], [axis], expected)
         split = bound.split(next(iter(found))) if found else None
         if split is not None and split in splits:
@@ -234,7 +234,9 @@ def splits_of(
     return splits
 
 
-def _fitting(bound: BoundAnnotation, arguments: dict[str, Any], found: dict[str, Span]) -> str:
+def _possible_cuts(
+    bound: BoundAnnotation, arguments: dict[str, Any], found: dict[str, Span]
+) -> str:
     """The cuts of inputs that are possible, of the identifiers ``found`` if any; empty if none."""
 
     def in_words(split: Split) -> str:
