@@ -55,8 +55,8 @@ def register_op(
         name: ``namespace::op``; by default ``seqshard::<function's name>``.
         title: the op's name in errors; by default the function's name.
         rule: partition behaviour beyond the annotation; by default no split communicates inside.
-            If one does, a rank's backward gets 1 / parts of the gradient of a result that the
-            split leaves whole, unless its :class:`~.rules.Communicates` says ``whole_gradients``.
+            :class:`~annotations.rules.Communicates` says which gradients the backward of one that
+            does is given.
         differentiable: arguments that get gradients; by default every tensor argument.
         fake: shapes and dtypes of the results from the arguments; by default from the annotation,
             with the first tensor's dtype. Op calls are checked against the annotation either way.

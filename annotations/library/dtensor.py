@@ -24,7 +24,7 @@ from ..rules import Arguments, SplitSite
 
 
 def placement(cut: int | Spread) -> Placement:
-    """A tensor's placement along one mesh axis; ``cut`` is as in :class:`~.binding.Split`."""
+    """A tensor's placement along one mesh axis, from what a split does to it."""
     if isinstance(cut, int):
         return Shard(cut)
     return Partial() if cut is Spread.PARTIAL else Replicate()
