@@ -22,7 +22,8 @@ WANTED = "wanted"
 
 
 class Recorder(NamedTuple):
-    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors) -> run()``.
+    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors)``, which is
+    ``run(tensors)``.
 
     Attributes:
         apply: ``gradients(grads, saved, needed)`` gives the gradients of ``tensors``. It finds in
@@ -44,16 +45,18 @@ def recorder(name: str) -> Recorder:
 
 def _forward(
     ctx: Any,
-    run: Callable[[], Any],
+    run: Callable[[tuple[Tensor | None, ...]], Any],
     gradients: Callable[..., Any],
     saves_results: bool,
     *tensors: Tensor | None,
 ) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        results = run()
+        results = run(tensors)
     ctx.set_materialize_grads(False)
     ctx.gradients = gradients
-    ctx.save_for_backward(*tensors, *(as_tuple(results) if saves_results else ()))
+    if saves_results:
+        tensors += results if type(results) is tuple else (results,)
+    ctx.save_for_backward(*tensors)
     return results
 
 
@@ -101,7 +104,7 @@ class OpAutograd:
             inputs += tuple(self.defaults[len(inputs) :])
         bypass = only_backend(keyset)
 
-        def below_autograd() -> Any:
+        def below_autograd(_: Any = None) -> Any:
             if bypass:
                 return self.forward_kernel(*inputs)
             keys = keyset & torch._C._after_autograd_keyset
