@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .engines.config import ComputeConfig
 from .errors import AnnotationError, AnnotationSyntaxError, BindingError, PartitionError
 from .groups import group_named
+from .library.declaration import register_op
 from .parallel import parallelize
-from .record import AnnotatedOp, OpRecord
-from .registry import record_of, register_op, registered_ops
+from .registry import AnnotatedOp, OpRecord, record_of, registered_ops
 from .rules import Communicates, InnerCost, Order, Orders, PartitionRule, SplitSite, Told
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .errors import AnnotationError, PartitionError, Span
-from .grammar import Annotation, Reduce, Shape
+from .grammar import Annotation, Dim, Reduce, Shape
 from .solving import (
     Known,
     TensorShape,
@@ -83,13 +83,7 @@ class BoundAnnotation:
             return splits[identifier]
         names = ", ".join(repr(name) for name in splits) or "nothing in this annotation"
         span, why = self._why_frozen(identifier)
-        raise PartitionError(
-            f"{identifier!r} cannot be split",
-            self.annotation.text,
-            span,
-            [why, f"can be split: {names}"],
-            self.op,
-        )
+        raise self.error(f"{identifier!r} cannot be split", span, why, f"can be split: {names}")
 
     def divisible(self, identifier: str, n: int) -> bool:
         """Whether a split of ``identifier`` over ``n`` ranks is even.
@@ -98,6 +92,10 @@ class BoundAnnotation:
             PartitionError: ``identifier`` is unknown or cannot be split.
         """
         return self.sizes[self.split(identifier).identifier] % n == 0
+
+    def error(self, problem: str, span: Span | None, *details: str) -> PartitionError:
+        """The error that the op cannot be split so."""
+        return PartitionError(problem, self.annotation.text, span, details, self.op)
 
     def _split(self, identifier: str, reduce: Reduce) -> Split:
         def cut(shape: Shape, otherwise: Spread) -> int | Spread:
@@ -118,17 +116,16 @@ class BoundAnnotation:
 
     def _twice(self, identifier: str) -> Shape | None:
         """The first tensor with ``identifier`` in two dims: cutting both would lose blocks."""
-        shapes = (*self.annotation.inputs, *self.annotation.outputs)
+        shapes = self.annotation.shapes
         return next((shape for shape in shapes if len(shape.dims_of(identifier)) > 1), None)
 
     def _why_frozen(self, identifier: str) -> tuple[Span | None, str]:
-        shapes = (*self.annotation.inputs, *self.annotation.outputs)
-        dims = [dim for shape in shapes for dim in shape.dims if identifier in dim.identifiers]
-        if not dims:
+        span = self.annotation.span_of(identifier)
+        if span is None:
             return None, f"the annotation has no {identifier!r}"
-        span = dims[0].span_of(identifier)
         if identifier.isdecimal() or identifier == "?":
             return span, "it is a fixed size" if identifier != "?" else "it is not a dim"
+        dims = (dim for shape in self.annotation.shapes for dim in shape.dims)
         if inner := next((dim for dim in dims if identifier in dim.inner), None):
             why = f"it is not the first in '{inner}'; only the first can be cut in one piece"
             return inner.span_of(identifier), why
@@ -137,6 +134,34 @@ class BoundAnnotation:
         if twice := self._twice(identifier):
             return twice.span, "it is in two dims of one tensor; cutting both would lose data"
         return span, f"it is marked frozen: '{identifier}^'"
+
+
+def torn_dim(bound: BoundAnnotation, split: Split, parts: int) -> Dim | None:
+    """A dim in brackets whose blocks a cut over ``parts`` would tear; None if there is none.
+
+    A dim of one name may be cut unevenly. ``(g 4)`` may not: its parts must be multiples of 4 that
+    match the parts of ``g`` elsewhere.
+    """
+    dims = (dim for shape in bound.annotation.shapes for dim in shape.dims)
+    blocks = (dim for dim in dims if len(dim.identifiers) > 1)
+    block = next((dim for dim in blocks if split.identifier in dim.identifiers), None)
+    return None if block is None or bound.divisible(split.identifier, parts) else block
+
+
+def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
+    """Refuse a cut that would tear a dim in brackets: see :func:`torn_dim`.
+
+    Raises:
+        PartitionError: names the dim.
+    """
+    dim = torn_dim(bound, split, parts)
+    if dim is not None:
+        size = bound.sizes[split.identifier]
+        raise bound.error(
+            f"{split.identifier!r} = {size} cannot be cut over {parts} ranks",
+            dim.span,
+            "it is part of an inner dim, so the number of ranks must divide it",
+        )
 
 
 def bind(

@@ -63,10 +63,14 @@ class Dim:
         return tuple(name for name in self.identifiers if not name.isdecimal())
 
     @property
+    def leading(self) -> str:
+        """The identifier that a cut of this dim cuts."""
+        return next((name for name in self.identifiers if name != "1"), "1")
+
+    @property
     def inner(self) -> tuple[str, ...]:
-        """The names that can never be split, because another identifier is outside of them."""
-        rest = tuple(dropwhile(lambda identifier: identifier == "1", self.identifiers))
-        return tuple(name for name in rest[1:] if not name.isdecimal())
+        """The identifiers that can never be split, because another is outside of them."""
+        return tuple(dropwhile(lambda identifier: identifier == "1", self.identifiers))[1:]
 
     def span_of(self, identifier: str) -> Span:
         """Where ``identifier`` is written."""
@@ -128,20 +132,26 @@ class Annotation:
 
     @classmethod
     def parse(cls, text: str) -> Annotation:
-        """Parse an annotation.
-
-        Args:
-            text: e.g. ``m k+, k+ n -> m n``; the language is the table on top of this module.
+        """Parse a text such as ``m k+, k+ n -> m n``, in the language of the table above.
 
         Raises:
             AnnotationSyntaxError: ``text`` is not in the language.
         """
         return _parse(text)
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of all tensors, inputs first."""
+        return *self.inputs, *self.outputs
+
+    def span_of(self, identifier: str) -> Span | None:
+        """Where ``identifier`` is written first; None if it is not."""
+        dims = (dim for shape in self.shapes for dim in shape.dims)
+        return next((d.span_of(identifier) for d in dims if identifier in d.identifiers), None)
+
     def __str__(self) -> str:
         """The canonical form: what cannot be split is marked; it parses to an equal annotation."""
-        inputs = ", ".join(map(str, self.inputs))
-        outputs = ", ".join(map(str, self.outputs))
+        inputs, outputs = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
         return f"{inputs} -> {outputs}".strip()
 
 
@@ -180,18 +190,16 @@ class _Parser:
     def shapes(self, tokens: list[_Token]) -> tuple[Shape, ...]:
         if not tokens:
             return ()
-        parts: list[list[_Token]] = [[]]
-        places = [tokens[0].span]
-        for token in tokens:
-            if token.text == ",":
-                parts.append([])
-                places.append(token.span)  # where an empty shape is pointed at
-            else:
-                parts[-1].append(token)
-        return tuple(self.shape(*pair) for pair in zip(parts, places, strict=True))
+        commas = [i for i, token in enumerate(tokens) if token.text == ","]
+        starts, ends = [0, *(i + 1 for i in commas)], [*commas, len(tokens)]
+        return tuple(
+            self.shape(tokens[start:end], tokens[max(0, start - 1)].span)
+            for start, end in zip(starts, ends, strict=True)
+        )
 
-    def shape(self, tokens: list[_Token], place: Span) -> Shape:
-        span = (tokens[0].span[0], tokens[-1].span[1]) if tokens else place
+    def shape(self, tokens: list[_Token], before: Span) -> Shape:
+        """The shape written as ``tokens``; an error about an empty one points ``before`` it."""
+        span = (tokens[0].span[0], tokens[-1].span[1]) if tokens else before
         if [token.text for token in tokens] == ["/"]:
             return Shape((Dim(("?",), (Reduce.FROZEN,), span, (span,)),), ("",), span)
         colon = next((i for i, token in enumerate(tokens) if token.text == ":"), len(tokens))
@@ -213,19 +221,16 @@ class _Parser:
         for token in tokens:
             if token.text == ")":
                 raise self.error("')' closes nothing", token.span, "a '(' before it")
-            if token.text != "(":
-                name, reduce = self.identifier(token)
-                yield Dim((name,), (reduce,), token.span, (token.span,))
-                continue
-            group, close = self.group(token, tokens)
-            if group:  # `()` adds no dim
-                names, reduces = zip(*(self.identifier(part) for part in group), strict=True)
-                if len(names) > 1 and (special := {"*", "?"}.intersection(names)):
-                    part = next(part for part in group if part.text[0] in special)
-                    expected = "only names and sizes in brackets"
-                    raise self.error(f"{part.text!r} is inside brackets", part.span, expected)
-                spans = tuple(part.span for part in group)
-                yield Dim(names, reduces, (token.span[0], close.span[1]), spans)
+            group, close = self.group(token, tokens) if token.text == "(" else ([token], token)
+            if not group:
+                continue  # `()` adds no dim
+            names, reduces = zip(*map(self.identifier, group), strict=True)
+            if len(names) > 1 and (special := {"*", "?"}.intersection(names)):
+                part = next(part for part in group if part.text[0] in special)
+                expected = "only names and sizes in brackets"
+                raise self.error(f"{part.text!r} is inside brackets", part.span, expected)
+            spans = tuple(part.span for part in group)
+            yield Dim(names, reduces, (token.span[0], close.span[1]), spans)
 
     def group(self, start: _Token, tokens: Iterator[_Token]) -> tuple[list[_Token], _Token]:
         """The tokens up to the ')' that closes ``start``, and that ')'."""
@@ -260,26 +265,22 @@ def _parse(text: str) -> Annotation:
 
 def _check_marks(annotation: Annotation) -> None:
     first: dict[str, Reduce] = {}
-    for shape in (*annotation.inputs, *annotation.outputs):
-        for dim in shape.dims:
-            for name, reduce, span in zip(dim.identifiers, dim.reduces, dim.spans, strict=True):
-                before = first.setdefault(name, reduce)
-                if before is not reduce:
-                    raise AnnotationSyntaxError(
-                        f"{name!r} is marked in two ways",
-                        annotation.text,
-                        span,
-                        [
-                            f"'{name}{reduce.value}' here, but '{name}{before.value}' before",
-                            "expected: the same mark wherever the name appears",
-                        ],
-                    )
+    dims = (dim for shape in annotation.shapes for dim in shape.dims)
+    for dim in dims:
+        for name, reduce, span in zip(dim.identifiers, dim.reduces, dim.spans, strict=True):
+            before = first.setdefault(name, reduce)
+            if before is not reduce:
+                details = [
+                    f"'{name}{reduce.value}' here, but '{name}{before.value}' before",
+                    "expected: the same mark wherever the name appears",
+                ]
+                problem = f"{name!r} is marked in two ways"
+                raise AnnotationSyntaxError(problem, annotation.text, span, details)
 
 
 def _freeze_inner(annotation: Annotation) -> Annotation:
     """Freeze every name that is inner in some dim: a cut of it would not be one run of the dim."""
-    shapes = (*annotation.inputs, *annotation.outputs)
-    inner = {name for shape in shapes for dim in shape.dims for name in dim.inner}
+    inner = {name for shape in annotation.shapes for dim in shape.dims for name in dim.inner}
 
     def freeze(dim: Dim) -> Dim:
         reduces = tuple(
@@ -288,6 +289,7 @@ def _freeze_inner(annotation: Annotation) -> Annotation:
         )
         return replace(dim, reduces=reduces)
 
-    shapes = tuple(replace(shape, dims=tuple(map(freeze, shape.dims))) for shape in shapes)
-    n = len(annotation.inputs)
-    return replace(annotation, inputs=shapes[:n], outputs=shapes[n:])
+    def frozen(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        return tuple(replace(shape, dims=tuple(map(freeze, shape.dims))) for shape in shapes)
+
+    return replace(annotation, inputs=frozen(annotation.inputs), outputs=frozen(annotation.outputs))

@@ -1,30 +1,155 @@
-"""``register_op``: one declaration, everything an engine needs.
+"""The registered ops: what is known of each, and how it is called.
 
-    the function --+-- a torch.library op (fake and autograd; forward and backward each an op)
-                   +-- its DTensor rule, which passes the group on where a split communicates
-                   +-- an OpRecord: what engines read to find, split and cost the op
-
-An op's arguments are tensors, numbers, strings and lists of numbers: a graph can hold no others.
+:func:`annotations.register_op` adds an op; an engine finds it by :func:`record_of`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .declaration import check_declaration
-from .grammar import Annotation
-from .library import dtensor
-from .library.define import define
-from .record import AnnotatedOp, AnnotationLike, OpRecord, as_texts
-from .rules import PartitionRule
+from .binding import BoundAnnotation, bind
+from .errors import AnnotationError
+from .grammar import Annotation, Reduce
+from .rules import Arguments, PartitionRule
+from .solving import reduces_of
+
+# Several strings are alternatives: the first is preferred, the others allow splits that it does
+# not allow.
+Texts = str | tuple[str, ...]
+AnnotationLike = Texts | Callable[..., Texts]
+
+
+@dataclass(frozen=True, eq=False)
+class OpRecord:
+    """A registered op.
+
+    Attributes:
+        name: ``namespace::op``, as in ``torch.ops``.
+        title: the op's name in errors and plans; the public function's name where there is one.
+        annotation: the string or the alternatives, or a function that makes them from the op's
+            arguments.
+        rule: partition behaviour.
+        signature: of the forward function.
+        differentiable: names of the arguments that get gradients.
+        n_outputs: number of tensors that the forward returns.
+        saves_results: whether the backward op takes the forward's results.
+        fake: results without data from the arguments; None if the annotation gives the shapes.
+        forward, backward: the two ``torch.library`` ops.
+    """
+
+    name: str
+    title: str
+    annotation: AnnotationLike
+    rule: PartitionRule
+    signature: inspect.Signature
+    differentiable: tuple[str, ...]
+    n_outputs: int
+    saves_results: bool
+    fake: Callable[..., Any] | None
+    forward: Any
+    backward: Any
+    _checked: set[str] = field(default_factory=set, repr=False)
+
+    @cached_property
+    def tensor_at(self) -> tuple[int, ...]:
+        """Positions of the arguments that are tensors or optional tensors."""
+        kinds = [str(argument.type) for argument in self.forward._schema.arguments]
+        return tuple(n for n, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, with defaults."""
+        names = self.signature.parameters
+        if len(args) == len(names):
+            return dict(zip(names, args, strict=True))
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def bind(self, arguments: Arguments) -> BoundAnnotation:
+        """The annotation, or the first alternative, with a call's shapes.
+
+        Raises:
+            BindingError: the shapes do not fit the annotation.
+            AnnotationError: the function that makes the annotation returned something else.
+        """
+        return self._bind(self._texts(arguments)[0], arguments)
+
+    def bindings(self, arguments: Arguments) -> tuple[BoundAnnotation, ...]:
+        """All alternatives with a call's shapes, the preferred first; raises as :meth:`bind`."""
+        return tuple(self._bind(text, arguments) for text in self._texts(arguments))
+
+    def empty_results(self, arguments: Arguments) -> tuple[Tensor, ...]:
+        """Uninitialised results of the forward, on the device of the first tensor argument.
+
+        Raises:
+            BindingError: the shapes do not fit the annotation.
+            AnnotationError: the annotation leaves a shape open and there is no ``fake``.
+        """
+        shapes = self.bind(arguments).output_shapes()
+        if self.fake is not None:
+            return as_tuple(self.fake(**arguments))
+        if None in shapes:
+            problem = f"the shape of output {shapes.index(None)} is '?': register_op needs fake="
+            raise AnnotationError(problem, op=self.title)
+        like = next(value for value in arguments.values() if isinstance(value, Tensor))
+        return tuple(like.new_empty(shape) for shape in shapes if shape is not None)
+
+    def _texts(self, arguments: Arguments) -> tuple[str, ...]:
+        if not callable(self.annotation):
+            return as_texts(self.annotation)
+        try:
+            texts = as_texts(self.annotation(**arguments))
+        except AnnotationError as error:
+            raise error.in_op(self.title) from None
+        for text in texts:
+            if text not in self._checked:
+                check_reduced(self.title, Annotation.parse(text), self.rule)
+                self._checked.add(text)
+        return texts
+
+    def _bind(self, text: str, arguments: Arguments) -> BoundAnnotation:
+        names = tuple(self.signature.parameters)[: len(Annotation.parse(text).inputs)]
+        shapes = tuple(
+            tuple(value.shape) if isinstance(value := arguments[name], Tensor) else None
+            for name in names
+        )
+        # Symbolic sizes, under torch.compile(dynamic=True), have no hash.
+        symbolic = any(isinstance(n, torch.SymInt) for shape in shapes for n in shape or ())
+        return (bind if symbolic else _cached_bind)(text, self.title, names, shapes)
+
+
+_cached_bind = functools.lru_cache(maxsize=4096)(bind)
+
+
+class AnnotatedOp:
+    """A registered op, called like the function that was decorated.
+
+    Attributes:
+        record: what engines read.
+    """
+
+    def __init__(self, record: OpRecord, function: Callable[..., Any]) -> None:
+        self.record = record
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.record.forward(*args, **kwargs)
+
 
 _OPS: dict[Any, AnnotatedOp] = {}  # by the forward torch.library op, in order of registration
+
+
+def add(op: AnnotatedOp) -> None:
+    """Make an op known to engines."""
+    _OPS[op.record.forward] = op
 
 
 def record_of(op: Any) -> OpRecord | None:
@@ -43,110 +168,48 @@ def annotated_ops() -> tuple[AnnotatedOp, ...]:
     return tuple(_OPS.values())
 
 
-def register_op(
-    annotation: AnnotationLike,
-    *,
-    name: str | None = None,
-    title: str | None = None,
-    rule: PartitionRule | None = None,
-    differentiable: Sequence[str] | None = None,
-    fake: Callable[..., Any] | None = None,
-    backward: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], AnnotatedOp]:
-    """Declare an op: decorate the function that computes it on one rank's part.
-
-    Args:
-        annotation: e.g. ``"m k+, k+ n -> m n"``, one entry per leading argument; or a function from
-            the op's arguments to the string, which may depend on tensors by shape and dtype alone
-            because the string is cached. A tuple of strings are alternatives: later ones allow
-            splits that the first does not. The first must fit every call, also on parts: a
-            shard-aware op's arguments choose the string.
-        name: ``namespace::op``; by default ``seqshard::<function's name>``.
-        title: the op's name in errors; by default the function's name.
-        rule: partition behaviour beyond the annotation; by default no split communicates inside.
-            If one does, a rank's backward gets 1 / parts of the gradient of a result that the
-            split leaves whole, unless its :class:`~.rules.Communicates` says ``whole_gradients``.
-        differentiable: arguments that get gradients; by default every tensor argument.
-        fake: shapes and dtypes of the results from the arguments; by default from the annotation,
-            with the first tensor's dtype. Op calls are checked against the annotation either way.
-        backward: ``backward(*grads, *arguments, *results)`` -> the gradients of ``differentiable``,
-            in order, None for zeros; a grad is None if no gradient flows into that result. By
-            default the function is run again and differentiated by autograd.
-    Returns:
-        A decorator; the decorated name becomes the op, with the function's own signature.
+def check_reduced(title: str, annotation: Annotation, rule: PartitionRule) -> None:
+    """Refuse a dim that may be split but is in no result, not marked '+', and without a rule: each
+    rank's result would be that of its part alone.
 
     Raises:
-        ValueError: the op's name is taken or not ``namespace::op``, an argument is keyword-only, or
-            ``differentiable`` names no argument.
-        AnnotationSyntaxError: ``annotation`` does not parse.
-        AnnotationError: ``annotation`` is no string, tuple of strings or function; or no call can
-            fit it; or a dim that may be split is in no result and has no '+' and no rule.
-
-    Example:
-        >>> import torch
-        >>> from annotations import register_op
-        >>> @register_op("a b, b -> a b", name="docs::scale_columns")
-        ... def scale_columns(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ...     return x * w
-        >>> scale_columns(torch.ones(2, 3), torch.arange(3.0))
-        tensor([[0., 1., 2.],
-                [0., 1., 2.]])
+        AnnotationError: says how to mark it.
     """
-    texts = () if callable(annotation) else as_texts(annotation)
+    if any(shape.ignored for shape in annotation.outputs):
+        return  # a result of any shape may contain it
+    settled = {*reduces_of(annotation.outputs), *rule.shard_aware, "*"}
+    for name, reduce in reduces_of(annotation.inputs).items():
+        if reduce is Reduce.SPLIT and name not in settled:
+            expected = (
+                f"expected: '{name}+' if results are then sums to be added up, '{name}^' if it is "
+                "never to be split, or a rule for it"
+            )
+            raise AnnotationError(
+                f"{name!r} is in no output, and a split of it would go unnoticed",
+                annotation.text,
+                annotation.span_of(name),
+                [expected],
+                title,
+            )
 
-    def decorate(function: Callable[..., Any]) -> AnnotatedOp:
-        signature = inspect.signature(function, eval_str=True)
-        qualified = name or f"seqshard::{function.__name__}"
-        problem = _problem(qualified, signature, differentiable or ())
-        if problem:
-            raise ValueError(f"register_op: {problem}")
-        called, splits = title or function.__name__, rule or PartitionRule()
-        schema = torch.library.infer_schema(function, mutates_args=())
-        n_outputs = schema.rpartition("->")[2].count("Tensor")
-        for text in texts:
-            parsed = Annotation.parse(text)
-            check_declaration(called, parsed, signature.parameters, n_outputs, splits)
-        tensors = [p.name for p in signature.parameters.values() if _is_tensor(p.annotation)]
-        record = define(
-            function,
-            name=qualified,
-            title=called,
-            annotation=annotation,
-            rule=splits,
-            signature=signature,
-            differentiable=tuple(tensors if differentiable is None else differentiable),
-            fake=fake,
-            backward=backward,
+
+def as_texts(annotation: Texts) -> tuple[str, ...]:
+    """The alternatives of an annotation, the preferred first.
+
+    Raises:
+        AnnotationError: it is neither a string nor a tuple of strings.
+        AnnotationSyntaxError: one of them does not parse.
+    """
+    texts = (annotation,) if isinstance(annotation, str) else annotation
+    if not (isinstance(texts, tuple) and texts and all(isinstance(t, str) for t in texts)):
+        raise AnnotationError(
+            f"an annotation must be a string or a tuple of strings, got {annotation!r}"
         )
-        dtensor.install(record)
-        _OPS[record.forward] = op = AnnotatedOp(record, function)
-        return op
-
-    return decorate
+    for text in texts:
+        Annotation.parse(text)
+    return texts
 
 
-def _problem(name: str, signature: inspect.Signature, differentiable: Sequence[str]) -> str:
-    """Why a function cannot become the op ``name``; empty if it can."""
-    if not re.fullmatch(r"\w+::\w+", name):
-        return f"{name!r} is not a name such as 'mylib::myop'"
-    for op in annotated_ops():
-        if op.record.name == name:
-            return f"{name} is registered already, by {_where(op)}"
-    for parameter in signature.parameters.values():
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            return f"argument {str(parameter)!r} of {name} must be one that is passed by position"
-    for argument in differentiable:
-        if argument not in signature.parameters:
-            return f"{name} has no argument {argument!r} to differentiate"
-    return ""
-
-
-def _where(op: AnnotatedOp) -> str:
-    """File and line of the decorated function."""
-    function: Any = op.__wrapped__  # type: ignore[attr-defined]
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
-
-
-def _is_tensor(annotation: Any) -> bool:
-    return annotation is Tensor or annotation == Tensor | None or annotation is torch.nn.Parameter
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """What a function returned, as a tuple also where it is one tensor."""
+    return (results,) if isinstance(results, Tensor) else tuple(results)

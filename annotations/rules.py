@@ -17,6 +17,8 @@ import numpy as np
 from .binding import BoundAnnotation, Split, Spread
 from .errors import PartitionError
 
+Arguments = Mapping[str, Any]  # of an op, by name
+
 
 @dataclass(frozen=True)
 class SplitSite:
@@ -58,8 +60,8 @@ class InnerCost:
     overlaps: bool = False
 
 
-Arguments = Callable[[SplitSite], Mapping[str, Any]]
-Cost = Callable[[BoundAnnotation, SplitSite, Mapping[str, Any], int], InnerCost]
+ShardArguments = Callable[[SplitSite], Arguments]
+Cost = Callable[[BoundAnnotation, SplitSite, Arguments, int], InnerCost]
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,15 @@ class Communicates:
     backward gets 1 / parts of it, which a backward derived from the function needs.
 
     Attributes:
-        arguments: the shard's arguments of the op (its group, its layout) by name, from the site.
-        cost: what moves inside, from the bound annotation, the site, the op's arguments by name and
-            the bytes of an element.
+        arguments: the shard's arguments of the op (its group, its layout), from the site.
+        cost: what moves inside, from the bound annotation, the site, the op's arguments and the
+            bytes of an element.
         whole_gradients: the op's own backward takes the whole gradient of such a result on every
             rank instead, and returns the right gradients itself: cut as their inputs, or partial
             sums of the gradients of whole inputs.
     """
 
-    arguments: Arguments
+    arguments: ShardArguments
     cost: Cost
     whole_gradients: bool = False
 
@@ -90,11 +92,11 @@ class Told:
     """A split of a shard-aware op: it must know which part a rank holds; nothing moves inside.
 
     Attributes:
-        arguments: the shard's arguments of the op by name, from the site.
+        arguments: the shard's arguments of the op, from the site.
         cost: as of :class:`Communicates`, if the parts are not equal work; else None.
     """
 
-    arguments: Arguments
+    arguments: ShardArguments
     cost: Cost | None = None
 
 
@@ -112,12 +114,12 @@ class Order:
 
     @property
     def length(self) -> int:
-        """How many positions there are."""
+        """The number of positions."""
         return len(self.tokens)
 
     def indices(self, outer: int, inner: int, back: bool) -> Any:
-        """int64 array: of a dim that is outer x sequence x inner, which of its positions stands at
-        each index; if ``back``, where each position stands."""
+        """int64 array: the position at each index of a dim that is outer x sequence x inner; if
+        ``back``, the index of each position."""
         tokens = np.argsort(self.tokens) if back else self.tokens
         within = tokens[:, None] * inner + np.arange(inner)
         return (np.arange(outer)[:, None] * within.size + within.reshape(-1)).reshape(-1)
@@ -125,13 +127,13 @@ class Order:
 
 @dataclass(frozen=True)
 class LateOrder:
-    """An order that depends on a tensor whose value is known when a graph runs, as of lengths.
+    """An order that depends on a tensor, such as lengths, whose value is known when a graph runs.
 
     Attributes:
-        name: as :class:`Reorders` names orders; :attr:`Orders.follow` says which ops take it.
-        length: how many positions there are.
+        name: as in :class:`Reorders`; :attr:`Orders.follow` says which ops take it.
+        length: the number of positions.
         by: name of the op's argument that it depends on; in a graph, of the node.
-        make: name of an op that makes :meth:`Order.indices` of that tensor, ``name``, ``length``,
+        make: name of an op that makes :meth:`Order.indices` from that tensor, ``name``, ``length``,
             ``outer``, ``inner``, ``back`` and a device's name.
     """
 
@@ -143,25 +145,25 @@ class LateOrder:
 
 @dataclass(frozen=True)
 class Reorders:
-    """An op that puts positions in another order where it is cut, and is the identity where not.
+    """An op that permutes positions where it is cut, and is the identity where not.
 
-    A single-device program has natural order throughout. So where an engine cuts the op, all that
-    depends on the order, up to the op that restores it, must follow: see :attr:`Orders.follow`.
+    A single-device program has natural order throughout. Where an engine cuts the op, the ops up to
+    the one that restores natural order get the permuted positions: see :attr:`Orders.follow`.
 
     Attributes:
         identifier: of the positions.
-        orders: from the op's arguments by name to the names of the orders that it takes positions
-            in and returns them in; None is natural. Both the same: it works in that order.
+        orders: from the op's arguments to the names of the orders of its input and its result; None
+            is natural. If both are the same, the op works in that order.
         by: name of the tensor argument that the order depends on, if it depends on one.
-        natural: the arguments, by name, of an op that works in natural order.
+        natural: the arguments of an op that works in natural order.
     """
 
     identifier: str
-    orders: Callable[[Mapping[str, Any]], tuple[str | None, str | None]]
+    orders: Callable[[Arguments], tuple[str | None, str | None]]
     by: str | None = None
-    natural: Mapping[str, Any] = field(default_factory=dict)
+    natural: Arguments = field(default_factory=dict)
 
-    def moves(self, given: Mapping[str, Any]) -> bool:
+    def moves(self, given: Arguments) -> bool:
         """Whether a call takes or returns positions in another order than natural."""
         return self.orders(given) != (None, None)
 
@@ -171,15 +173,15 @@ class Follow:
     """How an op runs on positions that :class:`Reorders` put in another order.
 
     Attributes:
-        arguments: those that tell it, by name.
+        arguments: those that name the order.
         by: its tensor arguments that must equal the one that the order depends on.
     """
 
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     by: tuple[str, ...]
 
 
-def _cannot_follow(name: str, given: Mapping[str, Any]) -> str:
+def _cannot_follow(name: str, given: Arguments) -> str:
     return "the op does not take that order"
 
 
@@ -192,20 +194,20 @@ class Orders:
 
     Attributes:
         wanted: an order whose contiguous parts are more even work, from the bound annotation, the
-            site and the op's arguments by name; None if there is none.
-        told: from the op's arguments and an order to the arguments, by name, that say the order to
-            the whole op; None if the op has none that can.
+            site and the op's arguments; None if there is none.
+        told: from the whole op's arguments and an order to the arguments that name the order; None
+            if the op has none that can.
         cut: from the site and the whole op's arguments to further shard's arguments, over those of
             the rule.
         follow: from the name of an order of :class:`Reorders` or :class:`LateOrder` and the op's
-            arguments by name, tensors by anything that stands for them, to how the op takes it, or
-            why it cannot.
+            arguments, tensors by anything that stands for them, to how the op takes it, or why it
+            cannot.
     """
 
-    wanted: Callable[[BoundAnnotation, SplitSite, Mapping[str, Any]], Order | LateOrder | None]
-    told: Callable[[Mapping[str, Any], Order], Mapping[str, Any] | None]
-    cut: Callable[[SplitSite, Mapping[str, Any]], Mapping[str, Any]] = lambda site, given: {}
-    follow: Callable[[str, Mapping[str, Any]], Follow | str] = _cannot_follow
+    wanted: Callable[[BoundAnnotation, SplitSite, Arguments], Order | LateOrder | None]
+    told: Callable[[Arguments, Order], Arguments | None]
+    cut: Callable[[SplitSite, Arguments], Arguments] = lambda site, given: {}
+    follow: Callable[[str, Arguments], Follow | str] = _cannot_follow
 
 
 @dataclass(frozen=True)
@@ -213,22 +215,27 @@ class PartitionRule:
     """Partition behaviour of an op.
 
     Attributes:
-        communicates: identifiers whose split communicates inside the op.
-        told: identifiers whose split does not, but whose part on a rank the op must know.
+        communicates: by identifier, the splits that communicate inside the op.
+        told: by identifier, those that do not, but whose part on a rank the op must know.
         flops: forward floating-point operations of the whole op from its bound annotation and
             arguments; None if the op is bound by memory.
         orders: those of ``communicates`` and ``told`` whose positions may come in another order.
-        reorders: what order the op puts positions in where it is cut; None if in none.
-        repeatable: arguments, integers [n], whose last element may be repeated and nothing changes,
-            as of cumulative lengths. An engine may fill them up, so that one graph serves.
+        reorders: how the op permutes positions where it is cut; None if it does not.
+        repeatable: arguments, integers [n], whose last element may be repeated without effect, such
+            as cumulative lengths. An engine may pad them, so that one graph serves all lengths.
     """
 
     communicates: Mapping[str, Communicates] = field(default_factory=dict)
-    flops: Callable[[BoundAnnotation, Mapping[str, Any]], float] | None = None
+    flops: Callable[[BoundAnnotation, Arguments], float] | None = None
     told: Mapping[str, Told] = field(default_factory=dict)
     orders: Mapping[str, Orders] = field(default_factory=dict)
     reorders: Reorders | None = None
     repeatable: tuple[str, ...] = ()
+
+    @property
+    def shard_aware(self) -> Mapping[str, Communicates | Told]:
+        """The splits that the op must know, by identifier."""
+        return {**self.communicates, **self.told}
 
     def divides_gradients(self, split: Split) -> tuple[bool, ...]:
         """Whether a rank's backward gets 1 / parts of the gradient, of each result.
@@ -244,70 +251,40 @@ class PartitionRule:
             added_up = any(cut is Spread.REPLICATE and reduce for cut, reduce in inputs)
         return tuple(added_up and cut is Spread.REPLICATE for cut in split.outputs)
 
-    def arguments(
-        self, op: str, site: SplitSite, given: Mapping[str, Any] | None = None
-    ) -> Mapping[str, Any]:
+    def arguments(self, op: str, site: SplitSite, given: Arguments | None = None) -> Arguments:
         """The shard's arguments: those to replace in the op that ``site`` splits.
 
         Args:
-            given: the whole op's arguments by name, which may name another order of its positions;
-                None if they cannot.
+            given: the whole op's arguments, which may name another order of its positions; None if
+                they cannot.
         Raises:
             PartitionError: the split communicates and the site has no group.
         """
-        arguments = self._arguments(op, site)
-        if given is not None and site.parts > 1 and site.identifier in self.orders:
-            arguments = {**arguments, **self.orders[site.identifier].cut(site, given)}
-        return arguments
-
-    def _arguments(self, op: str, site: SplitSite) -> Mapping[str, Any]:
+        name = site.identifier
         if site.parts == 1:
             return {}
-        if site.identifier in self.told:
-            return self.told[site.identifier].arguments(site)
-        if site.identifier not in self.communicates:
-            return {}
-        if not site.group:
+        if name in self.communicates and name not in self.told and not site.group:
             raise PartitionError(
-                f"a split of {site.identifier!r} over {site.parts} ranks communicates inside the "
-                "op, but no process group was given; each rank alone would compute nonsense",
+                f"a split of {name!r} over {site.parts} ranks communicates inside the op, but no "
+                "process group was given; each rank alone would compute nonsense",
                 op=op,
             )
-        return self.communicates[site.identifier].arguments(site)
+        split = self.shard_aware.get(name)
+        arguments = {} if split is None else split.arguments(site)
+        if given is not None and name in self.orders:
+            arguments = {**arguments, **self.orders[name].cut(site, given)}
+        return arguments
 
     def cost(
-        self, bound: BoundAnnotation, site: SplitSite, arguments: Mapping[str, Any], itemsize: int
+        self, bound: BoundAnnotation, site: SplitSite, arguments: Arguments, itemsize: int
     ) -> InnerCost:
         """What the op that ``site`` splits moves inside, and how uneven its parts are.
 
         Args:
-            arguments: the op's, by name; tensors may be without data.
+            arguments: the op's; tensors may be without data.
             itemsize: bytes of an element.
         """
-        split = self.communicates.get(site.identifier) or self.told.get(site.identifier)
+        split = self.shard_aware.get(site.identifier)
         if split is None or split.cost is None:
             return InnerCost()
         return split.cost(bound, site, arguments, itemsize)
-
-
-def check_parts(bound: BoundAnnotation, split: Split, parts: int) -> None:
-    """Refuse a cut through inner dims.
-
-    A dim of one name may be cut unevenly. ``(g 4)`` may not: its parts must be multiples of 4 that
-    match the parts of ``g`` elsewhere.
-
-    Raises:
-        PartitionError: ``split`` is inside brackets somewhere and ``parts`` does not divide it.
-    """
-    shapes = (*bound.annotation.inputs, *bound.annotation.outputs)
-    inners = (dim for shape in shapes for dim in shape.dims if len(dim.identifiers) > 1)
-    inner = next((dim for dim in inners if split.identifier in dim.identifiers), None)
-    if inner is not None and not bound.divisible(split.identifier, parts):
-        raise PartitionError(
-            f"{split.identifier!r} = {bound.sizes[split.identifier]} cannot be cut over {parts} "
-            "ranks",
-            bound.annotation.text,
-            inner.span,
-            ["it is part of an inner dim, so the number of ranks must divide it"],
-            bound.op,
-        )

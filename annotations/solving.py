@@ -91,7 +91,7 @@ def star_dims(annotation: Annotation, arguments: list[Argument]) -> tuple[Dim, .
         raise BindingError(problem, annotation.text, stars[0].span)
     if first is None:
         return ()
-    taken = reduces_of((*annotation.inputs, *annotation.outputs))
+    taken = reduces_of(annotation.shapes)
     _, star, count = first
     names = [letter for letter in string.ascii_lowercase if letter not in taken][:count]
     return tuple(Dim((name,), star.reduces) for name in names)

@@ -39,7 +39,7 @@ FOLDERS: Mapping[str, Mapping[str, set[str]]] = {
         "": {"protocol", "window", "adapters"},
     },
     "annotations": {
-        "": {"library"},
+        "": set(),
         "library": {""},
         "codegen": {""},
         "engines": {"", "library", "codegen"},

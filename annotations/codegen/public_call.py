@@ -17,15 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..binding import BoundAnnotation
-from ..errors import PartitionError
+from ..binding import BoundAnnotation, torn_dim
 from ..grammar import Shape
-from ..record import AnnotatedOp, OpRecord
-from ..registry import annotated_ops
-from ..rules import SplitSite, check_parts
+from ..registry import AnnotatedOp, OpRecord, annotated_ops
+from ..rules import Arguments, SplitSite
 from .after_import import import_with
-
-Arguments = Mapping[str, Any]  # arguments by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +41,8 @@ class PublicCall:
             work.
         names: the op's names of tensor arguments, where they differ from the call's.
         follow: from the name of an order of :class:`~annotations.rules.Reorders`, a split that
-            communicates inside, and the code of each argument, to the code of those that tell the
-            call its tokens are in that order; None where it cannot be told.
+            communicates inside, and the code of each argument, to the code of those that name that
+            order of tokens; None for a call that has no such arguments.
     """
 
     function: Callable[..., Any]
@@ -68,6 +64,12 @@ class PublicCall:
         """``package.module.function``."""
         return qualified(self.function)
 
+    def op_call(self, arguments: Arguments) -> tuple[OpRecord, Arguments]:
+        """The op that a call makes, and all its arguments; None for those that do not matter to the
+        annotation."""
+        record, given = self.op(arguments)
+        return record, {**dict.fromkeys(record.signature.parameters), **given}
+
     def shapes(self, arguments: Arguments, ranks: int) -> tuple[BoundAnnotation, dict[str, Shape]]:
         """The bound annotation, and how each tensor argument of the call is annotated.
 
@@ -77,9 +79,8 @@ class PublicCall:
         Raises:
             BindingError: the shapes do not fit.
         """
-        record, given = self.op(arguments)
-        complete = {**dict.fromkeys(record.signature.parameters), **given}
-        bound = _fitting(record.bindings(complete), ranks)
+        record, given = self.op_call(arguments)
+        bound = _fitting(record.bindings(given), ranks)
         annotated = dict(zip(record.signature.parameters, bound.annotation.inputs, strict=False))
         own = {name: self.names.get(name, name) for name in arguments}
         return bound, {
@@ -101,12 +102,8 @@ def qualified(function: Any) -> str:
 def _fitting(alternatives: tuple[BoundAnnotation, ...], ranks: int) -> BoundAnnotation:
     """The first alternative all of whose splits are possible over ``ranks``; else the first."""
     for bound in alternatives:
-        try:
-            for split in bound.splits():
-                check_parts(bound, split, ranks)
-        except PartitionError:
-            continue
-        return bound
+        if not any(torn_dim(bound, split, ranks) for split in bound.splits()):
+            return bound
     return alternatives[0]
 
 

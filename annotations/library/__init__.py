@@ -1,1 +1,1 @@
-"""The ``torch.library`` and DTensor sides of a declaration: schema, kernels, autograd, sharding."""
+"""``register_op``: the ``torch.library`` op of a declaration, its autograd, its DTensor rule."""

@@ -6,6 +6,7 @@ of keys, so the answer is cached for each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def only_backend(keys: Any) -> bool:
     return found
 
 
-def gradients_can_bypass(grads: tuple[Tensor | None, ...]) -> bool:
+def gradients_can_bypass(grads: Iterable[Tensor | None]) -> bool:
     """Whether a backward can bypass the dispatcher: its gradients have data, no mode is on, and
     autograd does not record it."""
     if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():

@@ -16,7 +16,6 @@ another tensor's memory, and the results of an op without its own ``fake`` are c
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from ..binding import BoundAnnotation
 from ..errors import AnnotationError
-from ..record import AnnotationLike, OpRecord, as_tuple
-from ..rules import PartitionRule
+from ..registry import OpRecord, as_tuple
 from .autograd import WANTED, OpAutograd
 from .cached_calls import cached
 from .function_checks import check_results, watched
@@ -38,45 +36,31 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def define(
-    function: Callable[..., Any],
-    *,
-    name: str,
-    title: str,
-    annotation: AnnotationLike,
-    rule: PartitionRule,
-    signature: inspect.Signature,
-    differentiable: tuple[str, ...],
-    fake: Callable[..., Any] | None,
-    backward: Callable[..., Any] | None,
-) -> OpRecord:
-    """Register the forward and the backward op."""
+    name: str, schema: str, n_outputs: int, n_gradients: int, saves_results: bool
+) -> tuple[Any, Any]:
+    """The forward and the backward op of a name, still without :func:`implement`."""
     namespace, op_name = name.split("::")
-    schema = torch.library.infer_schema(function, mutates_args=())
-    n_outputs = schema.rpartition("->")[2].count("Tensor")
     lib = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     tags = (torch.Tag.pt2_compliant_tag,)
     lib.define(f"{op_name}{schema}", tags=tags)
-    # A derived backward runs the function again, so it does not need the results.
-    backward_schema = _backward_schema(schema, n_outputs, len(differentiable), backward is not None)
+    backward_schema = _backward_schema(schema, n_outputs, n_gradients, saves_results)
     lib.define(f"{op_name}_backward{backward_schema}", tags=tags)
     ops = getattr(torch.ops, namespace)
-    record = OpRecord(
-        name=name,
-        title=title,
-        annotation=annotation,
-        rule=rule,
-        signature=signature,
-        differentiable=differentiable,
-        n_outputs=n_outputs,
-        saves_results=backward is not None,
-        fake=fake,
-        forward=getattr(ops, op_name).default,
-        backward=getattr(ops, f"{op_name}_backward").default,
-    )
+    return getattr(ops, op_name).default, getattr(ops, f"{op_name}_backward").default
+
+
+def implement(
+    record: OpRecord, function: Callable[..., Any], backward: Callable[..., Any] | None
+) -> None:
+    """Give a record's two ops their kernels, fakes and autograd.
+
+    Args:
+        function, backward: as of :func:`~annotations.register_op`.
+    """
+    lib = _libraries[record.name.split("::")[0]]
+    forward_kernel = _implement_forward(lib, record, function)
     backward = backward or _derived_backward(function, record)
-    kernels = _register_forward(lib, record, function), _register_backward(lib, record, backward)
-    OpAutograd(record, *kernels).register(lib)
-    return record
+    OpAutograd(record, forward_kernel, _implement_backward(lib, record, backward)).register(lib)
 
 
 def _backward_schema(schema: str, n_outputs: int, n_gradients: int, saves_results: bool) -> str:
@@ -90,7 +74,7 @@ def _backward_schema(schema: str, n_outputs: int, n_gradients: int, saves_result
     return f"({inputs}) -> ({', '.join(['Tensor'] * n_gradients)})"
 
 
-def _register_forward(
+def _implement_forward(
     lib: torch.library.Library, record: OpRecord, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns what the op does to tensors with data."""
@@ -122,7 +106,7 @@ def _register_forward(
     return kernel
 
 
-def _register_backward(
+def _implement_backward(
     lib: torch.library.Library, record: OpRecord, backward: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """Returns what the op does to tensors with data, with None where no gradient is wanted."""

@@ -7,7 +7,9 @@ communicates inside the op, the mesh axis's group is passed on in the op's argum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,23 +17,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..binding import BoundAnnotation, Split, Spread
+from ..binding import BoundAnnotation, Split, Spread, check_parts
 from ..errors import AnnotationError, PartitionError, Span
-from ..grammar import Dim
-from ..record import OpRecord
-from ..rules import PartitionRule, SplitSite, check_parts
-
-Cut = int | Spread
+from ..registry import OpRecord, as_tuple
+from ..rules import Arguments, SplitSite
 
 
-def placement(cut: Cut) -> Placement:
-    """A tensor's placement along one mesh axis."""
+def placement(cut: int | Spread) -> Placement:
+    """A tensor's placement along one mesh axis, from what a split does to it."""
     if isinstance(cut, int):
         return Shard(cut)
     return Partial() if cut is Spread.PARTIAL else Replicate()
 
 
-def gradient_placement(cut: Cut, reduce: bool) -> Placement:
+def gradient_placement(cut: int | Spread, reduce: bool) -> Placement:
     """The placement of a tensor's gradient along one mesh axis.
 
     A replicated input of a split op gets a partial sum of its gradient from each rank; the gradient
@@ -46,71 +45,132 @@ def install(record: OpRecord) -> None:
     """Teach DTensor to run ``record``'s forward and backward op."""
 
     def forward(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        return _run(record, func, args, backward=False)
+        return _run_forward(record, func, args)
 
     def backward(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        return _run(record, func, args, backward=True)
+        return _run_backward(record, func, args)
 
     torch.library.register_torch_dispatch(record.name, DTensor, forward)
     torch.library.register_torch_dispatch(f"{record.name}_backward", DTensor, backward)
 
 
-def _run(record: OpRecord, func: Any, args: Sequence[Any], *, backward: bool) -> Any:
-    names = tuple(record.signature.parameters)
-    n = record.n_outputs
-    grads, saved = (args[:n], args[n + len(names) :]) if backward else ((), ())
-    inputs = args[n : n + len(names)] if backward else args
-    arguments = record.arguments(inputs, {})
-    mesh = next(v.device_mesh for v in (*inputs, *grads) if isinstance(v, DTensor))
-    bound, splits = _allowed(record, arguments, mesh)
-    arguments |= _shard_arguments(record, bound, mesh, splits, arguments)
-    shapes = {name: tuple(v.shape) for name, v in arguments.items() if isinstance(v, Tensor)}
+def _run_forward(record: OpRecord, op: Any, args: Sequence[Any]) -> Any:
+    call = _sharded(record, args, args)
+    return call.wrap(op(*call.local_inputs()), call.results, call.bound.output_shapes())
 
-    n_annotated = len(bound.annotation.inputs)
-    placements = [_placements(splits, i, "inputs") for i in range(n_annotated)]
-    placements += [[Replicate()] * mesh.ndim] * (len(names) - n_annotated)
-    results = [_placements(splits, i, "outputs") for i in range(n)]
-    local = [_local(v, mesh, p) for v, p in zip(arguments.values(), placements, strict=True)]
-    if not backward:
-        return _wrap(func(*local), mesh, results, bound.output_shapes())
-    # A result that is a partial sum has the same gradient on every rank.
-    flowing = [[Replicate() if p.is_partial() else p for p in of_one] for of_one in results]
-    outputs = func(
-        *(
-            _divided(_local(v, mesh, p), record.rule, splits, mesh, i)
-            for i, (v, p) in enumerate(zip(grads, flowing, strict=True))
-        ),
-        *local,
-        *(_local(v, mesh, p) for v, p in zip(saved, results, strict=record.saves_results)),
+
+def _run_backward(record: OpRecord, op: Any, args: Sequence[Any]) -> Any:
+    n, last = record.n_outputs, record.n_outputs + len(record.signature.parameters)
+    grads, inputs, saved = args[:n], args[n:last], args[last:]
+    call = _sharded(record, inputs, (*inputs, *grads))
+    outputs = op(
+        *(call.local_gradient(i, grad) for i, grad in enumerate(grads)),
+        *call.local_inputs(),
+        *map(call.local, saved, call.results),
     )
-    at = [names.index(name) for name in record.differentiable]
-    of_gradients = [[_gradient_placement(split, i) for split in splits] for i in at]
-    return _wrap(outputs, mesh, of_gradients, [shapes.get(n) for n in record.differentiable])
+    names = list(call.arguments)
+    placements = [call.gradient_of_input(names.index(name)) for name in record.differentiable]
+    shapes = [getattr(call.arguments[name], "shape", None) for name in record.differentiable]
+    return call.wrap(outputs, placements, shapes)
 
 
-def _shard_arguments(
-    record: OpRecord,
-    bound: BoundAnnotation,
-    mesh: DeviceMesh,
-    splits: list[Split | None],
-    arguments: dict[str, Any],
-) -> dict[str, Any]:
-    """The op's arguments that say which part of the whole this rank has."""
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class _ShardedCall:
+    """A call with DTensors, and from what each mesh axis splits the placements of its tensors.
+
+    Attributes:
+        arguments: by name; those of the shard, and whole tensors.
+        splits: of each mesh axis; None if it splits nothing.
+    """
+
+    record: OpRecord
+    arguments: Arguments
+    mesh: DeviceMesh
+    bound: BoundAnnotation
+    splits: Sequence[Split | None]
+
+    @cached_property
+    def results(self) -> list[list[Placement]]:
+        """The placements of each result."""
+        return [
+            [Replicate() if s is None else placement(s.outputs[n]) for s in self.splits]
+            for n in range(self.record.n_outputs)
+        ]
+
+    def gradient_of_input(self, index: int) -> list[Placement]:
+        """The placements of the gradient that the backward returns for an input."""
+
+        def along(split: Split | None) -> Placement:
+            if split is None:
+                return Replicate()
+            if index >= len(split.inputs):  # not annotated: whole on every rank
+                return gradient_placement(Spread.REPLICATE, True)
+            return gradient_placement(split.inputs[index], split.grad_reduce[index])
+
+        return [along(split) for split in self.splits]
+
+    def local_inputs(self) -> Iterator[Any]:
+        """The op's arguments on this rank; those that are not annotated are whole."""
+        annotated = len(self.bound.annotation.inputs)
+        for n, value in enumerate(self.arguments.values()):
+            cuts = [s.inputs[n] if s and n < annotated else Spread.REPLICATE for s in self.splits]
+            yield self.local(value, [placement(cut) for cut in cuts])
+
+    def local_gradient(self, index: int, grad: Any) -> Any:
+        """A result's gradient on this rank, divided by the number of ranks if the rule says so."""
+        # A result that is a partial sum has the same gradient on every rank.
+        flowing = [Replicate() if p.is_partial() else p for p in self.results[index]]
+        grad = self.local(grad, flowing)
+        for axis, split in enumerate(self.splits):
+            divides = split is not None and self.record.rule.divides_gradients(split)[index]
+            if grad is not None and divides:
+                grad = grad / self.mesh.size(axis)
+        return grad
+
+    def local(self, value: Any, placements: Sequence[Placement]) -> Any:
+        """This rank's part of a DTensor in these placements; any other value as it is."""
+        if not isinstance(value, DTensor):
+            return value
+        if tuple(value.placements) != tuple(placements):
+            # Inside an op autograd records nothing, and torch 2.11 cannot redistribute a tensor
+            # that requires a gradient.
+            value = value.detach().redistribute(self.mesh, placements)  # type: ignore[attr-defined]
+        return value.to_local()
+
+    def wrap(self, outputs: Any, placements: Any, shapes: Any) -> Any:
+        """DTensors of these placements and shapes from what the op returned on this rank."""
+        wrapped = []
+        for local, of_one, shape in zip(as_tuple(outputs), placements, shapes, strict=True):
+            # A result that the annotation leaves open is not cut; '1' may be a result of no dims.
+            whole = local.shape if shape is None or local.ndim == 0 else torch.Size(shape)
+            stride = torch.empty(whole, device="meta").stride()
+            made = DTensor.from_local(
+                local, self.mesh, of_one, run_check=False, shape=whole, stride=stride
+            )
+            wrapped.append(made)
+        return wrapped[0] if isinstance(outputs, Tensor) else tuple(wrapped)
+
+
+def _sharded(record: OpRecord, inputs: Sequence[Any], tensors: Sequence[Any]) -> _ShardedCall:
+    """A call with ``inputs``; its mesh is that of the first DTensor among ``tensors``."""
+    arguments = record.arguments(inputs, {})
+    mesh = next(value.device_mesh for value in tensors if isinstance(value, DTensor))
+    bound, splits = _allowed(record, arguments, mesh)
+    of_shard: dict[str, Any] = {}
     for axis, split in enumerate(splits):
         if split is None:
             continue
         size, group = bound.sizes[split.identifier], mesh.get_group(axis).group_name
         rank = mesh.get_local_rank(axis)
         site = SplitSite(split.identifier, size, mesh.size(axis), group, index=rank)
-        found |= record.rule.arguments(record.title, site, arguments)
-        if unknown := ", ".join(repr(name) for name in found if name not in arguments):
+        of_shard |= record.rule.arguments(record.title, site, arguments)
+        if unknown := ", ".join(repr(name) for name in of_shard if name not in arguments):
             raise AnnotationError(
                 f"the rule for splits of {site.identifier!r} gives {unknown}, which the op has not",
                 details=[f"expected: arguments of the op: {', '.join(arguments)}"],
                 op=record.title,
             )
-    return found
+    return _ShardedCall(record, arguments | of_shard, mesh, bound, splits)
 
 
 def _allowed(
@@ -144,65 +204,49 @@ def splits_of(
         PartitionError: an input is cut where the annotation does not allow it, two inputs disagree,
             or one identifier is cut along two axes.
     """
+
+    def refused(problem: str, span: Span, axes: Sequence[int], expected: str) -> PartitionError:
+        details = [_placed(arguments, mesh, axis) for axis in axes]
+        details += [f"expected: {expected}"] if expected else []
+        return bound.error(problem, span, *details)
+
     splits: list[Split | None] = []
     for axis in range(mesh.ndim):
-        found: dict[str, Span] = {}
+        found: dict[str, Span] = {}  # where each identifier that is cut is written
         for value, shape in zip(arguments.values(), bound.annotation.inputs, strict=False):
             if isinstance(value, DTensor) and isinstance(cut := value.placements[axis], Shard):
                 dim = None if shape.ignored else shape.dims[cut.dim]
-                found.setdefault(_leading(dim), (dim or shape).span)
+                found.setdefault("?" if dim is None else dim.leading, (dim or shape).span)
         if len(found) > 1:
-            raise _disagreeing(bound, arguments, mesh, axis, found)
-        splits.append(bound.split(next(iter(found))) if found else None)
-        before = next((n for n, s in enumerate(splits[:-1]) if s and s == splits[-1]), None)
-        if before is not None:
-            [(identifier, span)] = found.items()
-            raise _twice(bound, arguments, mesh, (before, axis), identifier, span)
+            names = " and ".join(map(repr, found))
+            problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
+            expected = _possible_cuts(bound, arguments, found)
+            raise refused(problem, list(found.values())[1], [axis], expected)
+        split = bound.split(next(iter(found))) if found else None
+        if split is not None and split in splits:
+            name = split.identifier
+            others = [repr(s.identifier) for s in bound.splits() if s.identifier != name]
+            other = ", ".join([*others, "or nothing" if others else "nothing"])
+            problem = f"{name!r} is cut along two mesh axes"
+            expected = f"{name!r} along one of them, and along the other {other}"
+            raise refused(problem, found[name], [splits.index(split), axis], expected)
+        splits.append(split)
     return splits
 
 
-def _leading(dim: Dim | None) -> str:
-    """The identifier that a cut of ``dim`` cuts; ``dim`` is None if the tensor is '?'."""
-    if dim is None:
-        return "?"
-    return next((name for name in dim.identifiers if name != "1"), "1")
+def _possible_cuts(
+    bound: BoundAnnotation, arguments: dict[str, Any], found: dict[str, Span]
+) -> str:
+    """The cuts of inputs that are possible, of the identifiers ``found`` if any; empty if none."""
 
+    def in_words(split: Split) -> str:
+        cuts = zip(arguments, split.inputs, strict=False)
+        dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
+        return f"{split.identifier!r} ({dims})"
 
-def _disagreeing(
-    bound: BoundAnnotation,
-    arguments: dict[str, Any],
-    mesh: DeviceMesh,
-    axis: int,
-    found: dict[str, Span],
-) -> PartitionError:
-    names = " and ".join(map(repr, found))
     possible = [split for split in bound.splits() if split.identifier in found] or bound.splits()
-    fits = [_cut_on(split, arguments) for split in possible]
-    details = [_placed(arguments, mesh, axis)]
-    if fits:
-        details.append(f"expected: {' or '.join(fits)}; inputs that are whole fit any of them")
-    problem = f"inputs are cut on different identifiers, {names}, along one mesh axis"
-    return PartitionError(
-        problem, bound.annotation.text, list(found.values())[1], details, bound.op
-    )
-
-
-def _twice(
-    bound: BoundAnnotation,
-    arguments: dict[str, Any],
-    mesh: DeviceMesh,
-    axes: tuple[int, int],
-    identifier: str,
-    span: Span,
-) -> PartitionError:
-    others = [repr(s.identifier) for s in bound.splits() if s.identifier != identifier]
-    details = [_placed(arguments, mesh, axis) for axis in axes]
-    details.append(
-        f"expected: {identifier!r} along one of them, and along the other "
-        + ", ".join([*others, "or nothing" if others else "nothing"])
-    )
-    problem = f"{identifier!r} is cut along two mesh axes"
-    return PartitionError(problem, bound.annotation.text, span, details, bound.op)
+    fits = " or ".join(map(in_words, possible))
+    return f"{fits}; inputs that are whole fit any of them" if fits else ""
 
 
 def _placed(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
@@ -218,57 +262,3 @@ def _placed(arguments: dict[str, Any], mesh: DeviceMesh, axis: int) -> str:
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
     placed = ", ".join(f"{n} is {in_words(v)}" for n, v in tensors.items())
     return f"along mesh axis {name!r} over {mesh.size(axis)} ranks: {placed}"
-
-
-def _cut_on(split: Split, arguments: dict[str, Any]) -> str:
-    """Which dims of which inputs a split cuts, in words."""
-    cuts = zip(arguments, split.inputs, strict=False)
-    dims = ", ".join(f"{n} on dim {cut}" for n, cut in cuts if isinstance(cut, int))
-    return f"{split.identifier!r} ({dims})"
-
-
-def _placements(splits: list[Split | None], index: int, side: str) -> list[Placement]:
-    return [Replicate() if s is None else placement(getattr(s, side)[index]) for s in splits]
-
-
-def _gradient_placement(split: Split | None, index: int) -> Placement:
-    if split is None:
-        return Replicate()
-    if index >= len(split.inputs):  # not annotated: whole on every rank
-        return gradient_placement(Spread.REPLICATE, True)
-    return gradient_placement(split.inputs[index], split.grad_reduce[index])
-
-
-def _divided(
-    grad: Any, rule: PartitionRule, splits: list[Split | None], mesh: DeviceMesh, index: int
-) -> Any:
-    """A result's gradient, divided by the number of ranks if the rule says so."""
-    for axis, split in enumerate(splits):
-        if grad is not None and split is not None and rule.divides_gradients(split)[index]:
-            grad = grad / mesh.size(axis)
-    return grad
-
-
-def _local(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    if tuple(value.placements) != tuple(placements):
-        # Inside an op autograd records nothing, and torch 2.11 cannot redistribute a tensor that
-        # requires a gradient.
-        value = value.detach().redistribute(mesh, placements)  # type: ignore[attr-defined]
-    return value.to_local()
-
-
-def _wrap(outputs: Any, mesh: DeviceMesh, placements: Any, shapes: Any) -> Any:
-    single = isinstance(outputs, Tensor)
-    wrapped = []
-    for local, places, shape in zip(
-        (outputs,) if single else outputs, placements, shapes, strict=True
-    ):
-        # A result that the annotation leaves open is not cut; '1' may be a result of no dims.
-        whole = local.shape if shape is None or local.ndim == 0 else torch.Size(shape)
-        stride = torch.empty(whole, device="meta").stride()
-        wrapped.append(
-            DTensor.from_local(local, mesh, places, run_check=False, shape=whole, stride=stride)
-        )
-    return wrapped[0] if single else tuple(wrapped)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..binding import BoundAnnotation
 from ..errors import AnnotationError
-from ..record import OpRecord
+from ..registry import OpRecord
 
 
 @contextmanager

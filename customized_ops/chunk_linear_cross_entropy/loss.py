@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from annotations.codegen.public_call import PublicCall, declare_call
 from annotations.groups import GroupError
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
 from ..ring_attention.core.comm.comm_groups import FakeComm, GroupLike, comm_by_name, group_name
-from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, is_integer
+from ..ring_attention.op.arguments import ArgumentError, checked, flag_of, is_integer, require
 from ..ring_attention.op.options import softcap_of
 from .op import TITLE, count_tokens, first_row, token_losses
 
@@ -97,19 +97,9 @@ def chunk_linear_cross_entropy(
     Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (2024);
     the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
     """
+    options = ignore_index, reduction, softcap, chunk_size, return_lse
     loss, lse = checked_losses(
-        hidden,
-        weight,
-        target,
-        bias,
-        ignore_index,
-        reduction,
-        softcap,
-        chunk_size,
-        return_lse,
-        vocab_group,
-        vocab_size,
-        token_group,
+        hidden, weight, target, bias, *options, vocab_group, vocab_size, token_group
     )
     if reduction != "none":
         loss = loss.sum()
@@ -221,10 +211,9 @@ def _check_tensors(hidden: Any, given: Mapping[str, Any]) -> bool:
         if name != "target" and tensor.dtype != hidden.dtype:
             dtypes = f"{name} is {tensor.dtype} but hidden is {hidden.dtype}"
             raise ArgumentError(f"{TITLE}: {dtypes}; give one dtype, say {name}.to(hidden.dtype)")
-    if not hidden.dtype.is_floating_point:
-        raise ArgumentError(f"{TITLE}: hidden must be floating point, got {hidden.dtype}")
-    if given["target"].dtype != torch.int64:
-        raise ArgumentError(f"{TITLE}: target must be int64, got {given['target'].dtype}")
+    floating, target = hidden.dtype.is_floating_point, given["target"]
+    require(floating, TITLE, "hidden", "floating point", hidden.dtype)
+    require(target.dtype == torch.int64, TITLE, "target", "int64", target.dtype)
     plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]
     if plain and len(plain) < len(given):
         other = next(name for name in given if name not in plain)
@@ -236,15 +225,12 @@ def _check_tensors(hidden: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _check_options(ignore_index: object, reduction: object, chunk_size: object) -> None:
-    if not is_integer(ignore_index, -(2**63)):
-        raise ArgumentError(f"{TITLE}: ignore_index must be an integer, got {ignore_index!r}")
-    if reduction not in REDUCTIONS:
-        known = ", ".join(REDUCTIONS)
-        raise ArgumentError(f"{TITLE}: reduction must be one of {known}, got {reduction!r}")
-    if chunk_size is not None and not is_integer(chunk_size, 1):
-        raise ArgumentError(
-            f"{TITLE}: chunk_size must be None or a number of tokens, 1 or more, got {chunk_size!r}"
-        )
+    require(is_integer(ignore_index, -(2**63)), TITLE, "ignore_index", "an integer", ignore_index)
+    known = f"one of {', '.join(REDUCTIONS)}"
+    require(reduction in REDUCTIONS, TITLE, "reduction", known, reduction)
+    fits = chunk_size is None or is_integer(chunk_size, 1)
+    what = "None or a number of tokens, 1 or more"
+    require(fits, TITLE, "chunk_size", what, chunk_size)
 
 
 def _check_groups(
@@ -279,8 +265,7 @@ def _rows_of_all(rows: int, vocab_group: GroupLike, vocab_size: int | None) -> i
         if not rows:
             raise ArgumentError(f"{TITLE}: weight has no rows; give [v, d] with v of 1 or more")
         return rows
-    if not is_integer(vocab_size, 1):
-        raise ArgumentError(f"{TITLE}: vocab_size must be 1 or more, got {vocab_size!r}")
+    require(is_integer(vocab_size, 1), TITLE, "vocab_size", "1 or more", vocab_size)
     if not torch.compiler.is_compiling():  # in a graph only the op checks
         first_row(rows, int(vocab_size), comm_by_name(group_name(vocab_group)))
     return int(vocab_size)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from annotations.codegen.public_call import PublicCall, declare_call, qualified, without_data
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 from annotations.rules import SplitSite
 
 from .core.comm.comm_groups import FakeComm

@@ -25,8 +25,7 @@ from annotations import (
     register_op,
     registered_ops,
 )
-from annotations.binding import bind
-from annotations.rules import check_parts
+from annotations.binding import bind, check_parts
 
 
 @register_op("m k+, k+ n -> m n", name="registrytest::matmul")

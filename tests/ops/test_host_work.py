@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 from customized_ops.ring_attention import (
     AttnMask,
     Layout,

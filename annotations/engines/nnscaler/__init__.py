@@ -14,9 +14,8 @@ emit      wrap_ring_attn_func(q=..., process_group=[2, 3])                    ge
 from annotations.codegen import public_call
 
 from .generated_code import emit
-from .op_node import OpNode, make_node, register
+from .op_node import OpNode, make_node, register, see_every_call
 from .parallelization import as_config, parallelize, plan_with_ours
-from .traced_calls import see_every_call
 
 register()
 see_every_call()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Cut = tuple[int, int]  # input, dim
+InputDim = tuple[int, int]  # the n-th input, its dim
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Way:
     """One way to cut an op: by ``cut``, and what that does to its tensors.
 
     Attributes:
-        inputs, outputs: the dim that is cut, by whole tensor; None if it is whole on every rank.
+        inputs, outputs: by whole tensor, the dim that is cut; None if it is whole on every rank.
         partial: whether some result is then a partial sum.
     """
 
-    cut: Cut
+    cut: InputDim
     inputs: Mapping[Any, int | None]
     outputs: Mapping[Any, int | None]
     partial: bool
@@ -40,15 +40,15 @@ def ways_of(node: Any, ranks: int) -> list[Way]:
         found.append(
             Way(
                 (index, dim),
-                _dims(node.inputs(), rule.inputs()),
-                _dims(node.outputs(), rule.outputs()),
+                _cut_dims(node.inputs(), rule.inputs()),
+                _cut_dims(node.outputs(), rule.outputs()),
                 any(split.isV() for split in rule.outputs()),
             )
         )
     return found
 
 
-def _dims(tensors: Sequence[Any], splits: Sequence[Any]) -> dict[Any, int | None]:
+def _cut_dims(tensors: Sequence[Any], splits: Sequence[Any]) -> dict[Any, int | None]:
     return {
         tensor.parent: split.dims[0] if split.isD() else None
         for tensor, split in zip(tensors, splits, strict=True)
@@ -56,7 +56,9 @@ def _dims(tensors: Sequence[Any], splits: Sequence[Any]) -> dict[Any, int | None
     }
 
 
-def follow(nodes: Sequence[Any], fixed: Mapping[Any, Cut], ranks: int) -> dict[Any, Cut | None]:
+def follow(
+    nodes: Sequence[Any], fixed: Mapping[Any, InputDim], ranks: int
+) -> dict[Any, InputDim | None]:
     """A cut for each op, None for whole on every rank.
 
     First backwards: an op is cut so that its results are cut as their readers want them. Then
@@ -74,28 +76,25 @@ def follow(nodes: Sequence[Any], fixed: Mapping[Any, Cut], ranks: int) -> dict[A
     wanted: dict[Any, int] = {}  # by tensor
     for node in reversed(nodes):
         if node not in chosen:
-            fits = [way for way in ways[node] if not way.partial and _makes(way, wanted)]
+            fits = [w for w in ways[node] if not w.partial and _agrees(w.outputs, wanted)]
             if fits:
                 chosen[node] = fits[0]
-        _note(wanted, chosen[node].inputs if chosen.get(node) else {})  # type: ignore[union-attr]
+        way = chosen.get(node)
+        _note(wanted, way.inputs if way else {})
     cut_now: dict[Any, int] = {}
     for node in nodes:
         if node not in chosen:
-            fits = [way for way in ways[node] if _takes(way, cut_now)]
+            fits = [w for w in ways[node] if _agrees(w.inputs, cut_now)]
             chosen[node] = fits[0] if fits else None
         way = chosen[node]
         _note(cut_now, way.outputs if way else {})
     return {node: way.cut if (way := chosen[node]) else None for node in nodes}
 
 
-def _makes(way: Way, wanted: Mapping[Any, int]) -> bool:
-    asked = [tensor for tensor in way.outputs if tensor in wanted]
-    return bool(asked) and all(way.outputs[tensor] == wanted[tensor] for tensor in asked)
-
-
-def _takes(way: Way, cut_now: Mapping[Any, int]) -> bool:
-    arriving = [tensor for tensor in way.inputs if tensor in cut_now]
-    return bool(arriving) and all(way.inputs[tensor] == cut_now[tensor] for tensor in arriving)
+def _agrees(dims: Mapping[Any, int | None], known: Mapping[Any, int]) -> bool:
+    """Whether some of the tensors have known dims, and all of these are cut on them."""
+    met = [tensor for tensor in dims if tensor in known]
+    return bool(met) and all(dims[tensor] == known[tensor] for tensor in met)
 
 
 def _note(known: dict[Any, int], dims: Mapping[Any, int | None]) -> None:

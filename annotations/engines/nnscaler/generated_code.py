@@ -9,7 +9,7 @@ from typing import Any
 
 from annotations.codegen.constants import is_text
 from annotations.codegen.public_call import qualified
-from annotations.record import AnnotatedOp
+from annotations.registry import AnnotatedOp
 
 from . import placement
 

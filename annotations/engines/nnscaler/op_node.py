@@ -7,10 +7,12 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 from nnscaler.graph.function.dimops import IRDimops, OpAnno
 from nnscaler.graph.parser.register import CustomizedOps
+from nnscaler.graph.tracer.operator_patcher import OperatorPatcher, OperatorPatcherContext
 from nnscaler.ir.cten import IRTensor
 
 from annotations.codegen.public_call import PublicCall, declared_calls, qualified
@@ -55,11 +57,29 @@ def _register_timed(signature: str, name: str, call: PublicCall) -> None:
     )
 
 
-def is_registered(function: Any) -> bool:
-    """Whether calls of ``function`` are ops of nnscaler's graph."""
-    named = hasattr(function, "__module__") and hasattr(function, "__name__")
-    call = _registered.get(qualified(function)) if named else None
-    return call is not None and call.function is function
+_rewritten = OperatorPatcher.patch_func_helper
+
+
+def see_every_call() -> None:
+    """Have nnscaler's tracer see every call of a registered function that a traced function makes.
+
+    The tracer rewrites each function that a traced function calls, and puts its own in the place of
+    a registered one where that is a name of the module of the function itself or of a module's
+    class. A call through a package (``ring_attention.wrap_ring_attn_func``), in another module's
+    helper, out of a table or of a ``functools.partial`` would be traced into.
+    """
+    OperatorPatcher.patch_func_helper = _seen
+
+
+def _seen(patcher: OperatorPatcher, function: Any) -> Any:
+    """What the tracer calls instead of ``function``, which is called by a traced function."""
+    called = function.func if isinstance(function, partial) else function
+    named = hasattr(called, "__module__") and hasattr(called, "__name__")
+    call = _registered.get(qualified(called)) if named else None
+    if call is None or call.function is not called:
+        return _rewritten(patcher, function)
+    _, wrapped = OperatorPatcherContext.ctx_tracer.wrapped_leaf[called]
+    return wrapped if called is function else partial(wrapped, *function.args, **function.keywords)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -12,8 +13,8 @@ import nnscaler
 import nnscaler.policies
 from nnscaler.graph.function.dimops import IRDimops
 
-from . import graph_report
 from .op_node import OpNode, planned_for, register
+from .placement import leading
 from .sequence_policies import POLICIES, check_constraints, ranks_of_an_op
 from .shuffled_parts import ShuffledGraph
 
@@ -98,6 +99,38 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
         for n, part in enumerate(cut.select(ntype=OpNode)):
             part.number = n
         shuffled.mark(cut)
-    _plans.append(graph_report.table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
+    _plans.append(_table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
     _logger.info("%s", _plans[-1])
     return cut
+
+
+def _table(nodes: Iterable[Any], ranks: int) -> str:
+    """How ops were cut: a line for all ops of one name and cut.
+
+    Args:
+        nodes: the parts of all ops. ranks: of a scale unit.
+    """
+    cuts: dict[tuple[str, Any], str] = {}  # by name and first whole result, so one for each op
+    for node in nodes:
+        results = [t.parent for t in node.outputs() if hasattr(t, "parent")]
+        if results and hasattr(node, "anno"):
+            cuts.setdefault((node.name, results[0]), _cut(node))
+    rows = Counter((name, cut) for (name, _), cut in cuts.items())
+    lines = [("op", "count", "cut on"), *((name, str(n), cut) for (name, cut), n in rows.items())]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    text = ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines]
+    rule = "-" * (sum(widths) + 4)
+    title = f"plan: {ranks} ranks a scale unit"
+    return "\n".join(line.rstrip() for line in [title, text[0], rule, *text[1:]])
+
+
+def _cut(node: Any) -> str:
+    found = {}
+    for shape, tensor in zip(node.anno.inputs(), node.inputs(), strict=True):
+        if not hasattr(tensor, "parent") or shape.ignore:
+            continue
+        for n, dim in enumerate(shape.dims):
+            if tensor.shape[n] != tensor.parent.shape[n]:
+                name = leading(dim)
+                found[name] = f"{name} / {tensor.parent.shape[n] // tensor.shape[n]}"
+    return ", ".join(found.values()) or "whole"

@@ -24,7 +24,7 @@ def sites(annotation: Any, inputs: Sequence[Any], rule: PartitionRule) -> list[S
     for dim, tensor, n in _dims(annotation, inputs):
         part, whole = tensor.shape[n], tensor.parent.shape[n]
         name = leading(dim)
-        if part == whole or name in found or name not in {**rule.communicates, **rule.told}:
+        if part == whole or name in found or name not in rule.shard_aware:
             continue
         inner = math.prod(map(annotation.getlen, dim.identifiers)) // annotation.getlen(name)
         group = f"{_MADE_AT_RUN_TIME} {name}" if name in rule.communicates else ""
@@ -70,10 +70,10 @@ def devices(node: Any, site: SplitSite, placed: Iterable[Any]) -> tuple[int, ...
     Raises:
         PartitionError: the devices are not in increasing order, or not as many for each part.
     """
-    others = _place(node, site.identifier)[1]
+    others = _part(node, site.identifier)[1]
     devices_of: dict[int, list[int]] = {index: [] for index in range(site.parts)}
     for other in _in_order(node, placed):
-        index, rest = _place(other, site.identifier)
+        index, rest = _part(other, site.identifier)
         if rest == others:
             devices_of[index].extend(d for d in other.device if d not in devices_of[index])
     copies = list(devices_of.values())
@@ -103,20 +103,20 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
     """
     on: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for other in _in_order(node, placed):
-        starts = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
-        here = on.setdefault(tuple(starts.items()), [])
+        start = {leading(d): t.indmap[n][0] for d, t, n in _dims(other.anno, other.inputs())}
+        here = on.setdefault(tuple(start.items()), [])
         here.extend(device for device in other.device if device not in here)
     if len({len(devices_of_part) for devices_of_part in on.values()}) > 1:
         return  # autodist may leave some parts on more devices than others: these are no rows
     identifiers = [name for name, _ in next(iter(on))]
-    cut = [name for n, name in enumerate(identifiers) if len({place[n] for place in on}) > 1]
+    cut = [name for n, name in enumerate(identifiers) if len({starts[n] for starts in on}) > 1]
     for name in cut:
         if name in rule.communicates:
             continue  # checked by :func:`devices`
         rows: dict[Any, list[tuple[int, list[int]]]] = {}
-        for place, devices_of_part in on.items():
-            others = tuple((n, start) for n, start in place if n != name)
-            rows.setdefault(others, []).append((dict(place)[name], devices_of_part))
+        for starts, devices_of_part in on.items():
+            others = tuple((n, start) for n, start in starts if n != name)
+            rows.setdefault(others, []).append((dict(starts)[name], devices_of_part))
         on_devices = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
         orders = {
             tuple(np.argsort(parts)) for row in on_devices for parts in zip(*row, strict=True)
@@ -147,8 +147,8 @@ def _twin(node: Any, other: Any) -> bool:
     )
 
 
-def _place(node: Any, identifier: str) -> tuple[int, tuple[int, ...]]:
-    """The index of a node's part of ``identifier``, and where its other dims start."""
+def _part(node: Any, identifier: str) -> tuple[int, tuple[int, ...]]:
+    """The index of a node's part of ``identifier``, and where the part starts in other dims."""
     index, others = 0, []
     for dim, tensor, n in _dims(node.anno, node.inputs()):
         start = tensor.indmap[n][0]

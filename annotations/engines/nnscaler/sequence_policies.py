@@ -80,8 +80,8 @@ def constraints(graph: Any, ranks: int) -> list[dict[str, Any]]:
     dims: dict[str, set[str]] = {}
     for node, (index, dim) in cuts_inside(graph, ranks).items():
         dims.setdefault(node.signature, set()).add(f"{index},{dim}")
-    for name, places in dims.items():
-        if len(places) > 1:
+    for name, allowed in dims.items():
+        if len(allowed) > 1:
             raise PartitionError(
                 "some calls are of packed documents and some are not, and autodist's constraints "
                 "cannot tell them apart",
@@ -139,7 +139,7 @@ def check_constraints(graph: Any, cfg: Any) -> None:
             if not shape.ignore
             for n, dim in enumerate(shape.dims)
         }
-        allowed = [names[place] for place in pinned.get(node.signature, ()) if place in names]
+        allowed = [names[dim] for dim in pinned.get(node.signature, ()) if dim in names]
         possible = {_identifier(node, way.cut) for way in ways_of(node, ranks)}
         if allowed and not possible.intersection(allowed):
             raise _uneven(node, allowed[0], ranks)

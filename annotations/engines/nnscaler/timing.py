@@ -21,12 +21,10 @@ def fake_of(call: PublicCall) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         bound = call.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        record, given = call.op(bound.arguments)
-        results = record.empty_results({**dict.fromkeys(record.signature.parameters), **given})
-        requires_grad = any(
-            isinstance(given.get(name), Tensor) and given[name].requires_grad
-            for name in record.differentiable
-        )
+        record, given = call.op_call(bound.arguments)
+        results = record.empty_results(given)
+        differentiable = (given[name] for name in record.differentiable)
+        requires_grad = any(isinstance(x, Tensor) and x.requires_grad for x in differentiable)
         for result in results:
             if result.is_floating_point():  # without this nnscaler would leave the backward out
                 result.requires_grad_(requires_grad)

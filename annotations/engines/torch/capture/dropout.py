@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
+from annotations.library.declaration import register_op
 from annotations.philox import LOW, WORDS, philox, threshold
-from annotations.registry import register_op
 from annotations.rules import PartitionRule, SplitSite, Told
 
 from .nodes import argument_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from annotations.registry import register_op
+from annotations.library.declaration import register_op
 
 from .nodes import argument_of, call
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from annotations.record import OpRecord
+from annotations.registry import OpRecord
 
 # These give the same integers.
 INTEGER_COPIES = (

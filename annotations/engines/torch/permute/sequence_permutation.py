@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from annotations.binding import BoundAnnotation
-from annotations.record import OpRecord
-from annotations.registry import record_of
+from annotations.registry import OpRecord, record_of
 from annotations.rules import LateOrder, Order, SplitSite
 
 from ..capture.capture import Captured

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import Node
 
-from annotations.binding import BoundAnnotation, Split, Spread
+from annotations.binding import BoundAnnotation, Split, Spread, check_parts
 from annotations.errors import PartitionError
 from annotations.library.dtensor import gradient_placement, placement
-from annotations.record import OpRecord
-from annotations.registry import record_of
-from annotations.rules import check_parts
+from annotations.registry import OpRecord, record_of
 
 from ..capture.nodes import arguments_of, values_of
 from .aten import LOCAL, bound_of, name_of

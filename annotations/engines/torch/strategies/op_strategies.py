@@ -21,8 +21,7 @@ from torch.distributed.tensor import Replicate
 from torch.fx import Node
 
 from annotations.library.cached_calls import cached
-from annotations.record import OpRecord
-from annotations.registry import record_of
+from annotations.registry import OpRecord, record_of
 from annotations.rules import InnerCost, SplitSite
 
 from ..capture.nodes import arguments_of, signature, tensor_inputs, values_of
