@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,53 @@ from .bypass import gradients_can_bypass, only_backend
 
 WANTED = "wanted"
 
-# Gradients of the arguments of the autograd.Function that come before the tensors.
-_NO_GRADIENTS = (None,) * 3
+
+class Recorder(NamedTuple):
+    """How autograd records a call: ``apply(run, gradients, saves_results, *tensors)``, which is
+    ``run(tensors)``.
+
+    Attributes:
+        apply: ``gradients(grads, saved, needed)`` gives the gradients of ``tensors``. It finds in
+            ``saved`` the tensors, and the results if these are saved.
+        fast_apply: the same without functorch's transforms, 10 us sooner.
+    """
+
+    apply: Callable[..., Any]
+    fast_apply: Callable[..., Any]
+
+
+@cache
+def recorder(name: str) -> Recorder:
+    """Of calls of an op, which have its name in autograd's graph and in profiles."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    function: Any = type(name.split("::")[1], (torch.autograd.Function,), methods)
+    return Recorder(function.apply, super(torch.autograd.Function, function).apply)  # type: ignore[misc]
+
+
+def _forward(
+    ctx: Any,
+    run: Callable[[tuple[Tensor | None, ...]], Any],
+    gradients: Callable[..., Any],
+    saves_results: bool,
+    *tensors: Tensor | None,
+) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        results = run(tensors)
+    ctx.set_materialize_grads(False)
+    ctx.gradients = gradients
+    if saves_results:
+        tensors += results if type(results) is tuple else (results,)
+    ctx.save_for_backward(*tensors)
+    return results
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[3:]
+    if all(grad is None for grad in grads):
+        return (None, None, None, *[None] * len(needed))
+    saved = ctx.saved_tensors  # a checkpoint computes them here, with autograd
+    with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        return (None, None, None, *ctx.gradients(grads, saved, needed))
 
 
 class OpAutograd:
@@ -45,13 +91,7 @@ class OpAutograd:
         # Position of each argument in (*tensors, *numbers).
         self.order = [(*self.tensor_at, *self.number_at).index(n) for n in range(len(self.names))]
         self.tensor_names = [self.names[n] for n in self.tensor_at]
-        # In autograd's graph, and in profiles, a call has its op's name.
-        methods = {"forward": staticmethod(self._forward), "backward": staticmethod(self._backward)}
-        op_name = record.name.split("::")[1]
-        function: Any = type(op_name, (torch.autograd.Function,), methods)
-        self.apply = function.apply
-        # What ``apply`` does without a functorch transform, 10 us sooner.
-        self.fast_apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        self.recorder = recorder(record.name)
 
     def register(self, lib: torch.library.Library) -> None:
         """Register with ``torch.library``."""
@@ -64,7 +104,7 @@ class OpAutograd:
             inputs += tuple(self.defaults[len(inputs) :])
         bypass = only_backend(keyset)
 
-        def below_autograd() -> Any:
+        def below_autograd(_: Any = None) -> Any:
             if bypass:
                 return self.forward_kernel(*inputs)
             keys = keyset & torch._C._after_autograd_keyset
@@ -74,41 +114,34 @@ class OpAutograd:
             # Gradients go to the tensors, so these are passed one by one.
             tensors = [inputs[n] for n in self.tensor_at]
             numbers = [inputs[n] for n in self.number_at]
-            apply = self.fast_apply if bypass else self.apply
-            return apply(below_autograd, numbers, bypass, *tensors)
+            apply = self.recorder.fast_apply if bypass else self.recorder.apply
+            gradients = partial(self._gradients, numbers, bypass)
+            return apply(below_autograd, gradients, self.record.saves_results, *tensors)
         with torch._C._AutoDispatchBelowAutograd():
             return below_autograd()
 
-    def _forward(
+    def _gradients(
         self,
-        ctx: Any,
-        run: Callable[..., Any],
         numbers: list[Any],
         bypass: bool,
-        *tensors: Tensor | None,
-    ) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            results = run()
-        ctx.set_materialize_grads(False)
-        ctx.numbers, ctx.bypass = numbers, bypass
-        ctx.save_for_backward(*tensors, *(as_tuple(results) if self.record.saves_results else ()))
-        return results
-
-    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads: tuple[Tensor | None, ...],
+        saved: tuple[Tensor | None, ...],
+        needed: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        """Of the tensor arguments, by the backward op."""
         n_tensors = len(self.tensor_at)
-        if not self.record.differentiable or all(grad is None for grad in grads):
-            return _NO_GRADIENTS + (None,) * n_tensors
-        saved, bypass = ctx.saved_tensors, ctx.bypass and gradients_can_bypass(grads)
-        given = [*saved[:n_tensors], *ctx.numbers]
+        if not self.record.differentiable:
+            return [None] * n_tensors
+        given = [*saved[:n_tensors], *numbers]
         inputs = [given[n] for n in self.order]
-        needs = dict(zip(self.tensor_names, ctx.needs_input_grad[3:], strict=True))
+        needs = dict(zip(self.tensor_names, needed, strict=True))
         if WANTED in self.names:
             inputs[self.names.index(WANTED)] = [needs[n] for n in self.record.differentiable]
+        bypass = bypass and gradients_can_bypass(grads)
         kernel = self.backward_kernel if bypass else self.record.backward
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-            results = kernel(*grads, *inputs, *saved[n_tensors:])
+        results = kernel(*grads, *inputs, *saved[n_tensors:])
         named = dict(zip(self.record.differentiable, as_tuple(results), strict=True))
-        return (*_NO_GRADIENTS, *[named.get(n) if need else None for n, need in needs.items()])
+        return [named.get(name) if need else None for name, need in needs.items()]
 
 
 def _refuse_second(record: OpRecord) -> None:

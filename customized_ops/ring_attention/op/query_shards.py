@@ -25,7 +25,7 @@ from ..core.plan.buffers import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions
-from .shard_layout import by_lengths
+from .tokens import by_lengths
 
 HEADS = -2
 
