@@ -31,7 +31,7 @@ from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
 LayoutOf = Callable[[AttnMask, int], Layout]
-LAYOUTS: Mapping[str, LayoutOf] = {
+PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
     "balanced": Layout.balanced,
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.q_len, ranks),
 }
@@ -105,10 +105,9 @@ class PackDocuments:
     costs: CostModel = H200
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(
-                f"packed_batches: layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}"
-            )
+        if self.layout not in PACKED_LAYOUTS:
+            names = ", ".join(PACKED_LAYOUTS)
+            raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
 
@@ -127,7 +126,7 @@ class PackDocuments:
         if self.whole and self.layout == "balanced":  # as engines lay out documents
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
-            layout = LAYOUTS[self.layout](mask, self.ranks)
+            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
         plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
         plan.rank(self.rank).prepare()  # made here, not in the step
         tokens = np.concatenate(each)

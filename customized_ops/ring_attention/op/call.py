@@ -171,21 +171,12 @@ class AttentionCall:
         part_of_rows = options.row_parts > 0
         keys = self.k.shape[-3]
         rows = self.source.whole_rows(keys) if part_of_rows else self.q.shape[-3]
-        slopes = self.given[0]
-        problem = self.source.problem(
-            title,
-            Shards(
-                comm,
-                rows,
-                keys,
-                "" if part_of_rows else options.layout,
-                options.k_layout,
-                slopes,
-            ),
-        )
+        slopes, layout = self.given[0], "" if part_of_rows else options.layout
+        shards = Shards(comm, rows, keys, layout, options.k_layout, slopes)
+        problem = self.source.problem(title, shards)
         if part_of_rows:
-            layout = self.source.row_layout(options.layout, rows, options.row_parts)
-            problem = rows_of(title, problem, options, self.q.shape[-3], slopes, layout)
+            parts = self.source.row_layout(options.layout, rows, options.row_parts)
+            problem = rows_of(title, problem, options, self.q.shape[-3], slopes, parts)
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions

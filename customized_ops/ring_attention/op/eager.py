@@ -62,6 +62,11 @@ class ValidCall(NamedTuple):
     optional: list[Tensor | None]
     options: OpOptions
 
+    def attention_call(self, op: AttentionOp, qkv: tuple[Tensor, Tensor, Tensor]) -> AttentionCall:
+        """The same as a value, without data."""
+        source = op.source.decode({**self.tensors, **self.numbers})
+        return AttentionCall.of(op, qkv, source, self.options, self.optional)
+
 
 def attend(
     op: AttentionOp,
@@ -114,16 +119,16 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
     else:
         valid = _checked(call)
         optional = valid.optional
-        source = op.source.decode({**valid.tensors, **valid.numbers})
-        made = AttentionCall.of(op, (q, k, v), source, valid.options, optional)
-        bound = bind(op, lambda: made, optional, comm, compare=True)
+        made = partial(valid.attention_call, op, (q, k, v))
+        bound = bind(op, made, optional, comm, compare=True)
         if key is not None and not bound.keeps_group:
             cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
     tensors = q, k, v, *optional
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         run, gradients = partial(bound.forward, comm), partial(_gradients, bound, comm, name)
-        out, lse = recorder(op.name).fast_apply(run, gradients, True, *tensors)
-        return out, lse
+        results: tuple[Tensor, Tensor]
+        results = recorder(op.name).fast_apply(run, gradients, True, *tensors)
+        return results
     with torch._C._AutoDispatchBelowAutograd():
         return bound.forward(comm, tensors)
 

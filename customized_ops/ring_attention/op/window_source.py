@@ -64,9 +64,9 @@ class OneSequence(MaskSource):
                     f"{op}: max_seqlen_{side} goes with cu_seqlens_q and cu_seqlens_k, which "
                     f"are not given; leave it None, got {longest!r}"
                 )
-        return {}, self._numbers(op)
+        return {}, self._checked_numbers(op)
 
-    def _numbers(self, op: str) -> dict[str, Any]:
+    def _checked_numbers(self, op: str) -> dict[str, Any]:
         """The numbers of :attr:`OneSequence.numbers`, checked."""
         left, right = window_bounds(op, self.window_size)
         return {
@@ -132,7 +132,7 @@ class PackedSequence(OneSequence):
                 f"{op}: enable_ring=False is not supported in a captured graph, where an engine "
                 "gives the op its group"
             )
-        numbers = self._numbers(op)
+        numbers = self._checked_numbers(op)
         for side, most in zip("qk", self.max_seqlens, strict=True):
             name = f"max_seqlen_{side}"
             numbers[name] = -1 if most is None else tokens_of(op, name, most)
