@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from queue import Empty, Full, Queue
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -182,31 +182,26 @@ def packed_batches(
 
 def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[PackedBatch]:
     """What is made in a thread, so many in advance; the thread ends with the iterator."""
-    made: Queue[tuple[PackedBatch | None, BaseException | None]] = Queue(count)
-    stopped = Event()
-
-    def put(batch: PackedBatch | None, error: BaseException | None = None) -> None:
-        while not stopped.is_set():
-            try:
-                return made.put((batch, error), timeout=0.1)
-            except Full:
-                continue
+    made: SimpleQueue[tuple[PackedBatch | None, BaseException | None]] = SimpleQueue()
+    room, stopped = Semaphore(count), Event()
 
     def work() -> None:
         try:
             for given in loader:
-                put(given if isinstance(given, PackedBatch) else pack(given))
+                made.put((given if isinstance(given, PackedBatch) else pack(given), None))
+                room.acquire()
                 if stopped.is_set():
                     return
-            put(None)
+            made.put((None, None))
         except BaseException as error:
-            put(None, error)
+            made.put((None, error))
 
     thread = Thread(target=work, name="packed_batches", daemon=True)
     thread.start()
     try:
         while True:
             batch, error = made.get()
+            room.release()
             if error is not None:
                 raise error
             if batch is None:
@@ -214,17 +209,8 @@ def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[P
             yield batch
     finally:
         stopped.set()
-        _emptied(made)
+        room.release()
         thread.join()
-
-
-def _emptied(queue: Queue[Any]) -> None:
-    """Empty a queue, so that who waits to put something goes on."""
-    while True:
-        try:
-            queue.get_nowait()
-        except Empty:
-            return
 
 
 def _row(number: int, document: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

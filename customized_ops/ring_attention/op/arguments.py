@@ -155,10 +155,7 @@ def checked(
     """``check()``; where ranks compare their calls, one whose check fails makes every rank raise.
 
     Args:
-        facts: from the result to what must be the same on every rank, as text by name.
-    Raises:
-        Whatever ``check`` raises, or on its peers :class:`DisagreementError`; that on all ranks
-            where they differ in ``facts``.
+        facts: from the result to what :func:`agree` compares.
     """
     if torch.compiler.is_compiling() or not compares_calls(process_group):
         return check()
@@ -226,13 +223,7 @@ def agree_on_call(
     optional: Sequence[Tensor | None],
     plan: Plan,
 ) -> None:
-    """Compare a call over the group, as :func:`agree`.
-
-    Args:
-        qkv: shape, dtype and device of each.
-        options: as the op has them.
-        optional: slopes, sink and seed.
-    """
+    """Compare a call over the group, as :func:`agree`; of q, k and v shape, dtype and device."""
     facts = {name: _without_tokens(t.shape) for name, t in zip("qkv", qkv, strict=True)}
     facts |= {"dtype": str(qkv[0].dtype), "device": qkv[0].device.type}
     facts |= {name: repr(options[name]) for name in SAME_OPTIONS}

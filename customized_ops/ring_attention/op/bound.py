@@ -169,8 +169,6 @@ def bind(
     Args:
         make: the call; raises where it is refused.
         compare: False where the ranks have compared this call before (in the backward).
-    Raises:
-        ValueError: the call is refused on this rank, or ranks differ.
     """
     known, compare = bound_calls(comm), compare and compares_calls(comm)
     try:

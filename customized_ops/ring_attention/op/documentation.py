@@ -130,12 +130,8 @@ def _described(text: str, entries: dict[str, str], names: list[str]) -> str:
 
 
 def flash_annotation(function: Callable[..., Any], keys: str = "l") -> Callable[..., str]:
-    """``flash_attention_anno`` of an attention function, for wrappers of it that a user registers
-    with nnscaler himself.
-
-    Args:
-        keys: how tokens of k and v are annotated.
-    """
+    """``flash_attention_anno`` of the public modules: a call's annotation in nnscaler's words, for
+    wrappers that a user registers with nnscaler himself; ``keys`` annotates tokens of k and v."""
     names = list(inspect.signature(function).parameters)
 
     def flash_attention_anno(

@@ -142,11 +142,7 @@ def by_lengths(spec: str) -> bool:
 
 
 def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
-    """The layout over ``ranks`` that such a name stands for.
-
-    Args:
-        ends: int64[documents + 1], cumulative lengths.
-    """
+    """The layout that such a name stands for, of documents with these cumulative lengths."""
     total = int(ends[-1])
     if spec == BY_DOCUMENT:
         return Layout.zigzag(total, ranks, ends)
@@ -259,11 +255,9 @@ def refuse_layouts_of_ranks(op: str, **layouts: Layout | None) -> None:
 
 
 def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:
-    """Without a layout a rank takes the others to hold as many tokens as itself; if they do not,
-    messages are of other lengths than expected, and results wrong. So the first time that a
-    length is met, the ranks tell each other theirs. In a correct program all ranks meet the same
-    lengths in the same order, so none is left waiting. (In others one may be: a length that a rank
-    has met and its peer has not. Ranks that compare every call do not depend on it.)
+    """Without a layout a rank takes the others to hold as many tokens as itself, and results are
+    wrong where they do not. So ranks compare a length when they first meet it. In a correct program
+    all do so in the same order; in another a rank may wait for a peer that met the length before.
 
     Args:
         remedy: how to say what each rank holds; None: by a layout.
