@@ -8,7 +8,6 @@ Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 from annotations.consistency import DisagreementError
 from annotations.groups import GroupError
 
-from . import public_calls as public_calls  # declares the functions below to engines
 from .core.comm.inprocess import run_ranks
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
@@ -24,8 +23,8 @@ from .layout_ops import (
 from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .op.arguments import ArgumentError
-from .op.uncompiled import make_plan
 from .packed_batches import PackDocuments, PackedBatch, packed_batches
+from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 from .sliding_window_attn import wrap_sliding_window_attn_func

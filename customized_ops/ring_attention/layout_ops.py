@@ -1,7 +1,7 @@
 """Ops that move tokens between layouts: shuffle and unshuffle, shard and unshard, roll.
 
 A model runs in a layout if its tokens are shuffled once at its inputs and unshuffled once at its
-end; in between only attention and position ids are told the layout. On one rank these ops are the
+end; in between only attention and position ids need the layout. On one rank these ops are the
 identity (roll apart), so a model that calls them is still a single-device model.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .op.arguments import ArgumentError, checked, require
-from .op.token_move import WHOLE, check_move, move_tokens
+from .op.token_order import WHOLE, check_move, move_tokens
 
 
 def wrap_shuffle_func(

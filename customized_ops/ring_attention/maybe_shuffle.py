@@ -18,16 +18,13 @@ from annotations.rules import Reorders
 
 from .core.comm import Comm
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
-from .core.comm.transfer_side import Dims, add
 from .core.layout import Layout
 from .core.plan.exchange import Exchange, relayout
 from .op.arguments import ArgumentError, checked
-from .op.cu_seqlens import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
-from .op.shard_layout import BY_DOCUMENT
-from .op.token_move import MOVES_TOKENS, UNKNOWN
+from .op.token_order import MOVES_TOKENS, UNKNOWN, fetched, sent_home
+from .op.tokens import BY_DOCUMENT, CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 
 TITLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
-TOKENS = Dims(0, 0)
 
 
 def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -70,11 +67,10 @@ def _exchange(
 
 def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
     cu_seqlens, back, group, total, _moved = how
-    comm, into = comm_by_name(group), x.new_zeros(x.shape)
-    if grad is not None:
-        exchange = _exchange(x, cu_seqlens, back, comm, total)
-        comm.send_home(exchange, [grad], [into], [TOKENS], add).wait()
-    return into
+    if grad is None:
+        return x.new_zeros(x.shape)
+    comm = comm_by_name(group)
+    return sent_home(_exchange(x, cu_seqlens, back, comm, total), grad, x, 0, comm)
 
 
 @register_op(
@@ -96,8 +92,7 @@ def shuffle_documents(
     """
     comm = comm_by_name(group)
     exchange = _exchange(hidden_states, cu_seqlens, back, comm, total)
-    (moved,) = comm.fetch(exchange, [hidden_states], [TOKENS]).wait()
-    return moved
+    return fetched(exchange, hidden_states, 0, comm)
 
 
 def layout_by_document(cu_seqlens: CuSeqlens, group_size: int) -> Layout:

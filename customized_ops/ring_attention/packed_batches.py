@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from queue import Empty, Full, Queue
-from threading import Event, Thread
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,12 @@ from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
 from .op.mask_source import Problem
-from .op.shard_layout import BALANCED, layout_by_lengths
+from .op.tokens import BALANCED, layout_by_lengths
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
 LayoutOf = Callable[[AttnMask, int], Layout]
-LAYOUTS: Mapping[str, LayoutOf] = {
+PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
     "balanced": Layout.balanced,
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.q_len, ranks),
 }
@@ -105,10 +105,9 @@ class PackDocuments:
     costs: CostModel = H200
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(
-                f"packed_batches: layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}"
-            )
+        if self.layout not in PACKED_LAYOUTS:
+            names = ", ".join(PACKED_LAYOUTS)
+            raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
 
@@ -127,7 +126,7 @@ class PackDocuments:
         if self.whole and self.layout == "balanced":  # as engines lay out documents
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
-            layout = LAYOUTS[self.layout](mask, self.ranks)
+            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
         plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
         plan.rank(self.rank).prepare()  # made here, not in the step
         tokens = np.concatenate(each)
@@ -183,31 +182,26 @@ def packed_batches(
 
 def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[PackedBatch]:
     """What is made in a thread, so many in advance; the thread ends with the iterator."""
-    made: Queue[tuple[PackedBatch | None, BaseException | None]] = Queue(count)
-    stopped = Event()
-
-    def put(batch: PackedBatch | None, error: BaseException | None = None) -> None:
-        while not stopped.is_set():
-            try:
-                return made.put((batch, error), timeout=0.1)
-            except Full:
-                continue
+    made: SimpleQueue[tuple[PackedBatch | None, BaseException | None]] = SimpleQueue()
+    room, stopped = Semaphore(count), Event()
 
     def work() -> None:
         try:
             for given in loader:
-                put(given if isinstance(given, PackedBatch) else pack(given))
+                made.put((given if isinstance(given, PackedBatch) else pack(given), None))
+                room.acquire()
                 if stopped.is_set():
                     return
-            put(None)
+            made.put((None, None))
         except BaseException as error:
-            put(None, error)
+            made.put((None, error))
 
     thread = Thread(target=work, name="packed_batches", daemon=True)
     thread.start()
     try:
         while True:
             batch, error = made.get()
+            room.release()
             if error is not None:
                 raise error
             if batch is None:
@@ -215,17 +209,8 @@ def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[P
             yield batch
     finally:
         stopped.set()
-        _emptied(made)
+        room.release()
         thread.join()
-
-
-def _emptied(queue: Queue[Any]) -> None:
-    """Empty a queue, so that who waits to put something goes on."""
-    while True:
-        try:
-            queue.get_nowait()
-        except Empty:
-            return
 
 
 def _row(number: int, document: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -1,8 +1,11 @@
-"""The public functions as engines that generate code see them."""
+"""The public functions and values as others see them: engines that generate code, which cut calls;
+and torch.compile, which leaves masks, layouts and plans alone."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from annotations.rules import SplitSite
 from .core.comm.comm_groups import FakeComm
 from .core.layout import Layout
 from .core.mask import AttnMask
+from .core.plan import make_plan as make_plan_uncompiled
 from .layout_ops import (
     wrap_roll_func,
     wrap_shard_func,
@@ -31,9 +35,10 @@ from .maybe_shuffle import (
 )
 from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
+from .op.mask_source import Arguments
 from .op.options import Options, reduce_dtype_of
-from .op.shard_layout import BY_DOCUMENT, layout_named, refuse_layouts_of_ranks
-from .op.token_move import UNKNOWN, WHOLE, move_tokens
+from .op.token_order import UNKNOWN, WHOLE, move_tokens
+from .op.tokens import BY_DOCUMENT, layout_named, refuse_layouts_of_ranks
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
 from .sliding_window_attn import (
@@ -47,8 +52,6 @@ from .zigzag_allgather_attn_varlen import (
     wrap_zigzag_allgather_attn_varlen_func,
 )
 from .zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
-
-Arguments = Mapping[str, Any]
 
 
 def _attention(
@@ -69,47 +72,49 @@ def _attention(
             given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
         _refuse_layouts(function, given)
-        refuse_unsupported(
-            function.__name__, return_attn_probs=given.get("return_attn_probs", False)
-        )
-        cu = {side: given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in "qk"}
-        chosen = packed if dense is None or cu["q"] is not None else dense
+        probs = given.get("return_attn_probs", False)
+        refuse_unsupported(function.__name__, return_attn_probs=probs)
+        lengths = given.get("cu_seqlens_q", given.get("cu_seqlens"))
+        chosen = packed if dense is None or lengths is not None else dense
         assert chosen is not None
-        names = chosen.record.signature.parameters
-        arguments = {name: value for name, value in given.items() if name in names}
-        if chosen is packed:
-            for side, lengths in cu.items():
-                arguments[f"cu_seqlens_{side}"] = _as_tensor(lengths)
-        if isinstance(given.get("mask"), AttnMask):
-            arguments["mask_slices"] = without_data((len(given["mask"].slices), 6), torch.int64)
-        if isinstance(given["dropout_seed"], int):
-            arguments["dropout_seed"] = without_data((1,), torch.int64)
-        title = function.__name__
-        options = Options(**{name: given[name] for name in Options._fields if name in given})
-        arguments |= options.parts(title, given["q"])
-        arguments["reduce_dtype"] = reduce_dtype_of(title, given["reduce_dtype"], given["q"])
-        arguments["team_size"] = given.get("team_size") or 0
-        return chosen.record, arguments
-
-    def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
-        """As the last part, which in causal attention has most to do."""
-        parts = {site.identifier: site.parts for site in sites}
-        changed = dict(_fake_group(given, sites))
-        if "lq" in parts:
-            changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
-        keys = given["k"].shape[0] * parts.get("l", 1)
-        rows = given["q"].shape[0] * parts.get("l", parts.get("lq", 1))
-        return {**changed, **_one_document(given, rows, keys)}
+        return chosen.record, _op_arguments(chosen, given)
 
     return PublicCall(
         function,
         op,
         outputs=lambda given: 2 if given["return_lse"] else 1,
         arguments=_attention_arguments,
-        fake_peers=with_fake_peers,
+        fake_peers=_attention_with_fake_peers,
         names={"cu_seqlens": "cu_seqlens_q"},
         follow=_layout_code,
     )
+
+
+def _op_arguments(op: AttentionOp, given: Arguments) -> Arguments:
+    """Those of the op on which its annotation depends, from a call's."""
+    arguments = {name: value for name, value in given.items() if name in op.arguments}
+    for name in op.source.lengths:
+        arguments[name] = _as_tensor(given.get(name, given.get("cu_seqlens")))
+    if isinstance(given.get("mask"), AttnMask):
+        arguments["mask_slices"] = without_data((len(given["mask"].slices), 6), torch.int64)
+    if isinstance(given["dropout_seed"], int):
+        arguments["dropout_seed"] = without_data((1,), torch.int64)
+    options = Options(**{name: given[name] for name in Options._fields if name in given})
+    arguments |= options.parts(op.title, given["q"])
+    arguments["reduce_dtype"] = reduce_dtype_of(op.title, given["reduce_dtype"], given["q"])
+    arguments["team_size"] = given.get("team_size") or 0
+    return arguments
+
+
+def _attention_with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+    """As the last part, which in causal attention has most to do."""
+    parts = {site.identifier: site.parts for site in sites}
+    changed = dict(_fake_group(given, sites))
+    if "lq" in parts:
+        changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
+    keys = given["k"].shape[0] * parts.get("l", 1)
+    rows = given["q"].shape[0] * parts.get("l", parts.get("lq", 1))
+    return {**changed, **_one_document(given, rows, keys)}
 
 
 def _as_tensor(lengths: Any) -> Tensor | None:
@@ -237,3 +242,33 @@ for _call in (
     _documents(wrap_maybe_unshuffle),
 ):
     declare_call(_call)
+
+
+# Masks, layouts and plans are numpy's, and never in a graph of torch.compile.
+_REASON = (
+    "masks, layouts and plans are numpy's: make and read them outside of what is compiled as one "
+    "graph"
+)
+_left_alone = partial(torch.compiler.disable, reason=_REASON)
+
+
+def _leave_alone(cls: type, *methods: str) -> None:
+    """Have the compiler break its graph, or say why it cannot, at calls of a class, of its class
+    and static methods, and of ``methods`` (or properties); here and not where the class is
+    declared, as planning needs no torch."""
+    for name in dir(cls):
+        static = inspect.getattr_static(cls, name)
+        if isinstance(static, classmethod | staticmethod) and not name.startswith("_"):
+            setattr(cls, name, type(static)(_left_alone(static.__func__)))
+    for name in ("__init__", *methods):
+        static = inspect.getattr_static(cls, name)
+        if isinstance(static, property):
+            assert static.fget is not None
+            setattr(cls, name, property(_left_alone(static.fget), doc=static.__doc__))
+        else:
+            setattr(cls, name, _left_alone(static))
+
+
+_leave_alone(AttnMask, "union", "shift", "restrict", "area", "to_dense", "picture")
+_leave_alone(Layout, "positions")
+make_plan = _left_alone(make_plan_uncompiled)

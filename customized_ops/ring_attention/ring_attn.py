@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import OneSequence, SharedOptions, attend, attention_function, declare
-from .op.flash_annotation import flash_annotation
+from .op.documentation import flash_annotation
 
 RING_ATTN = declare(OneSequence, "seqshard::ring_attn", "wrap_ring_attn_func")
 

@@ -9,10 +9,12 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .core.layout import Layout
-from .op import CuSeqlens, Documents, SharedOptions, attend, attention_function, declare
-from .op.flash_annotation import flash_annotation
+from .op import CuSeqlens, PackedSequence, SharedOptions, attend, attention_function, declare
+from .op.documentation import flash_annotation
 
-RING_ATTN_VARLEN = declare(Documents, "seqshard::ring_attn_varlen", "wrap_ring_attn_varlen_func")
+RING_ATTN_VARLEN = declare(
+    PackedSequence, "seqshard::ring_attn_varlen", "wrap_ring_attn_varlen_func"
+)
 
 
 @attention_function
@@ -59,7 +61,7 @@ def wrap_ring_attn_varlen_func(
     scores = alibi_slopes, softmax_scale, dropout_p
     own = *scores, deterministic, return_lse, team_size, k_layout, use_cute
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
-    source = Documents(causal, window_size, 0, enable_ring, longest, *cu)
+    source = PackedSequence(causal, window_size, 0, enable_ring, longest, *cu)
     return attend(RING_ATTN_VARLEN, q, k, v, source, process_group, own, options, return_attn_probs)
 
 

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_both
-from .op.flash_annotation import flash_annotation
+from .op.documentation import flash_annotation
 from .op.window_source import sequence_or_documents
 
 # Rows stay with their holder: giving some away would move more than the halo.

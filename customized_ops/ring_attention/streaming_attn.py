@@ -10,10 +10,9 @@ from .op import CuSeqlens, SharedOptions, attend, attention_function, declare_bo
 from .op.arguments import window_before
 from .op.window_source import sequence_or_documents
 
-TITLE = "wrap_streaming_attn_func"
 # Rows stay with their holder: giving some away would move more than the window and the sinks.
 STREAMING_ATTN, STREAMING_ATTN_VARLEN = declare_both(
-    "seqshard::streaming_attn", TITLE, assignment="owner", split_heads=False
+    "seqshard::streaming_attn", "wrap_streaming_attn_func", assignment="owner", split_heads=False
 )
 
 
@@ -61,7 +60,7 @@ def wrap_streaming_attn_func(
     arXiv:2309.17453 (2023).
     """
     own = alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse
-    bounds = window_before(TITLE, window, process_group)
+    bounds = window_before(STREAMING_ATTN.title, window, process_group)
     said = True, bounds, sink_tokens, True, (None, None)
     source = sequence_or_documents(*said, cu_seqlens, cu_seqlens)
     op = STREAMING_ATTN_VARLEN if source.packed else STREAMING_ATTN

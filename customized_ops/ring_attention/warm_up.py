@@ -20,7 +20,7 @@ from .core.comm.comm_groups import GroupLike, group_comm
 from .core.kernels import KERNELS, BackwardOperands, Scoring
 from .core.mask import AttnMask
 from .core.merge import rows
-from .packed_batches import LAYOUTS
+from .packed_batches import PACKED_LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 
 DRAWS = 16  # batches of random lengths
@@ -76,7 +76,7 @@ def warm_up(
             progress.update()
         for bounds in _drawn(tokens):
             mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
-            where = LAYOUTS[layout](mask, comm.size)
+            where = PACKED_LAYOUTS[layout](mask, comm.size)
             length = where.sizes[comm.rank]
             q, k, v = (like.new_zeros(length, *size).requires_grad_() for size in sizes)
             given = {"causal": causal, "process_group": process_group, "layout": where} | options

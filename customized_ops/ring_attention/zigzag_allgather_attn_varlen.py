@@ -9,13 +9,15 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .maybe_shuffle import layout_by_document
-from .op import CuSeqlens, Documents, SharedOptions, attend, attention_function, declare
+from .op import CuSeqlens, PackedSequence, SharedOptions, attend, attention_function, declare
 from .op.arguments import ArgumentError, ring_group
-from .op.flash_annotation import flash_annotation
+from .op.documentation import flash_annotation
 
-TITLE = "wrap_zigzag_allgather_attn_varlen_func"
 ZIGZAG_ALLGATHER_ATTN_VARLEN = declare(
-    Documents, "seqshard::zigzag_allgather_attn_varlen", TITLE, assignment="owner"
+    PackedSequence,
+    "seqshard::zigzag_allgather_attn_varlen",
+    "wrap_zigzag_allgather_attn_varlen_func",
+    assignment="owner",
 )
 
 
@@ -68,20 +70,19 @@ def wrap_zigzag_allgather_attn_varlen_func(
 
     Llama 3 herd of models, arXiv:2407.21783 (2024), section 3.3.2.
     """
-    group = ring_group(enable_ring, process_group)
-    comm = comm_by_name(group_name(group))
+    op = ZIGZAG_ALLGATHER_ATTN_VARLEN
+    comm = comm_by_name(group_name(ring_group(enable_ring, process_group)))
     if comm.size > 1:
         for name in ("layout", "q_rows"):
             if options.get(name) is not None:
-                raise ArgumentError(f"{TITLE}: {name} follows from the group; leave it None")
+                raise ArgumentError(f"{op.title}: {name} follows from the group; leave it None")
         options["layout"] = layout_by_document(cu_seqlens_q, comm.size)
         options["q_rows"] = comm.rank, comm.size
     elif options.get("q_rows") is None and not dropout_p:
         options["q_rows"] = 0, 1
     own = (alibi_slopes, softmax_scale, dropout_p, deterministic, return_lse, None, None, use_cute)
     longest, cu = (max_seqlen_q, max_seqlen_k), (cu_seqlens_q, cu_seqlens_k)
-    source = Documents(causal, window_size, 0, enable_ring, longest, *cu)
-    op = ZIGZAG_ALLGATHER_ATTN_VARLEN
+    source = PackedSequence(causal, window_size, 0, enable_ring, longest, *cu)
     return attend(op, q, k, v, source, None, own, options, return_attn_probs)
 
 

@@ -9,11 +9,14 @@ from typing_extensions import Unpack
 
 from .core.comm.comm_groups import GroupLike
 from .op import OneSequence, SharedOptions, attend, attention_function, declare
-from .op.flash_annotation import flash_annotation
+from .op.documentation import flash_annotation
 
-TITLE = "wrap_zigzag_attn_func"
 ZIGZAG_ATTN = declare(
-    OneSequence, "seqshard::zigzag_attn", TITLE, assignment="zigzag", split_heads=False
+    OneSequence,
+    "seqshard::zigzag_attn",
+    "wrap_zigzag_attn_func",
+    assignment="zigzag",
+    split_heads=False,
 )
 
 

@@ -3,19 +3,19 @@
 What the file of an attention op needs is named here.
 """
 
-from .cu_seqlens import CuSeqlens
 from .documentation import attention_function
 from .eager import attend
 from .graph import declare, declare_both
 from .mask_source import Masked
 from .options import SharedOptions
-from .window_source import Documents, OneSequence
+from .tokens import CuSeqlens
+from .window_source import OneSequence, PackedSequence
 
 __all__ = [
     "CuSeqlens",
-    "Documents",
     "Masked",
     "OneSequence",
+    "PackedSequence",
     "SharedOptions",
     "attend",
     "attention_function",

@@ -2,19 +2,28 @@
 
 Every rule is stated once here. What does not fit raises :class:`ArgumentError`, also in the other
 modules of this package: it names the op, the argument and its shape, and says what would fit.
+Where the ranks of a group compare their calls (:mod:`annotations.consistency`), what one of them
+refuses, or what differs, raises on all of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from annotations.consistency import DisagreementError, Statements, check_setting
+
+from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
-from . import agreement
+from ..core.layout import Layout
+from ..core.plan import Plan
 
 T = TypeVar("T")
 
@@ -30,11 +39,7 @@ def require(fits: bool, op: str, name: str, what: str, value: object) -> None:
 
 
 def refuse_unsupported(op: str, **given: object) -> None:
-    """Raise for arguments that are part of the signature but not supported yet.
-
-    Raises:
-        NotImplementedError: one of ``given`` is set (neither None, False nor 0); names it.
-    """
+    """Raise NotImplementedError for arguments of the signature that are set, but not supported."""
     for name, value in given.items():
         if value is not None and not _is_off(value):
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
@@ -133,6 +138,14 @@ def check_heads(op: str, q: Tensor, k: Tensor) -> None:
         )
 
 
+def compares_calls(group: GroupLike) -> bool:
+    """Whether the ranks of a group compare their calls."""
+    setting = check_setting()
+    if setting is not None:
+        return setting
+    return group is not None and comm_by_name(group_name(group)).compares
+
+
 def checked(
     op: str,
     process_group: GroupLike,
@@ -142,18 +155,121 @@ def checked(
     """``check()``; where ranks compare their calls, one whose check fails makes every rank raise.
 
     Args:
-        facts: from the result to what must be the same on every rank, as text by name.
-    Raises:
-        Whatever ``check`` raises, or on its peers :class:`~.agreement.DisagreementError`; that on
-        all ranks where they differ in ``facts``.
+        facts: from the result to what :func:`agree` compares.
     """
-    if torch.compiler.is_compiling() or not agreement.enabled(process_group):
+    if torch.compiler.is_compiling() or not compares_calls(process_group):
         return check()
     comm = comm_by_name(group_name(process_group))
     try:
         result = check()
     except Exception as problem:  # whatever it is, the peers must not wait for this rank
-        agreement.agree(op, comm, {}, problem)
+        agree(op, comm, {}, problem)
         raise
-    agreement.agree(op, comm, facts(result), None)
+    agree(op, comm, facts(result))
     return result
+
+
+def agree(
+    op: str,
+    comm: Comm,
+    facts: Mapping[str, str],
+    problem: Exception | None = None,
+    labels: Mapping[str, str] | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Compare ``facts`` over the group; every rank raises if any differs or has a problem.
+
+    Args:
+        facts: text by name that must be the same on all ranks.
+        labels: text to show before some facts; labels may differ.
+        hints: text to add to the error if a fact differs, by the fact's name.
+        problem: why this rank cannot go on, or None.
+    Raises:
+        DisagreementError: a table of who differs, or another rank's problem. A rank with a problem
+            of its own raises that itself.
+    """
+    if comm.size == 1:
+        return
+    with _disable_current_modes():  # text travels in real tensors, also where others are fake
+        said = Statements.gather(comm.all_gather_object, {"op": op, **facts}, problem, labels)
+    if problem is not None:
+        return
+    if said.problems:
+        lines = [f"{op}: refused on another rank of the group", *said.refusals()]
+        raise DisagreementError("\n".join(lines))
+    if differing := sorted(said.differing()):
+        found = [text for name, text in (hints or {}).items() if name in differing]
+        lines = [f"{op}: the ranks of the group do not agree", said.table(differing), *found]
+        raise DisagreementError("\n".join(lines))
+
+
+SAME_OPTIONS = (
+    "softmax_scale",
+    "softcap",
+    "dropout_p",
+    "return_lse",
+    "deterministic",
+    "reduce_dtype",
+    "kernel",
+    "team_size",
+)
+
+
+def agree_on_call(
+    op: str,
+    comm: Comm,
+    qkv: Sequence[Any],
+    options: Mapping[str, Any],
+    optional: Sequence[Tensor | None],
+    plan: Plan,
+) -> None:
+    """Compare a call over the group, as :func:`agree`; of q, k and v shape, dtype and device."""
+    facts = {name: _without_tokens(t.shape) for name, t in zip("qkv", qkv, strict=True)}
+    facts |= {"dtype": str(qkv[0].dtype), "device": qkv[0].device.type}
+    facts |= {name: repr(options[name]) for name in SAME_OPTIONS}
+    # Ranks share the tokens of a sequence, so they must hold the same part of its heads.
+    for kind in ("row", "head"):
+        part, parts = options[f"{kind}_part"], options[f"{kind}_parts"]
+        facts[f"q_{kind}s"] = f"part {part} of {parts}" if parts else "None"
+    if options["head_parts"]:
+        facts["q_heads"] += f" of {options['head_total']} heads"
+    slopes, sink, seed = optional
+    facts["sink"] = "None" if sink is None else f"{tuple(sink.shape)} {sink.dtype}"
+    facts["alibi_slopes"] = "None"
+    if slopes is not None:
+        digest = _digest(slopes.detach().double().cpu().numpy())
+        facts["alibi_slopes"] = f"{tuple(slopes.shape)} {slopes.dtype} {digest}"
+    if seed is not None:
+        facts["dropout_seed"] = str(seed.tolist())
+    mask, layouts = plan.mask, (plan.q_layout, plan.k_layout)
+    facts["mask"] = f"{mask.q_len}x{mask.k_len} {mask.area} pairs {_digest(mask.slices)}"
+    facts["layout"] = _tables(*layouts)
+    # A plan made for equal layouts may call them otherwise, and a name may leave out where two
+    # differ, so ranks compare their tables and only show the names.
+    labels = {"layout": " ".join(map(str, layouts))}
+    hints = {
+        "dropout_seed": "a seed that is not passed is drawn from torch's generator: seed that "
+        "alike on all ranks, or pass dropout_seed="
+    }
+    if not options["layout"]:
+        hints["layout"] = (
+            "without layout= each rank takes the others to hold as many tokens as itself; "
+            "say what they hold with layout=Layout.from_sizes([...])"
+        )
+    agree(op, comm, facts, None, labels, hints)
+
+
+@lru_cache(maxsize=64)
+def _tables(*layouts: Layout) -> str:
+    return " ".join(_digest(layout.table) for layout in layouts)
+
+
+def _digest(values: np.ndarray) -> str:
+    return f"#{hashlib.sha256(values.tobytes()).hexdigest()[:8]}"
+
+
+def _without_tokens(shape: Sequence[int]) -> str:
+    """``*`` for the tokens, of which ranks may hold different numbers."""
+    sizes = list(map(str, shape))
+    sizes[-3] = "*"
+    return f"({', '.join(sizes)})"

@@ -1,10 +1,7 @@
 """A call bound to its plan and kernel: made once, kept for calls like it, and run by both doors.
 
-The eager door (:mod:`.eager`) comes here with what a user passed, encoded, the graph one
-(:mod:`.graph`) with an op's arguments.
-
-Sinks are handled here, for every kernel alike. A sink is a logit s per head that takes part in the
-softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
+Sinks are handled here, the same way for every kernel. A sink is a logit s per head that takes part
+in the softmax with no value (gpt-oss, arXiv:2508.10925, 2025):
 
     lse' = log(exp(lse) + exp(s))      out' = exp(lse - lse') out
 
@@ -15,7 +12,10 @@ With lse' and out' in the place of lse and out the gradients of q, k, v are what
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
@@ -34,11 +34,9 @@ from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
 from ..core.run import te_cp
 from ..core.run.executor import attention_backward, attention_forward
-from . import agreement
+from .arguments import agree, agree_on_call, compares_calls
 from .call import AttentionCall, AttentionOp
-from .mask_source import Arguments
 from .options import REDUCE_DTYPES, OpOptions
-from .planning_share import PLANNING
 
 # Bound calls kept for each group: a plan of many pieces may take megabytes.
 MOST_BOUND = 32
@@ -47,7 +45,7 @@ Gradients = tuple[Tensor | None, ...]  # of q, k, v and the sink
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundCall:
     """What calls that differ in nothing but data do on one group.
 
     Attributes:
@@ -69,15 +67,13 @@ class Bound:
         """TransformerEngine's own context parallelism keeps its group, so it must not be kept."""
         return isinstance(self.kernel, te_cp.TeCall)
 
-    def forward(
-        self, comm: Comm, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, comm: Comm, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """out and lse of this rank's rows, shaped as q; each has memory of its own.
 
         Args:
-            optional: slopes, sink and seed, as :data:`.options.OPTIONAL_TENSORS` names them.
+            tensors: q, k, v, and the optional ones: slopes, sink and seed.
         """
-        slopes, sink, seed = optional
+        q, k, v, slopes, sink, seed = tensors
         own, packed = self.call.key_heads, self.call.source.packed
         if own is not None:
             k, v = own.of(k), own.of(v)
@@ -106,45 +102,28 @@ class Bound:
 
         Args:
             grads: of out and of lse, None for zeros.
-            saved: q, k, v, the optional tensors, out and lse of the forward.
+            saved: the tensors of the forward, out and lse.
         """
-        q, k, v, *rest = saved
-        own = self.call.key_heads
-        if own is None:
-            return self._backward(comm, grads, q, k, v, *rest)
-        dq, dk, dv, dsink = self._backward(comm, grads, q, own.of(k), own.of(v), *rest)
-        return dq, own.spread(dk, k), own.spread(dv, v), dsink
-
-    def _backward(
-        self,
-        comm: Comm,
-        grads: Sequence[Tensor | None],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor | None,
-        sink: Tensor | None,
-        seed: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Any, ...]:
+        q, whole_k, whole_v, slopes, sink, seed, out, lse = saved
         dout, dlse = grads
-        options, packed = self.call.options, self.call.source.packed
         dout = torch.zeros_like(out) if dout is None else dout
+        options, own = self.call.options, self.call.key_heads
+        k, v = (whole_k, whole_v) if own is None else (own.of(whole_k), own.of(whole_v))
+        dsink, packed = None, self.call.source.packed
         if isinstance(self.kernel, te_cp.TeCall):
             return (*self.kernel.backward(dout, q, k, v), None)
         if packed:
             q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)
         if _nothing(q):
-            found = tuple(map(torch.empty_like, (q, k, v)))
+            dq, dk, dv = map(torch.empty_like, (q, k, v))
             dsink = None if sink is None else torch.zeros_like(sink)
         else:
-            # Every rank must know alike whether a gradient flows into lse, because it changes what
-            # the backward sends, and autograd tells a rank only of its own loss.
+            # All ranks must decide the same about a gradient of lse, because it changes what the
+            # backward sends, and autograd shows a rank only its own loss.
             if dlse is None and options.return_lse and comm.size > 1:
                 dlse = torch.zeros_like(lse)
             dsink = None if sink is None else _sink_gradient(dout, dlse, out, lse, sink)
-            found = attention_backward(
+            dq, dk, dv = attention_backward(
                 self.plan,
                 comm,
                 self.kernel,
@@ -154,57 +133,65 @@ class Bound:
                 deterministic=options.deterministic,
                 reduce_dtype=self.reduce_dtype,
             )
-        return (*([t.squeeze(0) for t in found] if packed else found), dsink)
+        if packed:
+            dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+        if own is not None:
+            dk, dv = own.spread(dk, whole_k), own.spread(dv, whole_v)
+        return dq, dk, dv, dsink
 
 
 # By group, so that a new group of an old one's name starts afresh, and what was found goes with it.
 # The eager door adds the same values under what users pass.
-_bound: WeakKeyDictionary[Comm, dict[Hashable, Bound]] = WeakKeyDictionary()
+_bound: WeakKeyDictionary[Comm, dict[Hashable, BoundCall]] = WeakKeyDictionary()
 
 
-def bound_calls(comm: Comm) -> dict[Hashable, Bound]:
+def bound_calls(comm: Comm) -> dict[Hashable, BoundCall]:
     """The bound calls of a group."""
     known = _bound.get(comm)
     return _bound.setdefault(comm, {}) if known is None else known
 
 
-def bind(op: AttentionOp, given: Arguments, comm: Comm, *, compare: bool) -> Bound:
-    """Check a call, make its plan, and compare it over the group where its ranks do that.
+def bind(
+    op: AttentionOp,
+    make: Callable[[], AttentionCall],
+    optional: Sequence[Tensor | None],
+    comm: Comm,
+    *,
+    compare: bool,
+) -> BoundCall:
+    """Plan a call, and compare it over the group where its ranks do that.
 
     Args:
-        given: the op's arguments by name.
+        make: the call; raises where it is refused.
         compare: False where the ranks have compared this call before (in the backward).
-    Raises:
-        ValueError: the call is refused on this rank, or ranks differ.
     """
-    known, bound, problem = bound_calls(comm), None, None
+    known, compare = bound_calls(comm), compare and compares_calls(comm)
     try:
-        call = AttentionCall.decode(op, given)
+        call = make()
         bound = known.get(call)
         if bound is None:
-            bound = _bind(call, given, comm)
+            bound = _bind(call, optional, comm)
             if not bound.keeps_group:
                 cached(known, call, lambda: bound, MOST_BOUND)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
-        problem = error
-    if compare and agreement.enabled(comm):
-        plan = None if bound is None else bound.plan
-        agreement.agree_on_call(op.title, comm, given, plan, problem)
-    if problem is not None:
-        raise problem
-    assert bound is not None
+        if compare:
+            agree(op.title, comm, {}, error)
+        raise
+    if compare:
+        qkv, options = (call.q, call.k, call.v), call.options._asdict()
+        agree_on_call(op.title, comm, qkv, options, optional, bound.plan)
     return bound
 
 
-def _bind(call: AttentionCall, given: Arguments, comm: Comm) -> Bound:
-    options = call.options
+def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) -> BoundCall:
+    options, (slopes, _, seed) = call.options, optional
     check_name(call.op.title, options.kernel, te_cp.COMMS)  # before ranks compare their lengths
-    scoring = scoring_of(options, given["alibi_slopes"], given["dropout_seed"])
+    scoring = scoring_of(options, slopes, seed)
     started = perf_counter()
     plan, positions = call.plan(comm)
     if comm.size > 1:
-        PLANNING.add(perf_counter() - started)
-    return Bound(
+        _PLANNING.add(perf_counter() - started)
+    return BoundCall(
         call=call,
         plan=plan,
         kernel=call.kernel(scoring, plan, comm),
@@ -212,6 +199,44 @@ def _bind(call: AttentionCall, given: Arguments, comm: Comm) -> Bound:
         key_positions=None if positions is None else _on_device(positions.tobytes(), call.q.device),
         reduce_dtype=REDUCE_DTYPES[options.reduce_dtype],
     )
+
+
+# Of the last plans: so many, more than a model needs for one batch, made in more than so many
+# seconds, which are those of several batches.
+LAST_PLANS = 50
+LEAST_SECONDS = 1.0
+LARGEST_SHARE = 1 / 20
+
+
+class PlanningShare:
+    """Warns once, where the last plans took more than LARGEST_SHARE of the time that they were made
+    in: time before the first kernel, which :func:`~..packed_batches.packed_batches` would hide."""
+
+    def __init__(self) -> None:
+        self._made: deque[tuple[float, float]] = deque(maxlen=LAST_PLANS)  # when, and seconds
+        self._warned = False
+
+    def add(self, seconds: float) -> None:
+        """A call has waited so long for its plan, until now."""
+        # Ranks that are threads share one core's Python; what they wait for says nothing.
+        if self._warned or threading.current_thread() is not threading.main_thread():
+            return
+        self._made.append((perf_counter(), seconds))
+        if len(self._made) < LAST_PLANS:
+            return
+        elapsed = self._made[-1][0] - self._made[0][0]
+        planning = sum(seconds for _, seconds in self._made) - self._made[0][1]
+        if elapsed > LEAST_SECONDS and planning > LARGEST_SHARE * elapsed:
+            self._warned = True
+            warnings.warn(
+                f"planning attention for new lengths took {planning / elapsed:.0%} of the last "
+                f"{elapsed:.3g} s; make plans ahead of time with packed_batches, or let a "
+                "DataLoader's workers do it with PackDocuments (customized_ops.ring_attention)",
+                stacklevel=2,
+            )
+
+
+_PLANNING = PlanningShare()
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@ the kernel that runs it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,12 +119,25 @@ class AttentionCall:
     given: tuple[bool, ...]
 
     @classmethod
+    def of(
+        cls,
+        op: AttentionOp,
+        qkv: Sequence[Tensor],
+        source: MaskSource,
+        options: OpOptions,
+        optional: Sequence[Tensor | None],
+    ) -> AttentionCall:
+        """Of tensors with data, all of it valid."""
+        q, k, v = map(TensorSpec.of, qkv)
+        return cls(op, q, k, v, source, options, tuple(t is not None for t in optional))
+
+    @classmethod
     def decode(cls, op: AttentionOp, given: Arguments) -> AttentionCall:
         """From an op's arguments by name, whose tensors have data."""
-        check_tensors(op.title, *[given[name] for name in "qkv"])
-        q, k, v = (TensorSpec.of(given[name]) for name in "qkv")
-        present = tuple(given[name] is not None for name in OPTIONAL_TENSORS)
-        return cls(op, q, k, v, op.source.decode(given), OpOptions.decode(given), present)
+        qkv = [given[name] for name in "qkv"]
+        check_tensors(op.title, *qkv)
+        optional = [given[name] for name in OPTIONAL_TENSORS]
+        return cls.of(op, qkv, op.source.decode(given), OpOptions.decode(given), optional)
 
     @cached_property
     def _hash(self) -> int:
@@ -156,21 +170,12 @@ class AttentionCall:
         part_of_rows = options.row_parts > 0
         keys = self.k.shape[-3]
         rows = self.source.whole_rows(keys) if part_of_rows else self.q.shape[-3]
-        slopes = self.given[0]
-        problem = self.source.problem(
-            title,
-            Shards(
-                comm,
-                rows,
-                keys,
-                "" if part_of_rows else options.layout,
-                options.k_layout,
-                slopes,
-            ),
-        )
+        slopes, layout = self.given[0], "" if part_of_rows else options.layout
+        shards = Shards(comm, rows, keys, layout, options.k_layout, slopes)
+        problem = self.source.problem(title, shards)
         if part_of_rows:
-            layout = self.source.row_layout(options.layout, rows, options.row_parts)
-            problem = rows_of(title, problem, options, self.q.shape[-3], slopes, layout)
+            parts = self.source.row_layout(options.layout, rows, options.row_parts)
+            problem = rows_of(title, problem, options, self.q.shape[-3], slopes, parts)
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
         plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
         return plan, problem.key_positions
@@ -225,7 +230,7 @@ class AttentionCall:
 
 def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> int:
     """Of a tensor that a kernel is given on any rank, no less: of a rank's own tokens, with the
-    heads between which its share lies, or of tokens that it received, of its share alone."""
+    heads among which its share is, or of tokens that it received, of its share alone."""
     q_heads = q.shape[-2]
     share, team = plan.largest_share(q_heads, kv_heads), plan.team_size > 1
     sizes = []

@@ -1,6 +1,6 @@
 """The eager door: a user's call, checked once and from then on found by what it passes.
 
-    the first call of its kind    is checked, encoded and bound (:mod:`.bound`)
+    the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
     the next ones                 are one look-up, the executor, and autograd
 
 Calls that somebody watches or traces (torch.compile, modes, profilers, subclasses such as DTensor)
@@ -9,28 +9,33 @@ go through the op in the graph instead (:mod:`.graph`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from annotations.library.autograd import recorder
 from annotations.library.bypass import can_bypass_dispatcher, gradients_can_bypass
 from annotations.library.cached_calls import cached, typed_key
 
 from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ..core.comm.inprocess import InProcessComm
-from . import agreement
-from .arguments import ArgumentError, check_tensors, checked, refuse_unsupported, ring_group
-from .bound import MOST_BOUND, Bound, bind, bound_calls
-from .call import AttentionOp
+from .arguments import (
+    ArgumentError,
+    check_tensors,
+    checked,
+    compares_calls,
+    refuse_unsupported,
+    ring_group,
+)
+from .bound import MOST_BOUND, BoundCall, bind, bound_calls
+from .call import AttentionCall, AttentionOp
 from .mask_source import MaskSource
-from .options import OP_OPTIONS, OPTIONAL_TENSORS, Options, SharedOptions
+from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions, Options, SharedOptions
 from .query_shards import refuse_with_parts
-from .shard_layout import refuse_layouts_of_ranks
+from .tokens import refuse_layouts_of_ranks
 
 _SHARED = frozenset(SharedOptions.__annotations__)
 
@@ -46,6 +51,21 @@ class UserCall(NamedTuple):
     group: GroupLike
     options: Options
     return_attn_probs: bool
+
+
+class ValidCall(NamedTuple):
+    """What is valid of a :class:`UserCall`, as the op's arguments: integer tensors and numbers of
+    its mask source, optional tensors, options."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    optional: list[Tensor | None]
+    options: OpOptions
+
+    def attention_call(self, op: AttentionOp, qkv: tuple[Tensor, Tensor, Tensor]) -> AttentionCall:
+        """The same as a value, without data."""
+        source = op.source.decode({**self.tensors, **self.numbers})
+        return AttentionCall.of(op, qkv, source, self.options, self.optional)
 
 
 def attend(
@@ -79,7 +99,9 @@ def attend(
     optional = options.alibi_slopes, options.sink, options.dropout_seed
     tensors = [t for t in optional if isinstance(t, Tensor)]
     if torch.compiler.is_compiling() or not can_bypass_dispatcher(q, k, v, *tensors):
-        out, lse = op.forward(*_checked(call).values(), group_name(group))
+        valid = _checked(call)
+        given = (*valid.tensors.values(), *valid.optional, *valid.numbers.values(), *valid.options)
+        out, lse = op.forward(q, k, v, *given, group_name(group))
     else:
         out, lse = _attend_eagerly(call)
     return (out, lse) if options.return_lse else out
@@ -89,21 +111,41 @@ def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:
     op, q, k, v, _, group, options, _ = call
     name = group_name(group)
     comm = comm_by_name(name)
-    compared = group is not None and agreement.enabled(group)
+    compared = group is not None and compares_calls(group)
     key = None if compared else _key(call)
     bound = None if key is None else _known(comm, key)
     if bound is not None:
         optional = _optional_tensors(op.title, q, options)
     else:
-        given = _checked(call)
-        optional = [given[each] for each in OPTIONAL_TENSORS]
-        bound = bind(op, {**given, "group": name}, comm, compare=True)
+        valid = _checked(call)
+        optional = valid.optional
+        made = partial(valid.attention_call, op, (q, k, v))
+        bound = bind(op, made, optional, comm, compare=True)
         if key is not None and not bound.keeps_group:
             cached(bound_calls(comm), key, lambda: bound, 2 * MOST_BOUND)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, *optional):
-        return _recorded(op.name)(op, bound, comm, name, q, k, v, *optional)
+    tensors = q, k, v, *optional
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        run, gradients = partial(bound.forward, comm), partial(_gradients, bound, comm, name)
+        results: tuple[Tensor, Tensor]
+        results = recorder(op.name).fast_apply(run, gradients, True, *tensors)
+        return results
     with torch._C._AutoDispatchBelowAutograd():
-        return bound.forward(comm, q, k, v, optional)
+        return bound.forward(comm, tensors)
+
+
+def _gradients(
+    bound: BoundCall, comm: Comm, name: str, grads: Any, saved: Any, needed: Any
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, the slopes, the sink and the seed."""
+    if gradients_can_bypass(grads):
+        found = bound.backward(comm, grads, saved)
+        dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)
+    else:  # watched, or to be differentiated again, which the op refuses
+        q, k, v, *optional, out, lse = saved
+        tensors, numbers = bound.call.encode()
+        given = (*grads, q, k, v, *tensors, *optional, *numbers, name, out, lse)
+        dq, dk, dv, dsink = bound.call.op.backward(*given)
+    return dq, dk, dv, None, dsink if needed[4] else None, None
 
 
 def _key(call: UserCall) -> Any:
@@ -126,7 +168,7 @@ def _key(call: UserCall) -> Any:
     return op.name, shapes, dtypes, devices, said, typed_key(numbers), *optional, deterministic
 
 
-def _known(comm: Comm, key: Any) -> Bound | None:
+def _known(comm: Comm, key: Any) -> BoundCall | None:
     try:
         return bound_calls(comm).get(key)
     except TypeError:  # something in it has no hash, which the checks will tell
@@ -140,73 +182,34 @@ def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | 
     return list(options.tensors(title, q).values())
 
 
-def _checked(call: UserCall) -> dict[str, Any]:
-    """The op's arguments by name, but for its group; what one rank refuses its peers hear of."""
+def _checked(call: UserCall) -> ValidCall:
+    """What one rank refuses its peers hear of."""
     op, q, k, v, source, group, options, probs = call
     title = op.title
 
-    def check() -> dict[str, Any]:
+    def check() -> ValidCall:
         refuse_unsupported(title, return_attn_probs=probs)
         check_tensors(title, q, k, v)
         tensors, numbers = source.encode(title)
-        given = {"q": q, "k": k, "v": v, **tensors}
         nothing = dict.fromkeys(OPTIONAL_TENSORS)
-        parts = {**dict.fromkeys(OP_OPTIONS), **options.parts(title, q)}
+        given = {"q": q, "k": k, "v": v, **tensors, **nothing, **numbers}
+        given |= {**dict.fromkeys(OP_OPTIONS), **options.parts(title, q)}
         traced = torch.compiler.is_compiling()
         if not traced:  # shapes first: the rest is checked against them
-            op.record.bind({**given, **nothing, **numbers, **parts})
+            op.record.bind(given)
         valid = options.checked(title, q)
         refuse_with_parts(title, valid, ranks=1)
         if traced and not valid.row_parts and not group_name(group):
             refuse_layouts_of_ranks(title, layout=options.layout, k_layout=options.k_layout)
         optional = options.tensors(title, q)
         if not traced and any(t is not None for t in optional.values()):
-            op.record.bind({**given, **optional, **numbers, **parts})
+            op.record.bind({**given, **optional})
         threads = isinstance(group, InProcessComm) and group.size > 1
         if options.dropout_p and options.dropout_seed is None and threads:
             raise ArgumentError(
                 f"{title}: ranks that are threads share one generator, so each would draw another "
                 "seed; give dropout_seed"
             )
-        return {**given, **optional, **numbers, **valid._asdict()}
+        return ValidCall(tensors, numbers, list(optional.values()), valid)
 
     return checked(title, group, check)
-
-
-@cache
-def _recorded(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``apply`` of the autograd function of an op; graphs and profiles call it by the op's name."""
-    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    function: Any = type(name.split("::")[1], (torch.autograd.Function,), methods)
-    # What ``function.apply`` does where no transform of functorch is at work, 10 us sooner.
-    return super(torch.autograd.Function, function).apply
-
-
-def _forward(
-    ctx: Any, op: AttentionOp, bound: Bound, comm: Comm, name: str, *tensors: Any
-) -> tuple[Tensor, Tensor]:
-    q, k, v, *optional = tensors
-    with torch._C._AutoDispatchBelowAutograd():
-        out, lse = bound.forward(comm, q, k, v, optional)
-    ctx.set_materialize_grads(False)
-    ctx.call = op, bound, comm, name
-    ctx.save_for_backward(*tensors, out, lse)
-    return out, lse
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    (op, bound, comm, name), nothing = ctx.call, (None, None, None, None)
-    if all(grad is None for grad in grads):
-        return (*nothing, *[None] * 6)
-    saved = ctx.saved_tensors
-    q, k, v, *optional, out, lse = saved
-    if gradients_can_bypass(grads):
-        with torch._C._AutoDispatchBelowAutograd():
-            found = bound.backward(comm, grads, saved)
-        dq, dk, dv, dsink = (None if grad is None else grad.contiguous() for grad in found)
-    else:  # watched, or to be differentiated again, which the op refuses
-        tensors, numbers = bound.call.encode()
-        given = (*grads, q, k, v, *tensors, *optional, *numbers, name, out, lse)
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-            dq, dk, dv, dsink = op.backward(*given)
-    return (*nothing, dq, dk, dv, None, None if optional[1] is None else dsink, None)

@@ -1,6 +1,6 @@
 """The graph door: an attention op of ``torch.library``, whose arguments are tensors, numbers, text.
 
-    AttentionCall --encode--> seqshard::ring_attn(q, k, v, ..., layout, group) --decode--> Bound
+    AttentionCall --encode--> seqshard::ring_attn(q, k, v, ..., layout, group) --decode--> BoundCall
 
 All ops have the same arguments but for those of their mask source: q, k, v, integer tensors
 (cu_seqlens, a mask), alibi_slopes, sink, dropout_seed, numbers (causal, window), and the options.
@@ -17,6 +17,7 @@ How an op may be split, and the shard's arguments:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,20 +25,32 @@ from torch import Tensor
 
 from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import Communicates, InnerCost, PartitionRule, SplitSite, Told
+from annotations.rules import (
+    Communicates,
+    Follow,
+    InnerCost,
+    LateOrder,
+    Order,
+    Orders,
+    PartitionRule,
+    SplitSite,
+    Told,
+)
 
 from ..core.comm.comm_groups import comm_by_name
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import check_heads, check_tensors
 from .bound import bind, lse_like
-from .call import AttentionOp
+from .call import AttentionCall, AttentionOp
 from .mask_source import Arguments, MaskSource, Problem
 from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
 from .query_shards import KeyHeads
-from .shard_layout import by_lengths
-from .token_order import layout_at, orders_of
-from .window_source import Documents, OneSequence
+from .token_order import DOCUMENT_ORDER, layout_of_order, wanted_order
+from .tokens import BALANCED, BY_DOCUMENT, by_lengths, has_data, layout_when_cut
+from .window_source import OneSequence, PackedSequence
+
+ALL_TENSORS = "q", "k", "v", *OPTIONAL_TENSORS  # but for those of the mask source
 
 
 def declare(
@@ -52,18 +65,16 @@ def declare(
     op = AttentionOp(name, title, source, assignment, split_heads)
 
     def attend(**given: Any) -> tuple[Tensor, Tensor]:
-        comm = comm_by_name(given["group"])
-        bound = bind(op, given, comm, compare=True)
-        optional = [given[name] for name in OPTIONAL_TENSORS]
-        return bound.forward(comm, given["q"], given["k"], given["v"], optional)
+        comm, tensors = comm_by_name(given["group"]), [given[name] for name in ALL_TENSORS]
+        bound = bind(op, partial(AttentionCall.decode, op, given), tensors[3:], comm, compare=True)
+        return bound.forward(comm, tensors)
 
     def backward(dout: Any, dlse: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = args
         given = dict(zip(op.arguments, inputs, strict=True))
-        comm = comm_by_name(given["group"])
-        bound = bind(op, given, comm, compare=False)
-        saved = [given[name] for name in ("q", "k", "v", *OPTIONAL_TENSORS)]
-        return bound.backward(comm, (dout, dlse), (*saved, out, lse))
+        comm, tensors = comm_by_name(given["group"]), [given[name] for name in ALL_TENSORS]
+        bound = bind(op, partial(AttentionCall.decode, op, given), tensors[3:], comm, compare=False)
+        return bound.backward(comm, (dout, dlse), (*tensors, out, lse))
 
     def fake(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         check_tensors(title, q, k, v)
@@ -91,8 +102,8 @@ def declare(
 
 
 def declare_both(name: str, title: str, **how: Any) -> tuple[AttentionOp, AttentionOp]:
-    """Register an op over :class:`OneSequence`, and its twin over :class:`Documents`."""
-    both = ((OneSequence, name), (Documents, f"{name}_varlen"))
+    """Register an op over :class:`OneSequence`, and its twin over :class:`PackedSequence`."""
+    both = ((OneSequence, name), (PackedSequence, f"{name}_varlen"))
     dense, packed = (declare(source, each, title, **how) for source, each in both)
     return dense, packed
 
@@ -129,7 +140,7 @@ def _tokens(source: type[MaskSource], given: Arguments) -> tuple[str, str]:
     cross = not source.same_length and given["q"].shape[-3] != given["k"].shape[-3]
     if not given["row_parts"] and not cross:
         return "l", "l"
-    # What an op is told replaces what it was told: a part is not cut again.
+    # A shard's arguments replace the call's own, so a part is not cut again.
     laid_out = given["layout"] and not by_lengths(given["layout"])
     taken = given["dropout_p"] or laid_out or given["k_layout"] or given["group"]
     return ("lq^" if taken or given["row_parts"] > 1 else "lq"), "al^"
@@ -178,9 +189,65 @@ def _rule(op: AttentionOp) -> PartitionRule:
         communicates={"l": Communicates(sequence, partial(_cost, op))},
         flops=partial(_flops, op),
         told={"lq": Told(rows, partial(_cost_of_rows, op)), "qh": Told(heads, _cost_of_heads)},
-        orders=orders_of(op.source),
+        orders=_orders_of(op.source),
         repeatable=op.source.lengths,
     )
+
+
+def _orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
+    """What the partition rule of an attention op says about orders of its tokens."""
+
+    def wanted(
+        bound: BoundAnnotation, site: SplitSite, given: Arguments
+    ) -> Order | LateOrder | None:
+        if not all(has_data(given[name]) for name in source.lengths):
+            name = f"{BALANCED}{site.parts}"
+            return LateOrder(name, site.size, source.lengths[0], DOCUMENT_ORDER)
+        mask = source.decode(given).mask(site.size, site.size)
+        return None if mask is None or not mask.area else wanted_order(mask, site.parts)
+
+    def layout_argument(given: Arguments, order: Order) -> dict[str, Any] | None:
+        if given["group"] or given["layout"] or given["k_layout"] or given["row_parts"]:
+            return None
+        return {"layout": layout_of_order(order.tokens.tobytes()).spec}
+
+    def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
+        layout = given["layout"]
+        return {"layout": layout if by_lengths(layout) else _layout_at(site, given).spec}
+
+    def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
+        packed = {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys()
+        if by_lengths(name) and not packed:
+            return "only attention over packed documents (cu_seqlens) takes that order"
+        if name != BY_DOCUMENT and whole_keys:
+            return "a call of which only rows are cut takes no layout"
+        if whole_keys and given.get("alibi_slopes") is not None:
+            return "alibi_slopes do not go with rows of a layout, which may lie apart"
+        own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
+        if whole_keys and given.get("row_parts") == 1:
+            own.remove("row_parts")
+        if own:
+            return f"the call is given a {own[0]} of its own"
+        lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
+        return Follow({"layout": name}, lengths if by_lengths(name) else ())
+
+    def no_argument(given: Arguments, order: Order) -> dict[str, Any] | None:
+        """Where all rows attend all keys, nothing depends on which row is where."""
+        q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
+        mask = source.decode(given).mask(q_len, k_len)
+        by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]
+        all_pairs = mask is not None and mask.area == q_len * k_len
+        return {} if all_pairs and not by_place else None
+
+    of_rows = partial(follow, whole_keys=True)
+    return {
+        "l": Orders(wanted, layout_argument, cut, follow),
+        "lq": Orders(lambda *_: None, no_argument, follow=of_rows),
+    }
+
+
+def _layout_at(site: SplitSite, given: Arguments) -> Layout:
+    return layout_when_cut(given["layout"], site.size, site.parts, given.get("cu_seqlens_q"))
 
 
 def _cost(
@@ -188,7 +255,7 @@ def _cost(
 ) -> InnerCost:
     """Of the plan that a call split on ``l`` runs."""
     batch, h, g, d, e = _sizes(bound)
-    layout, mask = layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
+    layout, mask = _layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
     plan = op.plan(Problem(mask, layout, layout), (h, g))
     wire = REDUCE_DTYPES[given["reduce_dtype"]]
     shape = h, g, d, e, itemsize

@@ -1,7 +1,7 @@
 """How a call says which pairs attend: the one thing in which attention ops differ.
 
     OneSequence     causal, a window and sink tokens, over [b, l, h, d]
-    Documents       the same inside each packed document, over [l, h, d] and cumulative lengths
+    PackedSequence  the same inside each packed document, over [l, h, d] and cumulative lengths
     Masked          any AttnMask, over [b, l, h, d]
 
 A source holds what the user passed, unchecked, or what an op in a graph was given
@@ -26,7 +26,7 @@ from ..core.comm import Comm
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import require
-from .shard_layout import layout_of
+from .tokens import has_data, layout_of
 
 Arguments = Mapping[str, Any]  # an op's arguments by name
 
@@ -116,11 +116,6 @@ class MaskSource(ABC):
     def row_layout(self, layout: str, rows: int, parts: int) -> Layout | None:
         """How ``rows`` rows are cut into ``parts``, from its text; None if contiguously."""
         return Layout.parse(layout) if layout and parts > 1 else None
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read: not those of a graph that is being traced."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @dataclass(frozen=True, slots=True)

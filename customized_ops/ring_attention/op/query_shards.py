@@ -25,7 +25,7 @@ from ..core.plan.rank_plan import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions
-from .shard_layout import by_lengths
+from .tokens import by_lengths
 
 HEADS = -2
 
@@ -149,11 +149,7 @@ class KeyHeads:
 
     @staticmethod
     def of_call(op: str, options: OpOptions, q_heads: int, kv_heads: int) -> KeyHeads | None:
-        """Of a call with a part of the heads; None without.
-
-        Args:
-            q_heads, kv_heads: heads of q and of k on this rank.
-        """
+        """Of a call with these heads of q and of k on this rank; None where q has all heads."""
         parts, total = options.head_parts, options.head_total
         if not parts:
             return None

@@ -1,7 +1,11 @@
-"""Attention over tokens that an engine has put in another order, once, before the first layer.
+"""Tokens in another order than that of the sequence: the ops that bring them there and back.
 
-A whole call is told of the order as a layout of one rank. Where the call is cut, each rank holds a
-contiguous part of the tokens in that order, so the layout over the ranks follows.
+    move_tokens       from one layout to another over the ranks, as :mod:`..layout_ops` calls it
+    document_order    the order of a batch of packed documents, which an engine gives them before
+                      the first layer
+
+Where attention over such tokens is cut, each rank holds a contiguous part of them in their order,
+so the layout over the ranks follows from the order.
 
     causal, 8 tokens, 2 ranks     0 1 6 7 2 3 4 5     ranges:0-2,6-8,2-6
     rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5: as much work as each other, and no row moves
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,55 +24,207 @@ from torch import Tensor
 
 from annotations import register_op
 from annotations.binding import BoundAnnotation
-from annotations.rules import Follow, LateOrder, Order, Orders, SplitSite
+from annotations.rules import Communicates, InnerCost, Order, PartitionRule, Reorders, SplitSite
 
 from ..core.arrays import Ints
+from ..core.comm import Comm
+from ..core.comm.comm_groups import comm_by_name
+from ..core.comm.transfer_side import Dims, add
 from ..core.index_table import IndexTable
 from ..core.layout import Layout
 from ..core.layout import layout_tables as tables
+from ..core.layout.layout_arguments import shorten
 from ..core.mask import AttnMask
+from ..core.plan.exchange import Exchange, gather, relayout
 from .arguments import ArgumentError
-from .cu_seqlens import check_cu_seqlens, check_total, on_host
-from .mask_source import Arguments, MaskSource, has_data
-from .shard_layout import (
+from .tokens import (
     BALANCED,
-    BY_DOCUMENT,
-    by_lengths,
-    contiguous_parts,
+    check_cu_seqlens,
+    check_total,
     layout_by_lengths,
     layout_named,
+    on_host,
 )
 
-DOCUMENT_ORDER = "seqshard::document_order"
+WHOLE = "whole"  # as a spec: every rank holds all tokens
+UNKNOWN = -1  # as a total: no engine has cut the sequence
 
 
-def layout_at(site: SplitSite, given: Arguments) -> Layout:
-    """Where tokens of a call that is cut lie: contiguous parts of the order that it was told."""
-    if not given["layout"]:
-        return Layout.contiguous(site.size, site.parts)
-    if by_lengths(given["layout"]):
-        cu = given["cu_seqlens_q"]
-        if not has_data(cu):  # as of one document
-            return Layout.zigzag(site.size, site.parts)
-        return layout_by_lengths(given["layout"], on_host(cu), site.parts)
-    return _cut(given["layout"], site.size, site.parts)
+def _annotation(
+    x: Tensor, source: str, target: str, dim: int, group: str, total: int = UNKNOWN, **_: Any
+) -> str:
+    if not _same_shape(source, target, group, total):
+        return "? -> ?"
+    lead = " ".join(f"n{i}" for i in range(dim))
+    return f"{lead} l * -> {lead} l *".strip()
 
 
-@lru_cache(maxsize=64)
-def _cut(spec: str, total: int, parts: int) -> Layout:
-    """The layout itself if it is for so many parts; of one for one rank, parts of its order as
-    DTensor's ``Shard`` cuts."""
-    order = layout_named(spec, total, parts)
-    if order.group_size not in (1, parts) or order.total != total:
+def _is_cut(group: str, total: int) -> bool:
+    """Whether "whole" stands for contiguous shards: those that an engine cut, or the one of one
+    rank. With a group of the user's own it is the whole."""
+    return total != UNKNOWN or group == ""
+
+
+def _same_shape(source: str, target: str, group: str, total: int) -> bool:
+    """Whether every rank holds as many tokens before as after; specs without sizes do."""
+    whole = WHOLE in (source, target)
+    if whole and not _is_cut(group, total):
+        return False
+    known = [Layout.parse(spec) for spec in (source, target) if ":" in spec]
+    if whole:
+        known += [Layout.contiguous(each.total, each.group_size) for each in known]
+    return len({layout.sizes for layout in known}) < 2
+
+
+def _layouts(
+    x: Tensor, source: str, target: str, dim: int, comm: Comm, total: int
+) -> tuple[Any, Any]:
+    """The two layouts, None for all tokens on every rank.
+
+    The name of a kind alone stands for it over ``total`` tokens, or if that is UNKNOWN over as many
+    on each rank as here.
+    """
+    cut = _is_cut(comm.name, total)
+    if total == UNKNOWN:
+        total = x.shape[dim] * (1 if source == WHOLE else comm.size)
+
+    def parsed(spec: str) -> Layout | None:
+        if spec == WHOLE:
+            return Layout.contiguous(total, comm.size) if cut else None
+        return layout_named(spec, total, comm.size)
+
+    return parsed(source), parsed(target)
+
+
+def fetched(exchange: Exchange, x: Tensor, dim: int, comm: Comm) -> Tensor:
+    """The tokens that an exchange brings here."""
+    (moved,) = comm.fetch(exchange, [x], [Dims(dim, dim)]).wait()
+    return moved
+
+
+def sent_home(exchange: Exchange, grad: Tensor, x: Tensor, dim: int, comm: Comm) -> Tensor:
+    """The gradient of ``x`` from that of :func:`fetched`."""
+    into = x.new_zeros(x.shape)
+    comm.send_home(exchange, [grad], [into], [Dims(dim, dim)], add).wait()
+    return into
+
+
+def _exchange(before: Layout, after: Layout | None, shift: int, comm: Comm) -> Exchange:
+    return gather(before, comm.rank) if after is None else relayout(before, after, shift, comm.rank)
+
+
+def _backward(grad: Tensor | None, x: Tensor, *how: Any) -> Tensor:
+    source, target, shift, dim, group, total, _moved = how
+    comm = comm_by_name(group)
+    if grad is None:
+        return x.new_zeros(x.shape)
+    before, after = _layouts(x, source, target, dim, comm, total)
+    if before is None:
+        return fetched(gather(after, comm.rank), grad, dim, comm)
+    return sent_home(_exchange(before, after, shift, comm), grad, x, dim, comm)
+
+
+def _fake(
+    x: Tensor, source: str, target: str, shift: int, dim: int, group: str, total: int
+) -> Tensor:
+    if _same_shape(source, target, group, total):
+        return x.new_empty(x.shape)
+    comm = comm_by_name(group)
+    before, after = _layouts(x, source, target, dim, comm, total)
+    shape = list(x.shape)
+    shape[dim] = before.total if after is None else after.sizes[comm.rank]
+    return x.new_empty(shape)
+
+
+def _cost(
+    bound: BoundAnnotation, site: SplitSite, given: Mapping[str, Any], itemsize: int
+) -> InnerCost:
+    """All of a rank's tokens, at worst."""
+    shape = bound.input_shapes[0]
+    assert shape is not None
+    each = -(-torch.Size(shape).numel() // site.parts) * itemsize
+    return InnerCost(what="tokens to their layout", forward_bytes=each, backward_bytes=each)
+
+
+def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Contiguous shards, and the whole, are in natural order; so is all that has an own group."""
+
+    def order(spec: str) -> str | None:
+        return None if spec == WHOLE or spec.startswith("contiguous") or given["group"] else spec
+
+    return order(given["source"]), order(given["target"])
+
+
+MOVES_TOKENS = PartitionRule(
+    {"l": Communicates(lambda site: {"group": site.group, "total": site.size}, _cost)},
+    reorders=Reorders("l", _orders, natural={"source": "contiguous", "target": "contiguous"}),
+)
+
+
+@register_op(
+    _annotation,
+    name="seqshard::move_tokens",
+    title="move_tokens",
+    rule=MOVES_TOKENS,
+    fake=_fake,
+    backward=_backward,
+)
+def move_tokens(
+    x: Tensor, source: str, target: str, shift: int, dim: int, group: str, total: int = UNKNOWN
+) -> Tensor:
+    """The op in a graph: tokens of ``x`` from layout ``source`` to ``target``.
+
+    Args:
+        total: tokens over all ranks where an engine has cut the sequence into contiguous shards.
+    """
+    comm = comm_by_name(group)
+    check_move("move_tokens", x, source, target, dim, comm, total)
+    before, after = _layouts(x, source, target, dim, comm, total)
+    if before is None:
+        return after.shard(x, comm.rank, dim).contiguous()
+    return fetched(_exchange(before, after, shift, comm), x, dim, comm)
+
+
+def check_move(
+    title: str, x: Tensor, source: str, target: str, dim: int, comm: Comm, total: int = UNKNOWN
+) -> None:
+    """Refuse what cannot be moved. What an engine cut is refused on every rank or on none."""
+    before, after = _layouts(x, source, target, dim, comm, total)
+    known = [layout for layout in (before, after) if layout is not None]
+    for layout in known:
+        if layout.group_size != comm.size:
+            raise ArgumentError(
+                f"{title}: layout {layout} is for {layout.group_size} ranks, but the group has "
+                f"{comm.size}"
+            )
+    if total != UNKNOWN:
+        _check_shards(title, source, target, known, Layout.contiguous(total, comm.size))
+    by_name = WHOLE not in (source, target) and ":" not in source + target
+    if by_name and before.sizes != after.sizes:
         raise ArgumentError(
-            f"layout {order} is of {order.total} tokens over {order.group_size} ranks, but the "
-            f"engine cuts {total} tokens over {parts}"
+            f"{title}: {target!r} of {after.total} tokens gives the ranks {list(after.sizes)} "
+            f"tokens instead of {list(before.sizes)}; say so with a Layout instead of its name"
         )
-    if order.group_size == parts:
-        return order
-    layout = contiguous_parts(order, parts)
-    zigzag = Layout.zigzag(total, parts)
-    return zigzag if layout == zigzag else layout
+    held = after.total if before is None else before.sizes[comm.rank]
+    if x.shape[dim] != held:
+        raise ArgumentError(
+            f"{title}: dim {dim} of {tuple(x.shape)} should be the {held} tokens that rank "
+            f"{comm.rank} of {comm.size} holds in layout {after if before is None else before}"
+        )
+
+
+def _check_shards(title: str, source: str, target: str, known: list[Layout], cut: Layout) -> None:
+    """Every rank must hold as many tokens, before and after, as the engine gave it."""
+    for layout in known:
+        if layout.sizes != cut.sizes:
+            raise ArgumentError(
+                f"{title}: from {shorten(source)!r} to {shorten(target)!r}: layout {layout} gives "
+                f"the ranks {list(layout.sizes)} tokens, but {cut.total} tokens are cut into "
+                f"{list(cut.sizes)}; pad the sequence to a multiple of {2 * cut.group_size}"
+            )
+
+
+DOCUMENT_ORDER = "seqshard::document_order"
 
 
 def zigzag_order(total: int, parts: int) -> Ints:
@@ -85,7 +241,8 @@ def zigzag_order(total: int, parts: int) -> Ints:
 
 
 @lru_cache(maxsize=64)
-def _wanted(mask: AttnMask, parts: int) -> Order | None:
+def wanted_order(mask: AttnMask, parts: int) -> Order | None:
+    """The order in which contiguous parts are the same work; None where the sequence's will do."""
     if mask == AttnMask.causal(mask.q_len):
         return Order("zigzag", zigzag_order(mask.q_len, parts))
     with warnings.catch_warnings():
@@ -96,60 +253,9 @@ def _wanted(mask: AttnMask, parts: int) -> Order | None:
     return Order("balanced", np.concatenate([layout.positions(r) for r in range(parts)]))
 
 
-def orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
-    """What the partition rule of an attention op says about orders of its tokens."""
-
-    def wanted(
-        bound: BoundAnnotation, site: SplitSite, given: Arguments
-    ) -> Order | LateOrder | None:
-        if not all(has_data(given[name]) for name in source.lengths):
-            name = f"{BALANCED}{site.parts}"
-            return LateOrder(name, site.size, source.lengths[0], DOCUMENT_ORDER)
-        mask = source.decode(given).mask(site.size, site.size)
-        return None if mask is None or not mask.area else _wanted(mask, site.parts)
-
-    def told(given: Arguments, order: Order) -> dict[str, Any] | None:
-        if given["group"] or given["layout"] or given["k_layout"] or given["row_parts"]:
-            return None
-        return {"layout": _one_rank(order.tokens.tobytes()).spec}
-
-    def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
-        layout = given["layout"]
-        return {"layout": layout if by_lengths(layout) else layout_at(site, given).spec}
-
-    def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
-        packed = {"cu_seqlens_q", "cu_seqlens_k"} <= source.tensors.keys()
-        if by_lengths(name) and not packed:
-            return "only attention over packed documents (cu_seqlens) takes that order"
-        if name != BY_DOCUMENT and whole_keys:
-            return "a call of which only rows are cut takes no layout"
-        if whole_keys and given.get("alibi_slopes") is not None:
-            return "alibi_slopes do not go with rows of a layout, which may lie apart"
-        own = [name for name in ("group", "layout", "k_layout", "row_parts") if given.get(name)]
-        if whole_keys and given.get("row_parts") == 1:
-            own.remove("row_parts")
-        if own:
-            return f"the call is given a {own[0]} of its own"
-        lengths = ("cu_seqlens_q",) if whole_keys else ("cu_seqlens_q", "cu_seqlens_k")
-        return Follow({"layout": name}, lengths if by_lengths(name) else ())
-
-    def rows_told(given: Arguments, order: Order) -> dict[str, Any] | None:
-        """Where all rows attend all keys, nothing depends on which row is where."""
-        q_len, k_len = given["q"].shape[-3], given["k"].shape[-3]
-        mask = source.decode(given).mask(q_len, k_len)
-        by_place = given["alibi_slopes"] is not None or given["dropout_p"] or given["group"]
-        alike = mask is not None and mask.area == q_len * k_len
-        return {} if alike and not by_place else None
-
-    of_rows = partial(follow, whole_keys=True)
-    return {
-        "l": Orders(wanted, told, cut, follow),
-        "lq": Orders(lambda *_: None, rows_told, follow=of_rows),
-    }
-
-
 @lru_cache(maxsize=64)
-def _one_rank(tokens: bytes) -> Layout:
+def layout_of_order(tokens: bytes) -> Layout:
+    """A layout of one rank, from int64[tokens] in their order."""
     order = np.frombuffer(tokens, dtype=np.int64)
     first = np.flatnonzero(np.diff(order, prepend=order[:1] - 2) != 1)
     last = np.append(first[1:], len(order)) - 1

@@ -17,17 +17,20 @@ from ..core.arrays import Ints
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import ArgumentError, flag_of, tokens_of, window_bounds
-from .cu_seqlens import (
+from .mask_source import Arguments, MaskSource, Problem, Shards
+from .tokens import (
     CuSeqlens,
     as_tensor,
+    by_lengths,
     check_cu_seqlens,
     check_max_seqlen,
     check_total,
+    has_data,
+    layout_by_lengths,
+    layout_of,
     on_host,
     value_of,
 )
-from .mask_source import Arguments, MaskSource, Problem, Shards, has_data
-from .shard_layout import by_lengths, layout_by_lengths, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ class OneSequence(MaskSource):
                     f"{op}: max_seqlen_{side} goes with cu_seqlens_q and cu_seqlens_k, which "
                     f"are not given; leave it None, got {longest!r}"
                 )
-        return {}, self._numbers(op)
+        return {}, self._checked_numbers(op)
 
-    def _numbers(self, op: str) -> dict[str, Any]:
+    def _checked_numbers(self, op: str) -> dict[str, Any]:
         """The numbers of :attr:`OneSequence.numbers`, checked."""
         left, right = window_bounds(op, self.window_size)
         return {
@@ -93,7 +96,7 @@ class OneSequence(MaskSource):
 
 
 @dataclass(frozen=True, slots=True)
-class Documents(OneSequence):
+class PackedSequence(OneSequence):
     """Packed documents, each attending itself; decoded, their lengths are tuples, or None where
     they have no data."""
 
@@ -129,14 +132,14 @@ class Documents(OneSequence):
                 f"{op}: enable_ring=False is not supported in a captured graph, where an engine "
                 "gives the op its group"
             )
-        numbers = self._numbers(op)
+        numbers = self._checked_numbers(op)
         for side, most in zip("qk", self.max_seqlens, strict=True):
             name = f"max_seqlen_{side}"
             numbers[name] = -1 if most is None else tokens_of(op, name, most)
         return tensors, numbers
 
     @classmethod
-    def decode(cls, given: Arguments) -> Documents:
+    def decode(cls, given: Arguments) -> PackedSequence:
         known = all(has_data(given[name]) for name in cls.tensors)
         ends = [tuple(on_host(given[name]).tolist()) if known else None for name in cls.tensors]
         longest = [given[f"max_seqlen_{side}"] for side in "qk"]
@@ -214,11 +217,11 @@ def sequence_or_documents(
     cu_seqlens_q: CuSeqlens | None,
     cu_seqlens_k: CuSeqlens | None,
 ) -> OneSequence:
-    """:class:`Documents` where either of the cumulative lengths is given."""
+    """:class:`PackedSequence` where either of the cumulative lengths is given."""
     said = causal, window_size, sink_tokens, enable_ring, max_seqlens
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return OneSequence(*said)
-    return Documents(*said, cu_seqlens_q, cu_seqlens_k)
+    return PackedSequence(*said, cu_seqlens_q, cu_seqlens_k)
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_groups import device
 
 from customized_ops.ring_attention import wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.op.planning_share import LAST
+from customized_ops.ring_attention.op.bound import LAST_PLANS as LAST
 
 
 def new_lengths(calls: int) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...op.arguments import ArgumentError, checked
-from ...op.cu_seqlens import on_host as cu_on_host
+from ...op.tokens import on_host as cu_on_host
 from .cut import Cut, current_cut
 from .pairs import (
     Ints,

@@ -1,0 +1,275 @@
+"""The tokens of a call: where packed documents end, and which rank holds which tokens.
+
+Plans are made on the host, so ``cu_seqlens`` must be there. Lists, arrays and CPU tensors are
+copied at each call, which costs next to nothing; a tensor on a device is copied once a batch, for
+all layers and the backward, and copied again if it is changed in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core.arrays import Ints
+from ..core.comm import Comm
+from ..core.layout import Layout
+from ..core.layout import layout_tables as tables
+from ..core.mask import AttnMask
+from .arguments import ArgumentError, compares_calls
+
+CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
+
+_host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
+    """An int32 or int64 tensor [documents + 1]: on the host a copy, on a device the one given."""
+    # Copied on the host: the backward reads it again, and the caller's may have changed by then.
+    # Where an array shares a tensor's memory, autograd would not notice.
+    if isinstance(cu_seqlens, Tensor):
+        tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
+    else:
+        try:
+            tensor = torch.tensor(cu_seqlens)
+        except (TypeError, ValueError, RuntimeError):  # torch's for None, words, ragged lists
+            raise ArgumentError(
+                f"{op}: {name} must be integers, as a tensor, array or list, got {cu_seqlens!r}"
+            ) from None
+    if tensor.ndim != 1 or tensor.shape[0] == 0:
+        raise ArgumentError(
+            f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
+            f"{tuple(tensor.shape)}"
+        )
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
+    return tensor
+
+
+def on_host(cu_seqlens: Tensor) -> Ints:
+    """The values of an ``as_tensor`` result, as int64 on the host."""
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.detach().numpy().astype(np.int64)
+    if cu_seqlens.is_inference():  # has no version to notice changes by
+        return cu_seqlens.cpu().numpy().astype(np.int64)
+    state = cu_seqlens._version, cu_seqlens.data_ptr()
+    known = _host_copies.get(cu_seqlens)
+    if known is None or known[0] != state:
+        known = (state, cu_seqlens.detach().cpu().numpy().astype(np.int64))
+        _host_copies[cu_seqlens] = known
+    return known[1]
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read: not those of a graph that is being traced."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
+    """What tells ``cu_seqlens`` from others of other values, shape, dtype or device, with a hash.
+
+    A device is waited for as in :func:`on_host`. None for what :func:`as_tensor` does not take, and
+    for what would take as long to tell as to do all again.
+    """
+    kind = type(cu_seqlens)
+    if kind is list or kind is tuple:
+        return (kind, *cu_seqlens) if set(map(type, cu_seqlens)) == {int} else None
+    if kind is np.ndarray and cu_seqlens.dtype.kind == "i":
+        return cu_seqlens.shape, cu_seqlens.dtype.str, cu_seqlens.tobytes()
+    if kind is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return None
+    device = cu_seqlens.device
+    if device.type == "cpu":  # bytes as they are: cheaper, and they tell the dtype too
+        values = cu_seqlens.numpy()
+    elif device.type == "cuda" and not cu_seqlens.is_inference():
+        values = on_host(cu_seqlens)
+    else:
+        return None
+    return cu_seqlens.shape, cu_seqlens.dtype, device, values.tobytes()
+
+
+def check_cu_seqlens(op: str, name: str, values: Ints) -> None:
+    """Cumulative lengths start at 0 and never fall."""
+    if values[0] != 0:
+        raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
+    falls = np.flatnonzero(np.diff(values) < 0)
+    if len(falls):
+        at = int(falls[0]) + 1
+        raise ArgumentError(
+            f"{op}: {name} must not fall, but {name}[{at}] = {values[at]} is below "
+            f"{name}[{at - 1}] = {values[at - 1]}: {_shown(values)}"
+        )
+
+
+def check_total(op: str, name: str, values: Ints, tokens: int) -> None:
+    """Cumulative lengths must end at the number of tokens."""
+    if values[-1] != tokens:
+        raise ArgumentError(
+            f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
+        )
+
+
+def check_max_seqlen(op: str, name: str, given: int, values: Ints) -> None:
+    """``max_seqlen`` is not needed here; one that is given (not negative) must be true."""
+    longest = int(np.diff(values).max(initial=0))
+    if 0 <= given < longest:
+        raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
+
+
+def _shown(values: Ints) -> str:
+    """At most the first and the last few values."""
+    listed = values.tolist()
+    return str(listed) if len(listed) <= 8 else f"[{str(listed[:4])[1:-1]}, ..., {listed[-1]}]"
+
+
+# As layouts: made of the call's own cu_seqlens, which a graph knows only when it runs. The first is
+# Layout.zigzag over the ranks; the second is followed by a number of ranks, and is one for so many.
+BY_DOCUMENT = "zigzag by document"
+BALANCED = "balanced by document:"
+
+
+def by_lengths(spec: str) -> bool:
+    """Whether the layout is made of the call's own cu_seqlens."""
+    return spec == BY_DOCUMENT or spec.startswith(BALANCED)
+
+
+def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
+    """The layout that such a name stands for, of documents with these cumulative lengths."""
+    total = int(ends[-1])
+    if spec == BY_DOCUMENT:
+        return Layout.zigzag(total, ranks, ends)
+    return _balanced(np.asarray(ends).tobytes(), int(spec.removeprefix(BALANCED)), ranks)
+
+
+@lru_cache(maxsize=64)
+def _balanced(ends: bytes, parts: int, ranks: int) -> Layout:
+    """For all layers of a batch; causal, as nearly all attention over packed documents is."""
+    mask = AttnMask.varlen(np.frombuffer(ends, np.int64), causal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch that cannot be even
+        return _contiguous_parts(Layout.balanced(mask, parts), ranks)
+
+
+def _contiguous_parts(order: Layout, ranks: int) -> Layout:
+    """The tokens of rank after rank of a layout, cut over ``ranks`` as DTensor's ``Shard`` cuts."""
+    bounds = tables.even_bounds(order.total, ranks)
+    if np.array_equal(np.diff(bounds), order.sizes):
+        return order
+    _, start, stop = order.table.T
+    end = np.cumsum(stop - start)
+    places = np.unique(np.concatenate([[0], end, bounds]))
+    of_range = np.searchsorted(end, places[:-1], side="right")
+    first = stop[of_range] - (end[of_range] - places[:-1])
+    rank = np.searchsorted(bounds, places[:-1], side="right") - 1
+    return Layout(np.stack([rank, first, first + np.diff(places)], axis=1), ranks)
+
+
+def layout_named(spec: str, total: int, ranks: int) -> Layout:
+    """The layout of a text, or of the name of a kind over so many tokens and ranks."""
+    block = ":1" if spec == "striped" else ""
+    return Layout.parse(spec if ":" in spec else f"{spec}:{total}:{ranks}{block}")
+
+
+def layout_when_cut(spec: str, total: int, parts: int, cu_seqlens: Tensor | None) -> Layout:
+    """Which of ``parts`` ranks holds which tokens of a call that is cut: contiguous parts of the
+    order that its layout, for one rank, says; or the layout itself if it is for so many."""
+    if not spec:
+        return Layout.contiguous(total, parts)
+    if by_lengths(spec):
+        if cu_seqlens is None or not has_data(cu_seqlens):  # as of one document
+            return Layout.zigzag(total, parts)
+        return layout_by_lengths(spec, on_host(cu_seqlens), parts)
+    return _parts_of_order(spec, total, parts)
+
+
+@lru_cache(maxsize=64)
+def _parts_of_order(spec: str, total: int, parts: int) -> Layout:
+    order = layout_named(spec, total, parts)
+    if order.group_size not in (1, parts) or order.total != total:
+        raise ArgumentError(
+            f"layout {order} is of {order.total} tokens over {order.group_size} ranks, but the "
+            f"engine cuts {total} tokens over {parts}"
+        )
+    if order.group_size == parts:
+        return order
+    layout = _contiguous_parts(order, parts)
+    zigzag = Layout.zigzag(total, parts)
+    return zigzag if layout == zigzag else layout
+
+
+def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int | None) -> Layout:
+    """The layout of a call: ``spec`` if given, else ``total`` tokens (or, where only the local
+    length is known, as many on every rank) contiguously.
+
+    Args:
+        name: what the argument is called, ``layout`` or ``k_layout``.
+    """
+    known_from = ""
+    if not spec:
+        if total is None:
+            compare_lengths(op, comm, local)
+        else:
+            known_from = f", as the mask or cu_seqlens speak of {total} tokens in all"
+        spec = f"contiguous:{local * comm.size if total is None else total}:{comm.size}"
+    # The same object for the same text, so plans are found at once.
+    layout = layout_named(spec, local * comm.size if total is None else total, comm.size)
+    if layout.group_size != comm.size:
+        raise ArgumentError(
+            f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
+        )
+    if total is not None and layout.total != total:
+        raise ArgumentError(
+            f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
+        )
+    if layout.sizes[comm.rank] != local:
+        remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
+        if known_from and local == total:
+            remedy = (
+                "if these are a part of the sequence, give the mask or the cumulative lengths of "
+                "the whole sequence, all ranks' tokens together, the same on every rank"
+            )
+        raise ArgumentError(
+            f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
+            f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){known_from}; {remedy}"
+        )
+    return layout
+
+
+def refuse_layouts_of_ranks(op: str, **layouts: Layout | None) -> None:
+    """A graph is one rank's program, and an engine that cuts it gives calls their layouts."""
+    for name, layout in layouts.items():
+        if layout is not None and layout.group_size != 1:
+            raise ArgumentError(
+                f"{op}: {name}={layout} is for {layout.group_size} ranks, but the call has no "
+                "process_group; under an engine that cuts the tokens leave it out: after "
+                "wrap_shuffle_func or wrap_maybe_shuffle it tells attention their order"
+            )
+
+
+def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) -> None:
+    """Without a layout a rank takes the others to hold as many tokens as itself, and results are
+    wrong where they do not. So ranks compare a length when they first meet it. In a correct program
+    all do so in the same order; in another a rank may wait for a peer that met the length before.
+
+    Args:
+        remedy: how to say what each rank holds; None: by a layout.
+    """
+    if comm.size == 1 or local in comm.common_lengths or compares_calls(comm):
+        return  # where the ranks compare every call, they compare this too
+    lengths = comm.all_gather_object(local)
+    if len(set(lengths)) > 1:
+        if remedy is None:
+            remedy = (
+                f"say so with layout=Layout.from_sizes({lengths}), or with the layout that they "
+                "are cut by"
+            )
+        raise ArgumentError(f"{op}: the ranks of the group hold {lengths} tokens; {remedy}")
+    comm.common_lengths.add(local)
