@@ -109,12 +109,13 @@ class BoundCall:
         dout = torch.zeros_like(out) if dout is None else dout
         options, own = self.call.options, self.call.key_heads
         k, v = (whole_k, whole_v) if own is None else (own.of(whole_k), own.of(whole_v))
-        dsink, packed = None, self.call.source.packed
-        if isinstance(self.kernel, te_cp.TeCall):
-            return (*self.kernel.backward(dout, q, k, v), None)
+        dsink = None
+        packed = self.call.source.packed and not self.keeps_group
         if packed:
             q, k, v, out, lse, dout, dlse = _batched(q, k, v, out, lse, dout, dlse)
-        if _nothing(q):
+        if isinstance(self.kernel, te_cp.TeCall):
+            dq, dk, dv = self.kernel.backward(dout, q, k, v)
+        elif _nothing(q):
             dq, dk, dv = map(torch.empty_like, (q, k, v))
             dsink = None if sink is None else torch.zeros_like(sink)
         else:
