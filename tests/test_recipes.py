@@ -33,7 +33,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, KernelError, refusal
 from customized_ops.ring_attention.core.kernels.listing import DISTRIBUTIONS, listing
-from customized_ops.ring_attention.core.layout import layout_spec
+from customized_ops.ring_attention.core.layout import layout_arguments as layout_spec
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
 from customized_ops.ring_attention.core.plan import search

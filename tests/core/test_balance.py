@@ -59,8 +59,8 @@ def assert_even_counts(rank_of, group_size):
     assert counts.max() - counts.min() <= 1
 
 
-def even_deals(n, group_size):
-    """Every way to deal n chunks so that ranks hold the same number, up to one."""
+def even_assignments(n, group_size):
+    """Every way to assign n chunks so that ranks hold the same number, up to one."""
     for rank_of in itertools.product(range(group_size), repeat=n):
         counts = [rank_of.count(rank) for rank in range(group_size)]
         if max(counts) - min(counts) <= 1:
@@ -137,19 +137,19 @@ def test_imbalance():
 
 def best_maximum(areas, group_size):
     return min(
-        largest(areas, rank_of, group_size) for rank_of in even_deals(len(areas), group_size)
+        largest(areas, rank_of, group_size) for rank_of in even_assignments(len(areas), group_size)
     )
 
 
-def deal_alike(areas, group_size):
-    """A deal in which every chunk needs every other."""
+def assign_with_all_needed(areas, group_size):
+    """The assignment where every chunk needs every other."""
     n = len(areas)
     return assign(areas, np.ones((n, n), dtype=bool), np.ones(n, dtype=np.int64), group_size)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 3))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_no_small_deal_is_below_the_bound(areas, group_size):
+def test_no_small_assignment_is_below_the_bound(areas, group_size):
     areas = np.array(areas)
     best = best_maximum(areas, group_size)
     assert least_maximum(areas, group_size) <= best
@@ -161,7 +161,7 @@ def test_no_small_deal_is_below_the_bound(areas, group_size):
 def test_eight_ranks_are_within_one_percent(n, high, per_rank):
     for seed in range(10):
         areas = np.random.default_rng(seed).integers(1, high, n)
-        even = deal_alike(areas, 8)
+        even = assign_with_all_needed(areas, 8)
         assert np.bincount(even, minlength=8).tolist() == [per_rank] * 8
         assert imbalance(areas, even, 8) <= 1.01
 
@@ -185,11 +185,11 @@ def test_certificates(scale):
 
 def test_seven_chunks_get_the_best_assignment():
     areas = np.array([9, 7, 5, 5, 3, 3, 1])
-    rank_of = deal_alike(areas, 3)
+    rank_of = assign_with_all_needed(areas, 3)
     assert largest(areas, rank_of, 3) == best_maximum(areas, 3)
 
 
-def test_a_deal_that_is_neither_even_nor_proven_warns():
+def test_an_assignment_that_is_neither_even_nor_proven_warns():
     """Documents of unlike lengths, chunks as long as some."""
     cu_seqlens = [0, 160, 260, 350, 430, 440, 470]
     mask = AttnMask.varlen(cu_seqlens, causal=True)
@@ -219,16 +219,16 @@ def test_least_maximum(areas, group_size, bound):
     st.integers(0, 1 << 30),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_deal_is_even_and_not_below_the_bound(areas, group_size, seed):
+def test_any_assignment_is_even_and_not_below_the_bound(areas, group_size, seed):
     areas, n = np.array(areas), len(areas)
     need = np.random.default_rng(seed).random((n, n)) < 0.3
     rank_of = assign(areas, need, np.full(n, 2), group_size)
     assert_even_counts(rank_of, group_size)
     got = largest(areas, rank_of, group_size)
     assert got >= least_maximum(areas, group_size)
-    dealt_in_order = np.arange(n) * group_size // n
+    in_order = np.arange(n) * group_size // n
     mean = areas.sum() / group_size
-    assert got <= max(largest(areas, dealt_in_order, group_size), (1 + CHUNK_TOLERANCE) * mean)
+    assert got <= max(largest(areas, in_order, group_size), (1 + CHUNK_TOLERANCE) * mean)
 
 
 REAL = {
@@ -257,9 +257,9 @@ def test_balanced_is_even(name, group_size):
     pairs = np.bincount(layout.pieces[:, 0], weights=before[:, 1] - before[:, 0])
     assert pairs.max() * group_size / mask.area <= goal + 1e-12
     tokens = np.diff(cuts_of(mask.q_len, chunk))
-    dealt_like_cards = crossing(need, tokens, np.arange(len(areas)) % group_size, group_size)
+    like_cards = crossing(need, tokens, np.arange(len(areas)) % group_size, group_size)
     share = {"causal": 1, "window": 0.25, "short documents": 0.5}.get(name, 0.9)
-    assert crossing(need, tokens, rank_of, group_size) <= share * dealt_like_cards
+    assert crossing(need, tokens, rank_of, group_size) <= share * like_cards
     if name == "window":
         assert layout == Layout.balanced(mask, group_size), "chunk is that by default"
 
@@ -275,8 +275,8 @@ def test_equal_documents_stay_whole():
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-def test_a_causal_mask_is_dealt_zigzag(group_size):
-    """Long runs of chunks are few kernel calls; and no deal as even is known to move fewer keys."""
+def test_a_causal_mask_is_assigned_zigzag(group_size):
+    """Long runs of chunks are few kernel calls; none as even is known to move fewer keys."""
     layout = Layout.balanced(AttnMask.causal(16384), group_size)
     assert layout == Layout.zigzag(16384, group_size)
 
@@ -360,7 +360,7 @@ print(Layout.balanced(mask, 5, 700).spec)  # so few chunks that swaps do not do
 
 
 @pytest.mark.slow
-def test_every_process_deals_alike():
+def test_every_process_assigns_the_same():
     script = SCRIPT.format(cu_seqlens=log_normal_documents(9000, 300, 1.5))
 
     def specs(seed: str) -> str:

@@ -1,4 +1,4 @@
-"""Documents dealt whole, or split from both ends."""
+"""Documents assigned whole, or split from both ends."""
 
 import itertools
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from customized_ops.ring_attention.core.kernels.window.lowering import lower
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAIRS, assign_documents
-from customized_ops.ring_attention.core.layout.documents import Documents, document_bounds
+from customized_ops.ring_attention.core.layout.documents import DocumentAreas, document_bounds
 from customized_ops.ring_attention.core.layout.split_documents import EVEN as SPLIT_EVEN
 from customized_ops.ring_attention.core.layout.split_documents import split_documents
 from customized_ops.ring_attention.core.layout.whole_documents import (
-    EVEN,
+    AS_EVEN,
     least_area,
     whole_documents,
 )
@@ -76,7 +76,7 @@ def test_documents_attend_themselves_only(corners):
 
 @given(lengths)
 @some
-def test_two_ranks_get_the_best_deal_of_few_documents(tokens):
+def test_two_ranks_get_the_best_assignment_of_few_documents(tokens):
     """Against all ways to give rank 0 half of the tokens in whole documents."""
     mask, half = packed(tokens), -(-sum(tokens) // 2)
     area = [n * (n + 1) // 2 for n in tokens]
@@ -91,7 +91,7 @@ def test_two_ranks_get_the_best_deal_of_few_documents(tokens):
     )
     found = assign_documents([(mask.slices, 1.0)], mask.q_len, 2)
     if found is None or len(tokens) < 4:
-        too_large = 2 * max(area, default=0) > EVEN * sum(area) or max(tokens) > sum(tokens) // 2
+        too_large = 2 * max(area, default=0) > AS_EVEN * sum(area) or max(tokens) > sum(tokens) // 2
         assert best is None or too_large or len(tokens) < 4
         return
     layout = Layout(found.table, 2)
@@ -99,7 +99,7 @@ def test_two_ranks_get_the_best_deal_of_few_documents(tokens):
     assert found.imbalance == pytest.approx(loads(mask, layout).max() * 2 / mask.area)
     if crossing(mask, layout) == 0:
         assert best is not None
-        assert loads(mask, layout).max() <= max(best, EVEN * mask.area / 2) + 1
+        assert loads(mask, layout).max() <= max(best, AS_EVEN * mask.area / 2) + 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -143,7 +143,9 @@ def test_split_documents_lie_first():
 )
 def test_where_documents_cannot_stay_whole(mask, group_size):
     sizes = sizes_of(mask, group_size)
-    assert whole_documents(Documents.of([(mask.slices, 1.0)], mask.q_len), sizes, EVEN) is None
+    assert (
+        whole_documents(DocumentAreas.of([(mask.slices, 1.0)], mask.q_len), sizes, AS_EVEN) is None
+    )
     assert assign_documents([(mask.slices, 1.0)], mask.q_len, group_size).good
 
 
@@ -152,7 +154,7 @@ def test_where_documents_cannot_stay_whole(mask, group_size):
 def test_the_least_area_is_a_bound(tokens, group_size):
     """Of all ways to lay whole documents on ranks of equal tokens."""
     mask, size = packed(tokens), sum(tokens) // group_size
-    documents = Documents.of([(mask.slices, 1.0)], mask.q_len)
+    documents = DocumentAreas.of([(mask.slices, 1.0)], mask.q_len)
     bound = least_area(documents, size)
     for ranks in itertools.product(range(group_size), repeat=len(tokens)):
         if (np.bincount(ranks, documents.tokens, minlength=group_size) == size).all():
@@ -179,7 +181,7 @@ def test_each_rank_gets_its_tokens(tokens, group_size, kind):
     layout = Layout.balanced(mask, group_size)
     assert sum(layout.sizes) == sum(tokens)
     table = split_documents(
-        Documents.of([(mask.slices, 1.0)], mask.q_len), sizes_of(mask, group_size)
+        DocumentAreas.of([(mask.slices, 1.0)], mask.q_len), sizes_of(mask, group_size)
     )
     assert Layout(table, group_size).sizes == Layout.contiguous(mask.q_len, group_size).sizes
 
@@ -192,7 +194,7 @@ def test_real_lengths_are_even_and_few_keys_move(tokens, group_size, draws):
     uneven = []
     for seed in range(draws):
         mask = AttnMask.varlen(document_lengths(tokens, seed), causal=True)
-        documents = Documents.of([(mask.slices, 1.0)], tokens)
+        documents = DocumentAreas.of([(mask.slices, 1.0)], tokens)
         sizes = np.full(group_size, tokens // group_size)
         table = split_documents(documents, sizes)
         layout = Layout(table, group_size)
@@ -213,7 +215,7 @@ def test_weights_count():
     window = AttnMask.varlen([0, *itertools.accumulate(tokens)], causal=True, window=(64, 0))
     layout = Layout.balanced([(full, 1), (window, 3)], 2)
     both = loads(full, layout) + 3 * loads(window, layout)
-    assert both.max() - both.mean() <= max((EVEN - 1) * both.mean(), 4 * CALL_PAIRS)
+    assert both.max() - both.mean() <= max((AS_EVEN - 1) * both.mean(), 4 * CALL_PAIRS)
 
 
 @pytest.mark.parametrize(

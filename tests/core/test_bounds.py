@@ -10,6 +10,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import bounds, make_plan
 from customized_ops.ring_attention.core.plan.bounds import least_cost, lines, lower_bounds, row_sums
+from customized_ops.ring_attention.core.plan.heads import Sizes
 
 masks = st.one_of(
     st.builds(
@@ -189,7 +190,7 @@ def plans(draw):
 )
 def test_no_plan_falls_below_its_bounds(plan, heads, dims):
     sizes = (*heads, *dims)
-    least = lower_bounds(plan, *sizes)
+    least = lower_bounds(plan, Sizes.of(*sizes))
     received = plan.forward_bytes(*sizes)[:, 1]
     assert plan.area.max() >= least.pairs
     assert (received >= least.received).all()
@@ -202,7 +203,7 @@ def test_moved_is_a_bound_of_each_ranks_work():
     layout = Layout.contiguous(64, 4)
     plan = make_plan(AttnMask.dense(64, causal=True), layout, assignment="balanced")
     assert plan.q_tokens().sum() > 0
-    got = lower_bounds(plan, 4, 2, 16, None, 2).moved
+    got = lower_bounds(plan, Sizes.of(4, 2, 16, None, 2)).moved
     result = 4 * (16 * 2 + 4)
     made = plan.kv_tokens()[:, 1] * 2 * 32 * 2 + plan.q_tokens()[:, 1] * (4 * 16 * 2 + result)
     assert made.sum() == plan.forward_bytes(4, 2, 16, None, 2)[:, 1].sum()
@@ -211,5 +212,5 @@ def test_moved_is_a_bound_of_each_ranks_work():
 
 def test_nothing_to_do_has_bounds_of_nothing():
     plan = make_plan(AttnMask.from_slices([], 3, 3), Layout.from_sizes([1, 2]))
-    least = lower_bounds(plan, 1, 1, 1, None, 2)
+    least = lower_bounds(plan, Sizes.of(1, 1, 1, None, 2))
     assert (least.pairs, least.total, least.busiest) == (0, 0, 0)

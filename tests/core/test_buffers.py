@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
-from customized_ops.ring_attention.core.plan import buffers
-from customized_ops.ring_attention.core.plan.buffers import joined_keys, over_buffers
+from customized_ops.ring_attention.core.plan import rank_plan as buffers
 from customized_ops.ring_attention.core.plan.exchange import token_indices
+from customized_ops.ring_attention.core.plan.rank_plan import joined_keys, over_buffers
 
 
 def painted(slices: np.ndarray, rows: int, keys: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def check(mask: AttnMask, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 @st.composite
 def places(draw, total: int) -> np.ndarray:
-    """Some of ``total`` tokens in pieces that lie in the buffer in any order."""
+    """Some of ``total`` tokens in pieces that are in the buffer in any order."""
     bounds = sorted(draw(st.sets(st.integers(0, total), max_size=9)) | {0, total})
     pieces = [pair for pair in itertools.pairwise(bounds) if draw(st.integers(0, 3))]
     order = draw(st.permutations(range(len(pieces))))
@@ -82,7 +82,7 @@ def test_any_buffers(case):
 
 
 def side_by_side(ranges) -> np.ndarray:
-    """Places of token ranges that lie in the buffer one after the other."""
+    """Places of token ranges that are in the buffer one after the other."""
     table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
     size = table[:, 1] - table[:, 0]
     return np.column_stack([table, np.cumsum(size) - size])

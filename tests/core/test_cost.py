@@ -70,9 +70,9 @@ def test_spans_do_all_of_the_forward_pass(heads):
             seconds = {"kernels": 0.0, "links": 0.0}
             for kind, _, start, stop in spans:
                 assert 0 <= start < stop
-                seconds["kernels" if kind in ("own", "guests") else "links"] += stop - start
+                seconds["kernels" if kind in ("own", "remote") else "links"] += stop - start
             assert seconds["kernels"] == pytest.approx(forward.compute[rank])
-            exchanges = sum(span.kind not in ("own", "guests") for span in spans)
+            exchanges = sum(span.kind not in ("own", "remote") for span in spans)
             # Each exchange takes the longer of its two ways, so no less than either way in all.
             least = moved[rank].max() / ROUND.link_bytes + exchanges * ROUND.step_seconds
             assert seconds["links"] >= least * (1 - 1e-12)
@@ -84,8 +84,8 @@ def test_spans_wait_for_what_they_need():
     for plan in plans():
         for rank in range(plan.group_size):
             spans = ROUND.forward_spans(plan, rank, *SIZES)
-            kernels = [span for span in spans if span.kind in ("own", "guests")]
-            links = [span for span in spans if span.kind not in ("own", "guests")]
+            kernels = [span for span in spans if span.kind in ("own", "remote")]
+            links = [span for span in spans if span.kind not in ("own", "remote")]
             for row in (kernels, links):
                 assert all(a.stop_seconds <= b.start_seconds for a, b in pairwise(row))
             there = {span.stage: span.stop_seconds for span in links if span.kind == "keys"}

@@ -9,6 +9,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report import paint as paint_module
 from customized_ops.ring_attention.core.plan.report.paint import PALE, PIXELS, paint, parts_by_step
 from customized_ops.ring_attention.core.plan.report.picture import (
@@ -113,7 +114,7 @@ def test_keys_in_too_many_parts_are_not_told_apart(monkeypatch, tmp_path):
 @over_plans
 def test_link_bytes_are_forward_bytes(plan):
     for heads in ((4, 2), (6, 3), (5, 1)):
-        keys, rows = link_bytes(plan, *heads, 16, 8, 2)
+        keys, rows = link_bytes(plan, Sizes(*heads, 16, 8, 2))
         moved = plan.forward_bytes(*heads, 16, 8, 2)
         assert (keys + rows).sum(axis=1).tolist() == moved[:, 0].tolist()
         assert (keys + rows).sum(axis=0).tolist() == moved[:, 1].tolist()

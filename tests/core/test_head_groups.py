@@ -24,7 +24,7 @@ HEADS = (32, 8)
 
 
 def causal(per_rank: int, ranks: int = 2, costs: CostModel = BETWEEN_HOSTS, **options) -> Plan:
-    """Zigzag, all ranks alike."""
+    """Zigzag, all ranks do the same."""
     tokens, heads = per_rank * ranks, options.pop("heads", HEADS)
     mask = AttnMask.dense(tokens, causal=True)
     return make_plan(mask, Layout.zigzag(tokens, ranks), heads=heads, costs=costs, **options)
@@ -166,7 +166,7 @@ def test_spans_of_groups_add_up(stages):
         ),
         (
             {"head_groups": 2, "heads": (9, 2)},
-            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 9 and 2",
+            "query heads must be a multiple of key heads to be assigned to 2 ranks, got 9 and 2",
         ),
     ],
 )

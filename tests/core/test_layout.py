@@ -106,7 +106,7 @@ def test_zigzag_of_one_even_document_is_zigzag():
 
 @pytest.mark.parametrize("block", [1, 2, 5])
 @pytest.mark.parametrize("total", [0, 1, 7, 40])
-def test_striped_deals_blocks(total, block):
+def test_striped_assigns_blocks(total, block):
     for group_size in (1, 2, 3, 8):
         layout = Layout.striped(total, group_size, block)
         for rank in range(group_size):
@@ -260,8 +260,8 @@ def chunk_layouts(draw):
     total, group_size, chunk = draw(numbers[0]), draw(numbers[1]), draw(st.integers(1, 50))
     ranks = st.integers(0, group_size - 1)
     chunks = -(-total // chunk)
-    dealt = draw(st.lists(ranks, min_size=chunks, max_size=chunks))
-    return Layout.from_chunks(total, group_size, chunk, dealt)
+    assigned = draw(st.lists(ranks, min_size=chunks, max_size=chunks))
+    return Layout.from_chunks(total, group_size, chunk, assigned)
 
 
 @st.composite

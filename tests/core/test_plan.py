@@ -88,7 +88,7 @@ def plans(mask_name: str, assignment: str, stages: int) -> list[Plan]:
     return made
 
 
-# "auto" deals as one of these does: see below.
+# "auto" assigns as one of these does: see below.
 WAYS = [name for name in ASSIGNMENTS if name != "auto"]
 
 
@@ -99,7 +99,7 @@ def over_plans(test):
     return pytest.mark.parametrize("mask_name", MASKS)(test)
 
 
-def dealt(plan: Plan, team: int) -> np.ndarray:
+def assigned(plan: Plan, team: int) -> np.ndarray:
     """int[q_len, k_len]: how many of the team's slices hold each pair."""
     count = np.zeros((plan.mask.q_len, plan.mask.k_len), dtype=int)
     for one in plan.work[plan.work[:, TEAM] == team, :TEAM]:
@@ -135,14 +135,14 @@ def attended(plan):
     count = np.zeros((plan.team_size, plan.mask.q_len, plan.mask.k_len), dtype=int)
     own_rows = [plan.q_layout.positions(r) for r in ranks]
     own_keys = [plan.k_layout.positions(r) for r in ranks]
-    guest_rows = fetched([plan.rank(r).q for r in ranks], own_rows)
+    remote_rows = fetched([plan.rank(r).q for r in ranks], own_rows)
     for n in range(plan.n_stages):
         stages = [plan.rank(r).stages[n] for r in ranks]
         local = all(stage.kv is None for stage in stages)
         assert local or all(stage.kv is not None for stage in stages)
         keys = own_keys if local else fetched([stage.kv for stage in stages], own_keys)
         for r, stage in enumerate(stages):
-            for rows, slices in ((own_rows[r], stage.own), (guest_rows[r], stage.remote)):
+            for rows, slices in ((own_rows[r], stage.own), (remote_rows[r], stage.remote)):
                 for one in slices:
                     seen = to_dense(one[None], len(rows), len(keys[r]))
                     count[r % plan.team_size][np.ix_(rows, keys[r])] += seen
@@ -161,15 +161,16 @@ def test_calls_attend_every_pair_of_the_mask_once(mask_name, assignment, stages)
 
 @pytest.mark.parametrize("assignment", WAYS)
 @pytest.mark.parametrize("mask_name", MASKS)
-def test_every_pair_is_dealt_once(mask_name, assignment):
+def test_every_pair_is_assigned_once(mask_name, assignment):
     for plan in plans(mask_name, assignment, 0):
         teams = range(plan.group_size // plan.team_size)
-        assert (sum(dealt(plan, t) for t in teams) == plan.mask.to_dense()).all(), plan.report(4, 4)
+        times = sum(assigned(plan, team) for team in teams)
+        assert (times == plan.mask.to_dense()).all(), plan.report(4, 4)
         assert set(plan.work[:, TEAM].tolist()) <= set(teams)
 
 
 def moved(moves: np.ndarray, layout: Layout, team: int) -> list[int]:
-    """Tokens that ``team`` is said to need, each from where it lies."""
+    """Tokens that ``team`` is said to need, each from where it is."""
     tokens = []
     for move in moves[moves[:, RECV] == team].tolist():
         span = range(move[TOKEN0], move[TOKEN1])
@@ -186,7 +187,7 @@ def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignme
         received = np.zeros((2, plan.group_size), dtype=int)
         for rank in range(plan.group_size):
             team, mine = rank // plan.team_size, plan.rank(rank)
-            pairs = dealt(plan, team)
+            pairs = assigned(plan, team)
             rows, keys = (np.flatnonzero(pairs.any(axis=axis)).tolist() for axis in (1, 0))
             assert sorted(moved(moves_of(plan, "q"), plan.q_layout, team)) == rows, plan.report(
                 4, 4
@@ -218,7 +219,7 @@ def test_owners_compute_their_rows(mask_name, assignment):
     for plan in plans(mask_name, assignment, 1):
         shared = np.zeros(plan.mask.q_len, dtype=int)
         for team in range(plan.group_size // plan.team_size):
-            rows = np.flatnonzero(dealt(plan, team).any(axis=1))
+            rows = np.flatnonzero(assigned(plan, team).any(axis=1))
             shared[rows] += 1
             if assignment == "owner":
                 ranks = range(team * plan.team_size, (team + 1) * plan.team_size)
@@ -231,7 +232,7 @@ def test_owners_compute_their_rows(mask_name, assignment):
 
 
 @pytest.mark.parametrize("mask_name", MASKS)
-def test_auto_deals_as_another_does(mask_name):
+def test_auto_assigns_as_another_does(mask_name):
     ways = [plans(mask_name, assignment, 0) for assignment in WAYS]
     for auto, *others in zip(plans(mask_name, "auto", 0), *ways, strict=True):
         assert auto.work.tolist() in [plan.work.tolist() for plan in others]
@@ -421,7 +422,7 @@ def test_a_key_head_of_several_ranks_is_sent_to_each():
 
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8), (16, 16), (32, 1)])
 def test_of_plans_as_fast_the_one_with_fewer_calls(heads):
-    """Holders of rows and of keys share what lies between them: two calls on either of two ranks,
+    """Holders of rows and of keys share what is between them: two calls on either of two ranks,
     where rows that are given away whole make three; unless the bytes cost time."""
     mask, layout = AttnMask.causal(65536), Layout.contiguous(65536, 2)
     fast, slow = H200, CostModel(link_bytes=4e9)
@@ -619,7 +620,7 @@ HALVES = Layout.contiguous(8, 2)
             (CAUSAL8, HALVES, Layout.contiguous(8, 4)),
             {},
             LayoutError,
-            "q lies on 2 ranks and k on 4",
+            "q is on 2 ranks and k on 4",
         ),
         ((CAUSAL8, HALVES), {"stages": -1}, ValueError, "stages must be 0 or more, got -1"),
         (
@@ -644,7 +645,7 @@ HALVES = Layout.contiguous(8, 2)
             (CAUSAL8, HALVES),
             {"team_size": 2, "heads": (6, 4)},
             ValueError,
-            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 6 and 4",
+            "query heads must be a multiple of key heads to be assigned to 2 ranks, got 6 and 4",
         ),
         (
             (CAUSAL8, HALVES),

@@ -91,7 +91,7 @@ def key_parts(plan: Plan, rank: int) -> list[np.ndarray]:
         if stage.kv is None:
             return [met(stage.own, 1), met(stage.remote, 1)]
         gathered = np.zeros(99, dtype=bool)
-        if plan.gathered:  # the rank's own lie among the others, in their global order
+        if plan.gathered:  # the rank's own are among the others, in their global order
             own = plan.k_layout.positions(rank)
             gathered[: len(own)] = np.isin(own, stage.kv.indices)
         return [gathered]

@@ -6,6 +6,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan.bounds import lower_bounds
+from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.plan.report.text import (
     format_bytes,
@@ -99,7 +100,7 @@ def test_measures_are_those_of_the_plan(stages, team_size):
     assert got.sent_bytes.tolist() == moved[:, 0].tolist()
     assert got.received_bytes.tolist() == moved[:, 1].tolist()
     assert got.imbalance == pytest.approx(plan.area.max() * 4 / plan.area.sum())
-    least = lower_bounds(plan, *sizes)
+    least = lower_bounds(plan, Sizes.of(*sizes))
     assert got.bounds.received.tolist() == least.received.tolist()
     assert got.pairs_gap == pytest.approx(plan.area.max() / least.pairs)
     assert got.bytes_gap == pytest.approx(moved[:, 1].sum() / least.total)

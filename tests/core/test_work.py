@@ -21,7 +21,7 @@ from customized_ops.ring_attention.core.mask.slices import (
 )
 from customized_ops.ring_attention.core.plan import Plan, even_work, make_plan
 from customized_ops.ring_attention.core.plan import work as work_module
-from customized_ops.ring_attention.core.plan.even_work import TOLERANCE, evened, shared
+from customized_ops.ring_attention.core.plan.even_work import WORK_TOLERANCE, evened, shared
 from customized_ops.ring_attention.core.plan.work import (
     FEWER_BYTES,
     TEAM,
@@ -67,7 +67,7 @@ def cases(draw):
     return mask, draw(layouts(mask.q_len, ranks)), draw(layouts(mask.k_len, ranks)), team_size
 
 
-def assert_deals(work: np.ndarray, mask: AttnMask, teams: int) -> None:
+def assert_assigns(work: np.ndarray, mask: AttnMask, teams: int) -> None:
     """Every pair of the mask to one team, in normalised slices."""
     count = np.zeros((mask.q_len, mask.k_len), dtype=int)
     for one in work[:, :TEAM]:
@@ -88,19 +88,19 @@ def row_team(layout: Layout, team_size: int) -> np.ndarray:
 
 @given(cases(), st.sampled_from([0.25, 1.0, 4.0, 16.0]))
 @many
-def test_every_step_deals_each_pair_once(case, row_cost):
+def test_every_step_assigns_each_pair_once(case, row_cost):
     mask, q_layout, k_layout, team_size = case
     teams = q_layout.group_size // team_size
     held = row_team(q_layout, team_size)
     at_home = owned(mask.slices, q_layout, team_size)
-    assert_deals(at_home, mask, teams)
+    assert_assigns(at_home, mask, teams)
     for q0, q1, *_, team in at_home.tolist():
         assert (held[q0:q1] == team).all()
     near = nearest(at_home, k_layout, team_size, row_cost)
-    assert_deals(near, mask, teams)
+    assert_assigns(near, mask, teams)
     event(f"rows move: {near is not at_home}")
     both = shared(at_home, q_layout, k_layout, team_size)
-    assert_deals(both, mask, teams)
+    assert_assigns(both, mask, teams)
     key_held = row_team(k_layout, team_size)
     for q0, q1, k0, k1, *_, team in both.tolist():
         assert (held[q0:q1] == team).all() or (key_held[k0:k1] == team).all()
@@ -109,7 +109,7 @@ def test_every_step_deals_each_pair_once(case, row_cost):
     event(f"shared: {both is not at_home}")
     for work in (at_home, near, both):
         even = evened(work, q_layout, team_size)
-        assert_deals(even, mask, teams)
+        assert_assigns(even, mask, teams)
         before, after = (area_per_team(w, teams).max(initial=0) for w in (work, even))
         assert even is work or after < before
         event(f"evened: {even is not work}")
@@ -250,7 +250,7 @@ def test_too_many_parts_are_left_at_home(monkeypatch):
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
 @pytest.mark.parametrize("tokens", [8192, 100_003])
 def test_contiguous_causal_shards_are_shared_evenly(tokens, ranks):
-    """Half of what lies between two ranks for each; nobody computes rows of one peer over keys of
+    """Half of what is between two ranks for each; nobody computes rows of one peer over keys of
     another."""
     layout = Layout.contiguous(tokens, ranks)
     work = shared(owned(AttnMask.causal(tokens).slices, layout, 1), layout, layout, 1)
@@ -315,7 +315,7 @@ def test_evened_within_the_tolerance(ranks, tokens):
     mask, layout = AttnMask.dense(tokens, causal=True), Layout.contiguous(tokens, ranks)
     before = owned(mask.slices, layout, 1)
     area = area_per_team(evened(before, layout, 1), ranks)
-    assert area.max() <= (1 + TOLERANCE) * area.mean()
+    assert area.max() <= (1 + WORK_TOLERANCE) * area.mean()
     assert area_per_team(before, ranks).max() > 1.3 * area.mean()
 
 
@@ -327,10 +327,10 @@ def test_evened_moves_few_rows_in_few_transfers():
     held = row_team(layout, 1)
     moved = work[held[work[:, Q0]] != work[:, TEAM]]
     assert len({(int(held[q0]), team) for q0, *_, team in moved.tolist()}) <= ranks - 1
-    # No dealing can do with fewer rows than if each excess were cut from the rank's densest rows.
+    # No fewer rows can do than if each excess were cut from the rank's densest rows.
     area = area_per_team(owned(AttnMask.dense(tokens, causal=True).slices, layout, 1), ranks)
     ends = np.arange(1, ranks + 1) * (tokens // ranks)
-    least = np.maximum(area - (1 + TOLERANCE) * area.mean(), 0) / ends
+    least = np.maximum(area - (1 + WORK_TOLERANCE) * area.mean(), 0) / ends
     assert least.sum() <= (moved[:, Q1] - moved[:, Q0]).sum() <= 1.3 * least.sum()
 
 
@@ -356,11 +356,11 @@ def test_evened_gives_held_rows_only():
     even = evened(near, layout, 1)
     held = row_team(layout, 1)
 
-    def guests(work):
+    def remote(work):
         away = held[work[:, Q0]] != work[:, TEAM]
         return {tuple(row) for row in work[away].tolist()}
 
-    assert even is not near and guests(near) < guests(even)
+    assert even is not near and remote(near) < remote(even)
 
 
 def test_cells():
@@ -378,7 +378,7 @@ def test_cells():
         assert (area <= np.maximum(most, 1000)).all()
 
 
-def test_nothing_to_deal():
+def test_nothing_to_assign():
     nowhere = Layout.contiguous(0, 4)
     at_home = owned(AttnMask.dense(0).slices, nowhere, 1)
     assert at_home.shape == (0, 7)

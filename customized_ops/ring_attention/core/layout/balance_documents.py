@@ -8,17 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Ints
-from .documents import Documents, Weighted, area_of_ranges
+from .documents import DocumentAreas, Weighted, area_of_ranges
 from .layout_tables import even_bounds, in_order
 from .split_documents import split_documents
-from .whole_documents import whole_documents
+from .whole_documents import AS_EVEN, whole_documents
 
 # Pairs of 32 heads that take as long as another kernel call and its merge do at the least (100 us
 # on an H200): so much more on one rank is better than documents split.
 CALL_PAIRS = 1 << 20
-# The largest area over the mean: as even as any; and not worth a search, which takes seconds for
-# many ranks.
-AS_EVEN, ENOUGH = 1.01, 1.05
+# The largest area over the mean that is not worth a search, which takes seconds for many ranks.
+ENOUGH = 1.05
 
 
 class DocumentAssignment(NamedTuple):
@@ -39,7 +38,7 @@ def assign_documents(weighted: Weighted, total: int, group_size: int) -> Documen
     Returns:
         None where nothing is attended.
     """
-    documents = Documents.of(weighted, total)
+    documents = DocumentAreas.of(weighted, total)
     if not documents.area.any():
         return None
     bounds = even_bounds(total, group_size)

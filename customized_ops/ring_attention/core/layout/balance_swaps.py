@@ -10,7 +10,7 @@ from ..arrays import Ints, Numbers
 LEVEL_PAIRS = 1 << 16
 GATHER_PAIRS = 1 << 21
 # Stands for a swap that may not be made.
-NEVER = 1 << 62
+FORBIDDEN = 1 << 62
 
 
 class Search:
@@ -63,7 +63,7 @@ class Search:
         worst, cut = self._swaps(own, others)
         if worst.min() >= self.loads.max():
             return False
-        cut = np.where(worst <= max(cap, worst.min()), cut, NEVER)
+        cut = np.where(worst <= max(cap, worst.min()), cut, FORBIDDEN)
         a, c = divmod(int(cut.argmin()), len(others))
         self._swap(own[a], others[c])
         return True
@@ -84,7 +84,7 @@ class Search:
                 others = np.flatnonzero(self.rank_of != self.rank_of[a])
                 worst, cut = self._swaps(np.array([a]), others)
                 before = np.maximum(self.loads[self.rank_of[a]], self.loads[self.rank_of[others]])
-                cut = np.where(worst <= np.maximum(cap, before), cut, NEVER)[0]
+                cut = np.where(worst <= np.maximum(cap, before), cut, FORBIDDEN)[0]
                 c = int(cut.argmin())
                 if cut[c] < 0:
                     self._swap(a, others[c])
@@ -98,7 +98,7 @@ class Search:
         r, s = self.rank_of[own[0]], self.rank_of[others]
         given = self.work[own][:, None] - self.work[others]
         worst = np.maximum(self.loads[r] - given, self.loads[s] + given)
-        worst[:, (others >= self.n) & self.has_empty[r]] = NEVER
+        worst[:, (others >= self.n) & self.has_empty[r]] = FORBIDDEN
         leave = self.link[r][own][:, None] - self.link[:, own].T[:, s]
         arrive = self.link[s, others] - self.link[r, others]
         return worst, leave + arrive + 2 * self.pair[np.ix_(own, others)]

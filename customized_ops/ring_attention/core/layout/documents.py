@@ -42,7 +42,7 @@ def area_of_ranges(weighted: Weighted, ranges: Ints) -> Floats:
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentAreas:
     """Documents in the order of the sequence.
 
     Attributes:
@@ -56,7 +56,7 @@ class Documents:
     uneven: Bools
 
     @staticmethod
-    def of(weighted: Weighted, total: int) -> Documents:
+    def of(weighted: Weighted, total: int) -> DocumentAreas:
         """The documents of some masks together."""
         bounds = document_bounds(np.concatenate([slices for slices, _ in weighted]), total)
         middle = (bounds[:-1] + bounds[1:] + 1) // 2
@@ -65,7 +65,7 @@ class Documents:
         first = np.searchsorted(halves, bounds[:-1])
         area = np.add.reduceat(of_halves, first) if len(first) else of_halves
         uneven = np.abs(of_halves[first] - area / 2) > EVEN_HALF * area
-        return Documents(bounds, area, uneven)
+        return DocumentAreas(bounds, area, uneven)
 
     @property
     def tokens(self) -> Ints:

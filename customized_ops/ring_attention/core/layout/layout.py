@@ -28,12 +28,12 @@ from .layout_arguments import (
     cumulative,
     integers,
     lengths,
+    read,
     shorten,
-    uneven,
     weighted_masks,
     whole,
+    write,
 )
-from .layout_spec import read, write
 from .layout_value import IN_USE, LayoutValue
 
 
@@ -156,7 +156,7 @@ class Layout(LayoutValue):
         if documents is not None and documents.imbalance <= certificate.imbalance:
             return Layout(documents.table, group_size)
         if not certificate.good:
-            warnings.warn(uneven(certificate, chunk), stacklevel=_level_of_caller())
+            warnings.warn(certificate.warning(chunk), stacklevel=_level_of_caller())
         return Layout.from_chunks(total, group_size, chunk, rank_of)
 
     @staticmethod

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..arrays import Ints
 from . import layout_tables as tables
-from .layout_arguments import LayoutError, shorten
-from .layout_spec import write_ranges
+from .layout_arguments import LayoutError, shorten, write_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +87,7 @@ class LayoutValue:
 
     @cached_property
     def spec(self) -> str:
-        """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_spec`)."""
+        """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_arguments`)."""
         return self.given_spec or write_ranges(self.ranges)
 
     @cached_property

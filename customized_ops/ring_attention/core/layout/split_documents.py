@@ -7,7 +7,7 @@ of the alias method is (Walker, 1977):
 
 1. Documents denser than the mean, the largest first, go whole to the rank with the least area, as
    long as they fit there.
-2. Those that do not fit lie on a line, the densest first. Each rank is to take a stretch of it, and
+2. Those that do not fit form a line, the densest first. Each rank is to take a stretch of it, and
    so knows how dense the tokens are that it will take.
 3. The other documents, the longest first, go whole to the rank with the most room: what is left of
    its tokens when it has taken, from the line, what makes up its area. One that fits nowhere is
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..arrays import Floats, Ints, columns
-from .documents import Documents
+from .documents import DocumentAreas
 
 # How far the largest area may be above the mean: below what kernels vary by; and what is accepted
 # rather than begun anew.
@@ -41,7 +41,7 @@ OVER = 0.01
 # A document is not split for fewer tokens than this.
 LEAST_PART = 64
 # Times that densities are found anew.
-ROUNDS = 8
+DENSITY_ROUNDS = 8
 
 Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
 
@@ -63,7 +63,7 @@ class _Ranks:
         return _Ranks(self.room.copy(), self.area.copy(), self.runs.copy())
 
 
-def split_documents(documents: Documents, sizes: Ints) -> Ints:
+def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
     """int64[n, 3] token ranges (rank, start, stop) that give each rank ``sizes[rank]`` tokens and
     about the mean area.
 
@@ -88,7 +88,7 @@ def split_documents(documents: Documents, sizes: Ints) -> Ints:
         of_line = np.full(len(sizes), np.inf)
         excess = density[line] - sparse_density
         of_line[in_order] = _expected(lacking[in_order], tokens[line], excess) + sparse_density
-        for _ in range(ROUNDS):
+        for _ in range(DENSITY_ROUNDS):
             filled = ranks.copy()
             _place_sparse(filled, sparse, tokens, density, of_line.tolist(), mean)
             of_line = _cut_line(filled, line, tokens, density, in_order)
@@ -102,7 +102,7 @@ def split_documents(documents: Documents, sizes: Ints) -> Ints:
 
 
 def _place_dense(
-    ranks: _Ranks, dense: Ints, documents: Documents, most: float, sparse_density: float
+    ranks: _Ranks, dense: Ints, documents: DocumentAreas, most: float, sparse_density: float
 ) -> Ints:
     """Step 1, for areas of ``most`` a rank; returns the documents that did not fit. Room that is
     left is counted as filled at ``sparse_density``."""
@@ -191,7 +191,7 @@ def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order
     return np.where(taken > 0, area / np.maximum(taken, 1), np.inf)
 
 
-def _ranges(runs: list[Run], documents: Documents) -> Ints:
+def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:
     """Token ranges of runs; each rank's parts of split documents first, which alone attend keys of
     other ranks, then its whole documents, both in the order of the sequence."""
     rank, document, first, last = np.array(runs, dtype=np.int64).reshape(-1, 4).T

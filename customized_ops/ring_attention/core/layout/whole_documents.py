@@ -4,8 +4,8 @@ all its documents in one call.
 Documents start on ranks in the order of the sequence. Two ranks at a time exchange some, until each
 rank holds exactly its number of tokens and about the mean area. What two ranks exchange is found by
 meeting in the middle (Horowitz and Sahni, 1974): all sums of one half of some of their documents
-are looked up among all sums of the other half, so that every way to assign FREE documents to two
-ranks is weighed, in the time of 2 ** (FREE / 2).
+are looked up among all sums of the other half, so that every way to assign n of them to two ranks
+is weighed, in the time of 2 ** (n / 2).
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Ints
-from .documents import Documents
+from .documents import DocumentAreas
 
 # Documents of two ranks that are assigned anew at a time; those of the most area among them.
-FREE, LARGE = 22, 8
+REASSIGNED, LARGEST = 22, 8
 # Steps to even out areas, and ranks that are tried in each.
-STEPS, OTHERS = 12, 2
+STEPS, TRIED = 12, 2
 # Where the largest area over the mean is no use to improve; and what two steps leave of it that are
 # worth another.
-EVEN, LESS = 1.01, 0.999
+AS_EVEN, LESS = 1.01, 0.999
 # Areas are counted in whole parts of all, tokens beside them: both fit an int64.
 AREA_UNITS = 1 << 34
 MOST_TOKENS = 1 << 25
 
 
-def whole_documents(documents: Documents, sizes: Ints, most: float) -> Ints | None:
+def whole_documents(documents: DocumentAreas, sizes: Ints, most: float) -> Ints | None:
     """int64[n, 3] token ranges (rank, start, stop), each a document, that give each rank
     ``sizes[rank]`` tokens and about the mean area; None where that is not possible or not found.
 
     Args:
         documents: some with an area.
         sizes: int64[P], tokens of each rank; together those of ``documents``.
-        most: the largest area over the mean that is of use, EVEN or more.
+        most: the largest area over the mean that is of use, AS_EVEN or more.
     """
     tokens, area, total = documents.tokens, documents.area, int(sizes.sum())
     if len(tokens) < 2 * len(sizes) or total > MOST_TOKENS or tokens.max() > sizes.min():
@@ -77,10 +77,10 @@ class _Assignment:
             loads, before = self.loads, self.rank_of.copy()
             largest.append(float(loads.max()))
             no_less = step > 1 and largest[-1] >= LESS * largest[-3]
-            if no_less or largest[-1] <= EVEN * loads.mean():
+            if no_less or largest[-1] <= AS_EVEN * loads.mean():
                 return
             falling = np.argsort(-loads, kind="stable").tolist()
-            heaviest, others = falling[0], falling[:0:-1][:OTHERS]
+            heaviest, others = falling[0], falling[:0:-1][:TRIED]
             for other in others:
                 self._exchange(heaviest, other, (loads[heaviest] + loads[other]) / 2, step)
                 if self.loads[[heaviest, other]].max() < loads[heaviest]:
@@ -118,19 +118,19 @@ class _Assignment:
         return True
 
     def _free(self, documents: Ints, step: int) -> Ints:
-        """Up to FREE of ``documents``: at first those of the most area, from step to step those of
+        """Up to REASSIGNED documents: at first those of the most area, from step to step those of
         less, and some of all lengths below."""
         falling = documents[np.argsort(-self.area[documents], kind="stable")]
-        if len(falling) <= FREE:
+        if len(falling) <= REASSIGNED:
             return falling
-        first = min(step * LARGE, len(falling) - FREE)
-        rest = np.linspace(first + LARGE, len(falling) - 1, FREE - LARGE).astype(np.int64)
-        return np.concatenate([falling[first : first + LARGE], falling[rest]])
+        first = min(step * LARGEST, len(falling) - REASSIGNED)
+        rest = np.linspace(first + LARGEST, len(falling) - 1, REASSIGNED - LARGEST).astype(np.int64)
+        return np.concatenate([falling[first : first + LARGEST], falling[rest]])
 
 
-def least_area(documents: Documents, tokens: int) -> float:
-    """The largest area of a rank is no less, however whole documents lie on ranks of so many
-    tokens: that of a document and of the least dense tokens that fill up its rank."""
+def least_area(documents: DocumentAreas, tokens: int) -> float:
+    """The largest area of a rank is no less, however whole documents are assigned to ranks of so
+    many tokens: that of a document and of the least dense tokens that fill up its rank."""
     rising = np.argsort(documents.area / documents.tokens)
     held = np.append(0, np.cumsum(documents.tokens[rising]))
     attended = np.append(0.0, np.cumsum(documents.area[rising]))

@@ -102,7 +102,7 @@ class Conversions(MaskValue):
 
     @classmethod
     def from_dense(cls, dense: npt.NDArray[np.bool_] | Sequence[Sequence[bool]]) -> Self:
-        """A mask from all its pairs, as few slices (see :mod:`.runs`); the inverse of ``to_dense``.
+        """A mask from all its pairs, the inverse of ``to_dense``, in few slices (:mod:`.row_runs`).
 
             AttnMask.from_dense([[True, False, False], [True, True, True]])
             x . .

@@ -39,7 +39,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     """
     if len(start) == 0:
         return np.zeros((0, 3), dtype=np.int64)
-    # One number line for all: a group's ranges lie a stride, and a gap, from the next group's.
+    # One number line for all: a stride, and a gap, from a group's ranges to the next group's.
     base = int(start.min())
     stride = int(stop.max()) - base + 1
     line = group * stride - base

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Ints
 from .slices import UNBOUNDED
 
-MOST = 2**63 - 1  # the largest int64
+LARGEST_INT = int(np.iinfo(np.int64).max)
 
 
 class MaskError(ValueError):
@@ -88,7 +88,7 @@ def integers(name: str, values: object, width: int | None = None) -> Ints:
         got = typed if hasattr(values, "dtype") else shown(values)
         raise MaskError(f"{name} must be {wanted}, got {got}")
     if array.dtype == np.uint64:  # what int64 cannot hold is out of every range, or no bound
-        array = np.minimum(array, np.uint64(MOST))
+        array = np.minimum(array, np.uint64(LARGEST_INT))
     return array.astype(np.int64)
 
 
@@ -99,7 +99,10 @@ def _require_entries(name: str, values: Sequence[Any], width: int | None) -> Non
             numbers = [_index(one) for one in ([entry] if width is None else entry)]
         except TypeError:
             numbers = []
-        if len(numbers) != (width or 1) or not -MOST - 1 <= min(numbers) <= max(numbers) <= MOST:
+        if (
+            len(numbers) != (width or 1)
+            or not -LARGEST_INT - 1 <= min(numbers) <= max(numbers) <= LARGEST_INT
+        ):
             wanted = "an integer" if width is None else f"{width} integers"
             raise MaskError(f"{name}[{n}] must be {wanted} of 64 bits, got {shown(entry)}")
 

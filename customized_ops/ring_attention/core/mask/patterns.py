@@ -1,7 +1,7 @@
 """Masks that have a name in the literature, each as a handful of band slices.
 
 Everywhere: ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no bound;
-a count beyond the sequence means all of it. Patterns with ``block`` lie over blocks of that many
+a count beyond the sequence means all of it. Patterns with ``block`` are made of blocks of that many
 tokens, the last of which may be short; all their other numbers then count blocks. That is how
 UltraAttn (SC '25, https://github.com/oliverYoung2001/UltraAttn) writes its masks. A number that is
 negative (but -1 as window), a ``block`` or ``stride`` of 0 and what is no integer are refused.

@@ -15,13 +15,14 @@ from ..arrays import Ints, columns
 from ..mask import AttnMask
 from ..mask.intervals import spread
 from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices
+from .heads import Sizes
 from .plan_value import PlanValue
 
 # The search cuts a cell into so many, and stops short of the exact minimum at so many cells.
 PARTS = 8
 MAX_CELLS = 1 << 18
 # Stands for the cost of pairs that no number of rows can have.
-NEVER = 1 << 60
+IMPOSSIBLE = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class Bounds:
         return max(int(self.received.max()), -(-self.total // len(self.moved)))
 
 
-def lower_bounds(
-    plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
-) -> Bounds:
+def lower_bounds(plan: PlanValue, sizes: Sizes) -> Bounds:
     """What ``plan.area`` and ``plan.forward_bytes`` cannot fall below, batch 1.
 
     Pairs. Each pair is computed by one team, so some team has the mean over teams, rounded up.
@@ -63,14 +62,12 @@ def lower_bounds(
     arrives and output and lse are sent home, and what all ranks receive is the sum of both over the
     ranks that compute.
     """
-    v_dim = head_dim if v_dim is None else v_dim
-    heads = plan.heads_of_ranks(q_heads, kv_heads)
+    heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     rows, keys = lines(plan.mask)
     ranks = np.array([plan.area, plan.q_layout.sizes, plan.k_layout.sizes])
     received, moved = np.zeros_like(ranks[:2])
     for h, g in np.unique(heads, axis=0).tolist():
-        row_in, row_back = h * head_dim * itemsize, h * (v_dim * itemsize + max(itemsize, 4))
-        key_in = g * (head_dim + v_dim) * itemsize
+        row_in, row_back, key_in = sizes.q_bytes(h), sizes.result_bytes(h), sizes.kv_bytes(g)
         like = (heads == (h, g)).all(axis=1)
         area, q_held, k_held = ranks[:, like]
         received[like] = least_cost(rows, keys, area, q_held, k_held, row_in, key_in)
@@ -112,7 +109,7 @@ def least_cost(
     ranks = columns(pairs, rows_held, np.minimum(keys_held, keys.count))
     cases, which = np.unique(ranks, axis=0, return_inverse=True)
     area, rows_held, keys_held = cases.T
-    best = np.where(area == 0, 0, NEVER)
+    best = np.where(area == 0, 0, IMPOSSIBLE)
     # Keys below those held save nothing: start with these alone, and with all above them.
     x = np.flatnonzero(area)
     x = np.concatenate([x, x[keys_held[x] < keys.count]])
@@ -122,7 +119,7 @@ def least_cost(
     while len(x):
         fewest = _fewest_rows(rows, keys, area[x], high)
         cost = row_cost * np.maximum(fewest - rows_held[x], 0)
-        cost = np.where(fewest > rows.count, NEVER, cost)
+        cost = np.where(fewest > rows.count, IMPOSSIBLE, cost)
         np.minimum.at(best, x, cost + key_cost * (high - keys_held[x]))
         least = cost + key_cost * np.maximum(low + 1 - keys_held[x], 0)
         left = (high - low > 1) & (least < best[x])

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Ints
+from ..arrays import Floats, Numbers
 from ..mask.slices import areas
 from .exchange import Exchange
+from .heads import Sizes
 from .plan_value import PlanValue
 
 Seconds = Floats
@@ -52,9 +53,9 @@ class Pass:
         return max(attend, link) if self.overlap else attend + link
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Something that a rank does for a time: its ``kind`` is "keys", "rows" or "results" on links,
-    "own" or "guests" (whose rows they are) in kernels."""
+    "own" or "remote" (whose queries they are) in kernels."""
 
     kind: str
     stage: int
@@ -129,15 +130,16 @@ class CostModel:
         head_dim: int,
         v_dim: int,
         itemsize: int,
-    ) -> list[Span]:
+    ) -> list[TimeSpan]:
         """What ``rank`` does when in the forward pass, batch 1, if it never waits for a peer that
         is late: exchanges one after the other, and kernels as soon as their tokens are there."""
         mine = plan.rank(rank)
+        sizes = Sizes(q_heads, kv_heads, head_dim, v_dim, itemsize)
         h, g = plan.heads_of_ranks(q_heads, kv_heads).T
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         link_free, now = 0.0, 0.0
 
-        def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Ints) -> float:
+        def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Numbers) -> float:
             """When it is complete."""
             nonlocal link_free
             bytes_ = _moved_bytes(what, rank, token_bytes)
@@ -145,35 +147,34 @@ class CostModel:
                 return now
             start = max(now, link_free)
             link_free = start + (bytes_ / self.link_bytes + self.step_seconds)
-            spans.append(Span(kind, stage, start, link_free))
+            spans.append(TimeSpan(kind, stage, start, link_free))
             return link_free
 
-        rows_there = exchange("rows", 0, mine.q, h * head_dim * itemsize)
+        rows_there = exchange("rows", 0, mine.q, sizes.q_bytes(h))
         # Heads in each group are as many, or nearly.
         groups = [1 if s.kv is None else min(plan.head_groups, int(g.max())) for s in mine.stages]
         parts = [n for n, count in enumerate(groups) for _ in range(count)]  # a stage's number each
 
         def keys(n: int) -> float:
-            token_bytes = g * (head_dim + v_dim) * itemsize / groups[n]
-            return exchange("keys", n, mine.stages[n].kv, token_bytes)
+            return exchange("keys", n, mine.stages[n].kv, sizes.kv_bytes(g) / groups[n])
 
         coming = keys(0)
         for n, after in zip(parts, [*parts[1:], None], strict=True):
             stage, there = mine.stages[n], coming
             if after is not None:
                 coming = keys(after)
-            for kind, slices in (("own", stage.own), ("guests", stage.remote)):
+            for kind, slices in (("own", stage.own), ("remote", stage.remote)):
                 if len(slices):
-                    start = max(now, there, rows_there if kind == "guests" else 0.0)
+                    start = max(now, there, rows_there if kind == "remote" else 0.0)
                     pairs = areas(slices).sum() / groups[n]
                     now = start + float(self.attend_seconds(pairs, h[rank], head_dim, v_dim)[0])
-                    spans.append(Span(kind, n, start, now))
+                    spans.append(TimeSpan(kind, n, start, now))
             if n + 1 == plan.remote_stages and after != n:
-                exchange("results", n, mine.q, h * (v_dim * itemsize + max(itemsize, 4)))
+                exchange("results", n, mine.q, sizes.result_bytes(h))
         return spans
 
 
-def _moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Ints) -> int:
+def _moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Numbers) -> int:
     """What a rank sends to others, or receives from them, whichever is more;
     ``token_bytes``, number[P], are of a token as each rank computes it."""
     if exchange is None:

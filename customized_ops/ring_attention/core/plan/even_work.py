@@ -14,9 +14,9 @@ from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 from .work import TEAM, Work, area_per_team, with_team
 
 # Imbalance left alone: moving rows costs messages, and a few percent is below what they cost.
-TOLERANCE = 0.02
+WORK_TOLERANCE = 0.02
 TILE_ROWS = 128  # where work is cut to suit kernels' tiles
-# Teams between which work is shared, pair by pair, parts that lie between them, and turns for each
+# Teams between which work is shared, pair by pair, parts between them, and turns for each
 # pair: more would take long, or make many small calls.
 MOST_SHARING, MOST_SHARED, SWEEPS = 16, 2048, 200
 
@@ -24,7 +24,7 @@ MOST_SHARING, MOST_SHARED, SWEEPS = 16, 2048, 200
 def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Work:
     """Even out work between those who hold its rows and those who hold its keys.
 
-    Pairs whose rows and keys lie on different teams may be computed by either: of the rows that one
+    Pairs whose rows and keys are on different teams may be computed by either: of the rows that one
     team has for the keys of another, the first go to the keys, so many that the busiest team has
     as little as it can have that way. Contiguous shards of a causal mask come out even at halves,
     whatever the number of teams, and no team computes rows of one peer over keys of another.
@@ -34,7 +34,7 @@ def shared(work: Work, q_layout: Layout, k_layout: Layout, team_size: int) -> Wo
     """
     teams = q_layout.group_size // team_size
     area = area_per_team(work, teams)
-    if teams > MOST_SHARING or area.max(initial=0) <= (1 + TOLERANCE) * area.sum() / teams:
+    if teams > MOST_SHARING or area.max(initial=0) <= (1 + WORK_TOLERANCE) * area.sum() / teams:
         return work
     pieces = k_layout.pieces
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
@@ -75,13 +75,13 @@ def _fractions_given(between: Floats) -> dict[tuple[int, int], float]:
             given[a, b] += more / between[a, b]
             load[a] -= more
             load[b] += more
-        if np.abs(load - before).max() <= TOLERANCE / 20 * load.mean():
+        if np.abs(load - before).max() <= WORK_TOLERANCE / 20 * load.mean():
             break
     return given
 
 
 def _row_after(parts: Slices, fraction: float) -> int:
-    """The row before which about so much of the parts' area lies; it suits kernels' tiles, unless
+    """The row with about so much of the parts' area before it; it suits kernels' tiles, unless
     that would be too coarse."""
     start, stop = int(parts[:, Q0].min()), int(parts[:, Q1].max())
     step = min(TILE_ROWS, max((stop - start) // 16, 1))
@@ -101,15 +101,15 @@ def evened(work: Work, layout: Layout, team_size: int) -> Work:
     teams = layout.group_size // team_size
     area = area_per_team(work, teams)
     mean = area.sum() / teams
-    if area.max(initial=0) <= (1 + TOLERANCE) * mean:
+    if area.max(initial=0) <= (1 + WORK_TOLERANCE) * mean:
         return work
     pieces = layout.pieces
     piece = np.searchsorted(pieces[:, 1], work[:, Q0], side="right") - 1
     giveable = work[:, TEAM] == pieces[piece, 0] // team_size
     given = work[giveable, :TEAM]
-    cells, cell_area = _cells(given, layout, TOLERANCE * mean)
+    cells, cell_area = _cells(given, layout, WORK_TOLERANCE * mean)
     holder = pieces[np.searchsorted(pieces[:, 1], cells[:, 0], side="right") - 1, 0] // team_size
-    computes = _assign(cells, holder, cell_area, area - mean, TOLERANCE / 2 * mean)
+    computes = _assign(cells, holder, cell_area, area - mean, WORK_TOLERANCE / 2 * mean)
     # Neighbouring cells that stay together are one range again.
     apart = (computes[1:] != computes[:-1]) | (holder[1:] != holder[:-1])
     heads, lasts = runs(apart, len(cells))

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel, Pass
+from .heads import Sizes
 from .plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
 FASTER = 0.97  # of the time with one group: more groups only for less than that
-DIM, ITEMSIZE = 128, 2  # of a head, and of an element
 MEMORY_BYTES = 3e12  # a second, read and written: what setting groups' results side by side takes
 
 
@@ -75,11 +75,13 @@ class RankTimes(NamedTuple):
     @staticmethod
     def of(plan: PlanValue, rank: int, costs: CostModel, heads: tuple[int, int]) -> RankTimes:
         """What ``rank`` does for a plan."""
-        row_bytes, key_bytes = heads[0] * DIM * ITEMSIZE, 2 * heads[1] * DIM * ITEMSIZE
+        sizes = Sizes.usual(heads)
+        row_bytes, key_bytes = sizes.q_bytes(heads[0]), sizes.kv_bytes(heads[1])
         area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
         areas = [area_here, int(plan.area[rank]) - area_here]
         forward, backward = (
-            each.tolist() for each in costs.attend_seconds(areas, heads[0], DIM, DIM)
+            each.tolist()
+            for each in costs.attend_seconds(areas, heads[0], sizes.head_dim, sizes.v_dim)
         )
         own_rows, others_rows = plan.kinds_of_calls[:, :, rank].tolist()
         return RankTimes(

@@ -53,7 +53,7 @@ def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     pieces = layout.pieces
     length = needed[:, 2] - needed[:, 1]
     needs = np.bincount(needed[:, 0], length, minlength=teams)
-    # Tokens of a piece that its own team needs: teams lie side by side on one number line.
+    # Tokens of a piece that its own team needs: teams follow one another on one number line.
     stride = max(layout.total, 1)
     line = _before(needed[:, 1:] + needed[:, :1] * stride)
     at = pieces[:, 0] // team_size * stride
@@ -86,7 +86,7 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
 
 
 def _before(ranges: Ints) -> Callable[[Ints], Ints]:
-    """A function from tokens to how much of ``ranges`` lies before each, ranges added up."""
+    """A function from tokens to how much of ``ranges`` is before each, ranges added up."""
     starts, stops = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])
     sums = [np.concatenate([[0], np.cumsum(ends)]) for ends in (starts, stops)]
 

@@ -15,10 +15,9 @@ from ..mask import AttnMask
 from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
-from .buffers import over_buffers
 from .exchange import Exchange, exchange, own_places
-from .head_shares import HeadShare, head_shares
-from .rank_plan import RankPlan, Stage
+from .heads import HeadShare, Sizes, head_shares
+from .rank_plan import RankPlan, Stage, over_buffers
 from .work import TEAM, Work
 
 
@@ -118,7 +117,7 @@ class PlanValue:
         split."""
         pieces, team = self.k_layout.pieces, self.work[:, TEAM]
         own = pieces[np.argsort(pieces[:, 0], kind="stable")]
-        # One number line for all: a rank's tokens lie a stride from the next rank's.
+        # One number line for all: a stride from a rank's tokens to the next rank's.
         stride = self.k_layout.total
         tiles = own[:, 1:3] + stride * own[:, :1]
         on_line = self.work[:, :TEAM] + np.outer(stride * team, [0, 0, 1, 1, 1, 1])
@@ -240,12 +239,9 @@ class PlanValue:
         Keys and values go out; rows go out, their output and lse come back.
         """
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
-        v_dim = head_dim if v_dim is None else v_dim
-        stat = max(itemsize, 4)  # lse is fp32, fp64 beside fp64
-        keys = self._kv_bytes(g * (head_dim + v_dim) * itemsize)
-        there = self._q_bytes(h * head_dim * itemsize)
-        back = self._q_bytes(h * (v_dim * itemsize + stat))[:, ::-1]
-        return keys + there + back
+        sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        there = self._kv_bytes(sizes.kv_bytes(g)) + self._q_bytes(sizes.q_bytes(h))
+        return there + self._q_bytes(sizes.result_bytes(h))[:, ::-1]
 
     def backward_bytes(
         self,
@@ -269,12 +265,14 @@ class PlanValue:
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
-        v_dim = head_dim if v_dim is None else v_dim
-        wide = max(itemsize, 4)
+        sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        wide = sizes.wide_itemsize
+        row = sizes.q_bytes(h) + sizes.result_bytes(h)
+        row = row + h * (sizes.v_dim * itemsize + lse_gradient * wide)
+        there = self._kv_bytes(sizes.kv_bytes(g)) + self._q_bytes(row)
         home = reduce_itemsize or (itemsize if self.one_call_each else wide)
-        row = (head_dim + 2 * v_dim) * itemsize + (1 + lse_gradient) * wide
-        there = self._kv_bytes(g * (head_dim + v_dim) * itemsize) + self._q_bytes(h * row)
-        back = self._kv_bytes(g * (head_dim + v_dim) * home) + self._q_bytes(h * head_dim * home)
+        gradients = sizes._replace(itemsize=home)
+        back = self._kv_bytes(gradients.kv_bytes(g)) + self._q_bytes(gradients.q_bytes(h))
         return there + back[:, ::-1]
 
     def _kv_bytes(self, size: Ints) -> Ints:

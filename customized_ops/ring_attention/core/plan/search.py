@@ -12,14 +12,13 @@ from ..mask.slices import Slices
 from .cost import CostModel, Pass
 from .even_work import evened, shared
 from .head_groups import best_head_groups
-from .head_shares import head_shares
+from .heads import Sizes, head_shares
 from .plan_value import PlanValue
 from .work import FEWER_BYTES, Work, area_per_team, nearest, owned
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 Works = list[Work]
 
-DIM, ITEMSIZE = 128, 2  # of a head, and of an element
 # What differs by less than a twentieth is as fast.
 AS_FAST = 0.95
 # What the busiest link may do to spare a kernel call: be at work for HIDDEN of the two passes,
@@ -104,9 +103,7 @@ class PlanRequest:
                 f"{q_layout.total} and {k_layout.total} tokens"
             )
         if q_layout.group_size != k_layout.group_size:
-            raise LayoutError(
-                f"q lies on {q_layout.group_size} ranks and k on {k_layout.group_size}"
-            )
+            raise LayoutError(f"q is on {q_layout.group_size} ranks and k on {k_layout.group_size}")
         if self.stages is not None and self.stages < 0:
             raise ValueError(f"stages must be 0 or more, got {self.stages}")
         if self.assignment not in ASSIGNMENTS:
@@ -181,7 +178,7 @@ class _Rates:
     def passes(self, plan: PlanValue) -> tuple[Pass, Pass]:
         """Forward and backward pass, counted once for each plan."""
         if plan not in self._passes:
-            self._passes[plan] = self.costs.passes(plan, *self.heads, DIM, DIM, ITEMSIZE)
+            self._passes[plan] = self.costs.passes(plan, *Sizes.usual(self.heads))
         return self._passes[plan]
 
     def seconds(self, plan: PlanValue) -> float:

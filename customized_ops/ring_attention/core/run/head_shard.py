@@ -15,7 +15,7 @@ from ..index_table import IndexTable, send
 from ..kernels import Kernel, Pairs, Scoring, Tokens
 from ..merge.merge import Sum, unattended
 from ..plan import Plan
-from ..plan.head_shares import head_shares
+from ..plan.heads import head_shares
 from ..plan.rank_plan import Range
 
 

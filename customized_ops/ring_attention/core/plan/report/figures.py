@@ -10,6 +10,7 @@ from ...arrays import Ints
 from ...mask.slices import areas
 from ..bounds import Bounds, lower_bounds
 from ..cost import H200, CostModel, Pass
+from ..heads import Sizes
 from ..plan_value import PlanValue
 
 
@@ -84,8 +85,7 @@ def measures(
     Raises:
         ValueError: the plan splits heads more ways than there are; see :func:`.head_shares`.
     """
-    v_dim = head_dim if v_dim is None else v_dim
-    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+    sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
     moved = plan.forward_bytes(*sizes)
     ranks = [plan.rank(r) for r in range(plan.group_size)]
     at_home = [sum(int(areas(stage.own).sum()) for stage in mine.stages) for mine in ranks]
@@ -101,7 +101,7 @@ def measures(
         rows_received=plan.q_tokens()[:, 1],
         sent_bytes=moved[:, 0],
         received_bytes=moved[:, 1],
-        bounds=lower_bounds(plan, *sizes),
+        bounds=lower_bounds(plan, sizes),
         forward=forward,
         backward=backward,
         imbalance=plan.imbalance(q_heads, kv_heads),

@@ -12,7 +12,7 @@ from ..exchange import RECV, SEND, TOKEN0, TOKEN1
 from ..plan_value import PlanValue
 from ..work import MAX_PARTS, TEAM
 
-Parts = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
+WorkByStep = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
 Image = Floats  # [height, width, 3], between 0 and 1
 
 PIXELS = 1024
@@ -20,19 +20,19 @@ PIXELS = 1024
 PERIOD, PALE = 24, 0.62
 
 
-def parts_by_step(plan: PlanValue) -> Parts:
+def parts_by_step(plan: PlanValue) -> WorkByStep:
     """The plan's work cut by where its keys come from.
 
     Returns:
         (parts, the team that computes each, the step in which its keys arrive there, from 1; 0
-        where the team holds them). Keys strewn over more parts than MAX_PARTS are not told apart:
+        where the team holds them). Keys strewn over more parts than MAX_PARTS are not separated:
         those are the work uncut, as if its team held all.
     """
     work, pieces = plan.work, plan.k_layout.pieces
     first, last = touched(work[:, K0], work[:, K1], pieces[:, 1:3])
     if (last - first).sum() > MAX_PARTS:
         return work[:, :TEAM], work[:, TEAM], np.zeros_like(work[:, TEAM])
-    found: list[Parts] = []
+    found: list[WorkByStep] = []
     all_moves = moves.located(plan.kv_needed, pieces)
     stages, size = max(plan.steps, 1), plan.team_size
     stage_of = moves.ring_stage(all_moves, plan.group_size, stages, size)
@@ -48,7 +48,7 @@ def parts_by_step(plan: PlanValue) -> Parts:
     return parts, teams, steps
 
 
-def paint(plan: PlanValue, parts: Parts, colors: Image, *, striped: bool) -> Image:
+def paint(plan: PlanValue, parts: WorkByStep, colors: Image, *, striped: bool) -> Image:
     """The mask as an image of at most PIXELS each way, white where nothing is attended.
 
     Every pixel that a slice touches has its colour, so that thin ones are seen; a short sequence

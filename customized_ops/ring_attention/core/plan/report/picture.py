@@ -13,10 +13,11 @@ import numpy as np
 from ...arrays import Ints
 from ...layout import Layout
 from ..cost import H200, CostModel
+from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import measures
 from .paint import PALE, PIXELS, Image, paint, parts_by_step
-from .text import format_bytes, format_seconds, layout_name
+from .text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers tell apart; its black as a grey, since black
 # is for text. Beyond eight ranks no palette is, and colours run from dark to light by rank.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#666666")
-Sizes = tuple[int, int, int, int, int]  # query and key heads, their dims, bytes an element
 GOLDEN = 0.6180339887
 STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
 # Up to so many ranks are named and striped; of more, little would be seen.
@@ -60,8 +60,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'seqshard[plot]'") from error
-    v_dim = head_dim if v_dim is None else v_dim
-    sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
+    sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
     figure = Figure(figsize=(15, 9), dpi=100)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
@@ -70,7 +69,7 @@ def draw(
     )  # fmt: skip
     colors = rank_colors(plan.group_size)
     _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
-    _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, *sizes))
+    _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, sizes))
     _draw_times(figure.add_subplot(grid[1, 1]), plan, colors, sizes, costs)
     figure.suptitle(_title(plan, sizes, costs), fontsize=14, x=0.03, y=0.975, ha="left")
     figure.savefig(path)
@@ -78,7 +77,7 @@ def draw(
 
 def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
     mask, figures = plan.mask, measures(plan, *sizes, costs)
-    names = [layout_name(layout).partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
+    names = [layout.spec.partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
     if plan.q_layout != plan.k_layout:
         layout = f"layouts {names[0]} (q) and {names[1]} (k)"
@@ -103,15 +102,13 @@ def rank_colors(ranks: int) -> Image:
     return np.asarray(colormaps["viridis"](np.linspace(0, 1, ranks)))[:, :3]
 
 
-def link_bytes(
-    plan: PlanValue, q_heads: int, kv_heads: int, head_dim: int, v_dim: int, itemsize: int
-) -> tuple[Ints, Ints]:
+def link_bytes(plan: PlanValue, sizes: Sizes) -> tuple[Ints, Ints]:
     """(keys, rows): int64[P, P] bytes from rank [s] to rank [r] in the forward pass, batch 1: keys
     with values, and rows with the results that come back. Together they are ``forward_bytes``."""
-    h, g = plan.heads_of_ranks(q_heads, kv_heads).T  # a rank receives, and sends home, its share
+    heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
+    h, g = heads.T  # a rank receives, and sends home, its share
     keys, rows = plan.traffic()
-    results = (rows * h * (v_dim * itemsize + max(itemsize, 4))).T
-    return keys * g * (head_dim + v_dim) * itemsize, rows * h * head_dim * itemsize + results
+    return keys * sizes.kv_bytes(g), rows * sizes.q_bytes(h) + (rows * sizes.result_bytes(h)).T
 
 
 def _draw_mask(axes: Axes, plan: PlanValue, colors: Image) -> None:
@@ -232,12 +229,12 @@ def _draw_times(axes: Axes, plan: PlanValue, colors: Image, sizes: Sizes, costs:
         axes.barh(
             r + (-0.27 if on_link else 0.12), (stop - start) * scale, left=start * scale,
             height=0.22 if on_link else 0.52, color=links[kind] if on_link else colors[r],
-            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and kind == "guests"),
+            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and kind == "remote"),
         )  # fmt: skip
     seen = {span.kind for _, span in spans}
     handles = [Patch(facecolor=links[k], label=f"link: {k}") for k in links if k in seen]
     handles.append(Patch(facecolor=colors[0], label="kernels"))
-    if "guests" in seen and few:
+    if "remote" in seen and few:
         handles.append(Patch(facecolor=colors[0], label="kernels, others' rows", **STRIPED))
     _legend(axes, handles, below=0.16, columns=3)
     axes.set_title("forward pass as predicted", fontsize=12)

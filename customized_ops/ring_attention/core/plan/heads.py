@@ -1,6 +1,7 @@
-"""Which heads each rank of a team computes (Ulysses: Jacobs et al., arXiv:2309.14509, 2023).
+"""Heads: how many bytes those of a token are, and which of them each rank computes.
 
-Of 8 query heads and 4 key heads, ranks compute, in teams of
+Ranks of a team share out the heads (Ulysses: Jacobs et al., arXiv:2309.14509, 2023). Of 8 query
+heads and 4 key heads, ranks compute, in teams of
 
               2                 3                 8
     query     0 0 0 0 1 1 1 1   0 0 1 1 2 2 2 2   0  1  2  3  4  5  6  7
@@ -16,7 +17,51 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from ..arrays import Ints
+
+Count = TypeVar("Count", int, Ints)  # of one rank, or int64[P] of each
+
+
+class Sizes(NamedTuple):
+    """Query and key heads of a call, dims of a head, and bytes an element of q, k and v.
+
+    Bytes are those of one token, of as many heads as a rank computes; batch 1.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    itemsize: int
+
+    @staticmethod
+    def of(q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int) -> Sizes:
+        """With ``v_dim`` that is ``head_dim`` where it is None."""
+        return Sizes(q_heads, kv_heads, head_dim, head_dim if v_dim is None else v_dim, itemsize)
+
+    @staticmethod
+    def usual(heads: tuple[int, int]) -> Sizes:
+        """Of heads of 128 in bf16, for which plans are compared."""
+        return Sizes(*heads, 128, 128, 2)
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Of lse and of sums: fp32, or fp64 beside fp64."""
+        return max(self.itemsize, 4)
+
+    def q_bytes(self, heads: Count) -> Count:
+        """A row of q."""
+        return heads * (self.head_dim * self.itemsize)
+
+    def kv_bytes(self, heads: Count) -> Count:
+        """A key and its value."""
+        return heads * ((self.head_dim + self.v_dim) * self.itemsize)
+
+    def result_bytes(self, heads: Count) -> Count:
+        """A row of the output, and its lse."""
+        return heads * (self.v_dim * self.itemsize + self.wide_itemsize)
 
 
 class HeadShare(NamedTuple):
@@ -53,7 +98,7 @@ def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare,
         return (HeadShare(0, q_heads, 0, kv_heads),)
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of key heads to be dealt out to {team_size} ranks, "
+            f"query heads must be a multiple of key heads to be assigned to {team_size} ranks, "
             f"got {q_heads} and {kv_heads}"
         )
     if not 1 <= team_size <= q_heads:

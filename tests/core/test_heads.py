@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from customized_ops.ring_attention.core.plan.head_shares import HeadShare, head_shares
+from customized_ops.ring_attention.core.plan.heads import HeadShare, head_shares
 
 
 @st.composite
@@ -18,8 +18,8 @@ def test_every_query_head_once_beside_the_key_heads_that_it_reads(case):
     q_heads, kv_heads, team_size = case
     shares = head_shares(*case)
     assert len(shares) == team_size
-    dealt = [q for share in shares for q in range(share.q_start, share.q_stop)]
-    assert dealt == list(range(q_heads))
+    assigned = [q for share in shares for q in range(share.q_start, share.q_stop)]
+    assert assigned == list(range(q_heads))
     for share in shares:
         assert share.q_heads > 0 and share.kv_heads > 0
         assert share.q_heads % share.kv_heads == 0
@@ -75,11 +75,11 @@ def test_one_rank_has_whatever_there_is():
         ((4, 2, 0), "team_size must be 1 to 4, the query heads, got 0"),
         (
             (6, 4, 2),
-            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 6 and 4",
+            "query heads must be a multiple of key heads to be assigned to 2 ranks, got 6 and 4",
         ),
         (
             (6, 0, 2),
-            "query heads must be a multiple of key heads to be dealt out to 2 ranks, got 6 and 0",
+            "query heads must be a multiple of key heads to be assigned to 2 ranks, got 6 and 0",
         ),
     ],
 )
