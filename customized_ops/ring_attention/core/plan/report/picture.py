@@ -17,7 +17,7 @@ from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import measures
 from .paint import PALE, PIXELS, Image, paint, parts_by_step
-from .text import format_bytes, format_seconds, layout_name
+from .text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ def draw(
 
 def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
     mask, figures = plan.mask, measures(plan, *sizes, costs)
-    names = [layout_name(layout).partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
+    names = [layout.spec.partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
     if plan.q_layout != plan.k_layout:
         layout = f"layouts {names[0]} (q) and {names[1]} (k)"

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...arrays import Numbers
 from ...layout import Layout
+from ...layout.layout_arguments import shorten
 from ..cost import H200, CostModel, Pass
 from ..plan_value import PlanValue
 from .figures import Measures, measures
@@ -161,7 +162,7 @@ def _times(pass_: Pass) -> str:
 
 def layout_name(layout: Layout) -> str:
     """Its spec, cut short where it lists many sizes."""
-    return layout.spec if len(layout.spec) <= 40 else f"{layout.spec[:37]}..."
+    return shorten(layout.spec, 40)
 
 
 def format_seconds(seconds: float) -> str:
