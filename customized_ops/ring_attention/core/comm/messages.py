@@ -28,8 +28,8 @@ Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
-Parts = dict[int, Sequence[Tensor]]  # peer -> what came from it
-Arrive = Callable[[], Parts]  # waits for the parts of all peers
+PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
+Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
 
 
 class Coming(NamedTuple):
@@ -238,7 +238,7 @@ class Comm(ABC):
         self.counters.received_bytes += sum(m.nbytes for each in receive.values() for m in each)
         wait = self.start(send, receive)
 
-        def arrive() -> Parts:
+        def arrive() -> PeerParts:
             wait()
             return {
                 p: [part.view(target.shape(n, p)) for n, part in enumerate(parts)]

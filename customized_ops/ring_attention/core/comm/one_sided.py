@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from ..plan.exchange import Exchange
-from .messages import Arrive, Coming, Comm, Parts, Pending, SeenBy
+from .messages import Arrive, Coming, Comm, PeerParts, Pending, SeenBy
 from .placement import DONE, Arena, Memory, Placed, Placement
 from .transfer_side import TokenBlock, TransferSide, copy
 
-COPIES = 8  # batch entries that are copied one by one, so that each is one range
+MOST_COPIES = 8  # batch entries that are copied one by one, so that each is one range
 # Memory is worth waiting for "free" from so many bytes on that go home to a rank, or where a rank
 # has fetched so many tokens, as attending these takes milliseconds.
 SPARED_BYTES, SPARED_TOKENS = 64 << 20, 16 << 10
@@ -93,7 +93,7 @@ class OneSidedComm(Comm):
         placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
 
-        def arrive() -> Parts:
+        def arrive() -> PeerParts:
             self._arrived(placed)
             return {}  # peers have written into the buffers themselves
 
@@ -121,7 +121,7 @@ class OneSidedComm(Comm):
                 self._memory.wait_signal(peer, free)
         self._write(placed, source)
 
-        def arrive() -> Parts:
+        def arrive() -> PeerParts:
             self._arrived(placed)
             return placed.received
 
@@ -149,7 +149,7 @@ def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:
     """Copy all tokens of each tensor, by the copy engine where they are ranges of memory."""
     for part, to, tokens in zip(source.tensors, target.tensors, source.tokens, strict=True):
         # Entries of a batch may be ranges that the whole is not.
-        if 1 < part.shape[0] <= COPIES and tokens == 1 and part[0].is_contiguous():
+        if 1 < part.shape[0] <= MOST_COPIES and tokens == 1 and part[0].is_contiguous():
             for here, there in zip(part, to, strict=True):
                 there.copy_(here)
         else:

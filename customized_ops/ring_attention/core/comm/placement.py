@@ -42,24 +42,19 @@ class Memory(Protocol):
 
     def allocate(self, n_bytes: int) -> Piece:
         """New memory. All ranks call this together; it returns when no rank has work under way."""
-        ...
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is on the device that the memory is on."""
-        ...
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
-        ...
 
     def put_signal(self, peer: int, channel: int) -> None:
         """Set the peer's flag for this rank and channel, once it is clear; after all that this
         rank's stream was given before."""
-        ...
 
     def wait_signal(self, peer: int, channel: int) -> None:
         """Wait until the peer has set the flag here, and clear it."""
-        ...
 
 
 class Arena:

@@ -13,10 +13,8 @@ its backward; so the backward runs the forward again first. It returns no lse: t
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -108,7 +106,8 @@ class TeCall:
             mask = "padding_causal" if documents.causal else "padding"
         starts = _starts(documents.cu_seqlens, 0 if self.packed else len(q), q.device)
         longest, padded = int(np.diff(documents.cu_seqlens).max()), starts if self.packed else None
-        return _library().attn_forward_func_with_cp(
+        context_parallel = library.module("attention.dot_product_attention.context_parallel")
+        return context_parallel.attn_forward_func_with_cp(
             is_training=True,
             **{"q": q, "k": k, "v": v},
             **{"cu_seqlens_q": starts, "cu_seqlens_kv": starts},
@@ -207,10 +206,3 @@ def _starts(cu_seqlens: tuple[int, ...], batch: int, device: torch.device) -> Te
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     """What the library computes every other stage on."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _library() -> ModuleType:
-    importlib.import_module("transformer_engine.pytorch")  # which loads its libraries
-    return importlib.import_module(
-        "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
-    )

@@ -29,7 +29,7 @@ from ..protocol.scoring import Scoring, Tokens
 from ..window import library_calls, windowed
 from ..window.block_lists import blocks_touched
 from ..window.columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width
-from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing, lowered
+from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Packing, lowered
 from ..window.lowering import Window, WindowCall, tiles
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, GradientPlaces
@@ -74,8 +74,8 @@ CAPABILITIES = (
 
 # The library's functions have no stable signature: what the calls here name, checked once.
 OPTIONS = (
-    *("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", *PACKED),
-    *("mask_mod", "aux_tensors", "block_sparse_tensors"),
+    *("softmax_scale", "softcap", "causal", "window_size_left", "window_size_right"),
+    *(*PACKED_ARGUMENTS, "mask_mod", "aux_tensors", "block_sparse_tensors"),
 )
 NEEDS = {
     "flash_attn.cute.interface._flash_attn_fwd": (

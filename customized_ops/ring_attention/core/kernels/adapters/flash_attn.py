@@ -19,13 +19,13 @@ from typing import Any
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse
 from ..protocol.request import HALF, Capabilities
 from ..protocol.scoring import Scoring
-from ..window.library_calls import PACKED, CallLimits, LibraryCall, Packing
+from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Packing
 from ..window.lowering import Window
 from ..window.signatures import call_by_name, lacking, required
 from ..window.windowed import LSE_COLUMNS, kernel_of
 
 INPUTS = ("q", "k", "v")
-BACKWARD = ("dout", *INPUTS, "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
+BACKWARD_ARGUMENTS = ("dout", *INPUTS, "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 
 
 @dataclass(eq=False)
@@ -68,9 +68,9 @@ class FlashAttention:
         function = getattr(library, name, None)
         if function is None:
             return [name]
-        operands = BACKWARD if of == "backward" else (*INPUTS, *self.forward_constants)
+        operands = BACKWARD_ARGUMENTS if of == "backward" else (*INPUTS, *self.forward_constants)
         options = self._options(function, Scoring(1.0))
-        return lacking(function, (*operands, *(PACKED if packed else ()), *options))
+        return lacking(function, (*operands, *(PACKED_ARGUMENTS if packed else ()), *options))
 
     def attend(
         self, given: ForwardOperands, call: LibraryCall, scoring: Scoring, **_: object

@@ -205,9 +205,14 @@ def _width(d: int, e: int) -> int:
     return max(d, e)
 
 
-def _fused() -> ModuleType:
+def module(path: str) -> ModuleType:
+    """A module of ``transformer_engine.pytorch``."""
     importlib.import_module("transformer_engine.pytorch")  # which loads its libraries
-    return importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    return importlib.import_module(f"transformer_engine.pytorch.{path}")
+
+
+def _fused() -> ModuleType:
+    return module("cpp_extensions.fused_attn")
 
 
 forward, backward, tables = kernel_of(attend, attend_backward, CallLimits(gaps=False))

@@ -99,7 +99,6 @@ class Kernel(Protocol):
 
     def missing(self) -> str | None:
         """What keeps the kernel from running on this machine, or None."""
-        ...
 
     def forward(
         self, given: ForwardOperands, pairs: Pairs, scoring: Scoring, tokens: Tokens | None
@@ -107,7 +106,6 @@ class Kernel(Protocol):
         """out [b, i, h, e] (q's dtype or wider) and lse [b, h, i] (fp32, fp64 for fp64) of these
         pairs alone: k may be a part of a row's keys, to be merged with others. The same bit for bit
         from run to run."""
-        ...
 
     def backward(
         self,
@@ -120,4 +118,3 @@ class Kernel(Protocol):
     ) -> Grads:
         """dq, dk, dv of these pairs, in the inputs' dtypes or wider: the executor adds them up over
         stages and ranks. ``deterministic`` asks for the same bits from run to run."""
-        ...

@@ -20,7 +20,7 @@ from ..protocol.kernel import BackwardOperands, ForwardOperands, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
-PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+PACKED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class CallLimits(NamedTuple):
@@ -54,7 +54,7 @@ class Packing:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All but ``square``, under these names: those of flash-attn's functions."""
-        return {name: getattr(self, name) for name in PACKED}
+        return {name: getattr(self, name) for name in PACKED_ARGUMENTS}
 
 
 @dataclass(frozen=True, eq=False)
