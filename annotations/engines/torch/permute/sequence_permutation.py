@@ -72,8 +72,7 @@ class SequenceOp:
         follow = orders.follow(order.name, self.given)
         if isinstance(follow, str) or self.size != order.length:
             return None
-        named = {node.name: node for node in self.node.graph.nodes}
-        by = named[order.by]
+        by = next(node for node in self.node.graph.nodes if node.name == order.by)
         same = all(same_integers(self._origin(name), by, constants) for name in follow.by)
         return follow.arguments if same else None
 
@@ -166,8 +165,7 @@ def permutations_on_mesh(
             if record is not None and identifier in record.rule.orders:
                 cuts.setdefault(axis, {})[name] = identifier
     if len(cuts) != 1:
-        why = ["sequences are cut along several axes; kept natural order"] if cuts else []
-        return [], why
+        return [], ["sequences are cut along several axes; kept natural order"] if cuts else []
     ((axis, cut),) = cuts.items()
     along_axis = replace(rates, links=(rates.link(axis),))
     return choose_permutations(captured, cut, mesh_shape[axis], along_axis, settings)
@@ -181,8 +179,7 @@ def _choice(
     rates: Rates,
     always: bool,
 ) -> PermutationChoice:
-    gains = {}
-    own = {}
+    gains, own = {}, {}
     for op in ops:
         arguments = op.arguments_for(order, captured.constants)
         if arguments is not None:
@@ -244,7 +241,7 @@ def _named(value: Node) -> str:
 
 
 def _lengths(captured: Captured, cuts: Mapping[str, str | None], parts: int) -> list[int]:
-    """Of the sequences for which some op that is cut wants another order."""
+    """Of the sequences for which an op that is cut wants another order."""
     return sorted({op.size for op in _ops(captured, cuts) if op.cut and op.wanted(parts)})
 
 
