@@ -1,4 +1,4 @@
-"""What attention functions share, written once: the documentation and the signature of options."""
+"""What attention functions share, written once: documentation, signature, nnscaler's annotation."""
 
 from __future__ import annotations
 

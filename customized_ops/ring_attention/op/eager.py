@@ -155,9 +155,11 @@ def _key(call: UserCall) -> Any:
     slopes, *numbers, sink, seed = options
     optional: list[Any] = [None, None, None]
     for n, t in enumerate((slopes, sink, seed)):
+        if t is None:
+            continue
         if isinstance(t, Tensor):
             optional[n] = t.shape, t.dtype, t.device, t.requires_grad
-        elif t is not None and (n < 2 or type(t) is not int):
+        elif n < 2 or type(t) is not int:
             return None
     if said is None:
         return None
