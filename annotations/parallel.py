@@ -19,8 +19,8 @@ REPOSITORY = "https://github.com/msrasys/nnscaler"
 # Modules with ``parallelize`` and ``as_config`` by the engine's name; imported on first use.
 ENGINES = {"nnscaler": "annotations.engines.nnscaler", "torch": "annotations.engines.torch"}
 
-# Policies by name for nnscaler alone, its own and this package's. Both engines have "tp" and
-# "hybrid".
+# Policies that only nnscaler's engine has: with engine="auto" they choose it. Add a policy of
+# nnscaler/sequence_policies.py here too, unless the torch engine has one of that name.
 NNSCALER_POLICIES = ("cp_follow", "autodist", "pp", "data", "fsdp")
 
 

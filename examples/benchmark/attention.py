@@ -26,9 +26,10 @@ with another length costs beyond a later one: the plan, and what kernels make of
 A second table sets what the plans of this package say beside what was found: predicted times, and
 how far off they were; bytes that the busiest rank receives, as planned (and as the group counted
 them, where that differs), and how far they, and the pairs of the busiest rank, are above what no
-plan can do better (``core/plan/bounds.py``). Its "memory x" is what a rank holds at its peak, its inputs
-(q, k, v and the gradient of out) and the symmetric memory that a pass uses with it, over what the
-same op holds on one device for as many tokens and the keys and values of one such shard more.
+plan can do better (``core/plan/bounds.py``). Its "memory x" is what a rank holds at its peak, its
+inputs (q, k, v and the gradient of out) and the symmetric memory that a pass uses with it, over
+what the same op holds on one device for as many tokens and the keys and values of one such shard
+more.
 
 Another contestant: see ``contestants.py``. Peers' schemes are in ``peers/``, written from their
 descriptions; peers' packages are measured too where installed.

@@ -1,9 +1,9 @@
-"""Checking what a user passes, before anything is computed or sent.
+"""Checks of what a user passes, and what the ranks of a group compare before an op.
 
-Every rule is stated once here. What does not fit raises :class:`ArgumentError`, also in the other
-modules of this package: it names the op, the argument and its shape, and says what would fit.
-Where the ranks of a group compare their calls (:mod:`annotations.consistency`), what one of them
-refuses, or what differs, raises on all of them.
+Both come before anything is computed or sent. What does not fit raises :class:`ArgumentError`, also
+in the other modules of this package: it names the op, the argument and its shape, and says what
+would fit. :func:`agree_on_call` lists what ranks compare of a call (:mod:`annotations.consistency`
+compares it); what one of them refuses, or what differs, raises on all of them.
 """
 
 from __future__ import annotations

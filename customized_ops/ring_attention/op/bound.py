@@ -1,4 +1,5 @@
-"""A call bound to its plan and kernel: made once, kept for calls like it, and run by both doors.
+"""A call bound to its plan and kernel: made once, kept for equal calls, and run by both doors,
+:mod:`.eager` and :mod:`.graph`.
 
 Sinks are handled here, the same way for every kernel. A sink is a logit s per head that takes part
 in the softmax with no value (gpt-oss, arXiv:2508.10925, 2025):

@@ -130,8 +130,9 @@ def _shown(values: Ints) -> str:
     return str(listed) if len(listed) <= 8 else f"[{str(listed[:4])[1:-1]}, ..., {listed[-1]}]"
 
 
-# As layouts: made of the call's own cu_seqlens, which a graph knows only when it runs. The first is
-# Layout.zigzag over the ranks; the second is followed by a number of ranks, and is one for so many.
+# Two names of layouts that are made from the call's own cu_seqlens, which a graph knows only when
+# it runs. "zigzag by document" is Layout.zigzag over the ranks. "balanced by document:4" is the
+# order of Layout.balanced over 4 ranks, whatever the number of ranks that hold it.
 BY_DOCUMENT = "zigzag by document"
 BALANCED = "balanced by document:"
 
@@ -179,8 +180,9 @@ def layout_named(spec: str, total: int, ranks: int) -> Layout:
 
 
 def layout_when_cut(spec: str, total: int, parts: int, cu_seqlens: Tensor | None) -> Layout:
-    """Which of ``parts`` ranks holds which tokens of a call that is cut: contiguous parts of the
-    order that its layout, for one rank, says; or the layout itself if it is for so many."""
+    """Which of ``parts`` ranks holds which tokens of a call that an engine cuts. A layout of one
+    rank is an order of tokens, and each rank holds a contiguous part of it; a layout of ``parts``
+    ranks is taken as it is."""
     if not spec:
         return Layout.contiguous(total, parts)
     if by_lengths(spec):

@@ -40,8 +40,8 @@ class Planned:
     """A plan, in terms that go from rank to rank.
 
     Attributes:
-        permutations: what puts the graph's sequences in another order, one after the other.
-        strategies: of each op, by its name in the graph, thereafter.
+        permutations: what puts the graph's sequences in another order, applied in turn.
+        strategies: of each op of the permuted graph, by name.
         parameters: placements of those that are sharded, by their names in the module.
         shuffled: whether the model's own shuffles are in it, see :mod:`..permute.model_shuffles`.
     """

@@ -1,4 +1,7 @@
-"""Masks that have a name in the literature, each as a handful of band slices.
+"""Masks that have a name in the literature, each as a handful of band slices: a new one goes here.
+
+:class:`~.attn_mask.AttnMask` itself has what the public functions make: causal and full masks,
+windows, and packed documents.
 
 Everywhere: ``window`` counts the keys beside a token's own, as flash-attn does, and -1 is no bound;
 a count beyond the sequence means all of it. Patterns with ``block`` are made of blocks of that many

@@ -5,9 +5,10 @@ Attention over keys A and B is exact from its parts (Milakov & Gimelshein, arXiv
     lse = log(exp(lse_A) + exp(lse_B))
     out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-Everything is computed in the accumulation dtype: fp32, or fp64 beside fp64 inputs. A result that
-further parts follow is kept in that dtype too, since rounding would grow with the number of parts;
-where a row is known to get two parts at most, their result is rounded once and kept so.
+Everything is computed in the accumulation dtype: fp32, or fp64 beside fp64 inputs. Where a row
+gets more than two parts, the result between them is kept in that dtype too, because rounding it
+would add an error for each part. Where it gets at most two, the one result is rounded to the
+inputs' dtype.
 """
 
 from __future__ import annotations

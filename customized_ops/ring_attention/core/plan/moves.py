@@ -1,8 +1,8 @@
-"""What moves between ranks, from which tokens teams need and who holds them.
+"""Which tokens move between ranks, given which tokens each team needs and who holds them.
 
-Needs are a few ranges a team; moves are as many as teams times pieces of a layout, which a striped
-layout, or zigzag documents, have by the thousand. So moves are made for one rank at a time, and
-what is known of all ranks are counts.
+What a team needs follows from who computes what (``work``). It is a few ranges of tokens, but a
+layout may have thousands of pieces (striped, or zigzag documents), and each piece is a move of its
+own for each team. So moves are listed for one rank at a time; of all ranks there are only counts.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class BackwardPass(RankPass):
         results, every = [part.so_far() for part in parts], [dims] * len(parts)
         into = lambda: [total.place() for total in totals]  # noqa: E731
         exchange, seen_by = self.exchange(stage)
-        # They may come over the last keys, as no other stage then has to wait until its peers are
-        # done.
+        # Only a stage's gradients may be written over the keys that were fetched last: no later
+        # stage waits for that memory.
         over = None if stage is None else self.last
         home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
         self._going_home.append(home)

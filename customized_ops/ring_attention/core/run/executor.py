@@ -20,9 +20,9 @@ received keys arrive in groups of heads: a group is attended, and its gradients 
 next arrives. Groups share no head, so their results are concatenated and never merged.
 Between the two passes q, k, v, out and lse of the rank's own tokens are kept, nothing received.
 
-Results are merged and gradients added up in the accumulation dtype, and rounded once at the end;
-what travels is rounded before that, out to q's dtype and gradients to ``reduce_dtype``. (The design
-page has the table.) What arrives is added or merged in rank order, so the forward is the same bit
+Merging and adding compute in the accumulation dtype. Three roundings follow: of out to q's dtype
+and of gradients to ``reduce_dtype`` before they travel, and of results at the end. (The design page
+has the table.) What arrives is added or merged in rank order, so the forward is the same bit
 for bit from run to run, the backward where the kernel's is (``deterministic``).
 """
 
@@ -84,9 +84,10 @@ def attention_backward(
     Args:
         given: of the same tokens. dlse is None on every rank of a call, or on none.
         deterministic: whether gradients must be the same bit for bit from run to run.
-        reduce_dtype: dtype of gradients on the wire, the same on every rank. None: q's, unless the
-            plan makes a rank compute another rank's rows over keys it received: those gradients may
-            already be sums, so they travel in the accumulation dtype.
+        reduce_dtype: dtype of gradients on the wire, the same on every rank. By default it is
+            q's. Where the plan makes a rank attend another rank's rows over keys that it received,
+            it is the accumulation dtype, because those gradients may already be sums
+            (:attr:`.Plan.one_call_each`).
     """
     dout, q, k, v, out = map(_dense, given[:5])
     given = BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)

@@ -1,1 +1,2 @@
-"""One file for each kernel that :func:`~..choice.choose` picks from, and for what it needs."""
+"""One file for each library of kernels. What :func:`~..choice.choose` picks from is listed
+there."""
