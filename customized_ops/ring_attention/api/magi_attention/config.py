@@ -1,4 +1,4 @@
-"""MagiAttention's configuration classes, as far as they say something to this package."""
+"""MagiAttention's configuration classes, with the fields that mean something here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttnOverlapMode(Enum):
 
 @dataclass(frozen=True)
 class OverlapAlg:
-    """How keys are cut into steps."""
+    """How keys are divided into steps."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class UniformOverlapAlg(OverlapAlg):
 
 @dataclass(frozen=True)
 class GreedyOverlapAlg(OverlapAlg):
-    """The other one."""
+    """MagiAttention's other algorithm."""
 
 
 @dataclass(frozen=True)

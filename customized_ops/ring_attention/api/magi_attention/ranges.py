@@ -24,7 +24,7 @@ from ...op.tokens import CuSeqlens, as_tensor, on_host
 
 
 class AttnMaskType(Enum):
-    """The four types of a range."""
+    """Which pairs of a range attend."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -100,17 +100,17 @@ class AttnRanges(list[AttnRange]):
 
     @property
     def start(self) -> int:
-        """Where the first token is."""
+        """The first token."""
         return min(each.start for each in self)
 
     @property
     def end(self) -> int:
-        """Where the last token is, and one."""
+        """One past the last token."""
         return max(each.end for each in self)
 
     @property
     def total_seqlen(self) -> int:
-        """Tokens in all of them."""
+        """Number of tokens in all ranges."""
         return sum(each.seqlen for each in self)
 
 
@@ -126,7 +126,7 @@ def mask_of_ranges(
         q_ranges, k_ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end).
         types: one for all ranges or one for each, as AttnMaskType or by its name.
     Raises:
-        MaskError: not ranges, an unknown type, or a pair covered twice.
+        MaskError: invalid ranges, an unknown type, or a pair covered twice.
     """
     q, k = (
         each.to_naive_ranges() if hasattr(each, "to_naive_ranges") else each
@@ -152,7 +152,7 @@ def mask_of_documents(
 
     Raises:
         ArgumentError: causal with a window, as in MagiAttention; say ``(left, 0)``.
-        MaskError: cu_seqlens or a window that cannot be.
+        MaskError: invalid cu_seqlens, or an invalid window.
     """
     if causal and tuple(window_size) != (-1, -1):
         raise ArgumentError(
@@ -163,7 +163,7 @@ def mask_of_documents(
         for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     ]
     try:
-        # First keys beside a window are seen as far as the window's right side lets them.
+        # Rows attend first keys beside a window no further right than the window ends.
         if global_window_size and window_size[1] > 0:
             raise NotImplementedError(
                 f"{title}: global_window_size with a window to the right, {window_size}"
