@@ -124,12 +124,7 @@ class DistAttnConfig:
 
 @lru_cache(maxsize=64)
 def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layout:
-    """The layout of a mask's tokens, made once.
-
-    Raises:
-        LayoutError: the chunk size is not a positive integer.
-        NotImplementedError: another algorithm.
-    """
+    """The layout of a mask's tokens, made once; an algorithm that is not here is refused."""
     if isinstance(config.alg, MinHeapDispatchAlg):
         return Layout.balanced(mask, ranks, config.chunk_size)
     if not isinstance(config.alg, SequentialDispatchAlg):

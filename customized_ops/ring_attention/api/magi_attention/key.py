@@ -57,7 +57,6 @@ class DistAttnRuntimeKey:
 
 
 _most_recent: dict[str, DistAttnRuntimeKey] = {}
-_SELF_ATTENTION = ("is_same_source", "is_q_permutable", "is_k_permutable")
 
 
 def magi_attn_flex_key(
@@ -96,8 +95,11 @@ def magi_attn_flex_key(
         NotImplementedError: is_same_source, is_q_permutable or is_k_permutable not True.
     """
     title = "magi_attn_flex_key"
-    flags = (is_same_source, is_q_permutable, is_k_permutable)
-    for name, value in zip(_SELF_ATTENTION, flags, strict=True):
+    for name, value in (
+        ("is_same_source", is_same_source),
+        ("is_q_permutable", is_q_permutable),
+        ("is_k_permutable", is_k_permutable),
+    ):
         if value is not True:
             raise NotImplementedError(
                 f"{title}: {name}={value!r}: keys are for self-attention, as in MagiAttention; "

@@ -120,14 +120,8 @@ GeneralAttnMaskType = str | AttnMaskType | Sequence[str | AttnMaskType | int]
 def mask_of_ranges(
     title: str, q_ranges: Any, k_ranges: Any, types: GeneralAttnMaskType, q_len: int, k_len: int
 ) -> AttnMask:
-    """The mask of ranges of queries and keys and their types.
-
-    Args:
-        q_ranges, k_ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end).
-        types: one for all ranges or one for each, as AttnMaskType or by its name.
-    Raises:
-        MaskError: invalid ranges, an unknown type, or a pair covered twice.
-    """
+    """The mask of typed ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end), and
+    one type for all or one for each, as AttnMaskType or by its name."""
     q, k = (
         each.to_naive_ranges() if hasattr(each, "to_naive_ranges") else each
         for each in (q_ranges, k_ranges)
@@ -148,12 +142,7 @@ def mask_of_documents(
     window_size: tuple[int, int] = (-1, -1),
     global_window_size: int = 0,
 ) -> AttnMask:
-    """Packed documents; windows end in the bottom right corner, as in flash-attn.
-
-    Raises:
-        ArgumentError: causal with a window, as in MagiAttention; say ``(left, 0)``.
-        MaskError: invalid cu_seqlens, or an invalid window.
-    """
+    """The mask of packed documents; windows end in the bottom right corner, as in flash-attn."""
     if causal and tuple(window_size) != (-1, -1):
         raise ArgumentError(
             f"{title}: causal=True with window_size={window_size}; a causal window is (left, 0)"

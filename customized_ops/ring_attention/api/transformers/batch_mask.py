@@ -22,7 +22,6 @@ from ...core.mask import AttnMask
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError
-from ...op.tokens import on_host
 from ...ring_attn import wrap_ring_attn_func
 from .mask_function import TITLE, MaskDescription
 
@@ -76,7 +75,7 @@ class BatchTokens:
             return numbered((np.diff(self.documents) != 0) | (np.diff(chunks) != 0)), None
         padding = np.zeros((1, 1), dtype=np.int64)
         if description.left_padding is not None:
-            padding = on_host(description.left_padding)[:, None]
+            padding = host_copy(description.left_padding)[:, None]
         elif self.attended is not None:
             padding = (np.cumsum(self.attended, axis=-1) == 0).sum(axis=-1, keepdims=True)
         keys = (np.arange(self.k_len) + self.k_offset - padding) // description.chunk
@@ -178,6 +177,13 @@ def repeated(layout: Layout, batch: int) -> Layout:
     by = np.repeat(np.arange(batch) * layout.total, len(layout.table))
     table = np.stack([ranks, starts + by, stops + by], axis=1)
     return Layout(table[np.argsort(ranks, kind="stable")], layout.group_size)
+
+
+def host_copy(tensor: Tensor) -> Ints:
+    """An integer or bool tensor as int64 on the host. It is copied at each call, unlike
+    ``cu_seqlens``: a CUDA graph's replay changes a tensor that a model makes, but not its version.
+    """
+    return tensor.detach().cpu().numpy().astype(np.int64)
 
 
 def check_ends(title: str, ends: Ints, total: int) -> None:

@@ -23,8 +23,7 @@ from ...core.arrays import Bools, Ints
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import on_host
-from .batch_mask import BatchMask, BatchTokens, batch_mask
+from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
 from .mask_function import TITLE, MaskDescription
 
 
@@ -82,7 +81,7 @@ class Cut:
                 )
             if position_ids is None or position_ids.ndim != 2:
                 return
-            given = on_host(position_ids)
+            given = host_copy(position_ids)
             if not (given == mine).all():
                 raise ArgumentError(
                     f"{TITLE}: position_ids begin with {given[0, :4].tolist()}, but the tokens of "
@@ -180,4 +179,4 @@ def _of_total(name: str, given: Tensor | None, layout: Layout) -> Ints | None:
             f"sequence_parallel: {name} must be [b, {layout.total}], of the whole sequence as "
             f"layout {layout} has it, got {tuple(given.shape)}"
         )
-    return on_host(given)
+    return host_copy(given)

@@ -25,6 +25,7 @@ from .batch_mask import (
     begins,
     check_ends,
     documents_of,
+    host_copy,
     numbered,
 )
 from .cut import Cut, current_cut
@@ -124,7 +125,7 @@ class Mask:
             )
         given, positions = self.position_ids(position_ids), None
         if given is not None and given.ndim == 2 and self.q_len > 1:
-            positions = on_host(given)
+            positions = host_copy(given)
         q_offset, k_offset = int(self.q_offset), int(self.k_offset)
         attended = self._attended(k_offset)
         tokens = BatchTokens(self.q_len, self.k_len, q_offset, k_offset, None, positions, attended)
@@ -138,7 +139,7 @@ class Mask:
         """bool[b, k_len], where not all are; tokens beyond the model's attention_mask are not."""
         if self.padding is None:
             return None
-        given = on_host(self.padding)[:, offset : offset + self.k_len] != 0
+        given = host_copy(self.padding)[:, offset : offset + self.k_len] != 0
         attended = np.zeros((len(given), self.k_len), dtype=bool)
         attended[:, : given.shape[1]] = given
         return None if attended.all() else attended
@@ -215,14 +216,8 @@ def make_mask(
 
 
 def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
-    """For layers of models that make no mask, such as an image encoder's.
-
-    Args:
-        window: as flash attention counts it, with a token's own.
-    Raises:
-        ArgumentError: the tokens are cut over ranks, and these may be cut or whole; or a causal
-            layer has more keys than queries, and any of them may come last.
-    """
+    """For layers of models that make no mask, such as an image encoder's. What is ambiguous then is
+    refused. ``window`` counts a token itself, as in flash attention."""
     if current_cut() is not None:
         raise ArgumentError(
             f"{TITLE}: a layer without a mask inside sequence_parallel: its model makes none, so "

@@ -41,12 +41,8 @@ class MaskDescription:
 
 
 def read_mask_function(mask_function: Callable[..., Any]) -> MaskDescription:
-    """The description of a mask by a function of ``transformers.masking_utils``.
-
-    Raises:
-        NotImplementedError: a part that is not known: a model's own, or blocks of tokens that see
-            each other.
-    """
+    """The description of a mask by a function of ``transformers.masking_utils``. A model's own
+    parts, and blocks of tokens that attend one another, are refused."""
     found: dict[str, Any] = {}
     _read(mask_function, found)
     return MaskDescription(**found)

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.arrays import Ints
 from ...op.arguments import ArgumentError
-from ...op.tokens import on_host
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .batch_mask import BatchMask, BatchTokens, batch_mask
+from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
 from .mask import Mask
 from .mask_function import TITLE
 
@@ -119,7 +118,7 @@ def constant_value(tensor: Tensor) -> Ints | None:
         return None
     try:
         with _disable_current_modes(), torch.no_grad():
-            return on_host(_evaluated(slot.proxy.node, {}))
+            return host_copy(_evaluated(slot.proxy.node, {}))
     except _ReachedByInput:
         return None
 
