@@ -15,9 +15,9 @@ from customized_ops.ring_attention.api import (
     transformers,
     yunchang,
 )
-from customized_ops.ring_attention.api.torch_context_parallel.sdpa import Cut, flex
+from customized_ops.ring_attention.api.torch_context_parallel.sdpa import SequenceSharding, flex
 from customized_ops.ring_attention.api.transformers.mask import Mask
-from customized_ops.ring_attention.api.transformers.pattern import Pattern
+from customized_ops.ring_attention.api.transformers.mask_function import MaskDescription
 from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
 from customized_ops.ring_attention.core.comm import Comm
 
@@ -48,7 +48,9 @@ def ring_packed_documents(comm: Comm, bad: bool) -> object:
 
 def flex_scores(comm: Comm, bad: bool) -> object:
     q = torch.zeros(1, 2, 4, 8)
-    return flex(Cut(comm), q, q, q, score_mod=(lambda score, *_: score) if bad else None)
+    return flex(
+        SequenceSharding(comm), q, q, q, score_mod=(lambda score, *_: score) if bad else None
+    )
 
 
 def flex_of_the_program(comm: Comm, bad: bool) -> object:
@@ -74,7 +76,7 @@ def unsharded(comm: Comm, bad: bool) -> object:
 def transformers_layer(comm: Comm, keys: int = 4, padding: torch.Tensor | None = None, **asked):
     q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
     with transformers.sequence_parallel(comm, Layout.contiguous(8, 2)):
-        mask = Mask(Pattern(right=0), 1, 4, keys, padding=padding)
+        mask = Mask(MaskDescription(right=0), 1, 4, keys, padding=padding)
         return transformers.attention(torch.nn.Module(), q, k, k, mask, **asked)
 
 

@@ -194,8 +194,8 @@ def test_a_prompt_in_chunks(name: str) -> None:
 def test_a_forward_looks_at_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny("llama"), batch("packed")
     copies: list[Any] = []
-    on_host = transformers_mask.on_host
-    monkeypatch.setattr(transformers_mask, "on_host", lambda t: copies.append(t) or on_host(t))
+    host_copy = transformers_mask.host_copy
+    monkeypatch.setattr(transformers_mask, "host_copy", lambda t: copies.append(t) or host_copy(t))
     found = run(model, "seqshard", given)
     assert len(model.model.layers) == 2 and len(copies) == 1
     # With a fresh cache transformers' own masks do not look at position ids; these do.

@@ -1,4 +1,4 @@
-"""What the functions of all peers share: groups, refusals, and functions made of others."""
+"""What the functions of all other packages share: groups, refusals, functions made of others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from annotations.groups import GroupError
 
 from ..core.comm.comm_groups import GroupLike
 
-# Keyword arguments that models of transformers pass down to their layers, and that say nothing of
-# attention.
-SAYS_NOTHING: tuple[str, ...] = ("use_cache", "cache_position", "return_dict", "num_items_in_batch")
-SAYS_NOTHING += ("output_hidden_states", "output_router_logits")
+# Keyword arguments that models of transformers pass down to their layers.
+NOT_ABOUT_ATTENTION = (
+    "use_cache",
+    "cache_position",
+    "return_dict",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+)
 
 
 def group_of(title: str, where: GroupLike | DeviceMesh, axes: int = 1) -> GroupLike:
@@ -24,8 +29,8 @@ def group_of(title: str, where: GroupLike | DeviceMesh, axes: int = 1) -> GroupL
 
     Args:
         title: the function that was called, for messages.
-        axes: the most axes that the mesh may have. Of several, all ranks are one group, in
-            increasing order, which is made on first use by its members alone.
+        axes: the most axes that the mesh may have. The ranks of several are one group, in
+            increasing order, which its members alone make on first use.
     Raises:
         GroupError: a mesh of more axes.
     """

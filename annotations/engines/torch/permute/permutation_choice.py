@@ -23,13 +23,13 @@ from .token_axes import Along, SequenceDim, along
 # To start one permutation, on a device: what keeps them few where bytes do not matter.
 PERMUTE_SECONDS = 1e-5
 
-Result = tuple[Node, int]  # of an op, which of its results
-Readers = Mapping[Result, Sequence[tuple[Node, int]]]
+OpResult = tuple[Node, int]  # of an op, which of its results
+Readers = Mapping[OpResult, Sequence[tuple[Node, int]]]
 
 
 def readers_of(graph: Graph) -> Readers:
     """Who reads each result, and as which of its tensor inputs."""
-    found: dict[Result, list[tuple[Node, int]]] = {}
+    found: dict[OpResult, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
         if not is_getitem(node):
             for slot, value in enumerate(tensor_inputs(node)):

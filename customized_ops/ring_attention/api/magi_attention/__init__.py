@@ -27,9 +27,9 @@ What differs:
 
 Refused, each with its reason: `is_same_source`, `is_q_permutable` or `is_k_permutable` False (cross
 attention), an `OverlapConfig` with other values, a `grpcoll_config`, other dispatch algorithms,
-`return_max_logits` (no kernel says them), and of `flex_flash_attn_func` `index_attn_indices`,
+`return_max_logits` (no kernel returns them), and of `flex_flash_attn_func` `index_attn_indices`,
 `sink_layout="ssh"` and whatever tunes their kernel. The environment variables
-`MAGI_ATTENTION_*` say how their messages go, and are not here.
+`MAGI_ATTENTION_*` tune their messages, and are not here.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def dispatch(x: Tensor, key: DistAttnRuntimeKey, pad_value: float = 0.0) -> Tens
 
 
 class _Gather(torch.autograd.Function):
-    """The whole tensor, whose gradient is the same on every rank."""
+    """The whole tensor. Its gradient is the same on every rank, so the backward sends nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, group: str) -> Tensor:

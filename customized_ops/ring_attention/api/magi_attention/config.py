@@ -1,4 +1,4 @@
-"""MagiAttention's configuration classes, as far as they say something to this package."""
+"""MagiAttention's configuration classes, with the fields that mean something here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttnOverlapMode(Enum):
 
 @dataclass(frozen=True)
 class OverlapAlg:
-    """How keys are cut into steps."""
+    """How keys are divided into steps."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class UniformOverlapAlg(OverlapAlg):
 
 @dataclass(frozen=True)
 class GreedyOverlapAlg(OverlapAlg):
-    """The other one."""
+    """MagiAttention's other algorithm."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,7 @@ class DistAttnConfig:
 
 @lru_cache(maxsize=64)
 def dispatch_layout(mask: AttnMask, ranks: int, config: DispatchConfig) -> Layout:
-    """The layout of a mask's tokens, made once.
-
-    Raises:
-        LayoutError: the chunk size is not a positive integer.
-        NotImplementedError: another algorithm.
-    """
+    """The layout of a mask's tokens, made once; an algorithm that is not here is refused."""
     if isinstance(config.alg, MinHeapDispatchAlg):
         return Layout.balanced(mask, ranks, config.chunk_size)
     if not isinstance(config.alg, SequentialDispatchAlg):

@@ -17,7 +17,7 @@ from ...op.tokens import on_host
 from ..peer_calls import refuse
 from .ranges import mask_of_ranges
 
-# Arguments that tune their kernel, as they must be here.
+# Arguments that tune MagiAttention's own kernel, with the only value that is taken here.
 TUNING: dict[str, Any] = {
     "index_attn_indices": None,
     "q_block_size": 1,
@@ -82,7 +82,7 @@ def flex_flash_attn_func(
         tuning: as in :data:`TUNING`, anything else is refused.
     Raises:
         NotImplementedError: an argument that has no meaning here; says why.
-        MaskError: ranges that are none, or that cover a pair twice.
+        MaskError: invalid ranges, or ranges that cover a pair twice.
     """
     title = "flex_flash_attn_func"
     refuse(title, REFUSED, return_max_logits=bool(return_max_logits))

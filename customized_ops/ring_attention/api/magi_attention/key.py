@@ -21,8 +21,8 @@ from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges
 
 @dataclass(frozen=True)
 class DistAttnRuntimeKey:
-    """What :func:`.calc_attn` and its neighbours need to know: a value, equal on all
-    ranks, with a hash. What is made for it is cached by value elsewhere, so no key ever expires.
+    """The arguments of :func:`.calc_attn` and its neighbours that all ranks share, as a value with
+    a hash. Plans are cached by value elsewhere, so no key ever expires.
 
     Attributes:
         mask: of all tokens, padding included; its rows and keys attend nothing.
@@ -57,7 +57,6 @@ class DistAttnRuntimeKey:
 
 
 _most_recent: dict[str, DistAttnRuntimeKey] = {}
-_SELF_ATTENTION = ("is_same_source", "is_q_permutable", "is_k_permutable")
 
 
 def magi_attn_flex_key(
@@ -85,19 +84,22 @@ def magi_attn_flex_key(
         attn_mask_type: "full", "causal", "inv_causal", "bi_causal" or AttnMaskType, for each range
             or for all.
         total_seqlen_q, total_seqlen_k: tokens without padding; equal.
-        num_heads_q, num_heads_kv, head_dim: of the tensors to come, which are held against them.
-        pad_size: tokens of padding to append. None are needed: ranks may hold different numbers
-            of tokens; :func:`.ranges.compute_pad_size` gives how many make them equal.
+        num_heads_q, num_heads_kv, head_dim: those of the tensors, which ``calc_attn`` checks.
+        pad_size: tokens of padding to append. None are needed, since ranks may hold different
+            numbers of tokens; :func:`.ranges.compute_pad_size` returns how many make them equal.
         cp_group_or_mesh: a ProcessGroup, a mesh of one or two axes, global ranks, or None.
         chunk_size: as ``DispatchConfig(chunk_size=)``, deprecated there too.
     Raises:
-        MaskError: ranges that are none, or that cover a pair twice.
-        ArgumentError: another argument that cannot be.
+        MaskError: invalid ranges, or ranges that cover a pair twice.
+        ArgumentError: another invalid argument.
         NotImplementedError: is_same_source, is_q_permutable or is_k_permutable not True.
     """
     title = "magi_attn_flex_key"
-    flags = (is_same_source, is_q_permutable, is_k_permutable)
-    for name, value in zip(_SELF_ATTENTION, flags, strict=True):
+    for name, value in (
+        ("is_same_source", is_same_source),
+        ("is_q_permutable", is_q_permutable),
+        ("is_k_permutable", is_k_permutable),
+    ):
         if value is not True:
             raise NotImplementedError(
                 f"{title}: {name}={value!r}: keys are for self-attention, as in MagiAttention; "
@@ -155,8 +157,7 @@ def make_flex_key_for_new_mask_after_dispatch(
 ) -> DistAttnRuntimeKey:
     """A key of another mask for tokens that another key has dispatched.
 
-    Work is balanced for the first mask; what this one leaves uneven its plan evens out by moving
-    rows.
+    Work is balanced for the first mask; where it is uneven for this one, its plan moves rows.
 
     Args:
         num_heads_q, num_heads_kv, head_dim: None for those of ``key_for_dispatch``.
@@ -189,7 +190,7 @@ def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRunt
     """The key that was made last for a group.
 
     Raises:
-        ArgumentError: none was.
+        ArgumentError: no key was made for it.
     """
     group = group_name(group_of("get_most_recent_key", cp_group, axes=2))
     if group not in _most_recent:
@@ -198,7 +199,7 @@ def get_most_recent_key(cp_group: GroupLike | DeviceMesh = None) -> DistAttnRunt
 
 
 def clear_cache(cp_group: GroupLike | DeviceMesh = None) -> None:
-    """Forget which key of a group, or of all with None, was the most recent. Keys stay good."""
+    """Forget which key of a group, or of all with None, was the most recent. Keys stay valid."""
     if cp_group is None:
         _most_recent.clear()
     else:
@@ -253,8 +254,8 @@ def _new_mask(
         )
     if config is not None and config.dispatch_config != old.dist_attn_config.dispatch_config:
         raise ArgumentError(
-            f"{title}: dist_attn_config deals tokens by {config.dispatch_config}, but they lie by "
-            f"{old.dist_attn_config.dispatch_config}"
+            f"{title}: dist_attn_config deals tokens by {config.dispatch_config}, but they were "
+            f"assigned by {old.dist_attn_config.dispatch_config}"
         )
     given: dict[str, Any] = {name: n for name, n in heads.items() if n is not None}
     return _checked(title, replace(old, mask=_padded(mask, old.pad_size), **given))
@@ -265,7 +266,7 @@ def _padded(mask: AttnMask, pad_size: int) -> AttnMask:
 
 
 def _checked(title: str, key: DistAttnRuntimeKey) -> DistAttnRuntimeKey:
-    """The key, which is its group's most recent from now on, if its heads can be."""
+    """The key with its heads checked; it is its group's most recent from now on."""
     for name in ("num_heads_q", "num_heads_kv", "head_dim"):
         if not is_integer(getattr(key, name), 1):
             raise ArgumentError(

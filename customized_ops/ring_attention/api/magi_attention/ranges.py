@@ -24,7 +24,7 @@ from ...op.tokens import CuSeqlens, as_tensor, on_host
 
 
 class AttnMaskType(Enum):
-    """The four types of a range."""
+    """Which pairs of a range attend."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -100,17 +100,17 @@ class AttnRanges(list[AttnRange]):
 
     @property
     def start(self) -> int:
-        """Where the first token is."""
+        """The first token."""
         return min(each.start for each in self)
 
     @property
     def end(self) -> int:
-        """Where the last token is, and one."""
+        """One past the last token."""
         return max(each.end for each in self)
 
     @property
     def total_seqlen(self) -> int:
-        """Tokens in all of them."""
+        """Number of tokens in all ranges."""
         return sum(each.seqlen for each in self)
 
 
@@ -120,14 +120,8 @@ GeneralAttnMaskType = str | AttnMaskType | Sequence[str | AttnMaskType | int]
 def mask_of_ranges(
     title: str, q_ranges: Any, k_ranges: Any, types: GeneralAttnMaskType, q_len: int, k_len: int
 ) -> AttnMask:
-    """The mask of ranges of queries and keys and their types.
-
-    Args:
-        q_ranges, k_ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end).
-        types: one for all ranges or one for each, as AttnMaskType or by its name.
-    Raises:
-        MaskError: not ranges, an unknown type, or a pair covered twice.
-    """
+    """The mask of typed ranges: AttnRanges (MagiAttention's own, too) or pairs (start, end), and
+    one type for all or one for each, as AttnMaskType or by its name."""
     q, k = (
         each.to_naive_ranges() if hasattr(each, "to_naive_ranges") else each
         for each in (q_ranges, k_ranges)
@@ -148,12 +142,7 @@ def mask_of_documents(
     window_size: tuple[int, int] = (-1, -1),
     global_window_size: int = 0,
 ) -> AttnMask:
-    """Packed documents; windows end in the bottom right corner, as in flash-attn.
-
-    Raises:
-        ArgumentError: causal with a window, as in MagiAttention; say ``(left, 0)``.
-        MaskError: cu_seqlens or a window that cannot be.
-    """
+    """The mask of packed documents; windows end in the bottom right corner, as in flash-attn."""
     if causal and tuple(window_size) != (-1, -1):
         raise ArgumentError(
             f"{title}: causal=True with window_size={window_size}; a causal window is (left, 0)"
@@ -163,7 +152,7 @@ def mask_of_documents(
         for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     ]
     try:
-        # First keys beside a window are seen as far as the window's right side lets them.
+        # Rows attend first keys beside a window no further right than the window ends.
         if global_window_size and window_size[1] > 0:
             raise NotImplementedError(
                 f"{title}: global_window_size with a window to the right, {window_size}"

@@ -161,11 +161,7 @@ def _attention(
 
 
 def _even_layout(name: str, making: Making, halves: int, q: Tensor, comm: Comm) -> Layout | None:
-    """For as many tokens on every rank.
-
-    Raises:
-        ArgumentError: ranks hold different numbers of tokens, or a number that is no two chunks.
-    """
+    """The layout of as many tokens on every rank, which ranks compare."""
     if q.ndim != 4:  # the op says what is wrong with q
         return None
     rows = q.shape[1]

@@ -19,11 +19,7 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 
 
 def comm_of(title: str, group: GroupLike) -> Comm:
-    """The ranks of ``group``, or of the world.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """The ranks of ``group``, or of the world; ArgumentError where there is none."""
     if group is None:
         if not dist.is_initialized():
             raise ArgumentError(

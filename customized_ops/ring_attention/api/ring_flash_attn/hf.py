@@ -14,14 +14,14 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, comm_by_name
 from ...op.arguments import ArgumentError, checked, is_integer
 from ...op.tokens import CuSeqlens, as_tensor, check_cu_seqlens, on_host
-from ..peer_calls import SAYS_NOTHING
+from ..peer_calls import NOT_ABOUT_ATTENTION
 from .calls import comm_of
 from .llama3 import by_key_heads
 
 TITLE = "ring_flash_attn in transformers"
 IMPLEMENTATION = "flash_attention_2"
 
-HARMLESS = {*SAYS_NOTHING, "position_ids", "layer_idx"}
+HARMLESS = {*NOT_ABOUT_ATTENTION, "position_ids", "layer_idx"}
 
 
 @dataclass
@@ -138,8 +138,8 @@ def _documents(
     """``cu_seqlens`` of all ranks, for a call that asks for nothing that cannot be done."""
     if _settings.documents is None or _settings.documents[1] != comm.name:
         raise ArgumentError(
-            f"{TITLE}: before the model runs, update_ring_flash_attn_params has to be told the "
-            "documents and the group of substitute_hf_flash_attn"
+            f"{TITLE}: before the model runs, update_ring_flash_attn_params must be given "
+            "the documents and the group of substitute_hf_flash_attn"
         )
     if query.shape[0] != 1:
         raise ArgumentError(

@@ -160,11 +160,8 @@ def by_key_heads(
     sink: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """:func:`wrap_ring_attn_varlen_func` on ``stride`` key heads, and their query heads, at a time.
-
-    Raises:
-        ArgumentError: ``stride`` does not divide the key heads.
-    """
+    """:func:`wrap_ring_attn_varlen_func` on ``stride`` key heads, and their query heads, at a time,
+    so that no more keys are received at once."""
     heads = qkv[1].shape[-2]
 
     def check() -> int:

@@ -50,7 +50,7 @@ from ..peer_calls import group_of, renamed, without_first
 from .block_mask import mask_of_block_mask
 from .interception import attention_over, current, running
 from .parallel_style import AttentionType, ContextParallel
-from .sdpa import Cut, flex
+from .sdpa import SequenceSharding, flex
 
 __all__ = [
     "AttentionType",
@@ -106,18 +106,18 @@ def context_parallel(
         return _layout(title, layout, lengths[0] if lengths else None, group)
 
     how = checked(title, group, check, lambda chosen: {"layout": str(chosen)})
-    cut = Cut(group, how, kernel)
+    sharding = SequenceSharding(group, how, kernel)
     wholes = [tensor.data for tensor in tensors]
     try:
         for tensor, whole, dim in zip(tensors, wholes, dims, strict=True):
-            tensor.data = how.shard(whole, cut.comm.rank, dim).clone()
-        with attention_over(cut):
+            tensor.data = how.shard(whole, sharding.comm.rank, dim).clone()
+        with attention_over(sharding):
             yield
     finally:
         for tensor, whole in zip(tensors, wholes, strict=True):
             if not any(tensor is each for each in kept):
                 tensor.data = whole
-                # What autograd has saved of a shard is whole now: it says so rather than use it.
+                # Autograd may have saved the shard, which is whole now: it must raise, not use it.
                 torch.autograd.graph.increment_version(tensor)
 
 
@@ -200,7 +200,7 @@ def context_parallel_unshard(
 
 def _flex_in_block(*args: Any, **kwargs: Any) -> Any:
     with running():
-        return flex(current() or Cut(), *args, **kwargs)
+        return flex(current() or SequenceSharding(), *args, **kwargs)
 
 
 flex_attention = renamed(

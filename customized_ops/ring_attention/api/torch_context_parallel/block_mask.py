@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...core.arrays import Bools, Ints
 from ...core.mask import AttnMask, MaskError
 from ...core.mask.row_runs import runs_of, slices_of_runs
 
 MOST_PAIRS = 1 << 28  # seconds on a CPU
-Ints = npt.NDArray[np.int64]
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -84,7 +83,7 @@ def _of(block_mask: BlockMask, b: int, h: int) -> AttnMask:
 
 
 def _keys(counts: Tensor, columns: Tensor, block: int, length: int) -> list[Ints]:
-    """By row of blocks the keys of its blocks, of the last one no more than there are."""
+    """The keys of each row of blocks; those of the last block end at ``length``."""
     found = []
     for count, blocks in zip(counts.tolist(), columns.cpu().numpy(), strict=True):
         keys = (blocks[:count, None].astype(np.int64) * block + np.arange(block)).reshape(-1)
@@ -92,13 +91,13 @@ def _keys(counts: Tensor, columns: Tensor, block: int, length: int) -> list[Ints
     return found
 
 
-def _asked(block_mask: BlockMask, b: int, h: int, rows: Ints, keys: Ints) -> npt.NDArray[np.bool_]:
-    """What ``mask_mod`` says, bool[rows, keys]."""
+def _asked(block_mask: BlockMask, b: int, h: int, rows: Ints, keys: Ints) -> Bools:
+    """The values of ``mask_mod``, bool[rows, keys]."""
     device = block_mask.kv_num_blocks.device
     at, seen = torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)
 
     def elsewhere(entry: Any, head: Any, i: Any, j: Any) -> Any:
         return block_mask.mask_mod(entry + b, head + h, at[i], seen[j])
 
-    said = create_mask(elsewhere, 1, 1, len(rows), len(keys), device=str(device))
-    return said[0, 0].cpu().numpy()
+    mask = create_mask(elsewhere, 1, 1, len(rows), len(keys), device=str(device))
+    return mask[0, 0].cpu().numpy()

@@ -21,26 +21,26 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...op.arguments import checked
-from .sdpa import Cut, sdpa
+from .sdpa import SequenceSharding, sdpa
 
 ORIGINAL = F.scaled_dot_product_attention
 
 
 class _Thread(threading.local):
-    """Blocks open on this thread, the last one's last; and whether an op of ours is running."""
+    """The blocks open on this thread, outermost first; and whether an op of ours is running."""
 
     def __init__(self) -> None:
-        self.open: list[Cut] = []
+        self.open: list[SequenceSharding] = []
         self.entered: list[AbstractContextManager[None]] = []
         self.busy = False
 
 
 _thread = _Thread()
-_everywhere: list[tuple[int, Cut]] = []  # threads and their blocks
+_everywhere: list[tuple[int, SequenceSharding]] = []  # thread and block, of all threads
 _lock = threading.Lock()
 
 
-def current() -> Cut | None:
+def current() -> SequenceSharding | None:
     """The block in which this thread is, if any.
 
     A thread on which autograd runs is in the block that is open elsewhere.
@@ -55,7 +55,7 @@ def current() -> Cut | None:
     if len({thread for thread, _ in _everywhere}) > 1:
         raise RuntimeError(
             "context_parallel: several threads have a block open, and autograd runs on another: "
-            "whose this is cannot be told"
+            "it is not known which one this belongs to"
         )
     return _everywhere[-1][1]
 
@@ -72,24 +72,24 @@ def running() -> Iterator[None]:
 
 @wraps(ORIGINAL)
 def _replacement(*args: Any, **kwargs: Any) -> Any:
-    cut = None if _thread.busy else current()
-    return ORIGINAL(*args, **kwargs) if cut is None else _attend(cut, args, kwargs)
+    sharding = None if _thread.busy else current()
+    return ORIGINAL(*args, **kwargs) if sharding is None else _attend(sharding, args, kwargs)
 
 
-def _attend(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attend(sharding: SequenceSharding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with running():
-        return sdpa(cut, *args, **kwargs)
+        return sdpa(sharding, *args, **kwargs)
 
 
 class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _thread.busy and (func is ORIGINAL or (func in _LOCAL and not _in_backward())):
-            cut = current()
-            assert cut is not None, "a mode is on, but no block open"
+            sharding = current()
+            assert sharding is not None, "a mode is on, but no block open"
             if func is ORIGINAL:
-                return _attend(cut, args, kwargs)
-            checked("context_parallel", cut.group, lambda: _refuse_local(func, kwargs))
+                return _attend(sharding, args, kwargs)
+            checked("context_parallel", sharding.group, lambda: _refuse_local(func, kwargs))
         return func(*args, **kwargs)
 
 
@@ -120,13 +120,13 @@ def _refuse_local(function: Any, kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def attention_over(cut: Cut) -> Iterator[None]:
+def attention_over(sharding: SequenceSharding) -> Iterator[None]:
     """A block in which attention is that of the whole sequence."""
-    here = threading.get_ident(), cut
+    here = threading.get_ident(), sharding
     with _lock:
         _everywhere.append(here)
         F.scaled_dot_product_attention = _replacement
-    _thread.open.append(cut)
+    _thread.open.append(sharding)
     try:
         with _Mode():
             yield
@@ -138,9 +138,9 @@ def attention_over(cut: Cut) -> Iterator[None]:
                 F.scaled_dot_product_attention = ORIGINAL
 
 
-def enter(cut: Cut) -> None:
+def enter(sharding: SequenceSharding) -> None:
     """Open a block on this thread, which :func:`leave` closes."""
-    block = attention_over(cut)
+    block = attention_over(sharding)
     block.__enter__()
     _thread.entered.append(block)
 

@@ -13,7 +13,7 @@ from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from ..peer_calls import group_of
 from .interception import enter, leave
-from .sdpa import Cut
+from .sdpa import SequenceSharding
 
 
 class AttentionType(Enum):
@@ -64,7 +64,8 @@ class ContextParallel(ParallelStyle):
         self.layout, self.kernel = layout, kernel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut = Cut(group_of("ContextParallel", device_mesh), self.layout, self.kernel)
-        module.register_forward_pre_hook(lambda module, args: enter(cut))
+        group = group_of("ContextParallel", device_mesh)
+        sharding = SequenceSharding(group, self.layout, self.kernel)
+        module.register_forward_pre_hook(lambda module, args: enter(sharding))
         module.register_forward_hook(lambda module, args, output: leave(), always_call=True)
         return module

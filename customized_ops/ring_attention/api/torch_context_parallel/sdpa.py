@@ -26,18 +26,18 @@ from .block_mask import mask_of_block_mask
 
 SDPA, FLEX = "scaled_dot_product_attention", "flex_attention"
 
-_REFUSED = {
+FLEX_REFUSALS = {
     "score_mod": "score_mod is not taken: kernels change scores by a softcap or ALiBi alone, "
     "softcap= and alibi_slopes= of wrap_masked_attn_func",
     "kernel_options": "kernel_options are for torch's own kernel",
     "return_aux": "return_aux takes lse=True alone, and no return_lse beside it: no kernel here "
     "tells the largest score",
 }
-_known_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_known_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by attn_mask, and its version
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceSharding:
     """How the sequence is cut: over which ranks, which tokens each holds (None: as many on each, in
     order), and what computes its attention."""
 
@@ -61,7 +61,7 @@ class Cut:
 
 
 def sdpa(
-    cut: Cut,
+    sharding: SequenceSharding,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,13 +94,13 @@ def sdpa(
             return None
         if is_causal:
             raise ArgumentError(f"{SDPA}: attn_mask with is_causal=True; give one of them")
-        return _mask_of_tensor(attn_mask, cut.total(query.shape[-2]))
+        return _mask_of_tensor(attn_mask, sharding.total(query.shape[-2]))
 
-    mask = checked(SDPA, cut.group, check)
+    mask = checked(SDPA, sharding.group, check)
     q, k, v = (_rows_first(t) for t in (query, key, value))
-    options = {"softmax_scale": scale, "dropout_p": dropout_p, **cut.options}
+    options = {"softmax_scale": scale, "dropout_p": dropout_p, **sharding.options}
     if dropout_p:
-        options["dropout_seed"] = _common_seed(cut.comm)
+        options["dropout_seed"] = _common_seed(sharding.comm)
     out: Any
     if mask is None:
         out = wrap_ring_attn_func(q, k, v, causal=bool(is_causal), **options)
@@ -110,7 +110,7 @@ def sdpa(
 
 
 def flex(
-    cut: Cut,
+    sharding: SequenceSharding,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -138,9 +138,9 @@ def flex(
     def check() -> AttnMask:
         of_aux = return_aux is not None and (return_aux.max_scores or return_lse)
         given = {"score_mod": score_mod is not None, "kernel_options": bool(kernel_options)}
-        refuse(FLEX, _REFUSED, **given, return_aux=of_aux)
+        refuse(FLEX, FLEX_REFUSALS, **given, return_aux=of_aux)
         _check_heads(FLEX, query, key, value, enable_gqa)
-        total = cut.total(query.shape[-2])
+        total = sharding.total(query.shape[-2])
         mask = AttnMask.full(total) if block_mask is None else mask_of_block_mask(block_mask)
         if (mask.q_len, mask.k_len) != (total, total):
             raise ArgumentError(
@@ -149,11 +149,11 @@ def flex(
             )
         return mask
 
-    mask = checked(FLEX, cut.group, check)
+    mask = checked(FLEX, sharding.group, check)
     q, k, v = (_rows_first(t) for t in (query, key, value))
     with_lse = return_lse or (return_aux is not None and return_aux.lse)
     got = wrap_masked_attn_func(
-        q, k, v, mask, softmax_scale=scale, return_lse=with_lse, **cut.options
+        q, k, v, mask, softmax_scale=scale, return_lse=with_lse, **sharding.options
     )
     out, lse = got if isinstance(got, tuple) else (got, None)
     out = _heads_first(out, query.ndim)

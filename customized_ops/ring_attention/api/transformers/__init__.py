@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ...op.arguments import ArgumentError, checked
 from ...op.tokens import on_host
-from ..peer_calls import SAYS_NOTHING
+from ..peer_calls import NOT_ABOUT_ATTENTION
 from . import traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
 from .mask import Mask, is_traced, make_mask, maskless
-from .pattern import TITLE
+from .mask_function import TITLE
 from .shard import Shard, shard_batch, sum_gradients, sum_over_ranks
 
 __all__ = [
@@ -41,10 +41,10 @@ __all__ = [
     "sum_over_ranks",
 ]
 
-NAME = "seqshard"
+IMPLEMENTATION = "seqshard"
 
-OTHERS = {*SAYS_NOTHING, "shift_labels", "logits_to_keep", "seq_idx"}
-OTHERS |= {"max_length_q", "max_length_k"}
+HARMLESS = {*NOT_ABOUT_ATTENTION, "shift_labels", "logits_to_keep", "seq_idx"}
+HARMLESS |= {"max_length_q", "max_length_k"}
 
 
 def register() -> None:
@@ -62,8 +62,8 @@ def register() -> None:
         raise ImportError(
             "register() needs transformers 5 or newer: pip install 'seqshard[hf]'"
         ) from error
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, make_mask)
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
 
 
 # Types of layers in which nothing but attention mixes tokens.
@@ -126,18 +126,15 @@ def attention(
     }
     if is_traced(q):
         return traced.attend(mask, q, k, v, position_ids, cu_seqlens, **options), None
-    pairs = mask.pairs(q, k, position_ids, cu_seqlens)
+    of_batch = mask.batch_mask(q, k, position_ids, cu_seqlens)
     if mask.cut is not None:
-        options["process_group"] = mask.cut.group
-        if dropout and mask.cut.dropout_seed is not None:
-            layer = int(getattr(module, "layer_idx", 0) or 0)
-            options["dropout_seed"] = mask.cut.dropout_seed + layer
-    return pairs.attend(q, k, v, **options), None
+        options |= mask.cut.options(module, dropout)
+    return of_batch.attend(q, k, v, **options), None
 
 
 def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """What a model that runs on a rank's part of the tokens must not have: a loss that is no sum
-    over tokens, layers that carry something from token to token without attention."""
+    """Raise where a model cannot run on a part of the tokens: its loss is no sum over tokens, or a
+    layer without attention mixes them."""
     config = getattr(module, "config", None)
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
         raise NotImplementedError(
@@ -157,8 +154,8 @@ def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"{TITLE}: attention_mask is {type(attention_mask).__name__} {shape}, made by the "
-            "model or its caller, which cannot be told as windows, documents and padding; pass a "
-            "2-dimensional attention_mask, or use attn_implementation='eager' or 'sdpa'"
+            "model or its caller, which cannot be expressed as windows, documents and padding; "
+            "pass a 2-dimensional attention_mask, or use attn_implementation='eager' or 'sdpa'"
         )
     config = getattr(module, "config", None)
     if others.pop("output_attentions", None) or getattr(config, "output_attentions", False):
@@ -167,14 +164,14 @@ def _refuse(module: torch.nn.Module, attention_mask: Any, others: dict[str, Any]
             "attn_implementation='eager'"
         )
     for name, value in others.items():
-        if name not in OTHERS and value is not None and value is not False:
+        if name not in HARMLESS and value is not None and value is not False:
             raise NotImplementedError(
                 f"{TITLE}: {type(module).__name__} passes {name}, which is not supported"
             )
 
 
 def _check_window(mask: Mask, sliding_window: int | None) -> None:
-    left = mask.pattern.left
+    left = mask.description.left
     if sliding_window is not None and left not in (sliding_window - 1, sliding_window):
         shown = "none" if left < 0 else f"{left} keys before a token's own"
         raise ArgumentError(

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.arrays import Bools, Ints
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from .pairs import Flags, Ints, Pairs, Rows, documents_of, find_pairs, on_host, segments_of
-from .pattern import TITLE, Pattern
+from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
+from .mask_function import TITLE, MaskDescription
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class Cut:
     group: GroupLike
     layout: Layout
     position_ids: Ints
-    attended: Flags | None = None
+    attended: Bools | None = None
     dropout_seed: int | None = None
     asked: set[str] = field(default_factory=set)  # "mask", once a layer's or a model's was made
 
@@ -50,22 +51,23 @@ class Cut:
         rank = group_comm(self.group).rank
         return self.position_ids[:, self.layout.positions(rank)]
 
-    def pairs(self, pattern: Pattern, batch: int) -> Pairs:
-        """The pairs of the whole batch."""
-        documents = documents_of(self.position_ids, self.attended)
-        total, pattern = self.layout.total, replace(pattern, left_padding=None)  # of its own tokens
-        segments, _ = segments_of(pattern, documents, self.position_ids, self.attended, total)
-        rows = Rows(total, total, segments=segments, attended=self.attended)
-        return find_pairs(pattern, rows, batch, self.layout)
+    def batch_mask(self, description: MaskDescription, batch: int) -> BatchMask:
+        """The mask of the whole batch."""
+        tokens = BatchTokens.of_positions(self.layout.total, self.position_ids, self.attended)
+        # The padding that a model knows is that of its own tokens.
+        return batch_mask(replace(description, left_padding=None), tokens, batch, self.layout)
+
+    def options(self, module: torch.nn.Module, dropout: float) -> dict[str, Any]:
+        """A layer's options of the ops; each layer has a dropout seed of its own."""
+        options: dict[str, Any] = {"process_group": self.group}
+        if dropout and self.dropout_seed is not None:
+            layer = int(getattr(module, "layer_idx", 0) or 0)
+            options["dropout_seed"] = self.dropout_seed + layer
+        return options
 
     def check(self, shape: torch.Size, position_ids: Tensor | None) -> None:
-        """Whether a layer's input is this rank's part of the batch; on all ranks where they compare
-        their calls.
-
-        Args:
-            shape: of q, [b, l, h, d].
-        Raises:
-            ArgumentError: another number of tokens or rows, or position ids of other tokens.
+        """Raise ArgumentError where a layer's input is not this rank's part of the batch: another
+        number of tokens or rows, or position ids of other tokens. ``shape``: of q, [b, l, h, d].
         """
 
         def look() -> None:
@@ -74,12 +76,12 @@ class Cut:
             if shape[1] != mine.shape[1] or not rows <= {1, shape[0]}:
                 raise ArgumentError(
                     f"{TITLE}: {shape[0]} rows of {shape[1]} tokens, but sequence_parallel was "
-                    f"told of {max(rows)} of which this rank holds {mine.shape[1]} tokens, by "
+                    f"given {max(rows)} of which this rank holds {mine.shape[1]} tokens, by "
                     f"layout {self.layout}"
                 )
             if position_ids is None or position_ids.ndim != 2:
                 return
-            given = on_host(position_ids)
+            given = host_copy(position_ids)
             if not (given == mine).all():
                 raise ArgumentError(
                     f"{TITLE}: position_ids begin with {given[0, :4].tolist()}, but the tokens of "
@@ -103,17 +105,14 @@ def current_cut() -> Cut | None:
 
 
 def mark_part(given: Any) -> None:
-    """Say of what a model hands on to its layers that it goes with a rank's part of the tokens."""
+    """Mark a tensor that a model hands on to its layers: it belongs to a rank's part."""
     if isinstance(given, Tensor):
         given._seqshard_part = True  # type: ignore[attr-defined]
 
 
 def refuse_part(*given: Any) -> None:
-    """Of a layer that runs outside :func:`sequence_parallel`.
-
-    Raises:
-        ArgumentError: its tokens are a rank's part, as :func:`.shard.shard_batch` cut them.
-    """
+    """Raise ArgumentError where a layer runs outside :func:`sequence_parallel`, but is given what
+    :func:`.shard.shard_batch` marked."""
     if any(getattr(each, "_seqshard_part", False) for each in given):
         raise ArgumentError(
             f"{TITLE}: these tokens are a rank's part of a batch, cut by shard_batch; run the "
@@ -180,4 +179,4 @@ def _of_total(name: str, given: Tensor | None, layout: Layout) -> Ints | None:
             f"sequence_parallel: {name} must be [b, {layout.total}], of the whole sequence as "
             f"layout {layout} has it, got {tuple(given.shape)}"
         )
-    return on_host(given)
+    return host_copy(given)

@@ -1,6 +1,6 @@
 """What models hand from transformers' mask creation to their attention layers.
 
-    mask function (once a forward, for each kind of mask)  ->  Mask  ->  every layer  ->  Pairs
+    mask function (once a forward, for each kind of mask)  ->  Mask  ->  every layer  ->  BatchMask
 
 What a mask needs of the batch is copied to the host once, by the first layer that asks.
 """
@@ -8,29 +8,28 @@ What a mask needs of the batch is copied to the host once, by the first layer th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.arrays import Bools, Ints
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import on_host as cu_on_host
-from .cut import Cut, current_cut
-from .pairs import (
-    Ints,
-    Pairs,
-    Rows,
+from ...op.tokens import on_host
+from .batch_mask import (
+    BatchMask,
+    BatchTokens,
+    batch_mask,
     begins,
     check_ends,
     documents_of,
-    find_pairs,
+    host_copy,
     numbered,
-    on_host,
-    segments_of,
 )
-from .pattern import TITLE, Pattern, read_pattern
+from .cut import Cut, current_cut
+from .mask_function import TITLE, MaskDescription, read_mask_function
 
 
 @dataclass(eq=False, repr=False)
@@ -38,7 +37,7 @@ class Mask:
     """Which pairs attend in a forward, of one kind of layer.
 
     Attributes:
-        pattern: windows, chunks and documents.
+        description: windows, chunks and documents.
         batch, q_len, k_len: of the layers' inputs. q_offset, k_offset: where the first query and
             the first key stand in the sequence, which a cache makes differ.
         padding: [b, any], the attention_mask that the model was given; None for none.
@@ -48,7 +47,7 @@ class Mask:
     # generate() hands a mask that it made for a static cache back to the mask functions.
     ndim: ClassVar = 0
 
-    pattern: Pattern
+    description: MaskDescription
     batch: int
     q_len: int
     k_len: int
@@ -57,7 +56,7 @@ class Mask:
     padding: Tensor | None = None
     cut: Cut | None = field(init=False, default_factory=current_cut)
     model_is_known: bool = field(init=False, default=False)  # can be cut: a layer was looked at
-    _found: dict[bytes | None, Pairs] = field(init=False, default_factory=dict)
+    _by_lengths: dict[bytes | None, BatchMask] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # A static cache counts its tokens in a tensor of its own, before layers look at it.
@@ -70,10 +69,15 @@ class Mask:
         """Itself: what generate() asks of a mask."""
         return self
 
-    def pairs(
+    def position_ids(self, of_layer: Tensor | None) -> Tensor | None:
+        """Those by which documents are found: the mask function's, else the layer's."""
+        own = self.description.position_ids
+        return of_layer if own is None else own
+
+    def batch_mask(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Pairs:
-        """The pairs of a layer's inputs, the same for all layers.
+    ) -> BatchMask:
+        """The mask of a layer's inputs, made once for all layers.
 
         Args:
             q, k: [b, l, h, d]. position_ids: [b or 1, l], as the layer got them.
@@ -81,15 +85,16 @@ class Mask:
         Raises:
             ArgumentError: they do not fit one another, or may mean two things.
         """
-        key = None if cu_seqlens is None else cu_on_host(cu_seqlens).tobytes()
-        if key not in self._found:
+        key = None if cu_seqlens is None else on_host(cu_seqlens).tobytes()
+        if key not in self._by_lengths:
             if (cut := self.cut) is None:
-                self._found[key] = self._of_whole(q, k, position_ids, cu_seqlens)
+                found = self._of_whole(q, k, position_ids, cu_seqlens)
             else:
                 checked(TITLE, cut.group, lambda: self._refuse_of_whole(q, k, cu_seqlens))
                 cut.check(q.shape, position_ids)
-                self._found[key] = cut.pairs(self.pattern, q.shape[0])
-        return self._found[key]
+                found = cut.batch_mask(self.description, q.shape[0])
+            self._by_lengths[key] = found
+        return self._by_lengths[key]
 
     def _refuse_of_whole(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> None:
         """Raise for what goes with whole sequences only, where the inputs are a part."""
@@ -112,66 +117,57 @@ class Mask:
 
     def _of_whole(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Pairs:
+    ) -> BatchMask:
         if (q.shape[1], k.shape[1]) != (self.q_len, self.k_len):
             raise ArgumentError(
                 f"{TITLE}: the mask is of {self.q_len} queries and {self.k_len} keys, but the "
                 f"layer has {q.shape[1]} and {k.shape[1]}"
             )
-        offsets = int(self.q_offset), int(self.k_offset)
-        attended = self._attended(offsets[1])
-        positions = position_ids if self.pattern.position_ids is None else self.pattern.position_ids
-        host = None
-        if positions is not None and positions.ndim == 2 and self.q_len > 1:
-            host = on_host(positions)
-        first, queries, q_len = offsets[0] - offsets[1], None, None
-        if first or self.q_len != self.k_len:
-            queries, q_len = slice(first, first + self.q_len), self.q_len
-        documents = self._documents(host, attended, queries, cu_seqlens)
-        batch = documents, host, attended
-        segments, q_segments = segments_of(self.pattern, *batch, self.k_len, offsets, q_len)
-        rows = Rows(self.q_len, self.k_len, *offsets, segments, q_segments, attended)
-        return find_pairs(self.pattern, rows, self.batch)
+        given, positions = self.position_ids(position_ids), None
+        if given is not None and given.ndim == 2 and self.q_len > 1:
+            positions = host_copy(given)
+        q_offset, k_offset = int(self.q_offset), int(self.k_offset)
+        attended = self._attended(k_offset)
+        tokens = BatchTokens(self.q_len, self.k_len, q_offset, k_offset, None, positions, attended)
+        if cu_seqlens is None:
+            documents = self._documents(tokens)
+        else:
+            documents = self._documents_by_lengths(cu_seqlens, positions, attended)
+        return batch_mask(self.description, replace(tokens, documents=documents), self.batch)
 
-    def _attended(self, offset: int) -> Any:
+    def _attended(self, offset: int) -> Bools | None:
         """bool[b, k_len], where not all are; tokens beyond the model's attention_mask are not."""
         if self.padding is None:
             return None
-        given = on_host(self.padding)[:, offset : offset + self.k_len] != 0
+        given = host_copy(self.padding)[:, offset : offset + self.k_len] != 0
         attended = np.zeros((len(given), self.k_len), dtype=bool)
         attended[:, : given.shape[1]] = given
         return None if attended.all() else attended
 
-    def _documents(
-        self,
-        positions: Ints | None,
-        attended: Any,
-        queries: slice | None,
-        cu_seqlens: Tensor | None,
-    ) -> Ints | None:
-        """Numbers of documents, [b or 1, k_len]. ``queries``: where they stand among the keys, None
-        where they are the keys."""
-        if cu_seqlens is not None:
-            return self._of_cu_seqlens(cu_seqlens, positions, attended)
-        if positions is None:
+    def _documents(self, tokens: BatchTokens) -> Ints | None:
+        """Numbers of documents, [b or 1, k_len], by the position ids of the queries."""
+        positions, visible = tokens.position_ids, tokens.attended
+        if visible is not None and not tokens.queries_are_keys:
+            first = tokens.q_offset - tokens.k_offset
+            visible = visible[:, first : first + self.q_len]
+        if positions is None or not begins(positions, visible).any():
             return None
-        visible = attended if attended is None or queries is None else attended[:, queries]
-        if not begins(positions, visible).any():
-            return None
-        if not self.pattern.causal:
+        if not self.description.causal:
             raise ArgumentError(
                 f"{TITLE}: position_ids restart, but the mask is not causal, where transformers "
-                "does not look at them; say where documents begin by cu_seq_lens_q and _k"
+                "does not look at them; pass where documents begin as cu_seq_lens_q and _k"
             )
-        if queries is not None:
+        if not tokens.queries_are_keys:
             raise ArgumentError(
                 f"{TITLE}: position_ids restart among {self.q_len} queries that have "
-                f"{self.k_len} keys: documents cannot be told from a cache with tokens in it"
+                f"{self.k_len} keys: a cache with tokens in it does not show where documents begin"
             )
-        return documents_of(positions, attended)
+        return documents_of(positions, tokens.attended)
 
-    def _of_cu_seqlens(self, cu_seqlens: Tensor, positions: Ints | None, attended: Any) -> Ints:
-        ends = cu_on_host(cu_seqlens)
+    def _documents_by_lengths(
+        self, cu_seqlens: Tensor, positions: Ints | None, attended: Bools | None
+    ) -> Ints:
+        ends = on_host(cu_seqlens)
         if self.batch != 1 or self.q_len != self.k_len or attended is not None:
             raise ArgumentError(
                 f"{TITLE}: cu_seq_lens_q goes with one row without padding or cache, got "
@@ -210,37 +206,32 @@ def make_mask(
     if isinstance(attention_mask, Mask):
         return attention_mask
     assert mask_function is not None, "transformers names the mask"
-    pattern = read_pattern(mask_function)
+    description = read_mask_function(mask_function)
     if use_vmap:
         raise NotImplementedError(
             f"{TITLE}: the model changes its mask by a function of its own; use "
             "attn_implementation='eager' or 'sdpa'"
         )
-    return Mask(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+    return Mask(description, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
 
 
 def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
-    """For layers of models that make no mask, such as an image encoder's.
-
-    Args:
-        window: as flash attention counts it, with a token's own.
-    Raises:
-        ArgumentError: the tokens are cut over ranks, and nobody says whether these are too; or a
-            causal layer has more keys than queries, and nobody says which come last.
-    """
+    """For layers of models that make no mask, such as an image encoder's. What is ambiguous then is
+    refused. ``window`` counts a token itself, as in flash attention."""
     if current_cut() is not None:
         raise ArgumentError(
             f"{TITLE}: a layer without a mask inside sequence_parallel: its model makes none, so "
-            "whether its tokens are those that are cut cannot be told"
+            "it is not known whether its tokens are those that are cut"
         )
     q_len, k_len = q.shape[1], k.shape[1]
     if causal and q_len != k_len and q_len > 1:
         raise ArgumentError(
             f"{TITLE}: a causal layer without a mask has {q_len} queries and {k_len} keys, and "
-            "which of the keys are the queries' own cannot be told"
+            "it is not known which of the keys are the queries' own"
         )
     left = -1 if window is None else window - 1
-    return Mask(Pattern(left, 0 if causal else left), q.shape[0], q_len, k_len, k_len - q_len)
+    description = MaskDescription(left, 0 if causal else left)
+    return Mask(description, q.shape[0], q_len, k_len, k_len - q_len)
 
 
 def is_traced(q: Tensor) -> bool:

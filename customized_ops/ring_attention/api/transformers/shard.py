@@ -24,14 +24,14 @@ from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
 from ...op.tokens import on_host
+from .batch_mask import check_ends
 from .cut import Cut, mark_part, sequence_parallel
-from .pairs import check_ends
 
 IGNORED = -100  # the label of tokens that do not count
-CUT = ("input_ids", "inputs_embeds", "labels", "shift_labels")
-WHOLE = ("position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
-KEPT = ("num_items_in_batch", "use_cache")
-UNNEEDED = ("max_length_q", "max_length_k")
+CUT_ENTRIES = ("input_ids", "inputs_embeds", "labels", "shift_labels")
+WHOLE_ENTRIES = ("position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+KEPT_ENTRIES = ("num_items_in_batch", "use_cache")
+UNNEEDED_ENTRIES = ("max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +104,10 @@ def shard_batch(
             )
         layout = kinds[layout](total, comm.size)
     assert isinstance(layout, Layout)
-    whole = {name: batch[name] for name in CUT if batch.get(name) is not None}
+    whole = {name: batch[name] for name in CUT_ENTRIES if batch.get(name) is not None}
     positions = _position_ids(batch, total, tokens.device)
     whole["position_ids"] = positions
-    kept = {name: batch[name] for name in KEPT if name in batch}
+    kept = {name: batch[name] for name in KEPT_ENTRIES if name in batch}
     if "labels" in whole:
         shifted = F.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
         whole.setdefault("shift_labels", shifted)
@@ -122,14 +122,14 @@ def shard_batch(
 
 
 def _check_entries(batch: Mapping[str, Any], total: int) -> None:
-    known = (*CUT, *WHOLE, *KEPT, *UNNEEDED)
+    known = (*CUT_ENTRIES, *WHOLE_ENTRIES, *KEPT_ENTRIES, *UNNEEDED_ENTRIES)
     for name, value in batch.items():
         if name not in known and value is not None:
             raise ArgumentError(
                 f"shard_batch: the batch has {name}, and how to cut it is not known; known are "
                 f"{', '.join(known)}"
             )
-        of_tokens = name in (*CUT, "position_ids", "attention_mask") and value is not None
+        of_tokens = name in (*CUT_ENTRIES, "position_ids", "attention_mask") and value is not None
         if of_tokens and (value.ndim < 2 or value.shape[1] != total):
             raise ArgumentError(
                 f"shard_batch: {name} must be of {total} tokens a row, got {tuple(value.shape)}"

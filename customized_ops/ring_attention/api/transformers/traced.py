@@ -14,10 +14,12 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...core.arrays import Ints
 from ...op.arguments import ArgumentError
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
-from .pairs import Ints, Pairs, Rows, documents_of, find_pairs, on_host, segments_of
-from .pattern import TITLE, Pattern
+from .batch_mask import BatchMask, BatchTokens, batch_mask, host_copy
+from .mask import Mask
+from .mask_function import TITLE
 
 
 class _ReachedByInput(Exception):
@@ -25,7 +27,7 @@ class _ReachedByInput(Exception):
 
 
 def attend(
-    mask: Any,
+    mask: Mask,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -36,31 +38,34 @@ def attend(
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], in a graph that is being captured.
 
     Args:
-        mask: a :class:`.mask.Mask`. cu_seqlens: [documents + 1], of a batch of one.
+        cu_seqlens: [documents + 1], of a batch of one.
     Raises:
         NotImplementedError: padding, a cache, or a sequence that is cut already.
     """
     _refuse(mask, q, k)
-    pattern = mask.pattern
+    description = mask.description
+    window = description.left, description.right
+    windowed = options | {"causal": description.causal, "window_size": window}
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ArgumentError(f"{TITLE}: cu_seq_lens_q goes with one row, got {q.shape[0]}")
-        return _varlen(q, k, v, cu_seqlens[None], pattern, options)
-    positions = pattern.position_ids if pattern.position_ids is not None else position_ids
-    if positions is None or positions.ndim != 2 or not pattern.causal:
-        return _static(mask, None).attend(q, k, v, **options)
-    known = constant_value(positions)
-    if known is not None:
-        return _static(mask, known).attend(q, k, v, **options)
-    if pattern.chunk:
+        return _by_documents(q, k, v, cu_seqlens[None], **windowed)
+    positions = mask.position_ids(position_ids)
+    if positions is not None and (positions.ndim != 2 or not description.causal):
+        positions = None
+    known = None if positions is None else constant_value(positions)
+    if positions is None or known is not None:
+        return _of_known(mask, known).attend(q, k, v, **options)
+    if description.chunk:
         raise NotImplementedError(
             f"{TITLE}: chunks in a captured graph whose position_ids are an input are not "
             "supported; leave out position_ids"
         )
-    return _varlen(q, k, v, cumulative(positions.expand(q.shape[0], -1)), pattern, options)
+    lengths = cumulative(positions.expand(q.shape[0], -1))
+    return _by_documents(q, k, v, lengths, **windowed)
 
 
-def _refuse(mask: Any, q: Tensor, k: Tensor) -> None:
+def _refuse(mask: Mask, q: Tensor, k: Tensor) -> None:
     if mask.cut is not None:
         raise NotImplementedError(
             f"{TITLE}: a captured graph is cut by parallelize; call it outside sequence_parallel"
@@ -78,21 +83,16 @@ def _refuse(mask: Any, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _static(mask: Any, positions: Ints | None) -> Pairs:
-    """The pairs where all is known: one document, or those of ``positions`` [b or 1, l]."""
-    length, pattern = mask.q_len, mask.pattern
-    documents = None if positions is None else documents_of(positions, None)
-    if pattern.chunk and pattern.left_padding is not None:
+def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:
+    """The mask where all is known: one document, or those of ``positions`` [b or 1, l]."""
+    if mask.description.chunk and mask.description.left_padding is not None:
         raise NotImplementedError(f"{TITLE}: chunks in a captured graph are not supported")
-    segments, _ = segments_of(pattern, documents, positions, None, length)
-    return find_pairs(pattern, Rows(length, length, segments=segments), mask.batch)
+    tokens = BatchTokens.of_positions(mask.q_len, positions)
+    return batch_mask(mask.description, tokens, mask.batch)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, pattern: Pattern, options: dict[str, Any]
-) -> Tensor:
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
     """Each row of the batch by its documents; cu_seqlens [b, documents + 1]."""
-    options |= {"causal": pattern.causal, "window_size": (pattern.left, pattern.right)}
     rows: Any = [
         wrap_ring_attn_varlen_func(q[n], k[n], v[n], cu, cu, **options)
         for n, cu in enumerate(cu_seqlens.unbind(0))
@@ -118,7 +118,7 @@ def constant_value(tensor: Tensor) -> Ints | None:
         return None
     try:
         with _disable_current_modes(), torch.no_grad():
-            return on_host(_evaluated(slot.proxy.node, {}))
+            return host_copy(_evaluated(slot.proxy.node, {}))
     except _ReachedByInput:
         return None
 

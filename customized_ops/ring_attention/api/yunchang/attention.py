@@ -48,7 +48,7 @@ class AttnType(Enum):
         return cls(s)
 
 
-KERNELS = {
+KERNEL_OF_TYPE = {
     AttnType.FA: "auto",
     AttnType.FA3: "flash3",
     AttnType.TORCH_MATH: "reference",
@@ -56,9 +56,9 @@ KERNELS = {
     AttnType.TORCH_EFFICIENT: "torch",
     AttnType.TORCH_CUDNN: "cudnn",
 }
-OTHER_KERNELS = ("basic_flashinfer", "basic_npu")
+KERNELS_NOT_HERE = ("basic_flashinfer", "basic_npu")
 
-_REFUSED = {
+MODULE_REFUSALS = {
     name: f"{name}={{value}} is not supported ({why}); leave it at its default"
     for name, why in {
         "use_sync": "the executor decides when a rank waits, and memory does not wait for it",
@@ -94,7 +94,7 @@ class SequenceAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.title = type(self).__name__
-        refuse(self.title, _REFUSED, **refused)
+        refuse(self.title, MODULE_REFUSALS, **refused)
         if dims != self.DIMS:
             raise ArgumentError(
                 f"{self.title}: scatter_idx and gather_idx must be {self.DIMS[0]} and "
@@ -142,7 +142,6 @@ class SequenceAttention(torch.nn.Module):
         Raises:
             ValueError: shapes, heads, lengths or arguments do not fit; says what would.
         """
-        group = self.parallel.process_group
 
         def check() -> dict[str, Layout]:
             if args:
@@ -152,14 +151,10 @@ class SequenceAttention(torch.nn.Module):
                     f"{self.title}: mask says which pairs attend; leave causal, window_size and "
                     "cu_seqlens at their defaults"
                 )
-            if total is not None and (mask is not None or cu_seqlens is not None):
-                raise ArgumentError(
-                    f"{self.title}: mask and cu_seqlens say how many tokens there are; leave total "
-                    f"None, got {total!r}"
-                )
             return self._layouts(query, cu_seqlens, mask, total)
 
         options: dict[str, Any] = {
+            **checked(self.title, self.parallel.process_group, check),
             "dropout_p": dropout_p,
             "softmax_scale": softmax_scale,
             "softcap": softcap,
@@ -167,18 +162,17 @@ class SequenceAttention(torch.nn.Module):
             "deterministic": deterministic,
             "dropout_seed": dropout_seed,
             "return_lse": return_lse,
-            "process_group": group,
-            **checked(self.title, group, check),
+            "process_group": self.parallel.process_group,
             "kernel": self.kernel,
             "team_size": self.team_size,
         }
-        tensors = query, key, value
         if mask is not None:
-            return wrap_masked_attn_func(*tensors, mask, **options)
+            return wrap_masked_attn_func(query, key, value, mask, **options)
         options |= {"causal": causal, "window_size": window_size}
         if cu_seqlens is not None:
-            return wrap_ring_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, **options)
-        return wrap_ring_attn_func(*tensors, **options)
+            documents = cu_seqlens, cu_seqlens
+            return wrap_ring_attn_varlen_func(query, key, value, *documents, **options)
+        return wrap_ring_attn_func(query, key, value, **options)
 
     def _layouts(
         self,
@@ -187,6 +181,12 @@ class SequenceAttention(torch.nn.Module):
         mask: AttnMask | None,
         total: int | None,
     ) -> dict[str, Layout]:
+        """``layout`` and, with a mask, ``k_layout``: of so many tokens as the arguments say."""
+        if total is not None and (mask is not None or cu_seqlens is not None):
+            raise ArgumentError(
+                f"{self.title}: mask and cu_seqlens say how many tokens there are; leave total "
+                f"None, got {total!r}"
+            )
         wanted = "[l, h, d]" if cu_seqlens is not None else "[b, l, h, d]"
         if not isinstance(query, Tensor) or query.ndim != wanted.count(",") + 1:
             shown = tuple(query.shape) if isinstance(query, Tensor) else query
@@ -206,7 +206,7 @@ class SequenceAttention(torch.nn.Module):
         return self.parallel.layout(self.ring_impl_type, total)
 
     def _even(self, local: int) -> Layout:
-        """Of as many tokens on every rank."""
+        """The layout of as many tokens on every rank, which ranks compare."""
         remedy = "give total, the number of tokens over all ranks"
         if not torch.compiler.is_compiling():
             compare_lengths(self.title, self.parallel.comm, local, remedy)
@@ -226,12 +226,12 @@ def _kernel_of(title: str, ring_impl_type: str, attn_type: AttnType) -> str:
         )
     if not isinstance(attn_type, AttnType):
         raise ArgumentError(f"{title}: attn_type must be an AttnType, got {attn_type!r}")
-    if ring_impl_type in OTHER_KERNELS or attn_type not in KERNELS:
-        able = ", ".join(str(each) for each in KERNELS)
+    if ring_impl_type in KERNELS_NOT_HERE or attn_type not in KERNEL_OF_TYPE:
+        able = ", ".join(str(each) for each in KERNEL_OF_TYPE)
         raise NotImplementedError(
             f"{title}: ring_impl_type={ring_impl_type!r}, attn_type={attn_type} ask for a kernel "
             f"that is not here; attn_type can be {able}, ring_impl_type none of "
-            f"{', '.join(OTHER_KERNELS)}"
+            f"{', '.join(KERNELS_NOT_HERE)}"
         )
     torchs = ring_impl_type == "basic_pytorch" and attn_type is AttnType.FA
-    return "torch" if torchs else KERNELS[attn_type]
+    return "torch" if torchs else KERNEL_OF_TYPE[attn_type]

@@ -86,7 +86,7 @@ class SequenceParallel:
 
 
 def check_degree(title: str, name: str, degree: object) -> None:
-    """Raises ArgumentError for anything but a number of 1 or more."""
+    """Raise ArgumentError for anything but an integer of 1 or more."""
     if not is_integer(degree, 1):
         raise ArgumentError(f"{title}: {name} must be a number of ranks, 1 or more, got {degree!r}")
 
@@ -131,12 +131,12 @@ _default: list[SequenceParallel] = []  # of the last set_seq_parallel_pg, none o
 
 
 def set_default(parallel: SequenceParallel) -> None:
-    """Make it what modules without ``parallel`` and zigzag extracts take from now on."""
+    """From now on modules without ``parallel`` and zigzag extracts take it."""
     _default[:] = [parallel]
 
 
 def default_parallel(title: str) -> SequenceParallel:
-    """What :func:`set_default` set last; ArgumentError if nothing yet."""
+    """The last of :func:`set_default`; ArgumentError if there is none."""
     if not _default:
         raise ArgumentError(
             f"{title}: say first how the sequence is cut, by set_seq_parallel_pg or as parallel="

@@ -1,4 +1,4 @@
-"""Reading the mask functions of transformers: which pairs attend, from the closures that say so.
+"""Reading the mask functions of transformers: which pairs attend, from the functions' closures.
 
 transformers describes a mask as a function of (batch, head, query, key), made of a few known parts
 (``transformers.masking_utils``). Nothing is evaluated here: each part is known by its name, its
@@ -18,22 +18,20 @@ TITLE = "seqshard attention"
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
-    """Which pairs attend, but for padding.
+class MaskDescription:
+    """A mask as transformers describes it: which pairs attend, but for padding.
 
     Attributes:
         left, right: keys before and after a token's own that it may attend; -1 is no bound.
         chunk: tokens of a chunk, which attend no other chunk; 0 for none.
         left_padding: [b], where the first chunk starts.
-        documents: [b, l], number of each token's document; None where there is one.
-        position_ids: [b, l], those the documents were found from.
+        position_ids: [b, l], those that documents are found from; None for those of the layers.
     """
 
     left: int = -1
     right: int = -1
     chunk: int = 0
     left_padding: Tensor | None = None
-    documents: Tensor | None = None
     position_ids: Tensor | None = None
 
     @property
@@ -42,24 +40,20 @@ class Pattern:
         return self.right == 0
 
 
-def read_pattern(mask_function: Callable[..., Any]) -> Pattern:
-    """The pattern of a mask function of ``transformers.masking_utils``.
-
-    Raises:
-        NotImplementedError: a part that is not known: a model's own, or blocks of tokens that see
-            each other.
-    """
+def read_mask_function(mask_function: Callable[..., Any]) -> MaskDescription:
+    """The description of a mask by a function of ``transformers.masking_utils``. A model's own
+    parts, and blocks of tokens that attend one another, are refused."""
     found: dict[str, Any] = {}
     _read(mask_function, found)
-    return Pattern(**found)
+    return MaskDescription(**found)
 
 
 def _read(function: Callable[..., Any], found: dict[str, Any]) -> None:
     name = getattr(function, "__qualname__", repr(function)).split(".<locals>")[0]
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         raise NotImplementedError(
-            f"{TITLE}: the mask has a part of the model's own, {name}, which cannot be told as "
-            "windows and documents; use attn_implementation='eager' or 'sdpa'"
+            f"{TITLE}: the mask has a part of the model's own, {name}, which cannot be expressed "
+            "as windows and documents; use attn_implementation='eager' or 'sdpa'"
         )
     held = inspect.getclosurevars(function).nonlocals
     if name == "and_masks":
@@ -67,21 +61,19 @@ def _read(function: Callable[..., Any], found: dict[str, Any]) -> None:
             _read(part, found)
     elif name == "causal_mask_function":
         found["right"] = 0
-    elif name == "bidirectional_mask_function":
-        pass
+    elif name in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+        pass  # documents are found from position ids, here as there
     elif name == "sliding_window_overlay":
         found["left"] = held["sliding_window"] - 1
     elif name == "sliding_window_bidirectional_overlay":
         found["left"] = found["right"] = held["sliding_window"]
     elif name == "chunked_overlay":
         found |= {"chunk": held["chunk_size"], "left_padding": held["left_padding"]}
-    elif name == "packed_sequence_mask_function":
-        found["documents"] = held["packed_sequence_mask"]
     elif name == "remap_positions_for_packed_sequence":
         found["position_ids"] = held["position_ids"]
         _read(held["mask_function"], found)
     else:
         raise NotImplementedError(
-            f"{TITLE}: the mask has a part, {name}, which cannot be told as windows and documents; "
-            "use attn_implementation='eager' or 'sdpa'"
+            f"{TITLE}: the mask has a part, {name}, which cannot be expressed as windows and "
+            "documents; use attn_implementation='eager' or 'sdpa'"
         )
