@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 
 HEADS = (4, 2)
 
@@ -196,6 +198,43 @@ def test_workers_of_a_data_loader_plan_ahead() -> None:
         assert batch.tokens.tolist() == pack(given).tokens.tolist()
         assert make_plan(batch.plan.mask, batch.layout, heads=HEADS, team_size=None) is batch.plan
     assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        ({"ranks": 4}, "ranks=4, but packed_batches was given ranks=2;"),
+        ({"rank": 0}, "rank=0, but packed_batches was given rank=1;"),
+        ({"heads": (4, 4)}, "heads=(4, 4), but packed_batches was given heads=(4, 2);"),
+        ({"causal": False}, "causal=False, but packed_batches was given causal=True;"),
+        (
+            {"window_size": (3, -1), "layout": "contiguous"},
+            "window_size=(3, -1), layout='contiguous', but packed_batches was given "
+            "window_size=(-1, -1), layout='balanced';",
+        ),
+        ({"whole": True}, "whole=True, but packed_batches was given whole=False;"),
+    ],
+)
+def test_batches_that_were_packed_otherwise_are_refused(
+    packed: dict[str, Any], message: str
+) -> None:
+    asked: dict[str, Any] = {"ranks": 2, "rank": 1, "heads": HEADS}
+    pack = pickle.loads(pickle.dumps(PackDocuments(**{**asked, **packed})))
+    batches = packed_batches([pickle.loads(pickle.dumps(pack(BATCHES[0])))], **asked)
+    with pytest.raises(ValueError) as error:
+        next(batches)
+    assert message in str(error.value)
+
+
+def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
+    asked: dict[str, Any] = {"ranks": 2, "rank": 1, "heads": HEADS}
+    with_rates = PackDocuments(2, 1, HEADS, costs=H200_NCCL)(BATCHES[0])
+    by_hand = replace(PackDocuments(4, 1, HEADS)(BATCHES[0]), packed_by=None)
+    given = [with_rates, by_hand]
+    for batch, found in zip(given, packed_batches(given, **asked), strict=True):
+        assert found is batch
+    size = [len(pickle.dumps(batch)) for batch in (with_rates, replace(with_rates, packed_by=None))]
+    assert size[0] - size[1] < 1000
 
 
 def test_a_plan_of_another_process_is_small_and_the_same() -> None:
