@@ -64,9 +64,22 @@ class PackedBatch:
     packed_by: PackDocuments | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own."""
-        arrays = [t.numpy() for t in (self.tokens, self.targets, self.positions, self.cu_seqlens)]
+        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
+        is on a device arrives on the host."""
+        tensors = self.tokens, self.targets, self.positions, self.cu_seqlens
+        arrays = [tensor.cpu().numpy() for tensor in tensors]
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
+
+    def pin_memory(self) -> PackedBatch:
+        """The same in pinned memory, from which :meth:`to` need not wait for its copies. A
+        DataLoader with ``pin_memory=True`` calls this."""
+        return replace(
+            self,
+            tokens=self.tokens.pin_memory(),
+            targets=self.targets.pin_memory(),
+            positions=self.positions.pin_memory(),
+            cu_seqlens=self.cu_seqlens.pin_memory(),
+        )
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are

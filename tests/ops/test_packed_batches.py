@@ -13,6 +13,7 @@ import pytest
 import torch
 from dense import assert_same
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from customized_ops.ring_attention import (
     AttnMask,
@@ -235,6 +236,49 @@ def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
         assert found is batch
     size = [len(pickle.dumps(batch)) for batch in (with_rates, replace(with_rates, packed_by=None))]
     assert size[0] - size[1] < 1000
+
+
+PARTS = ("tokens", "targets", "positions", "cu_seqlens")
+
+
+def test_a_data_loader_pins_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(copy := tensor.clone()))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = PackDocuments(2, 1, HEADS)(BATCHES[0])
+    found = pin_memory(batch, "cuda")  # what a DataLoader does with a batch
+    assert [id(getattr(found, name)) for name in PARTS] == pinned
+    assert all(torch.equal(getattr(found, name), getattr(batch, name)) for name in PARTS)
+    assert found.layout is batch.layout and found.plan is batch.plan
+
+
+def test_a_batch_on_a_device_arrives_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is "meta", which has no values to copy; zeros stand for them."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+    monkeypatch.setattr(torch.Tensor, "cpu", on_host)
+    batch = PackDocuments(2, 1, HEADS)(BATCHES[0])
+    found = pickle.loads(pickle.dumps(batch.to("meta")))
+    for name in PARTS:
+        assert getattr(found, name).device.type == "cpu"
+        assert getattr(found, name).shape == getattr(batch, name).shape
+    assert torch.equal(found.cu_seqlens, batch.cu_seqlens)
+
+
+@pytest.mark.gpu
+def test_pinned_batches_of_a_data_loader() -> None:
+    pack = PackDocuments(ranks=2, rank=1, heads=HEADS)
+    given: dict[str, Any] = {"collate_fn": pack, "num_workers": 1, "pin_memory": True}
+    loader = DataLoader(BATCHES[:2], batch_size=None, **given)
+    for batch in packed_batches(loader, ranks=2, rank=1, heads=HEADS):
+        assert all(getattr(batch, name).is_pinned() for name in PARTS)
+        assert torch.equal(pickle.loads(pickle.dumps(batch.to("cuda"))).tokens, batch.tokens)
 
 
 def test_a_plan_of_another_process_is_small_and_the_same() -> None:
