@@ -36,6 +36,8 @@ def name_of_ranks(ranks: Sequence[int]) -> str:
     Raises:
         GroupError: not global ranks in increasing order, or this rank is not one of them.
     """
+    if isinstance(ranks, int) and ranks == dist.GroupMember.NON_GROUP_MEMBER:
+        raise GroupError(_not_a_member())
     ranks = _checked(ranks)
     if dist.is_initialized() and dist.get_rank() not in ranks:
         raise GroupError(f"global rank {dist.get_rank()} is not in process_group={ranks}")
@@ -54,6 +56,23 @@ def group_named(name: str) -> Any:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError):
         raise GroupError(f"no process group is named {name!r}") from None
+
+
+def _not_a_member() -> str:
+    """What is wrong where ``dist.new_group`` returned a number, as it does on ranks that the group
+    leaves out. The number is the same for all groups; torch knows the ranks of the last one."""
+    here, last = "this rank", "; it was made for other ranks"
+    if dist.is_initialized():
+        here = f"global rank {dist.get_rank()}"
+        members = distributed_c10d._world.pg_group_ranks.get(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[call-overload]
+        if members:
+            last = f"; the last group made without this rank has global ranks {tuple(members)}"
+    return (
+        f"{here} is not a member of process_group, which is GroupMember.NON_GROUP_MEMBER "
+        f"({dist.GroupMember.NON_GROUP_MEMBER}) as dist.new_group returns it on ranks that it was "
+        f"not given{last}. Call this on members alone, or pass a group, or global ranks in "
+        "increasing order, with this rank in it"
+    )
 
 
 def _checked(ranks: object) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ background, while the model computes on the batch before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
 from typing import Any
@@ -51,6 +51,7 @@ class PackedBatch:
         plan: what attention will find, for its report and its picture.
         target_count: targets of all ranks that are not ignored. The loss of the batch is the sum of
             each rank's over it: ``cross_entropy(..., reduction="sum") / target_count``.
+        packed_by: what packed it; None for a batch that was made by hand.
     """
 
     tokens: Tensor
@@ -60,11 +61,25 @@ class PackedBatch:
     layout: Layout
     plan: Plan
     target_count: int
+    packed_by: PackDocuments | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own."""
-        arrays = [t.numpy() for t in (self.tokens, self.targets, self.positions, self.cu_seqlens)]
-        return _received, (arrays, self.layout, self.plan, self.target_count)
+        """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
+        is on a device arrives on the host."""
+        tensors = self.tokens, self.targets, self.positions, self.cu_seqlens
+        arrays = [tensor.cpu().numpy() for tensor in tensors]
+        return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
+
+    def pin_memory(self) -> PackedBatch:
+        """The same in pinned memory, from which :meth:`to` need not wait for its copies. A
+        DataLoader with ``pin_memory=True`` calls this."""
+        return replace(
+            self,
+            tokens=self.tokens.pin_memory(),
+            targets=self.targets.pin_memory(),
+            positions=self.positions.pin_memory(),
+            cu_seqlens=self.cu_seqlens.pin_memory(),
+        )
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
@@ -75,9 +90,9 @@ class PackedBatch:
         return replace(self, tokens=tokens, targets=targets, positions=positions)
 
 
-def _received(arrays: Sequence[Any], layout: Layout, plan: Plan, target_count: int) -> PackedBatch:
+def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
     tokens, targets, positions, cu_seqlens = map(torch.from_numpy, arrays)
-    return PackedBatch(tokens, targets, positions, cu_seqlens, layout, plan, target_count)
+    return PackedBatch(tokens, targets, positions, cu_seqlens, *others)
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,31 @@ class PackDocuments:
             layout,
             plan,
             count,
+            self,
         )
+
+    def take(self, batch: PackedBatch) -> PackedBatch:
+        """A batch that a DataLoader packed, if it is what this would have made.
+
+        Rates are not compared: attention plans again where they differ.
+
+        Raises:
+            ValueError: it is packed for other ranks, or for other attention.
+        """
+        if batch.packed_by is None:
+            return batch
+        names = [f.name for f in fields(self) if f.name != "costs"]
+        differ = [n for n in names if getattr(batch.packed_by, n) != getattr(self, n)]
+        if differ:
+            packed, asked = (
+                ", ".join(f"{name}={getattr(pack, name)!r}" for name in differ)
+                for pack in (batch.packed_by, self)
+            )
+            raise ValueError(
+                f"packed_batches: PackDocuments packed the loader's batches with {packed}, but "
+                f"packed_batches was given {asked}; give both the same"
+            )
+        return batch
 
 
 def packed_batches(
@@ -165,14 +204,15 @@ def packed_batches(
     Args:
         loader: of lists of documents, such as a DataLoader with ``collate_fn=list``; the same on
             every rank. Or of :class:`PackedBatch`, from one whose ``collate_fn`` is
-            :class:`PackDocuments`: these are passed on.
+            :class:`PackDocuments` of the same arguments: these are passed on.
         ahead: batches that are made before they are asked for.
 
     The other arguments are those of :class:`PackDocuments`.
 
     Raises:
-        ValueError: ``ahead`` is not positive, and as :class:`PackDocuments`; what ``loader`` raises
-            is raised where its batch is due.
+        ValueError: ``ahead`` is not positive, ``loader`` gives batches that were packed with other
+            arguments, and as :class:`PackDocuments`; what ``loader`` raises is raised where its
+            batch is due.
     """
     if ahead < 1:
         raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
@@ -188,7 +228,8 @@ def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[P
     def work() -> None:
         try:
             for given in loader:
-                made.put((given if isinstance(given, PackedBatch) else pack(given), None))
+                packed = isinstance(given, PackedBatch)
+                made.put((pack.take(given) if packed else pack(given), None))
                 room.acquire()
                 if stopped.is_set():
                     return

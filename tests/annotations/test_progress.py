@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+import tqdm
 
 from annotations import progress
 
@@ -23,17 +24,38 @@ class Stream(io.StringIO):
         return self.terminal
 
 
+class Clock:
+    """What shows progress reads the time here, and it passes only where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(tqdm.std, "time", lambda: self.now)
+        monkeypatch.setattr(progress, "DELAY", 0.05)
+
+
+def wait_for_a_line(stream: Stream) -> None:
+    """Until another thread has written, however late that thread gets a core."""
+    end = time.monotonic() + 60
+    while not stream.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def shown(monkeypatch: pytest.MonkeyPatch, stream: Stream, seconds: float) -> str:
     """What a stage and a count of three, each of so many seconds, write."""
-    monkeypatch.setattr(progress, "DELAY", 0.05)
+    clock = Clock(monkeypatch)
+    first = not dist.is_initialized() or dist.get_rank() == 0
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
         with progress.stage("solving"):
-            time.sleep(seconds)
+            clock.now += seconds
+            if seconds and first and stream.terminal:
+                wait_for_a_line(stream)
+            else:
+                time.sleep(4 * progress.DELAY)  # several chances to write
         items = []
         for item in progress.counted("abc", "strategies"):
             items.append(item)
-            time.sleep(seconds / 3)
+            clock.now += seconds / 3
     assert items == ["a", "b", "c"]
     return stream.getvalue()
 
@@ -61,10 +83,10 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failure_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr(progress, "DELAY", 0.05)
+    stream, clock = Stream(), Clock(monkeypatch)
     monkeypatch.setattr(sys, "stderr", stream)
     with pytest.raises(ValueError, match="no plan"), progress.stage("solving"):
-        time.sleep(0.3)
+        clock.now += 0.3
+        wait_for_a_line(stream)
         raise ValueError("no plan")
     assert "solving" in stream.getvalue()

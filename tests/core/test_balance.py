@@ -110,9 +110,9 @@ def test_chunk_work_in_batches(monkeypatch):
 def test_chunk_work_of_many_documents():
     total, chunk = 1 << 20, 512
     mask = AttnMask.varlen(range(0, total + 1, 256), causal=True)
-    start = time.perf_counter()
+    start = time.process_time()  # however busy the machine is
     areas, need = chunk_work(mask.slices, total, chunk)
-    assert time.perf_counter() - start < 5  # seconds; 0.03 where measured
+    assert time.process_time() - start < 5  # seconds; 0.03 where measured
     some = np.arange(0, len(areas), 100)
     want = pairs_before(mask, (some + 1) * chunk) - pairs_before(mask, some * chunk)
     assert areas[some].tolist() == want.tolist()

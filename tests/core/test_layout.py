@@ -115,9 +115,9 @@ def test_striped_assigns_blocks(total, block):
 
 
 def test_a_million_ranges():
-    start = time.perf_counter()
+    start = time.process_time()  # however busy the machine is
     layout = Layout.striped(1 << 20, 8)
-    assert time.perf_counter() - start < 10  # seconds; 0.3 where measured
+    assert time.process_time() - start < 10  # seconds; 0.3 where measured
     assert len(layout.pieces) == 1 << 20
     assert layout.sizes == (1 << 17,) * 8
     assert np.array_equal(layout.positions(5), np.arange(5, 1 << 20, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import group_jobs
 import kernel_jobs
 import mesh_jobs
 import pytest
@@ -49,6 +50,15 @@ def test_groups_that_are_not_the_world(ranks: Pool, members: tuple[int, ...]) ->
     """Told as ranks, of whom the others know nothing, and as a ProcessGroup."""
     cases = on(device(ranks), {name: TABLE[name] for name in NAMES})
     check(ranks, [cases], [Groups((members,), "ranks"), *connected(ranks, (members,))])
+
+
+@worlds(cpus=[3], gpus=[])
+def test_a_group_of_others_is_refused_by_name(ranks: Pool) -> None:
+    for rank, message in enumerate(ranks.run(group_jobs.outside)):
+        others = tuple(n for n in range(ranks.size) if n != rank)
+        assert f"global rank {rank} is not a member of process_group" in message
+        assert f"the last group made without this rank has global ranks {others}" in message
+        assert "pass a group, or global ranks in increasing order, with this rank in it" in message
 
 
 def side_by_side(size: int) -> list[Rows]:

@@ -102,9 +102,9 @@ def test_long_masks_take_well_under_a_second(make):
     slices = normalise(as_slices(make(tokens)))
 
     def seconds():
-        start = time.perf_counter()
+        start = time.process_time()  # however busy the machine is
         block_lists(slices, tokens, tokens, 128, 128)
         row_intervals(slices, tokens, 8)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(seconds() for _ in range(3)) < 0.8

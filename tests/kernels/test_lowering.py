@@ -183,9 +183,9 @@ def test_thousands_of_documents_are_one_call_in_no_time(window):
     lengths = np.random.default_rng(0).integers(1, 50, 5000)
     ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     slices = AttnMask.varlen(ends, causal=True, window=window).slices
-    start = time.perf_counter()
+    start = time.process_time()  # however busy the machine is
     (call,) = lower(slices)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert len(call.segments) == 5000
     assert seconds < 0.5  # a tenth of that on an idle core; trying all pairs takes minutes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from dense import assert_same
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from customized_ops.ring_attention import (
     AttnMask,
@@ -23,6 +25,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 
 HEADS = (4, 2)
 
@@ -196,6 +199,86 @@ def test_workers_of_a_data_loader_plan_ahead() -> None:
         assert batch.tokens.tolist() == pack(given).tokens.tolist()
         assert make_plan(batch.plan.mask, batch.layout, heads=HEADS, team_size=None) is batch.plan
     assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        ({"ranks": 4}, "ranks=4, but packed_batches was given ranks=2;"),
+        ({"rank": 0}, "rank=0, but packed_batches was given rank=1;"),
+        ({"heads": (4, 4)}, "heads=(4, 4), but packed_batches was given heads=(4, 2);"),
+        ({"causal": False}, "causal=False, but packed_batches was given causal=True;"),
+        (
+            {"window_size": (3, -1), "layout": "contiguous"},
+            "window_size=(3, -1), layout='contiguous', but packed_batches was given "
+            "window_size=(-1, -1), layout='balanced';",
+        ),
+        ({"whole": True}, "whole=True, but packed_batches was given whole=False;"),
+    ],
+)
+def test_batches_that_were_packed_otherwise_are_refused(
+    packed: dict[str, Any], message: str
+) -> None:
+    asked: dict[str, Any] = {"ranks": 2, "rank": 1, "heads": HEADS}
+    pack = pickle.loads(pickle.dumps(PackDocuments(**{**asked, **packed})))
+    batches = packed_batches([pickle.loads(pickle.dumps(pack(BATCHES[0])))], **asked)
+    with pytest.raises(ValueError) as error:
+        next(batches)
+    assert message in str(error.value)
+
+
+def test_batches_of_other_rates_or_made_by_hand_are_passed_on() -> None:
+    asked: dict[str, Any] = {"ranks": 2, "rank": 1, "heads": HEADS}
+    with_rates = PackDocuments(2, 1, HEADS, costs=H200_NCCL)(BATCHES[0])
+    by_hand = replace(PackDocuments(4, 1, HEADS)(BATCHES[0]), packed_by=None)
+    given = [with_rates, by_hand]
+    for batch, found in zip(given, packed_batches(given, **asked), strict=True):
+        assert found is batch
+    size = [len(pickle.dumps(batch)) for batch in (with_rates, replace(with_rates, packed_by=None))]
+    assert size[0] - size[1] < 1000
+
+
+PARTS = ("tokens", "targets", "positions", "cu_seqlens")
+
+
+def test_a_data_loader_pins_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(copy := tensor.clone()))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = PackDocuments(2, 1, HEADS)(BATCHES[0])
+    found = pin_memory(batch, "cuda")  # what a DataLoader does with a batch
+    assert [id(getattr(found, name)) for name in PARTS] == pinned
+    assert all(torch.equal(getattr(found, name), getattr(batch, name)) for name in PARTS)
+    assert found.layout is batch.layout and found.plan is batch.plan
+
+
+def test_a_batch_on_a_device_arrives_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is "meta", which has no values to copy; zeros stand for them."""
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+    monkeypatch.setattr(torch.Tensor, "cpu", on_host)
+    batch = PackDocuments(2, 1, HEADS)(BATCHES[0])
+    found = pickle.loads(pickle.dumps(batch.to("meta")))
+    for name in PARTS:
+        assert getattr(found, name).device.type == "cpu"
+        assert getattr(found, name).shape == getattr(batch, name).shape
+    assert torch.equal(found.cu_seqlens, batch.cu_seqlens)
+
+
+@pytest.mark.gpu
+def test_pinned_batches_of_a_data_loader() -> None:
+    pack = PackDocuments(ranks=2, rank=1, heads=HEADS)
+    given: dict[str, Any] = {"collate_fn": pack, "num_workers": 1, "pin_memory": True}
+    loader = DataLoader(BATCHES[:2], batch_size=None, **given)
+    for batch in packed_batches(loader, ranks=2, rank=1, heads=HEADS):
+        assert all(getattr(batch, name).is_pinned() for name in PARTS)
+        assert torch.equal(pickle.loads(pickle.dumps(batch.to("cuda"))).tokens, batch.tokens)
 
 
 def test_a_plan_of_another_process_is_small_and_the_same() -> None:

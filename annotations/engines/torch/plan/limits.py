@@ -20,7 +20,8 @@ from ..strategies.choices import Choices, OpSite
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements
 from .engine_plan import EnginePlan, OpPlacements, Split, each_axis, placements_text
-from .policies import AnyPolicy, Force, PolicyError, cannot, named
+from .plan_summary import in_any_layer, table_name
+from .policies import AnyPolicy, Force, PolicyError, cannot, fits_nothing, named
 
 Keep = Callable[[Strategy], bool]
 
@@ -116,19 +117,38 @@ class _Forcing:
             for op in ops:
                 self._annotated(op, force)
             return []
-        others = parameters or [
-            node
-            for node in choices.strategies
-            if node.op == "call_function"
-            and record_of(node.target) is None
-            and _is_called(pattern, node.name, module_of(node))
+        others = parameters or self._without_annotation(pattern)
+        if others and not by_identifier:
+            for node in others:
+                self._other(node, force)
+            return parameters
+        # What the plan's table calls it, where nothing else has the name.
+        ops = [op for op in choices.ops if fnmatch.fnmatchcase(op.op, pattern)]
+        for op in ops:
+            self._annotated(op, force)
+        if not ops:
+            raise PolicyError(self._no_such_name(pattern, by_identifier))
+        return []
+
+    def _without_annotation(self, pattern: str) -> list[Node]:
+        choices = self.limits.choices
+        named = {n: (n.name, module_of(n)) for n in self._others()}
+        return [n for n, names in named.items() if _is_called(pattern, *names)] or [
+            n for n in named if fnmatch.fnmatchcase(table_name(n, choices), pattern)
         ]
-        if by_identifier or not others:
-            names = ", ".join(op.name for op in choices.ops) or "none"
-            raise PolicyError(f"the policy names {pattern}, but the annotated ops are: {names}")
-        for node in others:
-            self._other(node, force)
-        return parameters
+
+    def _others(self) -> list[Node]:
+        nodes = self.limits.choices.strategies
+        return [n for n in nodes if n.op == "call_function" and record_of(n.target) is None]
+
+    def _no_such_name(self, pattern: str, by_identifier: bool) -> str:
+        choices = self.limits.choices
+        modules = [in_any_layer(f"{op.module}.")[:-1] for op in choices.ops if op.module]
+        fit = {"their functions": [op.op for op in choices.ops], "their modules": modules}
+        if not by_identifier:
+            fit["other ops"] = [in_any_layer(table_name(n, choices)) for n in self._others()]
+            fit["parameters"] = list(map(in_any_layer, choices.parameters.values()))
+        return fits_nothing(pattern, [op.name for op in choices.ops], fit)
 
     def _annotated(self, op: OpSite, force: Force) -> None:
         choices = self.limits.choices

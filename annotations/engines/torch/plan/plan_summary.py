@@ -62,6 +62,24 @@ def graph_hash(captured: Captured) -> str:
     return digest.hexdigest()[:16]
 
 
+def table_name(node: Node, choices: Choices) -> str:
+    """What the table calls an op that it lists, or whose result moves: its function, or the module
+    that calls it, with the number of the layer."""
+    record = record_of(node.target)
+    if record is not None:
+        return record.title
+    module = module_of(node)
+    name = choices.parameters.get(node) or (module if flops(node) else "") or node.name
+    if name == node.name and node.op == "call_function" and module:
+        name = f"{module} {getattr(node.target, '__name__', name).partition('.')[0]}"
+    return name
+
+
+def in_any_layer(name: str) -> str:
+    """A module's path with ``*`` for the numbers of layers."""
+    return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
+
+
 class _Summary:
     def __init__(self, cost: PlanCost, chosen: Chosen) -> None:
         self.cost, self.choices, self.chosen = cost, cost.choices, chosen
@@ -85,13 +103,13 @@ class _Summary:
                 # A product of matrices: the module that calls it, and its tensors' placements.
                 placed = OpPlacements.of(self.chosen[node])
                 split = f"{' '.join(placed.inputs)} -> {placed.outputs[0]}"
-                where = _in_any_layer(module_of(node) or node.name)
+                where = in_any_layer(table_name(node, self.choices))
                 yield Row(where, split, "nothing", 0, 0, self._seconds(node))
         if seconds := sum(map(self._seconds, rest)):
             yield Row(f"other ops ({len(rest)})", "-", "nothing", 0, 0, seconds)
         yield from self._move_rows()
         for name, placements in sharded_parameters(self.choices, self.chosen).items():
-            yield Row(_in_any_layer(name), placements_text(placements), "kept in parts", 0, 0)
+            yield Row(in_any_layer(name), placements_text(placements), "kept in parts", 0, 0)
         synced = sum(self.cost.sync_bytes(n, self.chosen[n]) for n in self.choices.parameters)
         ranks = prod(self.choices.parts) * self.choices.copies
         yield sync_row(ranks, synced, self.cost.sync_seconds(synced))
@@ -120,18 +138,7 @@ class _Summary:
                     what = f"{_words(source)} -> {_words(target)} of {list(shape)}"
                     if source == target:
                         what = f"gradient of {_words(target)} {list(shape)}"
-                    yield Row(self._name(producer), "-", what, *moved)
-
-    def _name(self, node: Node) -> str:
-        """What a row calls the op that made a tensor, the same in every layer."""
-        record = record_of(node.target)
-        if record is not None:
-            return record.title
-        module = module_of(node)
-        name = self.choices.parameters.get(node) or (module if flops(node) else "") or node.name
-        if name == node.name and node.op == "call_function" and module:
-            name = f"{module} {getattr(node.target, '__name__', name).partition('.')[0]}"
-        return _in_any_layer(name)
+                    yield Row(in_any_layer(table_name(producer, self.choices)), "-", what, *moved)
 
     def held(self) -> Held:
         """What a rank must keep."""
@@ -152,11 +159,6 @@ class _Summary:
             activations += sum(local_bytes(value, placements, choices.parts) for placements in kept)
         passing = max(map(received_bytes, chosen.values()), default=0)
         return Held(parameters, gradients, optimizer, activations, passing, casts)
-
-
-def _in_any_layer(name: str) -> str:
-    """A module's path with ``*`` for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=[. ])", "*", name)
 
 
 def _words(placements: Placements) -> str:

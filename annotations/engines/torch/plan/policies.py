@@ -23,7 +23,8 @@ class PolicyError(ValueError):
 Force = str | int | tuple[str | int | None, ...] | None
 
 # From the annotated ops to what is forced, by name; ops left out are the planner's to decide. A
-# name is an op's, a module's path or a parameter's, or a pattern of them as of fnmatch.
+# name is an op's, a module's path, a parameter's, one of the plan's table, or a pattern of them, as
+# fnmatch has it.
 Policy = Callable[[Sequence[OpSite], ComputeConfig], Mapping[str, Force]]
 
 AnyPolicy = str | EnginePlan | Policy | Mapping[str, Force]
@@ -144,3 +145,12 @@ def cannot(policy: str, op: OpSite, wanted: str, config: ComputeConfig) -> str:
         f"policy {policy!r}: {op.title} cannot be split on {wanted}{why} over {over}; it can on: "
         f"{', '.join(op.splits) or 'nothing'}"
     )
+
+
+def fits_nothing(pattern: str, ops: Sequence[str], others: Mapping[str, Sequence[str]]) -> str:
+    """The error of a name that fits nothing: the annotated ops, and other names that would fit."""
+    text = f"the policy names {pattern}, but the annotated ops are: {', '.join(ops) or 'none'}"
+    listed = [
+        f"; {kind}: {', '.join(dict.fromkeys(names))}" for kind, names in others.items() if names
+    ]
+    return text + "".join(listed)

@@ -1,0 +1,58 @@
+"""A mapping takes the names that the plan's table prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_jobs
+import planning_jobs
+import pytest
+
+from annotations import ComputeConfig
+from annotations.engines.torch import EnginePlan, plan_without_ranks
+from annotations.engines.torch.plan.policies import PolicyError
+
+
+def planned(policy: Any, op: str = "ring") -> EnginePlan:
+    """The plan of a Llama of two layers over two ranks, of which no move is free."""
+    model, given = engine_jobs.tiny_llama(op, 2), engine_jobs.sample(op, 1, 32)
+    return plan_without_ranks(model, given, policy, ComputeConfig(2, 2), planning_jobs.SLOW)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("ring", "wrap_ring_attn_func"), ("varlen", "wrap_ring_attn_varlen_func")]
+)
+def test_functions(op: str, name: str) -> None:
+    node = name.removeprefix("wrap_").removesuffix("_func")
+    for force, split in (("l", "l"), ("whole", None)):
+        plan = planned({name: force}, op)
+        assert name in {row.op for row, _ in plan.rows}
+        assert plan.splits[node] == plan.splits[f"{node}_1"] == split
+
+
+def test_all_names_of_a_table() -> None:
+    """The mapping leaves all open."""
+    rows = [row for policy in ("cp", "tp") for row, _ in planned(policy).rows]
+    names = {row.op for row in rows if row.op != "sync_grad" and not row.op.startswith("other ops")}
+    assert any("*" in name for name in names) and any(" " in name for name in names)
+    planned({name: ("any",) for name in names})
+
+
+ANNOTATED = (
+    "the policy names attn, but the annotated ops are: ring_attn, ring_attn_1, "
+    "cross_entropy_sum_default; their functions: wrap_ring_attn_func, cross_entropy; their "
+    "modules: blocks.*.attention"
+)
+
+
+def test_an_error_lists_the_names_that_fit() -> None:
+    """Only annotated ops are split on an identifier."""
+    with pytest.raises(PolicyError) as error:
+        planned({"attn": "l"})
+    assert str(error.value) == ANNOTATED
+    with pytest.raises(PolicyError) as error:
+        planned({"attn": 0})
+    message, others, parameters = str(error.value).rsplit("; ", 2)
+    assert message == ANNOTATED
+    assert others.startswith("other ops: ") and ", blocks.*.gate, blocks.* silu," in others
+    assert parameters.startswith("parameters: embed.weight, blocks.*.attention_norm.weight, ")
