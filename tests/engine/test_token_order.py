@@ -9,6 +9,9 @@ import token_order_jobs as jobs
 from dense import assert_same
 from ranks import Pool
 
+from annotations import ComputeConfig
+from annotations.engines.torch.plan.dry_run import plan_without_ranks
+
 
 def check(pool: Pool, form: str, *how: Any) -> list[str]:
     """The plans of all ranks, whose losses and gradients are those of one process."""
@@ -117,3 +120,14 @@ REFUSED_LAYOUTS = {
 def test_layouts_that_are_refused(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):
         assert REFUSED_LAYOUTS[form] in said, said
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_policy_keeps_what_it_says_of_other_ops(as_function: bool) -> None:
+    """Where attention is not cut on its sequence the graph is planned without the shuffles."""
+    said = {"ring_attn": "h", "out.0.weight": 0, "move_tokens*": None}
+    policy = (lambda ops, config: said) if as_function else said
+    model = jobs.model_of("to zigzag, sharded")
+    plan = plan_without_ranks(model, jobs.inputs(1), policy, ComputeConfig(2, 2))
+    assert dict(plan.parameters) == {"out.0.weight": "S0"}
+    assert set(plan.splits.values()) == {"h"}

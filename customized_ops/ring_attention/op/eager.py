@@ -159,7 +159,9 @@ def _key(call: UserCall) -> Any:
             continue
         if isinstance(t, Tensor):
             optional[n] = t.shape, t.dtype, t.device, t.requires_grad
-        elif n < 2 or type(t) is not int:
+        elif n == 2 and type(t) is int:
+            optional[n] = int
+        else:
             return None
     if said is None:
         return None

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from annotations.consistency import digest
 from annotations.progress import stage
+from annotations.registry import record_of
 
 from ...config import ComputeConfig
 from ..capture.capture import Captured, capture
+from ..capture.nodes import module_of
 from ..capture.replaced_parameters import in_dtype
 from ..permute.label_shift import whole_logits
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
@@ -30,7 +32,7 @@ from .engine_plan import EnginePlan, Split, to_plain
 from .limits import limits_of
 from .plan_summary import graph_hash, make_report, sharded_parameters
 from .planner import choose
-from .policies import AnyPolicy, PolicyError
+from .policies import AnyPolicy, PolicyError, of_what_is_left
 from .rank_agreement import compare, facts_of, from_rank_0
 from .solver import PlanningError
 
@@ -98,11 +100,9 @@ class Planning:
         splits = dict(self._in_best_order(captured, policy).report.splits)
         axis = axis_of_shuffles(captured, splits)
         if axis is None:
-            # Of what the policy decides, all but the shuffles.
-            for node in own:
-                splits.pop(node.name, None)
-            policy = policy if isinstance(policy, str) else splits
-            return self._in_best_order(without_shuffles(captured), policy)
+            rest = without_shuffles(captured)
+            left = _names(rest) | set(self.parameters)
+            return self._in_best_order(rest, of_what_is_left(policy, _names(captured) - left, left))
         ndim = self.mesh.ndim
         along = to_plain(tuple("l" if n == axis else None for n in range(ndim)))
         splits |= {node.name: along for node in own}
@@ -200,6 +200,15 @@ class Planning:
         report = make_report(cost, chosen, self._identity, bool(permutations))
         strategies = {node.name: strategy for node, strategy in chosen.items()}
         return Planned(permutations, strategies, sharded_parameters(choices, chosen), report)
+
+
+def _names(captured: Captured) -> set[str]:
+    """What a policy may call the ops of a graph."""
+    names = set[str]()
+    for node in captured.graph.nodes:
+        record = record_of(node.target)
+        names |= {node.name, module_of(node), record.title if record is not None else ""}
+    return names
 
 
 def captured_in(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,27 @@ def named(policy: str | Mapping[str, Force] | Policy) -> tuple[Policy, str]:
     if not isinstance(policy, str) or policy not in POLICIES:
         raise PolicyError(f"pas_policy {policy!r} is unknown; known: {', '.join(POLICIES)}")
     return POLICIES[policy]
+
+
+def of_what_is_left(policy: AnyPolicy, gone: Collection[str], left: Collection[str]) -> AnyPolicy:
+    """A policy for a graph some of whose ops are gone, without what it says of these alone.
+
+    Args:
+        gone, left: names of the ops that are gone, and of the other ops and the parameters.
+    """
+
+    def kept(forces: Mapping[str, Force]) -> dict[str, Force]:
+        return {
+            pattern: force
+            for pattern, force in forces.items()
+            if fnmatch.filter(left, pattern) or not fnmatch.filter(gone, pattern)
+        }
+
+    if isinstance(policy, Mapping):
+        return kept(policy)
+    if callable(policy):
+        return lambda ops, config: kept(policy(ops, config))
+    return policy
 
 
 def is_path(policy: Any) -> bool:
