@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -63,7 +62,8 @@ def parallelize(
     if engine not in ("auto", *ENGINES):
         known = ", ".join(("auto", *ENGINES))
         raise ValueError(f"parallelize: engine must be one of {known}, got {engine!r}")
-    if not is_dataclass(compute_config):
+    fields = {"plan_ngpus", "runtime_ngpus"}
+    if isinstance(compute_config, type) or not fields <= set(dir(compute_config)):
         raise TypeError(
             "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, "
             f"got {compute_config!r}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from llama import Llama, LlamaConfig
@@ -22,6 +24,7 @@ from annotations.engines.torch import (
     plan_without_ranks,
     plans_without_ranks,
 )
+from annotations.engines.torch.plan import solver
 from annotations.engines.torch.strategies.placements import local_shape, share
 from annotations.engines.torch.strategies.reshard import steps
 from customized_ops.ring_attention import wrap_ring_attn_func
@@ -188,3 +191,15 @@ def test_parts_of_parts() -> None:
     places = Shard(0), Shard(0)
     nested = [local_shape((30,), places, (2, 2), (a, b)) for a in range(2) for b in range(2)]
     assert nested == [(8,), (7,), (8,), (7,)]
+
+
+def test_a_plan_that_is_only_the_best_found_in_time_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = solver.LinearProgram()
+    program.at_most([(program.add(-1.0, binary=True), 1.0)], 1.0)
+    assert program.solve().tolist() == [1.0]
+    found = SimpleNamespace(status=solver.OUT_OF_TIME, x=np.zeros(1), mip_gap=0.25)
+    monkeypatch.setattr(solver, "milp", lambda *_, **__: found)
+    with pytest.warns(UserWarning, match=r"stopped after 60 s.* 25\.0% slower"):
+        assert program.solve().tolist() == [0.0]

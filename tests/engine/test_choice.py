@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from annotations import ComputeConfig, parallel, parallelize
+from annotations.engines.torch.rates import Link
 
 MISSING = (
     "needs nnscaler 0.9, which is not installed; install it from "
@@ -91,9 +92,15 @@ def test_an_unknown_engine() -> None:
     assert str(raised.value) == said
 
 
-def test_what_is_no_config() -> None:
+@pytest.mark.parametrize("given", [2, ComputeConfig, Link(1.0)])
+def test_what_is_no_config(given: Any) -> None:
     with pytest.raises(TypeError) as raised:
-        parallelize(torch.nn.Linear(3, 3), {}, "cp", 2)
-    assert str(raised.value) == (
-        "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, got 2"
-    )
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", given)
+    said = "parallelize: compute_config must be a ComputeConfig, this package's or nnscaler's, got "
+    assert str(raised.value) == f"{said}{given!r}"
+
+
+@pytest.mark.parametrize("verify", ["no", None, 1])
+def test_what_is_no_verify(verify: Any) -> None:
+    with pytest.raises(TypeError, match="verify must be True, False, or a mapping"):
+        parallelize(torch.nn.Linear(3, 3), {}, "cp", ComputeConfig(1, 1), verify=verify)

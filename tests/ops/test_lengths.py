@@ -98,10 +98,13 @@ def test_lengths_that_some_have_met(
     run_ranks(2, body)
 
 
-def test_threads_need_a_seed() -> None:
+def test_threads_need_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the call with a seed was cached before."""
+    monkeypatch.setenv("SEQSHARD_CHECK", "0")
     q = torch.randn(1, 8, 2, 4)
 
     def body(comm: Comm) -> None:
+        wrap_ring_attn_func(q, q, q, process_group=comm, dropout_p=0.5, dropout_seed=5)
         with pytest.raises(ArgumentError, match="give dropout_seed"):
             wrap_ring_attn_func(q, q, q, process_group=comm, dropout_p=0.5)
 

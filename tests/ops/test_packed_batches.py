@@ -340,7 +340,7 @@ def test_a_forked_worker_leaves_its_parents_plans_alone() -> None:
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def work() -> None:
-        kept = len(plans._PLANS), plans._OF_PARENT[mine.request] is mine
+        kept = len(plans._PLANS), plans._OF_PARENTS[-1][mine.request] is mine
         again = make_plan(mask, Layout.contiguous(24, 2))
         send.send((*kept, again is mine, np.array_equal(again.work, mine.work)))
 

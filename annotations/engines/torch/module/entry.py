@@ -55,8 +55,9 @@ def parallelize(
             ``MixedPrecisionPolicy(param_dtype=...)`` does. Parameters, gradients and their sums
             over ranks stay in the parameters' own dtype; buffers and inputs are not cast.
         verify: run one step in parallel as well as on every rank alone, and compare results and
-            every gradient: True on the example arguments, or smaller ones by name on these, for
-            which the policy makes a plan of their own. Takes the memory of a whole model and batch.
+            every gradient. True takes the example arguments. A mapping gives other, smaller ones by
+            name; the policy makes another plan for them. Takes the memory of a whole model and
+            batch.
         lowered: trace the planned graph once, at the first call of each kind, into ops on this
             rank's plain tensors. False runs every op on DTensors, several times slower on the host.
         compile: have inductor compile what was traced. Costs a minute or so at the first calls.
@@ -105,7 +106,7 @@ def parallelize(
         refuse_wrong_steps(parallel, original)
         return parallel
 
-    if not verify or compute_config.ranks == 1:
+    if verify is False or compute_config.ranks == 1:
         return made(example)
     compared = verify if isinstance(verify, Mapping) else example
     parallel, single = made(compared), copy.deepcopy(module)
@@ -143,6 +144,11 @@ def _check_module(module: Any, example: Any, verify: Any, config: ComputeConfig)
         raise TypeError(
             "parallelize: dummy_forward_args must map forward's argument names to example "
             f"values, got {type(example).__name__}"
+        )
+    if not isinstance(verify, bool | Mapping):
+        raise TypeError(
+            "parallelize: verify must be True, False, or a mapping of forward's argument names to "
+            f"values, got {verify!r}"
         )
     if config.plan_ngpus > 1:  # whole copies are not captured
         bound_arguments(module, example)

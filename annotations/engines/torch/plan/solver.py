@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ SOLVER_SECONDS = 60
 
 Terms = Sequence[tuple[int, float]]
 
-INFEASIBLE = 2  # scipy's number for it
+OUT_OF_TIME, INFEASIBLE = 1, 2  # scipy's numbers for them
 
 
 class PlanningError(ValueError):
@@ -48,8 +49,9 @@ class LinearProgram:
         self._rows.append((terms, -np.inf, right))
 
     def solve(self) -> npt.NDArray[np.float64]:
-        """The variables, within 1e-6 of the least cost. Raises Infeasible where there is no
-        solution, PlanningError where none was found in time."""
+        """The variables, within 1e-6 of the least cost, or the best found in SOLVER_SECONDS, with a
+        warning. Raises Infeasible where there is no solution, PlanningError where none was found
+        in time."""
         terms, low, high = zip(*self._rows, strict=True)
         binary, upper = zip(*self._variables, strict=True)
         rows = np.repeat(np.arange(len(terms)), [len(each) for each in terms])
@@ -67,4 +69,10 @@ class LinearProgram:
             raise Infeasible(f"no plan: {result.message}")
         if result.x is None:
             raise PlanningError(f"no plan: {result.message}")
+        if result.status == OUT_OF_TIME:
+            warnings.warn(
+                f"the planner stopped after {SOLVER_SECONDS} s: its plan is the best found, and "
+                f"may be {result.mip_gap:.1%} slower than the best there is",
+                stacklevel=2,
+            )
         return result.x

@@ -29,7 +29,7 @@ from .search import PlanRequest, best_plan
 MOST_PLANS = 64
 _PLANS: dict[PlanRequest, Plan] = {}
 _LOCK = Lock()
-_OF_PARENT: dict[PlanRequest, Plan] = {}  # see _after_fork
+_OF_PARENTS: list[dict[PlanRequest, Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
 MADE = "work", "team_size", "steps", "head_groups", "_ranks", "planning_seconds"
 # What a step looks up, of that which a plan works out when it is first asked.
@@ -181,8 +181,9 @@ def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
 def _after_fork() -> None:
     """In a worker of a DataLoader: keep the parent's plans for good, as they may have tables on
     GPUs, which a forked process may not free."""
-    global _PLANS, _OF_PARENT, _LOCK
-    _PLANS, _OF_PARENT, _LOCK = {}, _PLANS, Lock()
+    global _PLANS, _LOCK
+    _OF_PARENTS.append(_PLANS)
+    _PLANS, _LOCK = {}, Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
