@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import op_jobs
+import packed_jobs
 import pytest
 import ranks as ranks_module
 import torch
@@ -65,3 +66,16 @@ def test_a_group_travels_through_a_compiled_graph(two_ranks: Pool) -> None:
     q = torch.randn(1, 16, 4, 8, dtype=torch.float64)
     cut = torch.cat(two_ranks.run(op_jobs.compiled, q), 1)
     assert_same("compiled", cut, wrap_ring_attn_func(q, q, q) * 2)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 520), marks=pytest.mark.slow)], ids=len
+)
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+@worlds(cpus=[3, 4], gpus=[])
+def test_random_packed_batches(ranks: Pool, seeds: range) -> None:
+    """Also fewer documents, and fewer tokens, than ranks."""
+    for start in range(seeds.start, seeds.stop, 50):  # a busy machine takes seconds for each
+        some = range(start, min(start + 50, seeds.stop))
+        for rank, error in enumerate(ranks.run(packed_jobs.random_batches, some)):
+            assert error < 1e-10, f"rank {rank}, seeds {some}"

@@ -101,6 +101,15 @@ def test_random_documents(four_ranks: Pool, count: int, window: int | None) -> N
         assert error < 1e-10
 
 
+@pytest.mark.parametrize("hoist", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_new_lengths_compile_nothing(two_ranks: Pool, hoist: bool) -> None:
+    """A forward and a backward are compiled, whatever documents follow in the same total."""
+    batches = [(4, 9, 11), (24,), (1, 1, 22), (0, 7, 17), (23, 1), (8, 8, 8)]
+    for counts, error in two_ranks.run(jobs.compilations, batches, hoist):
+        assert counts == [2] * len(batches)
+        assert error < 1e-10
+
+
 def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool) -> None:
     batches = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
     results = [(steps, None) for steps in two_ranks.run(jobs.planned_ahead, batches)]

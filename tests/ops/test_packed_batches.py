@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same
+from packed_jobs import drawn, tensors
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -65,8 +66,8 @@ def test_every_token_is_on_one_rank_with_its_target(ranks: int, layout: str) -> 
 def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
     """Attention over the batches that a rank is given."""
     results = []
-    for batch, tensors in zip(batches, whole, strict=True):
-        q, k, v = (batch.layout.shard(t, comm.rank, dim=0).requires_grad_() for t in tensors)
+    for batch, parts in zip(batches, whole, strict=True):
+        q, k, v = (batch.layout.shard(t, comm.rank, dim=0).requires_grad_() for t in parts)
         out = wrap_ring_attn_varlen_func(
             q,
             k,
@@ -80,11 +81,6 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
         out.square().sum().backward()
         results.append((out.detach(), q.grad, k.grad, v.grad))
     return results
-
-
-def tensors(batch: Any, seed: int) -> list[torch.Tensor]:
-    draw, total = torch.Generator().manual_seed(seed), batch.layout.total
-    return [torch.randn(total, h, 8, generator=draw).double() for h in (4, 2, 2)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -117,24 +113,6 @@ def test_attention_finds_the_plans_that_were_made_ahead(
         parts = zip(*(results[n] for results in found), strict=True)
         for name, one, each in zip(("out", "dq", "dk", "dv"), expected, parts, strict=True):
             assert_same(f"batch {n}, {name}", batch.layout.unshard(list(each), dim=0), one)
-
-
-def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, Any]]:
-    """Documents of no token and of one, one document, fewer than ranks, all short, one that is
-    longer than all others; ranks; how they attend."""
-    draw = np.random.default_rng(seed)
-    most = int(draw.choice([1, 4, 16, 40]))
-    lengths = draw.integers(0, most + 1, draw.integers(1, 14))
-    if draw.random() < 0.4:
-        lengths[draw.integers(len(lengths))] += int(lengths.sum()) + 1
-    lengths[0] += lengths.sum() == 0
-    left = int(draw.integers(0, 9)) if draw.random() < 0.3 else -1
-    how = {
-        "causal": bool(draw.random() < 0.8),
-        "window_size": (left, -1),
-        "layout": str(draw.choice(["balanced", "contiguous"])),
-    }
-    return [[7] * n for n in lengths.tolist()], int(draw.integers(1, 9)), how
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import engine_jobs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (
@@ -108,6 +110,28 @@ def random_steps(seeds: Sequence[int], total: int, window: int | None) -> float:
             largest = max(largest, (one - cut).abs().max().item() / scale)
     assert len(parallel._programs.plans) == 1
     return largest
+
+
+def compilations(batches: Sequence[Sequence[int]], hoist: bool) -> tuple[list[int], float]:
+    """How many graphs had been compiled after the step of each batch, and the largest error of a
+    loss."""
+    size, alone = dist.get_world_size(), Packed(window=-1)
+    config = ComputeConfig(size, size, pas_config={"hoist": hoist})
+    first = batch(batches[0])
+    parallel = parallelize(Packed(window=-1), first, "cp", config, compile=True)
+    counts, errors = [], []
+    by_dynamo = counters["stats"]["unique_graphs"]
+    compiler = mock.Mock(wraps=compile_fx.compile_fx_inner)
+    with mock.patch.object(compile_fx, "compile_fx_inner", compiler):
+        for seed, lengths in enumerate(batches):
+            given = batch(lengths, seed)
+            loss = parallel(**given)
+            loss.backward()
+            parallel.sync_grad()
+            parallel.zero_grad()
+            errors.append(abs(loss.item() - alone(**given).item()))
+            counts.append(compiler.call_count + counters["stats"]["unique_graphs"] - by_dynamo)
+    return counts, max(errors)
 
 
 def planned_ahead(batches: Sequence[Sequence[int]]) -> list[tuple[float, Tensor]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 import tracemalloc
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,9 @@ from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_
 TOKENS, HEADS, DIM = 256, (4, 2), 16
 
 
-def documents(steps: int) -> Any:
+def documents(steps: int, seed: int) -> Any:
     """Lengths that no batch has twice."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     for _ in range(steps):
         cuts = np.sort(draw.integers(0, TOKENS + 1, draw.integers(1, 12)))
         lengths = np.diff(np.concatenate([[0], cuts, [TOKENS]]))
@@ -35,14 +38,32 @@ def held() -> tuple[int, int, int]:
     return tracemalloc.get_traced_memory()[0], on_gpu, most
 
 
-def soak(steps: int) -> list[tuple[int, int, int]]:
-    """What is held after half of the steps, which fill every cache, and at the end."""
+def cached() -> dict[str, tuple[int, int | None]]:
+    """How much each cache of the package holds, and may hold where it says so: what modules keep
+    in containers, with one level of containers in these, and what functions remember."""
+    sizes: dict[str, tuple[int, int | None]] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in ("annotations", "customized_ops"):
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, Mapping | list | set | deque):
+                inner = list(value.values()) if isinstance(value, Mapping) else []
+                count = len(value) + sum(len(x) for x in inner if isinstance(x, dict | list))
+                sizes[f"{module_name}.{name}"] = count, None
+            elif hasattr(value, "cache_info"):
+                info = value.cache_info()
+                sizes[f"{module_name}.{name}"] = info.currsize, info.maxsize
+    return sizes
+
+
+def soak(steps: int, seed: int) -> tuple[tuple[int, int, int], dict[str, tuple[int, int | None]]]:
+    """So many steps; what is held after them. A job of the same process goes on where one before
+    ended."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    tracemalloc.start()
-    found = []
-    batches = packed_batches(documents(steps), ranks=ranks, rank=rank, heads=HEADS)
-    for n, batch in enumerate(batches, 1):
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    for batch in packed_batches(documents(steps, seed), ranks=ranks, rank=rank, heads=HEADS):
         q, k, v = (
             torch.ones(len(batch.tokens), heads, DIM, dtype=dtype, device=device())
             for heads in (HEADS[0], HEADS[1], HEADS[1])
@@ -52,7 +73,10 @@ def soak(steps: int) -> list[tuple[int, int, int]]:
         where = {"layout": batch.layout, "process_group": dist.group.WORLD}
         out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, causal=True, **where)
         out.square().sum().backward()
-        if n in (steps // 2, steps):
-            found.append(held())
+    del batch, q, k, v, out
+    return held(), cached()
+
+
+def stop() -> None:
+    """The process goes on without being traced."""
     tracemalloc.stop()
-    return found

@@ -1,0 +1,63 @@
+"""Random batches of packed documents, and a job that attends them; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
+
+HEADS = (4, 2)
+
+
+def tensors(batch: Any, seed: int) -> list[torch.Tensor]:
+    draw, total = torch.Generator().manual_seed(seed), batch.layout.total
+    return [torch.randn(total, h, 8, generator=draw).double() for h in (4, 2, 2)]
+
+
+def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, Any]]:
+    """Documents of no token and of one, one document, fewer than ranks, all short, one that is
+    longer than all others; ranks; how they attend."""
+    draw = np.random.default_rng(seed)
+    most = int(draw.choice([1, 4, 16, 40]))
+    lengths = draw.integers(0, most + 1, draw.integers(1, 14))
+    if draw.random() < 0.4:
+        lengths[draw.integers(len(lengths))] += int(lengths.sum()) + 1
+    lengths[0] += lengths.sum() == 0
+    left = int(draw.integers(0, 9)) if draw.random() < 0.3 else -1
+    how = {
+        "causal": bool(draw.random() < 0.8),
+        "window_size": (left, -1),
+        "layout": str(draw.choice(["balanced", "contiguous"])),
+    }
+    return [[7] * n for n in lengths.tolist()], int(draw.integers(1, 9)), how
+
+
+def random_batches(seeds: Sequence[int]) -> float:
+    """The largest error of this rank's rows of a result or gradient, over drawn batches."""
+    size, rank, largest = dist.get_world_size(), dist.get_rank(), 0.0
+    for seed in seeds:
+        given, _, how = drawn(seed)
+        batch = next(packed_batches([given], ranks=size, rank=rank, heads=HEADS, **how))
+        whole, cu, lay = tensors(batch, seed), batch.cu_seqlens, batch.layout
+        masked = {"causal": how["causal"], "window_size": how["window_size"]}
+        results = []
+        for cut in (False, True):
+            leaves = [lay.shard(t, rank, dim=0) if cut else t.clone() for t in whole]
+            q, k, v = (t.requires_grad_() for t in leaves)
+            where = {"process_group": dist.group.WORLD, "layout": lay} if cut else {}
+            out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, **masked, **where)
+            out.square().sum().backward()
+            results.append((out.detach(), q.grad, k.grad, v.grad))
+        for one, here in zip(*results, strict=True):
+            assert one is not None and here is not None
+            wanted = lay.shard(one, rank, dim=0)
+            assert here.shape == wanted.shape
+            if len(here):
+                scale = max(1.0, one.abs().max().item())
+                largest = max(largest, (here - wanted).abs().max().item() / scale)
+    return largest
