@@ -65,7 +65,8 @@ class BoundCall:
 
     @property
     def keeps_group(self) -> bool:
-        """TransformerEngine's own context parallelism keeps its group, so it must not be kept."""
+        """Whether this holds a reference to its group, as TransformerEngine's own context
+        parallelism does. It is then not cached, or the group would never be freed."""
         return isinstance(self.kernel, te_cp.TeCall)
 
     def forward(self, comm: Comm, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -229,8 +229,9 @@ class AttentionCall:
 
 
 def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> int:
-    """Of a tensor that a kernel is given on any rank, no less: of a rank's own tokens, with the
-    heads among which its share is, or of tokens that it received, of its share alone."""
+    """An upper bound on the elements of any tensor that a kernel call gets, on any rank. A rank's
+    own tokens count with all heads, because its share is a view of them; received tokens count with
+    the share only."""
     q_heads = q.shape[-2]
     share, team = plan.largest_share(q_heads, kv_heads), plan.team_size > 1
     sizes = []

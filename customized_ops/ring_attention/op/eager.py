@@ -3,6 +3,9 @@
     the first call of its kind    is checked, made an AttentionCall, and bound (:mod:`.bound`)
     the next ones                 are one look-up, the executor, and autograd
 
+Where the ranks of a group compare their calls, every call is checked and compared, and only its
+plan and kernel are looked up.
+
 Calls that somebody watches or traces (torch.compile, modes, profilers, subclasses such as DTensor)
 go through the op in the graph instead (:mod:`.graph`).
 """
@@ -54,8 +57,8 @@ class UserCall(NamedTuple):
 
 
 class ValidCall(NamedTuple):
-    """What is valid of a :class:`UserCall`, as the op's arguments: integer tensors and numbers of
-    its mask source, optional tensors, options."""
+    """The checked arguments of a :class:`UserCall`, as the op takes them: integer tensors and
+    numbers of its mask source, optional tensors, options."""
 
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]
@@ -90,11 +93,7 @@ def attend(
         if name not in _SHARED:
             raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
     options = Options(*own, **shared)
-    group = (
-        process_group
-        if source.enable_ring is True
-        else ring_group(source.enable_ring, process_group)
-    )
+    group = ring_group(source.enable_ring, process_group)
     call = UserCall(op, q, k, v, source, group, options, return_attn_probs)
     optional = options.alibi_slopes, options.sink, options.dropout_seed
     tensors = [t for t in optional if isinstance(t, Tensor)]
@@ -187,7 +186,7 @@ def _optional_tensors(title: str, q: Tensor, options: Options) -> list[Tensor | 
 
 
 def _checked(call: UserCall) -> ValidCall:
-    """What one rank refuses its peers hear of."""
+    """Check a call. Where ranks compare calls, an error on one rank raises on all."""
     op, q, k, v, source, group, options, probs = call
     title = op.title
 

@@ -5,8 +5,8 @@
     Masked          any AttnMask, over [b, l, h, d]
 
 A source holds what the user passed, unchecked, or what an op in a graph was given
-(:meth:`MaskSource.decode`), which is valid. Only of the second are masks asked. The first two are
-in :mod:`.window_source`.
+(:meth:`MaskSource.decode`), which is valid. Only a decoded source is asked for its mask. The first
+two are in :mod:`.window_source`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def bound_arguments(
 
 @contextlib.contextmanager
 def _no_values() -> Iterator[None]:
-    """In this context torch's pages about a value that a graph has not become a sentence.
+    """Turn torch's long error about a value that a graph has not into one sentence.
 
     Raises:
         CaptureError: the module asks a tensor for its value.

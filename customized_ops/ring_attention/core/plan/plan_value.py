@@ -29,7 +29,7 @@ class PlanValue:
         work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
         team_size: ranks that share out the heads of the same work; 1 where heads are not split.
             Team t is ranks t * team_size and following; the n-th of a team has the n-th share
-            (:mod:`.head_shares`).
+            (:func:`.heads.head_shares`).
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
             once; else in how many steps they arrive.
         head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);

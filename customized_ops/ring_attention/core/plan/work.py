@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 
-Work = npt.NDArray[np.int64]  # [n, 7]: a slice, and
+Work = npt.NDArray[np.int64]  # [n, 7]: the six columns of a slice, then TEAM
 TEAM = 6
 
 # Rows move instead of keys where that leaves at most so many of the bytes: their results come back

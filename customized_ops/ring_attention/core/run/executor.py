@@ -100,8 +100,8 @@ def attention_backward(
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
-    """The pairs of a rank's only kernel call, if it has one alone, of all its rows over its own
-    keys; None for other ranks, and where a kernel needs the tokens' indices."""
+    """The pairs of a rank's one kernel call, where its whole pass is a call of all its rows over
+    its own keys. None otherwise, and where the kernel needs the tokens' global indices."""
     if scoring.needs_tokens:
         return None
     key = ("only call", rank)

@@ -63,10 +63,10 @@ class RankPass:
         self.streams = SideStream(self.share.device, two=two)
 
     def own_last(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether a backward's host comes to the rank's own keys after all others. On two streams
-        that hardly changes when the GPU does, but it does change what is in memory beside the
-        call made last: of own keys dq, dk and dv, of others dq alone, as their dk and dv are on
-        their way home. (With fewer key heads the call of own keys itself takes the most.)"""
+        """Whether a backward launches the call over the rank's own keys last. With two streams this
+        hardly changes the timing on the GPU. It lowers peak memory, because dk and dv of received
+        keys have been sent home by then. With few key heads the call over own keys takes the most
+        memory itself, so nothing is won."""
         large = k.nbytes + v.nbytes >= max(q.nbytes, LARGE_BYTES)
         return self.streams.two and large and not side_stream.ONE_QUEUE
 

@@ -52,7 +52,7 @@ class Scoring:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of ``kernel.FEATURES``, what this needs of a kernel."""
+        """Of ``request.FEATURES``, what this needs of a kernel."""
         asked = {
             "softcap": self.softcap > 0,
             "alibi": self.alibi_slopes is not None,
