@@ -55,6 +55,7 @@ def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
         assert "move_tokens" in plan
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", ["to zigzag, sharded", "to zigzag, rolled there"])
 def test_layouts_where_attention_is_cut_on_heads(two_ranks: Pool, form: str) -> None:
     check(two_ranks, form, "ulysses")
@@ -113,6 +114,7 @@ REFUSED_LAYOUTS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", REFUSED_LAYOUTS)
 def test_layouts_that_are_refused(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):
