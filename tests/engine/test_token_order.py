@@ -26,7 +26,7 @@ def check(pool: Pool, form: str, *how: Any) -> list[str]:
     return plans
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean", "whole keys"])
 def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
@@ -48,7 +48,7 @@ TO_LAYOUTS = (
 )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("form", TO_LAYOUTS)
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
     for plan in check(two_ranks, form, "cp"):
