@@ -169,13 +169,27 @@ def test_where_nothing_is_attended(mask):
     assert Layout.balanced(mask, 2) == Layout.contiguous(mask.q_len, 2)
 
 
-@given(
+drawn_documents = given(
     st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
     st.integers(1, 9),
     st.sampled_from([{"causal": True}, {}, {"causal": True, "window": (7, 0)}]),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+
+
+@drawn_documents
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_each_rank_gets_its_tokens(tokens, group_size, kind):
+    check_tokens(tokens, group_size, kind)
+
+
+@pytest.mark.slow
+@drawn_documents
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_each_rank_gets_its_tokens_of_many(tokens, group_size, kind):
+    check_tokens(tokens, group_size, kind)
+
+
+def check_tokens(tokens, group_size, kind):
     """Documents of no token, of one, one alone, fewer than ranks, longer than half of all."""
     mask = AttnMask.varlen([0, *itertools.accumulate(tokens)], **kind)
     layout = Layout.balanced(mask, group_size)

@@ -268,6 +268,7 @@ def strided(t):
     yield t.repeat_interleave(2, dim=1)[:, ::2]
 
 
+@pytest.mark.thin(3)
 @over_able
 @pytest.mark.parametrize("kind", ["causal, more keys", "window", "several slices share rows"])
 @pytest.mark.parametrize("way", range(3))

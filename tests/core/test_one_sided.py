@@ -131,6 +131,7 @@ PLANS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_results_are_those_of_messages(

@@ -59,6 +59,7 @@ def test_report_of_nothing():
     assert "nan" not in text and "inf" not in text
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("ranks", [16, 17, 64])
 @pytest.mark.parametrize("assignment", ["owner", "balanced"])
 def test_a_report_fits_a_screen(ranks, assignment):

@@ -46,7 +46,7 @@ def check(results: Any, batches: Sequence[Sequence[int]], how: Any = None, copie
             assert_same(f"rank {rank}, batch {n}", gradient, sum(g for _, g in each))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("shuffles", [False, True])
 def test_documents_of_other_number_and_lengths(
@@ -92,7 +92,7 @@ def test_an_order_for_each_batch(two_ranks: Pool, window: int | None, lowered: b
 
 @pytest.mark.parametrize(
     ("count", "window"),
-    [(30, -1)]
+    [(12, -1)]
     + [pytest.param(500, window, marks=pytest.mark.slow) for window in (None, -1, 3, 11)],
 )
 def test_random_documents(four_ranks: Pool, count: int, window: int | None) -> None:

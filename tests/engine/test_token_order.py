@@ -29,7 +29,7 @@ def check(pool: Pool, form: str, *how: Any) -> list[str]:
     return plans
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean", "whole keys"])
 def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
@@ -51,13 +51,14 @@ TO_LAYOUTS = (
 )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("form", TO_LAYOUTS)
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
     for plan in check(two_ranks, form, "cp"):
         assert "move_tokens" in plan
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", ["to zigzag, sharded", "to zigzag, rolled there"])
 def test_layouts_where_attention_is_cut_on_heads(two_ranks: Pool, form: str) -> None:
     check(two_ranks, form, "ulysses")
@@ -116,6 +117,7 @@ REFUSED_LAYOUTS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", REFUSED_LAYOUTS)
 def test_layouts_that_are_refused(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import annotate_an_op
 import group_norm
 import pytest
 import torch
@@ -53,10 +54,15 @@ def test_what_it_shows() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it does without CUDA")
-def test_nnscaler_needs_cuda() -> None:
-    done = run("--engine", "nnscaler")
-    assert done.returncode == 2
-    assert "error: --engine nnscaler needs CUDA, which is not available here" in done.stderr
+def test_nnscaler_needs_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["annotate_an_op.py", "--engine", "nnscaler"])
+    with pytest.raises(SystemExit) as ended:
+        annotate_an_op.parse()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: --engine nnscaler needs CUDA, which is not available here" in said
 
 
 def test_the_op_is_group_norm() -> None:

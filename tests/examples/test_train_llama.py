@@ -1,13 +1,17 @@
-"""The demo, small: real ranks under torchrun, and what it shows."""
+"""The demo, small: real ranks, a pool's and under torchrun, and what it shows."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import example_jobs
+import launch
 import pytest
+from ranks import Pool
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -17,18 +21,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.parametrize(
-    ("op", "ranks"),
-    [
-        ("ring", 2),
-        pytest.param("zigzag", 2, marks=pytest.mark.slow),
-        pytest.param("varlen", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
-    done = run("--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128")
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout + done.stderr
+def arguments(op: str, ranks: int) -> list[str]:
+    return ["--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128"]
+
+
+def check(shown: str, ranks: int) -> None:
+    """Of all that the demo has printed: the loss falls, and is that of one process."""
     assert f"plan: {ranks} ranks a copy" in shown
     assert f"l / {ranks}" in shown
     assert len(re.findall(r"tokens/s", shown)) == 2
@@ -36,6 +34,44 @@ def test_same_loss_as_on_one_rank(op: str, ranks: int) -> None:
     assert last < first
     difference = float(re.search(r"process \(largest difference (\S+),", shown)[1])
     assert difference < 1e-4
+
+
+def test_same_loss_as_on_one_rank(two_ranks: Pool) -> None:
+    replies = two_ranks.run(example_jobs.demo, arguments("ring", 2))
+    assert [failed for failed, _ in replies] == [0, 0]
+    check("".join(text for _, text in replies), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "ranks"), [("ring", 2), ("zigzag", 2), ("varlen", 4)])
+def test_it_starts_its_own_ranks(op: str, ranks: int) -> None:
+    done = run(*arguments(op, ranks))
+    assert done.returncode == 0, done.stderr
+    check(done.stdout + done.stderr, ranks)
+
+
+class Started(Exception):
+    """Where another program would have taken this one's place."""
+
+
+def test_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments of this command, and none where this is a rank already."""
+
+    def execv(program: str, command: list[str]) -> None:
+        raise Started(program, command)
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "argv", ["train_llama.py", "--nproc", "3"])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(Started) as started:
+        launch.start_ranks(3)
+    program, command = started.value.args
+    assert program == command[0] == sys.executable
+    assert command[1:3] == ["-m", "torch.distributed.run"] and "--nproc-per-node=3" in command
+    assert command[command.index("--") + 1 :] == sys.argv
+    monkeypatch.setenv("RANK", "0")
+    launch.start_ranks(3)
 
 
 @pytest.mark.slow

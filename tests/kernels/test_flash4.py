@@ -101,6 +101,7 @@ def used_blocks(library):
     return ["block_sparse_tensors" in given for _, given in library.calls]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -131,6 +132,7 @@ def test_blocks_are_as_wide_as_the_library_wants(library, monkeypatch, widths):
     assert used_blocks(library) == [True, True]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kv_heads", [2, HEADS])
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (192, 128)])
 @pytest.mark.parametrize("way", WAYS)

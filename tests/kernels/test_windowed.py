@@ -36,6 +36,7 @@ def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, limits
     return forward_calls
 
 
+@pytest.mark.thin(3)
 @over_kinds
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

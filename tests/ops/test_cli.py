@@ -192,7 +192,9 @@ def test_a_file_that_does_not_fit_is_named(capsys, tmp_path, text, message):
     assert str(path) in last and message in last
 
 
+@pytest.mark.slow
 def test_runs_as_a_module():
+    """As that of an installed wheel does in the quick suite."""
     command = [sys.executable, "-m", "customized_ops.ring_attention", "plan"]
     arguments = ["--tokens", "1M", "--ranks", "64", "--heads", "64:8", "--layout", "zigzag"]
     done = subprocess.run(

@@ -136,6 +136,7 @@ def test_shard_and_unshard(name: str, dim: int) -> None:
         torch.testing.assert_close(got, layout.shard(added, rank, dim), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.thin(3)
 @TRIP
 @pytest.mark.parametrize("rounds", [0, 1, -1, -3])
 @pytest.mark.parametrize("beyond", [0, 1, -1, 4])

@@ -69,7 +69,7 @@ SCORED = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("name", SCORED)
 def test_gradcheck_through_out_and_lse(name: str, sink: bool) -> None:

@@ -90,6 +90,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_moves_the_halo(name: str, ranks: int) -> None:

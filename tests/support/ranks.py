@@ -24,7 +24,15 @@ from typing import Any
 
 import pytest
 
-PRELOADED = ["torch.export", "torch.distributed.tensor", "annotations", "customized_ops"]
+# Not the packages alone, which import most of what they need on first use.
+PRELOADED = [
+    "torch.export._trace",
+    "torch.distributed.tensor",
+    "torch._inductor.sizevars",
+    "annotations.engines.torch",
+    "customized_ops.ring_attention",
+    "customized_ops.chunk_linear_cross_entropy",
+]
 JOB_SECONDS = {"gloo": 240.0, "nccl": 300.0}  # flash-attn-4 compiles seconds for each kind of call
 SECONDS_AFTER_A_FAILURE = 20.0  # more than a rank over gloo waits for another
 

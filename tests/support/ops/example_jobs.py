@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
+import train_llama
 from rank_groups import device
 from torch import Tensor
 
@@ -24,14 +26,31 @@ def no_merge(*_: object) -> None:
     """Leaves a rank's result as it is, whatever its peers found."""
 
 
+@contextlib.contextmanager
+def said_here() -> Iterator[io.StringIO]:
+    """What an example prints; the threads that it takes for itself are given back."""
+    threads, said = torch.get_num_threads(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield said
+    finally:
+        torch.set_num_threads(threads)
+
+
+def demo(arguments: Sequence[str]) -> tuple[int, str]:
+    """What the demo's ``main`` returns and prints here for a command's arguments."""
+    with said_here() as said, mock.patch.object(sys, "argv", ["train_llama.py", *arguments]):
+        failed = train_llama.main(train_llama.parse())
+    return failed, said.getvalue()
+
+
 def run(name: str, arguments: Sequence[str], change: tuple[str, object] | None = None) -> tuple:
     """What an example's ``main`` returns and prints here, with something, named from its module or
     another, changed."""
-    module, said = importlib.import_module(name), io.StringIO()
-    with contextlib.ExitStack() as stack:
+    module = importlib.import_module(name)
+    with said_here() as said, contextlib.ExitStack() as stack:
         if change is not None:
             what, value = change
             stack.enter_context(mock.patch(what if "." in what else f"{name}.{what}", value))
-        stack.enter_context(contextlib.redirect_stdout(said))
         failed = module.main(module.parse(arguments), torch.device(device()))
     return failed, said.getvalue()
