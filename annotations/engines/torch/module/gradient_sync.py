@@ -3,7 +3,8 @@
     .grad of each parameter --start--> one flat tensor a bucket, all-reduced --finish--> .grad
 
 A backward that is one graph (:mod:`..run.lowered`) reports a gradient before it is in .grad: a
-bucket starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over that.
+bucket starts on what .grad is going to be. Autograd adds it to .grad later; ``finish`` writes over
+that.
 
 Gradients of a parameter that is whole are added up over all ranks, of one that the plan cuts over
 the copies of the model. Copies may use different parameters, so a bucket carries which of its
