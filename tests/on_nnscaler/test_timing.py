@@ -11,7 +11,7 @@ import torch
 from annotations.engines.nnscaler import OpNode
 from annotations.engines.nnscaler.timing import example_inputs, timed
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
-from customized_ops.ring_attention.core.kernels import KERNELS, Kernel
+from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Kernel
 from customized_ops.ring_attention.core.mask.slices import areas
 from on_nnscaler import attention_models as models
 from on_nnscaler import jobs, policies
@@ -29,9 +29,10 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watch(kernel: Kernel) -> None:
         forward = kernel.forward
 
-        def count(q: Any, k: Any, v: Any, attended: Any, *rest: Any) -> Any:
-            counted.append(int(areas(attended.slices).sum()) * q.shape[0] * q.shape[2])
-            return forward(q, k, v, attended, *rest)
+        def count(given: ForwardOperands, attended: Any, *rest: Any) -> Any:
+            b, _, h, _ = given.q.shape
+            counted.append(int(areas(attended.slices).sum()) * b * h)
+            return forward(given, attended, *rest)
 
         monkeypatch.setattr(kernel, "forward", count)
 
