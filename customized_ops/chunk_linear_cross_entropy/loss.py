@@ -98,9 +98,10 @@ def chunk_linear_cross_entropy(
     the cut of v as in Shoeybi et al.: Megatron-LM, arXiv:1909.08053 (2019), section 3.
     """
     options = ignore_index, reduction, softcap, chunk_size, return_lse
-    loss, lse = checked_losses(
+    found = checked_losses(
         hidden, weight, target, bias, *options, vocab_group, vocab_size, token_group
     )
+    loss = found[0] if isinstance(found, tuple) else found
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
@@ -109,7 +110,7 @@ def chunk_linear_cross_entropy(
         else:
             count = count_tokens(target, int(ignore_index), _name_of("token_group", token_group))
         loss = loss / count.clamp(min=1)
-    return (loss, lse) if return_lse else loss
+    return (loss, found[1]) if isinstance(found, tuple) else loss
 
 
 def checked_losses(
@@ -126,9 +127,11 @@ def checked_losses(
     vocab_size: int | None,
     token_group: GroupLike,
     reduce_hidden: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Loss and lse of each token, [*, l] both, before any reduction. An engine that generates code
-    sees this call for one of :func:`chunk_linear_cross_entropy`, whose arguments and errors it has.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The loss of each token, [*, l], before any reduction; with ``return_lse`` also its lse. An
+    engine that generates code sees this call for one of :func:`chunk_linear_cross_entropy`, whose
+    arguments and errors it has. (nnscaler cannot train end to end through a result that nobody
+    uses, so lse is returned only where it is asked for.)
 
     Args:
         reduce_hidden: whether to add up the gradient of hidden over vocab_group here.
@@ -156,7 +159,8 @@ def checked_losses(
 
     rows, cap = checked(TITLE, token_group, lambda: checked(TITLE, vocab_group, check, facts))
     numbers = int(ignore_index), cap, int(chunk_size or 0), rows, vocab_name, reduce_hidden
-    return token_losses(hidden, weight, target, bias, *numbers)
+    loss, lse = token_losses(hidden, weight, target, bias, *numbers)
+    return (loss, lse) if return_lse else loss
 
 
 def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
@@ -185,7 +189,7 @@ declare_call(
     PublicCall(
         checked_losses,
         op=_op,
-        outputs=lambda given: 2,
+        outputs=lambda given: 2 if given["return_lse"] else 1,
         arguments=_vocab_arguments,
         fake_peers=_with_fake_peers,
     )

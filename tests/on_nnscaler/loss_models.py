@@ -27,7 +27,7 @@ class WithLoss(nn.Module):
 
     def forward(self, sample: dict[str, Tensor]) -> Tensor:
         x = self.up(self.embedding(sample["tokens"]))
-        return chunk_linear_cross_entropy(
+        loss = chunk_linear_cross_entropy(
             x,
             self.head,
             sample["targets"],
@@ -36,6 +36,7 @@ class WithLoss(nn.Module):
             chunk_size=3,
             **self.groups,
         )
+        return loss.sum() if self.reduction == "none" else loss
 
 
 def _with_loss(reduction: str, biased: bool, groups: dict[str, Any]) -> nn.Module:

@@ -90,7 +90,10 @@ class Shuffling(nn.Module):
             x = x + natural
         for _ in range(2):
             y = self.norm(x)
-            q, k, v = (p(y).view(LENGTH, HEADS, HEAD_DIM) for p in (self.q, self.k, self.v))
+            sizes = (LENGTH,)
+            if self.form == "shapes":
+                sizes = y.size()[:-1] if y.dim() == 2 and len(y) == y.shape[0] else ()
+            q, k, v = (p(y).view(*sizes, HEADS, HEAD_DIM) for p in (self.q, self.k, self.v))
             out = self.attend(q, k, v, cu, other).reshape(LENGTH, HEADS * HEAD_DIM)
             x = x + F.gelu(self.o(out)) * 0.5
         if self.form == "returned inside":

@@ -65,7 +65,6 @@ TWO_CUTS = [
     ([("l", 2), ("g", 2)], None, ACROSS),
     ([("g", 2), ("l", 2)], [0, 2, 1, 3], ACROSS),
     ([("l", 2), ("g", 2)], [0, 2, 1, 3], PAIRS),
-    ([("g", 2), ("l", 2)], [2, 3, 0, 1], PAIRS),
     ([("l", 2), ("l", 2)], None, [{(0, 1, 2, 3)}] * 4),
     ([("l", 2), ("", 2)], None, ACROSS),
     ([("", 2), ("l", 2)], None, PAIRS),
@@ -119,7 +118,7 @@ def test_copies_of_parts(four_ranks: Pool, cuts: list[tuple[str, int]], devices:
     ("cuts", "devices", "lying"),
     [
         ([("l", 2)], [1, 0], "[[1], [0]]"),
-        ([("g", 2), ("l", 2)], [3, 2, 0, 1], "[[3], [2]]"),
+        ([("g", 2), ("l", 2)], [1, 0, 2, 3], "[[1], [0]]"),
         ([("l", 2), ("", 2)], [2, 0, 1, 3], "[[2, 0], [1, 3]]"),
         ([("", 2), ("l", 2)], [0, 3, 2, 1], "[[0, 2], [3, 1]]"),
     ],
@@ -168,6 +167,13 @@ SWAPPED = [
         "'lq' lie on devices [[[0, 2], [3, 1]]",
     ),
     (models.ring, [("", 2), ("g", 2)], [1, 2, 3, 0], "'g' lie on devices [[[1, 3], [2, 0]]"),
+    # All rows are permuted alike: results would be permuted back, but each part has the parameters
+    # (sinks, slopes) of its own heads.
+    (models.ring, [("g", 2), ("l", 2)], [2, 3, 0, 1], "'g' lie on devices [[[2], [0]], [[3], [1]]"),
+    (models.varlen, [("g", 2), ("l", 2)], [2, 3, 0, 1], "'g' lie on devices"),
+    (models.ring, [("g", 2), ("l", 2)], [3, 2, 0, 1], "'g' lie on devices [[[3], [0]], [[2], [1]]"),
+    (models.packed_window, [("l", 2), ("g", 2)], [1, 0, 3, 2], "'g' lie on devices"),
+    (models.ring_with_everything, [("h", 4)], [3, 2, 1, 0], "'h' lie on devices"),
 ]
 
 
@@ -176,7 +182,8 @@ def test_parts_that_adapters_would_swap(
     tmp_path: Any, attend: Any, cuts: list[tuple[str, int]], devices: list[int], lying: str
 ) -> None:
     """Our groups would be right, but nnscaler's gathers go by rank."""
-    job = cut(attend, *cuts, plan=4, devices=devices)
+    heads = {"kv_heads": models.HEADS} if ("h", 4) in cuts else {}
+    job = cut(attend, *cuts, plan=4, devices=devices, **heads)
     with pytest.raises(PartitionError) as raised:
         jobs.generate(job, tmp_path, ranks=4)
     said = str(raised.value)

@@ -27,6 +27,15 @@ def test_two_ranks(two_ranks: Pool, reduction: str, cut: str) -> None:
     assert ("vocab_group=[0, 1], vocab_size=32" in call) == (cut == "v")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_end_to_end(two_ranks: Pool, reduction: str) -> None:
+    """nnscaler keeps track of every result of a call there, also of one that nobody uses."""
+    policy = partial(policies.attention, cuts=[("l", 2)], name="checked_losses")
+    model = loss_models.with_loss(reduction)
+    job = jobs.Training(model, loss_models.batch, policy, plan=2, end2end=True)
+    jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
+
+
 @pytest.mark.parametrize("name", ["vocab_group", "token_group"])
 def test_groups_of_the_users_own_are_refused(tmp_path: Path, name: str) -> None:
     size = {"vocab_size": loss_models.VOCAB} if name == "vocab_group" else {}

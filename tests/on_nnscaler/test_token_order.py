@@ -43,10 +43,13 @@ def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
     assert all("layout" not in call for rank in ranks for call in calls_of(rank.code))
 
 
-@pytest.mark.parametrize("form", ["copied documents", "listed documents", "streaming", "tokens"])
+@pytest.mark.parametrize(
+    "form",
+    ["copied documents", "listed documents", "streaming", "tokens", "shapes"],
+)
 def test_in_other_words(two_ranks: Pool, form: str) -> None:
-    """Lengths that are copied or a list, one argument for the lengths of q and k, and shuffled
-    integers, which the next op takes for indices."""
+    """Lengths that are copied or a list, one argument for the lengths of q and k, shuffled
+    integers, which the next op takes for indices, and shapes that are read, not known."""
     job = training(form)
     jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from annotations.errors import PartitionError
 from annotations.rules import PartitionRule, SplitSite
 
@@ -92,14 +90,13 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
     """Refuse parts on devices between which nnscaler's adapters would swap tensors.
 
     Its collectives take their ranks in increasing order, whatever order the parts are in. A part's
-    tensors are then those of another part. That does no harm if every row of parts is permuted in
-    the same way and the op is not shard-aware: results are permuted back.
+    tensors are then those of another part, but not its parameters (sinks, slopes), nor what a
+    shard-aware op takes its part to be.
 
     Args:
         placed: all parts that have a device, of this op and others.
     Raises:
-        PartitionError: rows of parts along one cut are permuted in different ways, or at all if the
-            op is shard-aware.
+        PartitionError: parts along a cut are not on devices in increasing order.
     """
     on: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for other in _in_order(node, placed):
@@ -118,12 +115,9 @@ def check_order(node: Any, rule: PartitionRule, placed: Iterable[Any]) -> None:
             others = tuple((n, start) for n, start in starts if n != name)
             rows.setdefault(others, []).append((dict(starts)[name], devices_of_part))
         on_devices = [[on_part for _, on_part in sorted(row)] for _, row in sorted(rows.items())]
-        orders = {
-            tuple(np.argsort(parts)) for row in on_devices for parts in zip(*row, strict=True)
-        }
-        if name in rule.told:
-            orders.add(tuple(range(len(on_devices[0]))))
-        if len(orders) > 1:
+        if any(
+            list(parts) != sorted(parts) for row in on_devices for parts in zip(*row, strict=True)
+        ):
             raise PartitionError(
                 f"the parts of {name!r} lie on devices {on_devices}, and nnscaler's adapters would "
                 "swap their tensors",

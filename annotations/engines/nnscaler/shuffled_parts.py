@@ -22,6 +22,8 @@ from .graph_values import on_meta, restored, traced
 from .op_node import OpNode
 
 _COPIES = ("clone", "to", "detach", "contiguous", "int", "long")  # of the same integers
+# Of a tensor, whatever order its tokens are in; where they return no tensor.
+_OF_SHAPES = ("size", "len", "dim", "ndimension", "numel", "getattr")
 _SHUFFLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 _THEIRS = (
     "it is nnscaler's own, whose order the attention of this package does not see",
@@ -54,7 +56,8 @@ class ShuffledGraph:
         following = TokenOrders(operator.eq)
         try:
             for call in calls:
-                following.visit(call)
+                if call.outputs or call.node.name not in _OF_SHAPES:
+                    following.visit(call)
             following.returned(tensor.parent for tensor in _tensors_in(graph.outputs()))
         except PartitionError as error:
             self.problem = error
