@@ -33,9 +33,9 @@ FRAGMENTS = {
     "class LossOf": "",
     '"mesh_shape": (4, 2)': "",
     "plans_without_ranks": "",
-    "module(batch.tokens": "needs ranks; tests/engine/test_shapes.py has such a loader",
+    "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",
     "shard_batch(whole": "needs ranks; tests/api/test_transformers.py has such a loader",
-    "warm_up(tokens=": "needs a GPU and a training; tests/ops/test_warm_up.py",
+    "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",
 }
 
 

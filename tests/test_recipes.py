@@ -37,9 +37,9 @@ from customized_ops.ring_attention.core.layout import layout_arguments as layout
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
 from customized_ops.ring_attention.core.plan import search
-from tests.core import test_patterns
+from tests.core.mask import test_patterns
 from tests.kernels import test_conformance
-from tests.ops import test_every_mask, test_mask_grid
+from tests.ops.masks import test_every_mask, test_mask_grid
 
 TOKENS, RANKS = 24, 3
 

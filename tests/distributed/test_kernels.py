@@ -23,7 +23,7 @@ from verdicts import Named, check, low, lows
 
 from customized_ops.ring_attention.core.kernels import KERNELS
 from tests.kernels.cases import MASKS as SHAPES
-from tests.ops.test_mask_grid import MASKS
+from tests.ops.masks.test_mask_grid import MASKS
 
 COMPILES_SHAPES = ("te", "cudnn")
 

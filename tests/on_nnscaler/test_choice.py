@@ -1,4 +1,4 @@
-"""Either config serves either engine. What "auto" is: tests/engine/test_choice.py."""
+"""Either config serves either engine. What "auto" is: tests/engine/module/test_choice.py."""
 
 from __future__ import annotations
 

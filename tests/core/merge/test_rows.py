@@ -2,7 +2,7 @@
 
 The kernels run on a CUDA device, or on the CPU under Triton's interpreter:
 
-    TRITON_INTERPRET=1 python -m pytest tests/core/test_fused.py
+    TRITON_INTERPRET=1 python -m pytest tests/core/merge/test_rows.py
 """
 
 from __future__ import annotations
