@@ -3,6 +3,7 @@
 python -m customized_ops.ring_attention plan --mask causal --tokens 1M --ranks 64 --heads 64:8
 python -m customized_ops.ring_attention kernels
 python -m customized_ops.ring_attention doctor
+python -m customized_ops.ring_attention fuzz --cases 5000 --seed 1
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .core.plan.search import ASSIGNMENTS
 from .core.report import report
 from .core.run import te_cp
 from .doctor import doctor
+from .fuzz import command
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 MOST = 1 << 28  # tokens whose sums fit a small machine
@@ -234,11 +236,14 @@ def _team(text: str) -> int | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m customized_ops.ring_attention", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="plan|kernels|doctor")
+    commands = parser.add_subparsers(required=True, metavar="plan|kernels|doctor|fuzz")
     kernels = commands.add_parser("kernels", help="list what kernels this machine has")
     kernels.set_defaults(parser=kernels, run=_kernels)
     health = commands.add_parser("doctor", help="say what this machine has, and what to install")
     health.set_defaults(parser=health, run=lambda options: doctor())
+    trials = commands.add_parser("fuzz", help="compare random calls over ranks with one device")
+    trials.set_defaults(parser=trials, run=command.fuzz)
+    command.add_arguments(trials)
     plan = commands.add_parser(
         "plan",
         help="print what every rank moves and computes",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import op_jobs
 import packed_jobs
 import pytest
-import ranks as ranks_module
 import torch
 from dense import assert_same
 from op_table import TABLE, UNEVEN
@@ -16,6 +15,7 @@ from ranks import JobFailed, Pool, worlds
 from verdicts import check
 
 from customized_ops.ring_attention import wrap_ring_attn_func
+from customized_ops.ring_attention.fuzz import processes
 
 
 @worlds(cpus=[2, 4], gpus=[])
@@ -57,7 +57,7 @@ def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
 def test_a_rank_that_failed_is_not_waited_for(
     two_ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks_module, "SECONDS_AFTER_A_FAILURE", 0.1)
+    monkeypatch.setattr(processes, "SECONDS_AFTER_A_FAILURE", 0.1)
     with pytest.raises(JobFailed, match=r"(?s)rank 0:.*not today\n\nrank 1:\nno answer in time$"):
         two_ranks.run(op_jobs.one_fails, two_ranks.seconds)
 
