@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,20 +30,9 @@ OPS = {
 over_ops = pytest.mark.parametrize("op", OPS)
 
 
-@dataclass(frozen=True)
-class Told(Case):
-    """A case whose call has further options."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def call(self, *given: Tensor | None, **where: Any) -> Any:
-        """See :meth:`Case.call`."""
-        return super().call(*given, **where, **self.options)
-
-
 def cut(case: Case, **options: Any) -> list[Tensor]:
     """out, lse, dq, dk, dv over four in-process ranks."""
-    told = Told(**vars(case), options=options)
+    told = replace(case, options=tuple(options.items()))
     return gather(case, run_ranks(4, lambda comm: run_rank(told, comm.rank, 4, comm)))
 
 

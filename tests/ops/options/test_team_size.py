@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,15 +28,11 @@ CASES = {
 def test_the_plan_has_teams_of_that_size(name: str, size: int) -> None:
     case, ran = CASES[name], []
 
-    class InTeams(Case):
-        def call(self, *tensors: Any, **where: Any) -> Any:
-            return super().call(*tensors, **where, team_size=size)
-
     def recorded(plan: Any, *args: Any) -> Any:
         ran.append(plan.team_size)
         return forward(plan, *args)
 
-    forward, own = bound.attention_forward, InTeams(**vars(case))
+    forward, own = bound.attention_forward, replace(case, options=(("team_size", size),))
     with patch.object(bound, "attention_forward", recorded):
         got = gather(own, run_ranks(4, lambda comm: run_rank(own, comm.rank, 4, comm)))
     assert ran == [size] * 4
