@@ -117,7 +117,8 @@ def _backward(
         (want_hidden or add_up, want_weight, want_bias),
     )
     if add_up and dhidden is not None:
-        comm.all_reduce(dhidden, "sum")
+        with comm.doing("chunk_linear_cross_entropy, backward"):
+            comm.all_reduce(dhidden, "sum")
     return (
         None if dhidden is None else dhidden.view(hidden.shape).to(hidden.dtype),
         None if dweight is None else dweight.to(weight.dtype),
@@ -162,8 +163,9 @@ def token_losses(
     flat = target.reshape(-1)
     lse, at = statistics(head, hidden.reshape(-1, hidden.shape[-1]), flat)
     if comm.size > 1:
-        top = finite(comm.all_reduce(lse.clone(), "max"))
-        total, at = comm.all_reduce(torch.stack([(lse - top).exp_(), at]), "sum")
+        with comm.doing("chunk_linear_cross_entropy, forward"):
+            top = finite(comm.all_reduce(lse.clone(), "max"))
+            total, at = comm.all_reduce(torch.stack([(lse - top).exp_(), at]), "sum")
         lse = total.log().add_(top)
     loss = _masked(lse - at, flat, ignore_index, vocab_size)
     return loss.view(target.shape), lse.view(target.shape)

@@ -9,6 +9,7 @@ from annotations.consistency import DisagreementError
 from annotations.groups import GroupError
 
 from .core.comm.inprocess import run_ranks
+from .core.comm.patience import PeerFailed
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
@@ -44,6 +45,7 @@ __all__ = [
     "MaskError",
     "PackDocuments",
     "PackedBatch",
+    "PeerFailed",
     "Plan",
     "compiled_kernels",
     "make_plan",

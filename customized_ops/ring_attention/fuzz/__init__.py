@@ -6,6 +6,8 @@ A trial is drawn from everything that the functions take (:mod:`.draw`): op, mas
 ranks, heads, dtype, options; some run through ``parallelize`` under a policy. It is run and
 compared with dense attention (:mod:`.trial`), in fp64 to 1e-10. One that fails is made as small as
 it can be while it still fails in the same way (:mod:`.shrink`), and printed as a script.
+
+.. include:: ../docs/reliability.md
 """
 
 from .attention_case import Case

@@ -190,7 +190,8 @@ def agree(
     """
     if comm.size == 1:
         return
-    with _disable_current_modes():  # text travels in real tensors, also where others are fake
+    # Text travels in real tensors, also where others are fake.
+    with comm.doing(f"{op}, where ranks compare their calls"), _disable_current_modes():
         said = Statements.gather(comm.all_gather_object, {"op": op, **facts}, problem, labels)
     if problem is not None:
         return

@@ -89,9 +89,10 @@ class BoundCall:
         else:
             scoring = self.scoring or scoring_of(self.call.options, slopes, seed)
             given = ForwardOperands(q, k, v)
-            out, lse = attention_forward(
-                self.plan, comm, self.kernel, given, scoring, self.key_positions
-            )
+            with comm.doing(f"{self.call.op.title}, forward"):
+                out, lse = attention_forward(
+                    self.plan, comm, self.kernel, given, scoring, self.key_positions
+                )
             if sink is not None:
                 out, lse = _with_sink(out, lse, sink)
         out, lse = out.contiguous(), lse.contiguous()
@@ -126,16 +127,17 @@ class BoundCall:
             if dlse is None and options.return_lse and comm.size > 1:
                 dlse = torch.zeros_like(lse)
             dsink = None if sink is None else _sink_gradient(dout, dlse, out, lse, sink)
-            dq, dk, dv = attention_backward(
-                self.plan,
-                comm,
-                self.kernel,
-                BackwardOperands(dout, q, k, v, out, lse, dlse),
-                self.scoring or scoring_of(options, slopes, seed),
-                self.key_positions,
-                deterministic=options.deterministic,
-                reduce_dtype=self.reduce_dtype,
-            )
+            with comm.doing(f"{self.call.op.title}, backward"):
+                dq, dk, dv = attention_backward(
+                    self.plan,
+                    comm,
+                    self.kernel,
+                    BackwardOperands(dout, q, k, v, out, lse, dlse),
+                    self.scoring or scoring_of(options, slopes, seed),
+                    self.key_positions,
+                    deterministic=options.deterministic,
+                    reduce_dtype=self.reduce_dtype,
+                )
         if packed:
             dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
         if own is not None:

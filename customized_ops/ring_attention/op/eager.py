@@ -89,11 +89,10 @@ def attend(
         own: the options that the function names, the first of :class:`~.options.Options`.
         shared: what it takes as ``**options``.
     """
-    for name in shared:
-        if name not in _SHARED:
-            raise TypeError(f"{op.title}() got an unexpected keyword argument {name!r}")
-    options = Options(*own, **shared)
     group = ring_group(source.enable_ring, process_group)
+    if not shared.keys() <= _SHARED:
+        checked(op.title, group, partial(_refuse_unknown, op.title, shared))
+    options = Options(*own, **shared)
     call = UserCall(op, q, k, v, source, group, options, return_attn_probs)
     optional = options.alibi_slopes, options.sink, options.dropout_seed
     tensors = [t for t in optional if isinstance(t, Tensor)]
@@ -104,6 +103,11 @@ def attend(
     else:
         out, lse = _attend_eagerly(call)
     return (out, lse) if options.return_lse else out
+
+
+def _refuse_unknown(op: str, shared: SharedOptions) -> None:
+    unknown = next(name for name in shared if name not in _SHARED)
+    raise TypeError(f"{op}() got an unexpected keyword argument {unknown!r}")
 
 
 def _attend_eagerly(call: UserCall) -> tuple[Tensor, Tensor]:

@@ -98,14 +98,16 @@ def _layouts(
 
 def fetched(exchange: Exchange, x: Tensor, dim: int, comm: Comm) -> Tensor:
     """The tokens that an exchange brings here."""
-    (moved,) = comm.fetch(exchange, [x], [Dims(dim, dim)]).wait()
+    with comm.doing("a change of layout, forward"):
+        (moved,) = comm.fetch(exchange, [x], [Dims(dim, dim)]).wait()
     return moved
 
 
 def sent_home(exchange: Exchange, grad: Tensor, x: Tensor, dim: int, comm: Comm) -> Tensor:
     """The gradient of ``x`` from that of :func:`fetched`."""
-    into = x.new_zeros(x.shape)
-    comm.send_home(exchange, [grad], [into], [Dims(dim, dim)], add).wait()
+    with comm.doing("a change of layout, backward"):
+        into = x.new_zeros(x.shape)
+        comm.send_home(exchange, [grad], [into], [Dims(dim, dim)], add).wait()
     return into
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..plan.cost import H200_NCCL
 from .messages import Comm, Messages, Reduction
+from .patience import Patience
 
 
 class DistComm(Comm):
@@ -21,6 +23,7 @@ class DistComm(Comm):
         self._group = group
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
+        self._patience = Patience(group) if self.compares else None
         if "nccl" in backends:
             self.costs = H200_NCCL
             # NCCL connects a group at its first operation and wants all ranks there; an exchange
@@ -38,22 +41,37 @@ class DistComm(Comm):
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
 
-        def finish() -> None:
+        def wait() -> None:
             for work in works:
                 work.wait()
 
         # The buffers live until the messages have left.
-        finish.buffers = (send, receive)  # type: ignore[attr-defined]
-        return finish
+        wait.buffers = (send, receive)  # type: ignore[attr-defined]
+        return partial(self._wait, wait) if works and ops[0].tensor.is_cpu else wait
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        self._wait(partial(dist.all_gather_object, values, value, group=self._group))
         return values
+
+    def tell_failure(self, error: BaseException) -> None:
+        if self._patience is not None:
+            self._patience.tell_failure(self.now, self.step, error)
+
+    def _wait(self, function: Callable[[], None]) -> None:
+        """``function()``, which waits for peers."""
+        if self._patience is None:
+            function()
+        else:
+            self._patience.wait(self.now, function)
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         dense = tensor.contiguous()
         op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(dense, op=op, group=self._group)
+        reduce = partial(dist.all_reduce, dense, op=op, group=self._group)
+        if dense.is_cpu:
+            self._wait(reduce)
+        else:
+            reduce()
         if dense is not tensor:
             tensor.copy_(dense)

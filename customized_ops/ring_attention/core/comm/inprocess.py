@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .messages import Comm, Messages, Reduction
+from .patience import PeerFailed
 
 T = TypeVar("T")
 
@@ -27,10 +28,6 @@ TIMEOUT_SECONDS = 60.0
 
 _worlds: dict[str, World] = {}
 _numbers = itertools.count()
-
-
-class PeerFailed(RuntimeError):
-    """Another in-process rank raised, so this one cannot go on."""
 
 
 class World:

@@ -12,7 +12,8 @@ peers. There is no global state, and ranks are always ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -72,6 +73,8 @@ class Comm(ABC):
     costs = H200  # what plans over this group are chosen by; the same on every rank
     two_streams = True  # whether what waits for peers may run on a stream of its own
     compares = False  # whether ranks compare their calls by default
+    now = "an exchange"  # what the rank is at, for errors and warnings
+    step = 0  # counts what it has been at
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -117,6 +120,19 @@ class Comm(ABC):
     def leave(self) -> None:  # noqa: B027
         """The pass made its results, so that ranks are at the same step; not called after an
         error."""
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something that all ranks of the group do together; peers hear of an error inside."""
+        self.now, self.step = what, self.step + 1
+        try:
+            yield
+        except BaseException as error:
+            self.tell_failure(error)
+            raise
+
+    def tell_failure(self, error: BaseException) -> None:  # noqa: B027
+        """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""
 
     def fetch(
         self,

@@ -1,0 +1,141 @@
+"""Waiting for peers on CPUs: a rank that fails or dies ends its peers' waits, and one that does not
+come is named.
+
+A wait of gloo ends by data, by a closed connection or by the group's timeout; nothing else wakes
+it. So a thread does the waiting, and the rank itself looks into the group's store each second:
+
+- A rank that fails inside a pass writes down what happened. Peers that wait raise that.
+- A rank that has waited for long writes down what it waits in. Of the others, those that have
+  written nothing have not come, and it warns of them.
+
+Nothing is written while all goes well.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+LOOK_SECONDS = 1.0  # between two looks at what peers have written
+PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
+PATIENCE_SECONDS = 30.0  # a longer wait is told of
+
+Job = Callable[[], None]
+
+
+class PeerFailed(RuntimeError):
+    """Another rank of the group failed, so this one cannot go on. The group is of no use any more:
+    ranks are at different steps."""
+
+
+class Patience:
+    """One rank's waits for its group. ``step`` counts what ranks do together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = _get_process_group_store(group)
+        self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed: set[int] = set()  # the steps in which this rank failed
+
+    def wait(self, doing: str, function: Job) -> None:
+        """``function()``, which waits for peers.
+
+        Raises:
+            PeerFailed: a peer failed in a step in which this rank did not, or its process is gone.
+        """
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def job() -> None:
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        self._run(job)
+        self._until(done, doing)
+        if errors:
+            error = errors[0]
+            if not isinstance(error, RuntimeError):
+                raise error
+            # A closed connection or the group's timeout. Why it closed may have been written down.
+            self._raise_if_a_peer_failed(doing)
+            cause = str(error).partition("\n")[0]
+            raise PeerFailed(f"{self._here(doing)} lost a peer: {cause}") from error
+
+    def _until(self, done: threading.Event, doing: str) -> None:
+        """Wait, and look what peers have written meanwhile."""
+        seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
+        asked = warned = False
+        while not done.wait(LOOK_SECONDS):
+            seconds += LOOK_SECONDS
+            self._raise_if_a_peer_failed(doing)
+            if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
+                self._warn(doing, seconds)  # peers have had time to write, too
+                warned = True
+            elif not asked and seconds >= patience:
+                self._store.set(f"waits/{self._rank}", doing)
+                asked = True
+        if asked:
+            self._store.delete_key(f"waits/{self._rank}")
+
+    def tell_failure(self, doing: str, step: int, error: BaseException) -> None:
+        """Write down, for peers, that this rank's step ended with ``error``."""
+        if isinstance(error, PeerFailed) and error.__cause__ is None:
+            return  # peers have read the same
+        self._failed.add(step)
+        text = f"{step} {doing}: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
+            self._store.set(f"failed/{self._rank}", text)
+
+    def _here(self, doing: str) -> str:
+        return f"{doing}: rank {self._rank} of the group of ranks {self._ranks}"
+
+    def _run(self, job: Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _written(self, what: str) -> dict[int, str]:
+        """What peers have written."""
+        keys = {rank: f"{what}/{rank}" for rank in range(len(self._ranks)) if rank != self._rank}
+        return {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
+
+    def _raise_if_a_peer_failed(self, doing: str) -> None:
+        try:
+            failed = self._written("failed")
+        except RuntimeError as error:
+            problem = "lost the group's store, which one of its ranks keeps (usually the first)"
+            raise PeerFailed(f"{self._here(doing)} {problem}") from error
+        for rank, text in failed.items():
+            step, _, what = text.partition(" ")
+            if int(step) not in self._failed:
+                raise PeerFailed(f"{self._here(doing)} cannot go on: rank {rank} failed in {what}")
+
+    def _warn(self, doing: str, seconds: float) -> None:
+        """Say which ranks do not wait as this one does."""
+        waits = self._written("waits")
+        found = [
+            f"rank {rank} has not come"
+            if rank not in waits
+            else f"rank {rank} waits in {waits[rank]}"
+            for rank in range(len(self._ranks))
+            if rank != self._rank and waits.get(rank) != doing
+        ]
+        who = "; ".join(found) or "all ranks wait here for a message"
+        warnings.warn(f"{self._here(doing)} has waited {seconds:.0f} s: {who}", stacklevel=2)
+
+
+def _serve(jobs: queue.SimpleQueue[Job]) -> None:
+    while True:
+        jobs.get()()

@@ -1,0 +1,79 @@
+"""What the other ranks see when one fails: an error that says what happened, within seconds."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import fault_jobs
+import pytest
+from fault_jobs import BAD_INPUTS, LATE_SECONDS, MOMENTS
+from ranks import JobFailed, Pool
+
+SECONDS = 10.0  # from a fault to the last rank's message, on a busy machine
+
+
+def said_after(pool: Pool, fault: str, moment: str, faulty: int) -> list[str]:
+    """What each rank says after a fault of one."""
+    started = time.monotonic()
+    with pytest.raises(JobFailed) as failed:
+        pool.run(fault_jobs.steps, faulty, fault, moment)
+    assert time.monotonic() - started < SECONDS + 2  # with what the steps themselves take
+    return re.split(r"^rank \d+:$", str(failed.value), flags=re.MULTILINE)[1:]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    """Its processes die in these tests, so nobody else uses it."""
+    made = Pool(3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_rank(pool: Pool, moment: str) -> None:
+    said = said_after(pool, "killed", moment, faulty=1)
+    assert "the process died" in said[1]
+    for rank in (0, 2):
+        assert "PeerFailed: wrap_ring_attn_func, " in said[rank], said[rank]
+        assert f"rank {rank} of the group of ranks [0, 1, 2]" in said[rank]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_out_of_memory(pool: Pool, moment: str) -> None:
+    said = said_after(pool, "out of memory", moment, faulty=2)
+    direction, _ = MOMENTS[moment]
+    assert "OutOfMemoryError: CUDA out of memory" in said[2]
+    for rank in (0, 1):
+        assert (
+            f"rank {rank} of the group of ranks [0, 1, 2] cannot go on: rank 2 failed in "
+            f"wrap_ring_attn_func, {direction}: OutOfMemoryError: CUDA out of memory"
+        ) in said[rank], said[rank]
+
+
+def test_a_late_rank_is_waited_for_and_named(pool: Pool) -> None:
+    (_, first), (seconds, late), (_, third) = pool.run(fault_jobs.steps, 1, "late", "forward")
+    assert seconds >= LATE_SECONDS and not late
+    for rank, warned in ((0, first), (2, third)):
+        assert len(warned) == 1
+        assert f"rank {rank} of the group of ranks [0, 1, 2] has waited 3 s" in warned[0]
+        assert "rank 1 has not come" in warned[0]
+
+
+def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
+    (first,), missing, (third,) = pool.run(fault_jobs.absent, 1)
+    assert not missing
+    for warned in (first, third):
+        assert warned.startswith("wrap_ring_attn_func, where ranks compare their calls: ")
+        assert warned.endswith("has waited 3 s: rank 1 has not come")
+
+
+def test_a_wrong_input_on_one_rank(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(fault_jobs.bad_inputs, 1)
+    assert len(BAD_INPUTS) >= 40
+    for name in BAD_INPUTS:
+        for seconds, text in (first[name], second[name]):
+            assert "wrap_ring_attn_func" in text, (name, text)
+            assert seconds < SECONDS, name
+        assert first[name][1].startswith("DisagreementError"), (name, first[name])
+        assert "rank 1" in first[name][1] or "ranks" in first[name][1], (name, first[name])

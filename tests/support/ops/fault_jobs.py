@@ -1,0 +1,194 @@
+"""Jobs in which one rank fails, dies, is late or passes something wrong; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from customized_ops.ring_attention import Layout, wrap_ring_attn_func
+from customized_ops.ring_attention.core.comm.patience import LOOK_SECONDS, PATIENCE
+from customized_ops.ring_attention.core.kernels import KERNELS
+
+LATE_SECONDS = 3.5
+HEADS = 4
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def late() -> None:
+    time.sleep(LATE_SECONDS)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "killed": killed,
+    "out of memory": out_of_memory,
+    "late": late,
+}
+# In which pass of the second call, or in the first, the kernel meets the fault.
+MOMENTS = {
+    "first call": ("forward", 1),
+    "forward": ("forward", 2),
+    "backward": ("backward", 2),
+}
+
+
+@contextmanager
+def kernel_meets(fault: Callable[[], None], direction: str) -> Iterator[None]:
+    """The plain torch kernel meets a fault before its first call."""
+    usual, met = getattr(KERNELS["torch"], direction), []
+
+    def meeting(*args: Any, **options: Any) -> Any:
+        if not met:
+            met.append(fault())
+        return usual(*args, **options)
+
+    with mock.patch.object(KERNELS["torch"], direction, meeting):
+        yield
+
+
+def tensors(rank: int, ranks: int, length: int = 24) -> list[Tensor]:
+    g = torch.Generator().manual_seed(5)
+    layout = Layout.zigzag(length, ranks)
+    whole = [torch.randn(1, length, HEADS, 8, generator=g, dtype=torch.float64) for _ in "qkv"]
+    return [layout.shard(t, rank).requires_grad_() for t in whole]
+
+
+def steps(faulty: int, fault: str, moment: str) -> tuple[float, list[str]]:
+    """Two forwards and backwards; the kernel of one rank meets a fault.
+
+    Returns:
+        seconds that it took; the warnings of this rank.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v = tensors(rank, ranks)
+    direction, number = MOMENTS[moment]
+    started = time.monotonic()
+    os.environ[PATIENCE] = str(LOOK_SECONDS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            meets = rank == faulty and step == number
+            with kernel_meets(FAULTS[fault], direction) if meets else nullcontext():
+                call = wrap_ring_attn_func(
+                    q,
+                    k,
+                    v,
+                    causal=True,
+                    layout=Layout.zigzag(24, ranks),
+                    kernel="torch",
+                    process_group=list(range(ranks)),
+                )
+                call.sum().backward()
+    return time.monotonic() - started, [str(w.message) for w in warned]
+
+
+def absent(missing: int) -> list[str]:
+    """One rank comes to a call only after the others have lost patience; their warnings."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ[PATIENCE] = str(LOOK_SECONDS)
+    if rank == missing:
+        time.sleep(LATE_SECONDS + 2 * LOOK_SECONDS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        wrap_ring_attn_func(*tensors(rank, ranks), process_group=list(range(ranks)))
+    return [str(w.message) for w in warned]
+
+
+def _changed(**options: Any) -> Callable[..., dict[str, Any]]:
+    return lambda **given: given | options
+
+
+def _of(name: str, change: Callable[[Tensor], Any]) -> Callable[..., dict[str, Any]]:
+    return lambda **given: given | {name: change(given[name])}
+
+
+# What one rank passes otherwise than the others, who pass something right.
+BAD_INPUTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "q is None": _changed(q=None),
+    "k is None": _changed(k=None),
+    "v is a list": _changed(v=[1.0]),
+    "q in fp32": _of("q", Tensor.float),
+    "all of them in fp32": lambda **given: given | {n: given[n].float() for n in "qkv"},
+    "integers": lambda **given: given | {n: given[n].long() for n in "qkv"},
+    "q of three dims": _of("q", lambda q: q[0]),
+    "k of another batch": _of("k", lambda k: torch.cat([k, k])),
+    "another batch": lambda **given: given | {n: torch.cat([given[n]] * 2) for n in "qkv"},
+    "k with more heads": _of("k", lambda k: torch.cat([k, k[:, :, :1]], 2)),
+    "half the heads of k and v": lambda **given: given | {n: given[n][:, :, ::2] for n in "kv"},
+    "fewer heads everywhere": lambda **given: given | {n: given[n][:, :, ::2] for n in "qkv"},
+    "k of another head dim": _of("k", lambda k: k[..., :4]),
+    "v of another head dim": _of("v", lambda v: v[..., :4]),
+    "v shorter than k": _of("v", lambda v: v[:, 1:]),
+    "a token less": lambda **given: given | {n: given[n][:, 1:] for n in "qkv"},
+    "no tokens": lambda **given: given | {n: given[n][:, :0] for n in "qkv"},
+    "causal is text": _changed(causal="yes"),
+    "not causal": _changed(causal=False),
+    "window of one number": _changed(window_size=3),
+    "window of three": _changed(window_size=(1, 2, 3)),
+    "window below -1": _changed(window_size=(-2, 0)),
+    "another window": _changed(window_size=(3, 0)),
+    "scale is text": _changed(softmax_scale="x"),
+    "scale is infinite": _changed(softmax_scale=float("inf")),
+    "another scale": _changed(softmax_scale=0.5),
+    "dropout above 1": _changed(dropout_p=1.5),
+    "dropout on one rank": _changed(dropout_p=0.1, dropout_seed=3),
+    "softcap below 0": _changed(softcap=-1.0),
+    "another softcap": _changed(softcap=5.0),
+    "a sink on one rank": _changed(sink=torch.zeros(HEADS, dtype=torch.float64)),
+    "a sink of another shape": _changed(sink=torch.zeros(HEADS + 1)),
+    "slopes on one rank": _changed(alibi_slopes=torch.ones(HEADS)),
+    "slopes of another shape": _changed(alibi_slopes=torch.ones(HEADS + 1)),
+    "layout is text": _changed(layout="zigzag:24:2"),
+    "layout of another total": _changed(layout=Layout.zigzag(48, 2)),
+    "layout of other ranks": _changed(layout=Layout.zigzag(24, 3)),
+    "another layout": _changed(layout=Layout.contiguous(24, 2)),
+    "no layout": _changed(layout=None),
+    "kernel is None": _changed(kernel=None),
+    "no such kernel": _changed(kernel="nope"),
+    "another kernel": _changed(kernel="reference"),
+    "deterministic is text": _changed(deterministic="yes"),
+    "deterministic on one rank": _changed(deterministic=True),
+    "reduce_dtype is integer": _changed(reduce_dtype=torch.int64),
+    "another reduce_dtype": _changed(reduce_dtype=torch.float32),
+    "team_size 0": _changed(team_size=0),
+    "another team_size": _changed(team_size=2),
+    "lse on one rank": _changed(return_lse=True),
+    "attention probabilities": _changed(return_attn_probs=True),
+    "an unknown option": _changed(nonsense=1),
+}
+
+
+def bad_inputs(wrong: int) -> dict[str, tuple[float, str]]:
+    """Seconds and error of a call for each of BAD_INPUTS, which one rank passes."""
+    rank, ranks, said = dist.get_rank(), dist.get_world_size(), {}
+    group = list(range(ranks))
+    for name, change in BAD_INPUTS.items():
+        q, k, v = (t.detach() for t in tensors(rank, ranks))
+        layout = Layout.zigzag(24, ranks)
+        given = {"q": q, "k": k, "v": v, "causal": True, "layout": layout, "kernel": "torch"}
+        started = time.monotonic()
+        try:
+            wrap_ring_attn_func(
+                **(change(**given) if rank == wrong else given), process_group=group
+            )
+            text = "no error"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        said[name] = (time.monotonic() - started, text)
+    return said
