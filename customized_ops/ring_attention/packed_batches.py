@@ -25,8 +25,10 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
+from .core.run.call_pairs import prepare
 from .op.mask_source import Problem
 from .op.tokens import BALANCED, layout_by_lengths
+from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
@@ -92,7 +94,10 @@ class PackedBatch:
 
 def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
     tokens, targets, positions, cu_seqlens = map(torch.from_numpy, arrays)
-    return PackedBatch(tokens, targets, positions, cu_seqlens, *others)
+    batch = PackedBatch(tokens, targets, positions, cu_seqlens, *others)
+    if (pack := batch.packed_by) is not None:
+        know_mask(cu_seqlens.tolist(), pack.causal, pack.window_size, batch.plan.mask)
+    return batch
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class PackDocuments:
         else:
             layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
         plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
-        plan.rank(self.rank).prepare()  # made here, not in the step
+        prepare(plan, self.rank)  # made here, not in the step
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from annotations.library.cached_calls import typed_key
+from annotations.library.cached_calls import cached, typed_key
 
 from ..core.arrays import Ints
 from ..core.layout import Layout
@@ -224,7 +223,11 @@ def sequence_or_documents(
     return PackedSequence(*said, cu_seqlens_q, cu_seqlens_k)
 
 
-@lru_cache(maxsize=256)
+MOST_MASKS = 256
+# By value: the layers and the backward of a batch share one mask.
+_MASKS: dict[tuple[Any, ...], AttnMask] = {}
+
+
 def _cached_mask(
     q_ends: tuple[int, ...],
     k_ends: tuple[int, ...],
@@ -232,8 +235,19 @@ def _cached_mask(
     window: tuple[int, int],
     sink_tokens: int,
 ) -> AttnMask:
-    """By value: the layers and the backward of a batch share one mask."""
-    return AttnMask.varlen(q_ends, k_ends, causal=causal, window=window, global_tokens=sink_tokens)
+    def make() -> AttnMask:
+        return AttnMask.varlen(
+            q_ends, k_ends, causal=causal, window=window, global_tokens=sink_tokens
+        )
+
+    return cached(_MASKS, (q_ends, k_ends, causal, window, sink_tokens), make, MOST_MASKS)
+
+
+def know_mask(ends: Sequence[int], causal: bool, window: Sequence[int], mask: AttnMask) -> None:
+    """Let attention of documents with these cumulative lengths find their mask, which was made
+    elsewhere, as by the worker of a DataLoader."""
+    key = tuple(ends), tuple(ends), causal, tuple(window), 0
+    cached(_MASKS, key, lambda: mask, MOST_MASKS)
 
 
 def _key_positions(q_ends: Ints, k_ends: Ints) -> Ints | None:

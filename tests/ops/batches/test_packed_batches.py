@@ -7,6 +7,7 @@ import pickle
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,9 +25,12 @@ from customized_ops.ring_attention import (
     run_ranks,
     wrap_ring_attn_varlen_func,
 )
+from customized_ops.ring_attention.core.kernels.window import library_calls
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.run import call_pairs
+from customized_ops.ring_attention.op import window_source
 
 HEADS = (4, 2)
 
@@ -94,6 +98,7 @@ def test_attention_finds_the_plans_that_were_made_ahead(
     ]
     sent = pickle.dumps(of_ranks)
     plans._PLANS.clear()
+    window_source._MASKS.clear()
     of_ranks = pickle.loads(sent)
     assert len(plans._PLANS) == len(BATCHES)
     whole = [tensors(batch, seed) for seed, batch in enumerate(of_ranks[0])]
@@ -103,6 +108,7 @@ def test_attention_finds_the_plans_that_were_made_ahead(
 
     with monkeypatch.context() as patched:
         patched.setattr(plans, "best_plan", refuse)
+        patched.setattr(AttnMask, "varlen", refuse)
         found = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole))
     for n, batch in enumerate(of_ranks[0]):
         q, k, v = (t.requires_grad_() for t in whole[n])
@@ -113,6 +119,35 @@ def test_attention_finds_the_plans_that_were_made_ahead(
         parts = zip(*(results[n] for results in found), strict=True)
         for name, one, each in zip(("out", "dq", "dk", "dv"), expected, parts, strict=True):
             assert_same(f"batch {n}, {name}", batch.layout.unshard(list(each), dim=0), one)
+
+
+@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_calls_of_a_library_travel_with_a_batch(
+    rank: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step only sends their tables to the device. (No library of the CPU's takes windows.)"""
+    pack = PackDocuments(3, rank, HEADS, layout=layout)
+    made = [pack(documents) for documents in BATCHES]
+    sent = pickle.dumps(made)
+    plans._PLANS.clear()
+    refuse = mock.Mock(side_effect=AssertionError("this was to be worked out ahead"))
+    monkeypatch.setattr(call_pairs, "Pairs", refuse)
+    monkeypatch.setattr(library_calls, "lower", refuse)
+    tables = 0
+    for batch, before in zip(pickle.loads(sent), made, strict=True):
+        assert batch.plan is not before.plan
+        for n, stage in enumerate(batch.plan.rank(rank).stages):
+            for remote in [
+                side for side, own in ((False, stage.own), (True, stage.remote)) if len(own)
+            ]:
+                _, pairs = call_pairs.stage_pairs(batch.plan, rank, n, remote)
+                _, expected = call_pairs.stage_pairs(before.plan, rank, n, remote)
+                each = zip(library_calls.tables(pairs), library_calls.tables(expected), strict=True)
+                for table, one in each:
+                    tables += 1
+                    assert np.array_equal(table.values, one.values)
+    assert tables
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ _OF_PARENTS: list[dict[PlanRequest, Plan]] = []  # see _after_fork
 MADE = "work", "team_size", "steps", "head_groups", "_ranks", "planning_seconds"
 # What a step looks up, of that which a plan works out when it is first asked.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
+# And what the executor has worked out for it without a device (``run/call_pairs.py``).
+CALLS = "pairs", "only call"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Plan(PlanValue):
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {name: getattr(self, name) for name in MADE}
+        made["made"] = {key: value for key, value in self.made.items() if key[0] in CALLS}
         worked_out = {name: getattr(self, name) for name in LOOKED_UP}
         if self.request is None:
             plan = partial(Plan, self.mask, self.q_layout, self.k_layout, **made)

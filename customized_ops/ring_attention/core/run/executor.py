@@ -36,6 +36,7 @@ from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring
 from ..merge.merge import accumulation_dtype
 from ..plan import Plan
 from .backward_pass import BackwardPass
+from .call_pairs import only_call
 from .forward_pass import ForwardPass
 from .head_shard import HeadShard
 from .rank_pass import RankCall
@@ -100,19 +101,8 @@ def attention_backward(
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:
-    """The pairs of a rank's one kernel call, where its whole pass is a call of all its rows over
-    its own keys. None otherwise, and where the kernel needs the tokens' global indices."""
-    if scoring.needs_tokens:
-        return None
-    key = ("only call", rank)
-    if key not in plan.made:
-        local, rows, pairs = plan.rank(rank).local, plan.q_layout.sizes[rank], None
-        moves = plan.rows_move or plan.keys_move
-        if local is not None and local.own_hull == (0, rows) and not moves:
-            pairs = Pairs(local.own_in_hull, rows, plan.k_layout.sizes[rank])
-        plan.made[key] = pairs
-    found: Pairs | None = plan.made[key]
-    return found
+    """:func:`.only_call`; None where the kernel needs the tokens' global indices."""
+    return None if scoring.needs_tokens else only_call(plan, rank)
 
 
 def _dense(t: Tensor) -> Tensor:

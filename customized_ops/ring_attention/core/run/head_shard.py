@@ -17,6 +17,7 @@ from ..merge.merge import Sum, unattended
 from ..plan import Plan
 from ..plan.heads import head_shares
 from ..plan.rank_plan import Range
+from .call_pairs import stage_pairs
 
 
 class HeadShard:
@@ -103,7 +104,7 @@ class HeadShard:
     def call(self, stage: int, remote: bool) -> tuple[Range, Pairs, Tokens | None]:
         """The rows that a stage's kernel call takes, remote queries or the rank's own, the pairs
         that it attends, and their tokens if the kernel needs them."""
-        rows, pairs = self.pairs(stage, remote)
+        rows, pairs = stage_pairs(self._plan, self._rank, stage, remote)
         if not self.scoring.needs_tokens:
             return rows, pairs, None
         row_table, key_table = self.indices(stage, remote)
@@ -114,18 +115,6 @@ class HeadShard:
             positions = self._key_positions[key_tokens]
         tokens = Tokens(row_tokens[slice(*rows)], key_tokens, positions, self._first_head)
         return rows, pairs, tokens
-
-    def pairs(self, stage: int, remote: bool) -> tuple[Range, Pairs]:
-        """The rows and the pairs of :meth:`call`, worked out once for all layers."""
-        key = ("call", self._rank, stage, remote)
-        known: tuple[Range, Pairs] | None = self._plan.made.get(key)
-        if known is None:
-            here = self._plan.rank(self._rank).stages[stage]
-            rows = start, stop = here.remote_hull if remote else here.own_hull
-            slices = here.remote_in_hull if remote else here.own_in_hull
-            keys = self._plan.k_layout.sizes[self._rank] if here.kv is None else here.kv.tokens
-            known = self._plan.made[key] = rows, Pairs(slices, stop - start, keys)
-        return known
 
     def indices(self, stage: int, remote: bool) -> tuple[IndexTable, IndexTable]:
         """Global indices of a call's rows and keys, worked out once for all layers."""
@@ -152,7 +141,7 @@ class HeadShard:
             tables += stage.kv.tables if stage.kv is not None else ()
             for remote, slices in ((False, stage.own), (True, stage.remote)):
                 if len(slices):
-                    _, pairs = self.pairs(n, remote)
+                    _, pairs = stage_pairs(self._plan, self._rank, n, remote)
                     tables += tables_of(pairs) if tables_of is not None else ()
                     tables += self.indices(n, remote) if self.scoring.needs_tokens else ()
         send(tables, self.device)

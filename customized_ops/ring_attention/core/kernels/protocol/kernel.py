@@ -17,6 +17,14 @@ OutLse = tuple[Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
+class HostKey(NamedTuple):
+    """A key of :meth:`Pairs.made` under which there is nothing of a device, so that it travels with
+    a plan that is pickled."""
+
+    what: str
+    options: tuple[Hashable, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """The pairs that a kernel call attends. One object serves every call of a plan's stage, so what
@@ -31,6 +39,11 @@ class Pairs:
     q_len: int
     k_len: int
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With what was worked out without a device."""
+        made = {key: value for key, value in self._made.items() if isinstance(key, HostKey)}
+        return Pairs, (self.slices, self.q_len, self.k_len, made)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returned the first time that ``key`` was asked for."""

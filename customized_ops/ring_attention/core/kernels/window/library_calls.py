@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...index_table import IndexTable
-from ..protocol.kernel import BackwardOperands, ForwardOperands, Pairs
+from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
 
@@ -173,7 +173,7 @@ def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, .
     """The window calls of ``pairs``, worked out once."""
     gaps, wide_right, _ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
-    return pairs.made((lowered, gaps, wide_right), make)
+    return pairs.made(HostKey("lowered", (gaps, wide_right)), make)
 
 
 def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:
@@ -219,8 +219,6 @@ class _Batch:
 
 def _packing(call: WindowCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Packing:
     """A call's segments, once for each batch entry."""
-    lengths = call.lengths()
-    most_rows, most_keys = lengths.max(axis=0).tolist()
-    square = bool((lengths[:, 0] == lengths[:, 1]).all())
     # To FlashAttention-2 a longest of 1 says that every sequence has a row: some have none.
-    return Packing(cu_seqlens_q, cu_seqlens_k, max(2, most_rows), most_keys, square)
+    most_rows, most_keys = call.longest
+    return Packing(cu_seqlens_q, cu_seqlens_k, max(2, most_rows), most_keys, call.square)

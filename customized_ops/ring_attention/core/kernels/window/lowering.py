@@ -67,6 +67,23 @@ class WindowCall:
         ends = np.cumsum(lengths, axis=1)
         return IndexTable(np.pad(ends, ((0, 0), (1, 0))).astype(np.int32))
 
+    @cached_property
+    def longest(self) -> Range:
+        """Rows of the :meth:`lengths` with the most, and keys."""
+        most_rows, most_keys = self.lengths().max(axis=0).tolist()
+        return most_rows, most_keys
+
+    @cached_property
+    def square(self) -> bool:
+        """Whether each of the :meth:`lengths` has as many keys as rows."""
+        lengths = self.lengths()
+        return bool((lengths[:, 0] == lengths[:, 1]).all())
+
+    def prepare(self) -> None:
+        """Work out now what a library's call is made of."""
+        for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square"):
+            getattr(self, name)
+
     def lengths(self) -> Ints:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 

@@ -1,0 +1,50 @@
+"""The pairs of each kernel call of a rank, worked out once for a plan: in the first step that needs
+them, or ahead of it (:func:`prepare`), by whoever makes the plan. They travel with it."""
+
+from __future__ import annotations
+
+from ..kernels import Pairs
+from ..kernels.window.library_calls import lowered
+from ..plan.plan_value import PlanValue
+from ..plan.rank_plan import Range
+
+
+def stage_pairs(plan: PlanValue, rank: int, stage: int, remote: bool) -> tuple[Range, Pairs]:
+    """The rows that a stage's call takes, remote queries or the rank's own, and what it attends."""
+    key = ("pairs", rank, stage, remote)
+    if key not in plan.made:
+        here = plan.rank(rank).stages[stage]
+        rows = start, stop = here.remote_hull if remote else here.own_hull
+        slices = here.remote_in_hull if remote else here.own_in_hull
+        keys = plan.k_layout.sizes[rank] if here.kv is None else here.kv.tokens
+        plan.made[key] = rows, Pairs(slices, stop - start, keys)
+    found: tuple[Range, Pairs] = plan.made[key]
+    return found
+
+
+def only_call(plan: PlanValue, rank: int) -> Pairs | None:
+    """The pairs of a rank's one call, where its whole pass is a call of all its rows over its own
+    keys; None otherwise."""
+    key = ("only call", rank)
+    if key not in plan.made:
+        local, rows, pairs = plan.rank(rank).local, plan.q_layout.sizes[rank], None
+        all_rows = local is not None and local.own_hull == (0, rows)
+        if all_rows and not (plan.rows_move or plan.keys_move):
+            _, pairs = stage_pairs(plan, rank, 0, False)
+        plan.made[key] = pairs
+    found: Pairs | None = plan.made[key]
+    return found
+
+
+def prepare(plan: PlanValue, rank: int) -> None:
+    """Work out all that a step of this rank looks up, and the calls of a library that takes any
+    windows. Tensors on devices are made in the step."""
+    mine = plan.rank(rank)
+    mine.prepare()
+    only_call(plan, rank)
+    for n, stage in enumerate(mine.stages):
+        for remote, slices in ((False, stage.own), (True, stage.remote)):
+            if len(slices):
+                _, pairs = stage_pairs(plan, rank, n, remote)
+                for call in lowered(pairs):
+                    call.prepare()
