@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -51,7 +51,6 @@ from customized_ops.ring_attention import (
     wrap_streaming_attn_func,
     wrap_zigzag_attn_func,
 )
-from customized_ops.ring_attention.core.comm import comm_groups
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm, GroupLike
 from customized_ops.ring_attention.op import bound, call
 
@@ -210,9 +209,6 @@ def main() -> None:
     stack = ExitStack()
     if given.kernel is None:
         stack = without("kernel" if given.executor else "executor")
-    # Ranks of a real group are looked up, not made anew for each call.
-    found_once = lru_cache(comm_groups.fake_comm_by_name)
-    stack.enter_context(mock.patch.object(comm_groups, "fake_comm_by_name", found_once))
     say(f"{'op':>16} {'ranks':>6} {'forward us':>11} {'backward us':>12}")
     if alone := measure_library(given):
         say(f"{'its library':>16} {'':>6} {alone[0]:>11.1f} {alone[1]:>12.1f}")

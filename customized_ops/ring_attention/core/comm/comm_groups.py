@@ -4,6 +4,7 @@ the Comm of a rank without peers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
@@ -75,8 +76,9 @@ def comm_by_name(name: str) -> Comm:
     return _by_name[name][1]
 
 
+@lru_cache(maxsize=64)
 def fake_comm_by_name(name: str) -> FakeComm:
-    """The FakeComm called ``name``."""
+    """The FakeComm called ``name``, the same at each call: what is cached of calls goes by it."""
     _, rank, size = name.split(":")
     return FakeComm(int(rank), int(size))
 
