@@ -341,6 +341,15 @@ def test_cut_by_hand_on_real_ranks(ranks: Pool) -> None:
             same(name, got, alone)
 
 
+@worlds(cpus=[2], gpus=[])
+def test_fsdp_passes_a_mask_on_as_it_is(ranks: Pool) -> None:
+    """With mixed precision it copies dataclasses among the arguments of each layer."""
+    ranks.run(hf_jobs.imported)
+    for loss, alone, masks in ranks.run(hf_jobs.cut_under_fsdp):
+        torch.testing.assert_close(loss, alone.to(loss.dtype), rtol=1e-6, atol=0)
+        assert masks == 1
+
+
 @pytest.mark.slow
 @worlds(cpus=[4], gpus=[4])
 def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rank_groups import device
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
@@ -58,6 +59,28 @@ def cut_by_hand(
     given = {n: t.to(device()) for n, t in hf_models.batch(case).items()}
     alone = hf_models.run(model, "seqshard", given)
     return on_cpu(alone), on_cpu(_cut_and_joined(model, given, group, layout))
+
+
+def cut_under_fsdp() -> tuple[Tensor, Tensor, int]:
+    """The loss of a model in FSDP2's parts, in fp64, and alone; and how many masks its layers were
+    given."""
+    group, given = dist.group.WORLD, hf_models.batch("packed")
+    alone = hf_models.run(hf_models.tiny("llama").float().double(), "seqshard", given)["loss"]
+    model = hf_models.tiny("llama").float()
+    model.set_attn_implementation("seqshard")
+    masks: list[Any] = []
+
+    def see(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        masks.append(given["attention_mask"])
+
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+        layer.self_attn.register_forward_pre_hook(see, with_kwargs=True)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    shard = seqshard.shard_batch(given, group, "zigzag")
+    with shard.context():
+        loss = model(**shard.inputs).loss
+    return seqshard.sum_over_ranks(loss, group), alone, len(set(map(id, masks)))
 
 
 def cut_in_bf16(name: str, case: str, layout: str) -> tuple[Answer, Answer, Answer]:

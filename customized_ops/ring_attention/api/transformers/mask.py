@@ -8,8 +8,8 @@ What a mask needs of the batch is copied to the host once, by the first layer th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +28,15 @@ from .batch_mask import (
     host_copy,
     numbered,
 )
-from .cut import Cut, current_cut
+from .cut import current_cut
 from .mask_function import TITLE, MaskDescription, read_mask_function
 
 
-@dataclass(eq=False, repr=False)
 class Mask:
     """Which pairs attend in a forward, of one kind of layer.
+
+    No dataclass: FSDP with mixed precision would give every layer a copy of its own, and cast the
+    tensors in it.
 
     Attributes:
         description: windows, chunks and documents.
@@ -42,28 +44,28 @@ class Mask:
             the first key stand in the sequence, which a cache makes differ.
         padding: [b, any], the attention_mask that the model was given; None for none.
         cut: where the inputs are a rank's part.
+        model_is_known: whether a layer was looked at and its model can be cut.
     """
 
-    # generate() hands a mask that it made for a static cache back to the mask functions.
-    ndim: ClassVar = 0
+    ndim = 0  # generate() hands a mask made for a static cache back to the mask functions
 
-    description: MaskDescription
-    batch: int
-    q_len: int
-    k_len: int
-    q_offset: Any = 0
-    k_offset: Any = 0
-    padding: Tensor | None = None
-    cut: Cut | None = field(init=False, default_factory=current_cut)
-    model_is_known: bool = field(init=False, default=False)  # can be cut: a layer was looked at
-    _by_lengths: dict[bytes | None, BatchMask] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        description: MaskDescription,
+        batch: int,
+        q_len: int,
+        k_len: int,
+        q_offset: Any = 0,
+        k_offset: Any = 0,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.description, self.batch, self.q_len, self.k_len = description, batch, q_len, k_len
         # A static cache counts its tokens in a tensor of its own, before layers look at it.
-        offsets = (self.q_offset, self.k_offset)
         self.q_offset, self.k_offset = (
-            each.clone() if isinstance(each, Tensor) else each for each in offsets
+            each.clone() if isinstance(each, Tensor) else each for each in (q_offset, k_offset)
         )
+        self.padding, self.cut, self.model_is_known = padding, current_cut(), False
+        self._by_lengths: dict[bytes | None, BatchMask] = {}
 
     def contiguous(self) -> Mask:
         """Itself: what generate() asks of a mask."""
