@@ -74,13 +74,13 @@ def _engine(**options: Any) -> Callable[[Task, Ranks], Step]:
         )
         if ranks.rank == 0:
             print(model.plan, flush=True)
-        optimizer = _adam(model)
+        optimizer = adam(model)
 
         def step() -> Tensor:
             loss = model(**first)
             loss.backward()
             model.sync_grad()
-            _update(optimizer)
+            update(optimizer)
             return loss.detach()
 
         return step
@@ -88,13 +88,16 @@ def _engine(**options: Any) -> Callable[[Task, Ranks], Step]:
     return make
 
 
-def _fsdp(task: Task, ranks: Ranks, **changes: Any) -> nn.Module:
-    """The model in parts over all ranks."""
-    model = task.model(ranks.device, **changes)
-    policy = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=torch.float32)
-    for part in (*model.blocks, model):
+def sharded(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
+    """FSDP2 of a model, block by block, over all ranks."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model):  # type: ignore[misc]
         fully_shard(part, mesh=_mesh(ranks), mp_policy=policy)
     return model
+
+
+def _fsdp(task: Task, ranks: Ranks, **changes: Any) -> nn.Module:
+    return sharded(task.model(ranks.device, **changes), ranks, task.dtype)
 
 
 def _whole_sequences(task: Task, ranks: Ranks) -> Step:
@@ -126,7 +129,7 @@ def _torch_context_parallel(task: Task, ranks: Ranks) -> Step:
         return F.scaled_dot_product_attention(*each, is_causal=True).transpose(1, 2)
 
     model = _fsdp(task, ranks, op=attend)
-    optimizer, mesh = _adam(model), _mesh(ranks)
+    optimizer, mesh = adam(model), _mesh(ranks)
 
     def step() -> Tensor:
         cut = [t.clone() for t in task.inputs[0].values()]  # the manager changes them in place
@@ -137,29 +140,31 @@ def _torch_context_parallel(task: Task, ranks: Ranks) -> Step:
         ):
             loss = model(**dict(zip(names, cut, strict=True)))
             loss.backward()
-        _update(optimizer)
+        update(optimizer)
         return loss.detach()
 
     return step
 
 
 def _step(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
-    optimizer = _adam(model)
+    optimizer = adam(model)
 
     def step() -> Tensor:
         loss = model(**inputs)
         loss.backward()
-        _update(optimizer)
+        update(optimizer)
         return loss.detach()
 
     return step
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every contestant."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _update(optimizer: torch.optim.Optimizer) -> None:
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """Its step, after which there are no gradients."""
     optimizer.step()
     optimizer.zero_grad()
 

@@ -1,0 +1,332 @@
+"""Training on packed documents whose lengths are new with every step, beside lengths seen before.
+
+    torchrun --nproc-per-node 2 examples/benchmark/packed_training.py
+    python examples/benchmark/packed_training.py --ranks 2 --device cpu --tokens 256 --layers 2 \
+--dim 32 --heads 4:2 --hidden 48 --vocab 300 --batches 3
+
+A Llama, of 1B shape by default, is trained in three ways: its attention is called with a group,
+``parallelize`` cuts it, or it is transformers' own model with ``shard_batch``. A list of batches,
+drawn from the lengths of a long-context corpus, is run twice: "new", where workers of a DataLoader
+plan ahead, and "known", the same batches again. Steps are not waited for, as in a training. A step
+is forward, backward, gradients added up over ranks and a fused AdamW; parameters are fp32, the rest
+bf16. Times are of the slowest rank, the median and the span of the rounds.
+
+All three start from the same weights. Where their first losses differ it exits with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+from llama import Attend, Llama, LlamaConfig
+
+from annotations import ComputeConfig, parallelize
+from benchmark.command import tokens as counted
+from benchmark.documents import document_bounds
+from benchmark.hf_llama import HfLlama
+from benchmark.ranks import Ranks, spawn
+from benchmark.show.text import markdown
+from benchmark.trainers import adam, sharded, update
+from customized_ops.ring_attention import (
+    PackDocuments,
+    PackedBatch,
+    compiled_kernels,
+    packed_batches,
+    warm_up,
+    wrap_ring_attn_varlen_func,
+)
+from customized_ops.ring_attention.api import transformers as hugging_face
+
+Step = Callable[[PackedBatch], Tensor]  # returns this rank's share of the loss
+LOSSES_APART = 2e-2  # bf16, of about 12
+COLUMNS = (
+    "",
+    "known, ms a step",
+    "new, ms a step",
+    "new, tokens/s",
+    "new / known",
+    "compiled",
+    "GiB",
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to train.
+
+    Attributes:
+        make: from the model's sizes, what is computed in, and a batch, to a step.
+        whole: whether a rank is given all tokens.
+    """
+
+    make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Step]
+    whole: bool
+
+
+def _called_with_a_group(
+    config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch
+) -> Step:
+    """FSDP2, and attention that is called with a group and the batch's layout."""
+    current: list[PackedBatch] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        rows = (t.squeeze(0) for t in (q, k, v))
+        where = {"process_group": ranks.group, "layout": current[0].layout}
+        bounds = current[0].cu_seqlens
+        out = wrap_ring_attn_varlen_func(*rows, bounds, bounds, causal=True, **where)
+        assert isinstance(out, Tensor)
+        return out.unsqueeze(0)
+
+    model = sharded(_llama(config, ranks, attend), ranks, dtype)
+    optimizer = adam(model)
+
+    def step(batch: PackedBatch) -> Tensor:
+        current[:] = [batch]
+        loss = model(batch.tokens[None], batch.targets[None], batch.positions[None])
+        # The mean over this rank's targets, and FSDP's over ranks: weighed by their counts.
+        share = loss * ((batch.targets >= 0).sum() * (ranks.size / batch.target_count))
+        share.backward()
+        update(optimizer)
+        return share.detach() / ranks.size
+
+    return step
+
+
+def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: PackedBatch) -> Step:
+    """The model as it is, cut by the engine."""
+    model = parallelize(
+        _llama(config, ranks, "varlen"),
+        _arguments(batch),
+        "cp",
+        ComputeConfig(ranks.size, ranks.size, use_async_reducer=True),
+        compute_dtype=dtype,
+    )
+    if ranks.rank == 0:
+        print(model.plan, flush=True)
+    optimizer = adam(model)
+
+    def step(batch: PackedBatch) -> Tensor:
+        loss = model(**_arguments(batch))
+        loss.backward()
+        model.sync_grad()
+        update(optimizer)
+        return loss.detach() / ranks.size  # each has that of all tokens
+
+    return step
+
+
+def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Step:
+    """FSDP2 of transformers' model, its batch cut by ``shard_batch``."""
+    hugging_face.register()
+    model = sharded(HfLlama.of(_llama(config, ranks, "varlen")), ranks, dtype)
+    optimizer = adam(model)
+
+    def step(batch: PackedBatch) -> Tensor:
+        ids, targets, positions = (t[None] for t in (batch.tokens, batch.targets, batch.positions))
+        whole = {"input_ids": ids, "labels": targets, "shift_labels": targets}
+        shard = hugging_face.shard_batch(
+            {**whole, "position_ids": positions}, ranks.group, batch.layout
+        )
+        with shard.context():
+            share = model(**shard.inputs)  # divided by the targets of all ranks
+        (share * ranks.size).backward()  # FSDP divides by the ranks
+        update(optimizer)
+        return share.detach()
+
+    return step
+
+
+def _llama(config: LlamaConfig, ranks: Ranks, attend: str | Attend) -> Llama:
+    torch.manual_seed(0)
+    with torch.device(ranks.device):
+        return Llama(replace(config, op=attend))
+
+
+def _arguments(batch: PackedBatch) -> dict[str, Tensor]:
+    """Of the Llama's ``forward``."""
+    named = {"tokens": batch.tokens, "targets": batch.targets, "position_ids": batch.positions}
+    return {**{n: t[None] for n, t in named.items()}, "cu_seqlens": batch.cu_seqlens}
+
+
+ROUTES = {
+    "FSDP2 + wrap_ring_attn_varlen_func": Route(_called_with_a_group, whole=False),
+    "parallelize": Route(_parallelize, whole=True),
+    "FSDP2 + Hugging Face, shard_batch": Route(_hugging_face, whole=True),
+}
+
+
+class Documents(torch.utils.data.Dataset[list[np.ndarray]]):
+    """Batches of documents, each a list of rows of tokens, the same on every rank."""
+
+    def __init__(self, count: int, tokens: int, vocab: int, seed: int) -> None:
+        self.count, self.tokens, self.vocab, self.seed = count, tokens, vocab, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, n: int) -> list[np.ndarray]:
+        if n >= self.count:
+            raise IndexError(n)
+        bounds = document_bounds(self.tokens, self.seed + n)
+        ids = np.random.default_rng(self.seed + n).integers(0, self.vocab, self.tokens)
+        return np.split(ids, bounds[1:-1])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one route: seconds a step of known and of new batches, each round; the rest at its end."""
+
+    known: list[float]
+    new: list[float]
+    first_loss: float
+    compiled: int
+    peak: int
+
+
+def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: Ranks) -> Found:
+    """One route, from nothing."""
+    dtype = getattr(torch, args.dtype)
+    heads = config.heads, config.kv_heads
+    pack = PackDocuments(ranks.size, ranks.rank, heads, whole=route.whole)
+
+    def new(seed: int, count: int) -> Iterator[PackedBatch]:
+        drawn = Documents(count, args.tokens, config.vocab, seed)
+        made = DataLoader(drawn, batch_size=None, collate_fn=pack, num_workers=2, pin_memory=True)
+        given = {"ranks": pack.ranks, "rank": pack.rank, "heads": heads, "whole": route.whole}
+        for batch in packed_batches(made, **given):
+            yield batch.to(ranks.device)
+
+    [first] = new(0, 1)
+    step = route.make(config, dtype, ranks, first)
+    if ranks.cuda:
+        with torch.device(ranks.device):
+            warm_up(args.tokens, heads=heads, head_dim=config.head_dim, process_group=ranks.group)
+    loss = sum(ranks.gather(float(step(first))))
+    _seconds(step, new(1, 4), ranks)
+    compiled, times = compiled_kernels(), []
+    if ranks.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for turn in range(args.rounds):
+        seen: list[PackedBatch] = []
+        loader = new(100 + turn * args.batches, args.batches + 1)
+        step(next(loader))  # once the workers have started
+        fresh = _seconds(step, (seen.append(each) or each for each in loader), ranks)
+        times.append((_seconds(step, seen, ranks), fresh))
+    slowest = [
+        [max(each) for each in zip(*ranks.gather(t), strict=True)] for t in zip(*times, strict=True)
+    ]
+    peak = torch.cuda.max_memory_allocated() if ranks.cuda else 0
+    return Found(*slowest, loss, compiled_kernels() - compiled, peak)
+
+
+def _seconds(step: Step, batches: Iterable[PackedBatch], ranks: Ranks) -> float:
+    """A step."""
+    ranks.together()
+    ranks.wait()
+    start, count = perf_counter(), 0
+    for batch in batches:
+        step(batch)
+        count += 1
+    ranks.wait()
+    return (perf_counter() - start) / count
+
+
+def run(args: argparse.Namespace) -> None:
+    """On every rank."""
+    ranks = Ranks(args.device)
+    heads, kv_heads = map(int, args.heads.split(":"))
+    config = LlamaConfig(
+        dim=args.dim,
+        layers=args.layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=args.hidden,
+        vocab=args.vocab,
+        rope_base=500_000.0,
+        chunked=True,
+    )
+    rows, losses = [], []
+    for name in args.routes or ROUTES:
+        outcome = ranks.attempt(lambda name=name: measure(ROUTES[name], config, args, ranks))
+        found = outcome.value
+        if found is None:
+            rows.append([name, str(outcome.failure)[:300], *[""] * (len(COLUMNS) - 2)])
+        else:
+            losses.append(found.first_loss)
+            rows.append([name, *_cells(found, args.tokens)])
+        if ranks.rank == 0:
+            print(rows[-1], flush=True)
+        outcome = found = None
+        gc.collect()
+        if ranks.cuda:
+            torch.cuda.empty_cache()
+    if ranks.rank == 0:
+        print(f"{args.tokens:,} tokens of packed documents a step, {ranks.size} ranks")
+        print(markdown(COLUMNS, rows, 1))
+    ranks.close()
+    if len(losses) < len(rows) or max(losses) - min(losses) > LOSSES_APART:
+        sys.exit(f"a route failed, or losses of the first step differ: {losses}")
+
+
+def _cells(found: Found, tokens: int) -> list[str]:
+    ratios = [new / known for known, new in zip(found.known, found.new, strict=True)]
+    cells = [
+        f"{np.median(each):{form}} ({min(each):{form}} to {max(each):{form}})"
+        for each, form in (
+            ([1e3 * s for s in found.known], ".1f"),
+            ([1e3 * s for s in found.new], ".1f"),
+            ([tokens / s for s in found.new], ",.0f"),
+            (ratios, ".3f"),
+        )
+    ]
+    return [*cells, str(found.compiled), f"{found.peak / 2**30:.1f}"]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--tokens", type=counted, default=32768, help="of a batch, over all ranks")
+    add("--routes", nargs="+", choices=list(ROUTES))
+    add("--batches", type=int, default=20, help="of a list")
+    add("--rounds", type=int, default=3)
+    add("--dim", type=int, default=2048)
+    add("--layers", type=int, default=16)
+    add("--heads", default="32:8", help="of queries : of keys")
+    add("--hidden", type=int, default=8192)
+    add("--vocab", type=int, default=128_256)
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="computed in")
+    add("--ranks", type=int, help="start so many processes here, rather than under torchrun")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure."""
+    args = parse(arguments)
+    if args.ranks:
+        spawn(run, args.ranks, args)
+    elif "WORLD_SIZE" in os.environ:
+        run(args)
+    else:
+        sys.exit("start it with torchrun --nproc-per-node N, or say --ranks N")
+
+
+if __name__ == "__main__":
+    main()
