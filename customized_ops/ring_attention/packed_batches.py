@@ -26,7 +26,7 @@ from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
 from .op.mask_source import Problem
-from .op.tokens import BALANCED, layout_by_lengths
+from .op.tokens.call_layouts import BALANCED, layout_by_lengths
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
