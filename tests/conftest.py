@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in missing:
             if item.get_closest_marker(name) and missing[name]:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage has to look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -702,10 +702,12 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
 plan = make_plan(AttnMask.dense(64, causal=True), Layout.contiguous(64, 4))
 print(sum(plan.rank(r).area for r in range(4)))
+import customized_ops.ring_attention.core.plan.report.picture
+assert "matplotlib" not in sys.modules  # before a picture is asked for
 """
 
 
-def test_planning_needs_no_torch():
+def test_planning_needs_neither_torch_nor_matplotlib():
     """The packages' own __init__ files import the ops, hence torch, so empty ones stand in."""
     core = Path(plan_module.__file__).parent.parent
     packages = [
