@@ -35,7 +35,7 @@ PLANS = {
 over_plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @over_plans
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_every_plan_can_be_drawn(plan, suffix, tmp_path):

@@ -149,7 +149,7 @@ def attended(plan):
     return count
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @over_plans
 def test_calls_attend_every_pair_of_the_mask_once(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):
@@ -180,7 +180,7 @@ def moved(moves: np.ndarray, layout: Layout, team: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @over_plans
 def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):

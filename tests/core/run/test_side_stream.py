@@ -382,6 +382,7 @@ def test_when_results_of_guests_go_home(name: str, order: Order) -> None:
 OTHERS_FIRST = [name for name in PLANS if PLANS[name].rank(0).local is not None]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", OTHERS_FIRST)
 def test_own_keys_last(name: str, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another order for the host, but neither a race nor another result."""
