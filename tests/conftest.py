@@ -62,6 +62,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same tensors whichever tests its process ran before: which these are depends
+    on how busy the machine is."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[str, int], Pool]]:
     """From backend and size to a pool, each started once."""

@@ -19,7 +19,7 @@ from annotations.engines.torch.capture.call_inputs import CallInputs
 from annotations.engines.torch.capture.capture import capture
 from annotations.engines.torch.module.parallel_module import MOST, Programs
 
-DOCUMENTS = [(7, 9, 4), (20,), (1, 0, 19), (3, 17), (5, 5, 5, 5, 0), (2,) * 10]
+DOCUMENTS = [(7, 9, 4), (20,), (1, 0, 19), (3, 17), (5, 5, 5, 5, 0)]
 
 
 class Graph:
@@ -52,12 +52,12 @@ def check(results: Any, batches: Sequence[Sequence[int]], how: Any = None, copie
 def test_documents_of_other_number_and_lengths(
     two_ranks: Pool, shuffles: bool, lowered: bool
 ) -> None:
-    """As many tokens a batch: a graph for up to three documents, for up to 8, and for up to 16."""
+    """As many tokens a batch: a graph for up to three documents, and one for up to 8."""
     how, unit = {"shuffles": shuffles}, 4 if shuffles else 1
     batches = [[unit * length for length in lengths] for lengths in DOCUMENTS]
     results = two_ranks.run(jobs.steps, batches, "cp", 2, how, lowered)
     check(results, batches, how)
-    assert [len(made) for _, made in results] == [3, 3]
+    assert [len(made) for _, made in results] == [2, 2]
 
 
 def test_a_model_that_counts_documents(two_ranks: Pool) -> None:
