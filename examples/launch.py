@@ -23,6 +23,8 @@ def start_ranks(number: int) -> None:
     if "RANK" in os.environ:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Threads that wait by spinning would take the cores that other ranks compute on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     # After "--" torchrun takes nothing for an option of its own.
     os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     share_cores(world)
     text = PackedText(load_documents(), args.seq_len, seed=0)
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(op=args.op))
+    model = Llama(LlamaConfig(layers=args.layers, op=args.op))
     dummy = inputs(text.batch(0, packed=args.op == "varlen"), args.op)
 
     parallel = parallelize(model, dummy, "cp", ComputeConfig(world, world))
@@ -82,7 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nproc", type=count, default=2, help="processes that share the sequence")
     parser.add_argument("--op", choices=tuple(ATTENTION), default="ring")
     parser.add_argument("--steps", type=count, default=30)
-    parser.add_argument("--seq-len", type=count, default=2048, help="tokens (bytes of text) a step")
+    parser.add_argument("--seq-len", type=count, default=1024, help="tokens (bytes of text) a step")
+    parser.add_argument("--layers", type=count, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--no-compare", action="store_true", help="skip the run on one rank")
     return parser.parse_args()

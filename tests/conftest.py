@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage has to look through them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Ranks as threads or processes must not each start a thread per core."""
@@ -53,6 +60,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same tensors whichever tests its process ran before: which these are depends
+    on how busy the machine is."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ def test_a_loss_of_transformers_is_planned() -> None:
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/attention.py": lambda given: benchmark(given),
     "examples/benchmark/training.py": lambda given: training.parse(given),
-    "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed_arguments", given),
+    "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),
     "examples/benchmark/parts/awake_links.py": lambda given: beside("awake_links", given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
     "annotations.engines.torch": lambda given: engine_command(given),
@@ -133,7 +133,7 @@ def benchmark(given: list[str]) -> None:
 
 def beside(module: str, given: list[str]) -> None:
     """Arguments of a measurement, by a module of its folder."""
-    on_cpu = ["--device", "cpu", "--tokens", "512"] if module == "speed_arguments" else []
+    on_cpu = ["--device", "cpu", "--tokens", "512"] if module == "speed.arguments" else []
     with mock.patch.object(
         sys, "path", [str(ROOT / "examples" / "benchmark" / "parts"), *sys.path]
     ):

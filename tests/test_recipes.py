@@ -31,8 +31,8 @@ from customized_ops.ring_attention import (
     run_ranks,
     wrap_masked_attn_func,
 )
+from customized_ops.ring_attention.command_line.kernel_listing import DISTRIBUTIONS, listing
 from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, KernelError, refusal
-from customized_ops.ring_attention.core.kernels.choice import DISTRIBUTIONS, listing
 from customized_ops.ring_attention.core.layout import layout_arguments as layout_spec
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise

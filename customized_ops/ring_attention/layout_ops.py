@@ -13,7 +13,7 @@ from torch import Tensor
 from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .op.arguments import ArgumentError, checked, require
-from .op.token_order import WHOLE, check_move, move_tokens
+from .op.tokens.order_ops import WHOLE, check_move, move_tokens
 
 
 def wrap_shuffle_func(

@@ -21,8 +21,9 @@ from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .core.plan.exchange import Exchange, relayout
 from .op.arguments import ArgumentError, checked
-from .op.token_order import MOVES_TOKENS, UNKNOWN, fetched, sent_home
-from .op.tokens import BY_DOCUMENT, CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
+from .op.tokens.call_layouts import BY_DOCUMENT
+from .op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
+from .op.tokens.order_ops import MOVES_TOKENS, UNKNOWN, fetched, sent_home
 
 TITLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 

@@ -27,7 +27,7 @@ from .core.mask import AttnMask
 from .core.plan import Plan
 from .core.run.call_pairs import prepare
 from .op.mask_source import Problem
-from .op.tokens import BALANCED, layout_by_lengths
+from .op.tokens.call_layouts import BALANCED, layout_by_lengths
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 

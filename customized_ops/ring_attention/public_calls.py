@@ -37,8 +37,8 @@ from .op.arguments import refuse_unsupported
 from .op.call import AttentionOp
 from .op.mask_source import Arguments
 from .op.options import Options, reduce_dtype_of
-from .op.token_order import UNKNOWN, WHOLE, move_tokens
-from .op.tokens import BY_DOCUMENT, layout_named, refuse_layouts_of_ranks
+from .op.tokens.call_layouts import BY_DOCUMENT, layout_named, refuse_layouts_of_ranks
+from .op.tokens.order_ops import UNKNOWN, WHOLE, move_tokens
 from .ring_attn import RING_ATTN, wrap_ring_attn_func
 from .ring_attn_varlen import RING_ATTN_VARLEN, wrap_ring_attn_varlen_func
 from .sliding_window_attn import (

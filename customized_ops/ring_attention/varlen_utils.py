@@ -10,7 +10,7 @@ from .core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from .core.layout import Layout
 from .layout_ops import wrap_shuffle_func, wrap_unshuffle_func
 from .op.arguments import ArgumentError, checked
-from .op.tokens import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from .op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, on_host
 
 
 def shuffle_varlen(

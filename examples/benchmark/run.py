@@ -18,10 +18,10 @@ from benchmark.cases import Case, chosen
 from benchmark.compete.contestants import contestants
 from benchmark.compete.expected import asked, expected_seconds, listing
 from benchmark.compete.match import Match
+from benchmark.compete.trace import profile_case
 from benchmark.contestant import Choice, Contestant
 from benchmark.ranks import Ranks
 from benchmark.show.rows import Lines, left_out, versions
-from benchmark.trace import profile_case
 
 
 def run(args: argparse.Namespace, extra: Sequence[Contestant] = ()) -> None:

@@ -153,7 +153,7 @@ def test_dtensor_on_two_axes(four_ranks: Pool, places: str) -> None:
             check(places, case, wholes)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("split", ["l", "v", "b", "cp", "dp"])
 def test_training_in_the_engine(two_ranks: Pool, split: str, reduction: str) -> None:

@@ -1,4 +1,5 @@
-"""What the other ranks see when one fails: an error that says what happened, within seconds."""
+"""What the other ranks see when one fails: an error that says what happened, long before the time
+that a rank waits in vain."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import pytest
 from fault_jobs import BAD_INPUTS, LATE_SECONDS, MOMENTS
 from ranks import JobFailed, Pool
 
-SECONDS = 10.0  # from a fault to the last rank's message, on a busy machine
+
+def in_vain(pool: Pool) -> float:
+    """Seconds that a rank waits for one that does not come; an answer, on a machine however busy,
+    takes a small part of that."""
+    return pool.seconds / 2
 
 
 def said_after(pool: Pool, fault: str, moment: str, faulty: int) -> list[str]:
@@ -18,7 +23,7 @@ def said_after(pool: Pool, fault: str, moment: str, faulty: int) -> list[str]:
     started = time.monotonic()
     with pytest.raises(JobFailed) as failed:
         pool.run(fault_jobs.steps, faulty, fault, moment)
-    assert time.monotonic() - started < SECONDS + 2  # with what the steps themselves take
+    assert time.monotonic() - started < in_vain(pool)
     return re.split(r"^rank \d+:$", str(failed.value), flags=re.MULTILINE)[1:]
 
 
@@ -74,6 +79,6 @@ def test_a_wrong_input_on_one_rank(two_ranks: Pool) -> None:
     for name in BAD_INPUTS:
         for seconds, text in (first[name], second[name]):
             assert "wrap_ring_attn_func" in text, (name, text)
-            assert seconds < SECONDS, name
+            assert seconds < in_vain(two_ranks), name
         assert first[name][1].startswith("DisagreementError"), (name, first[name])
         assert "rank 1" in first[name][1] or "ranks" in first[name][1], (name, first[name])

@@ -116,6 +116,7 @@ def teams(size: int) -> Sequence[tuple[Rows, int]]:
     ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("which", range(4))
 @worlds(cpus=[4, 8], gpus=[4, 8])
 def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
@@ -127,6 +128,7 @@ def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
     check(ranks, [on(device(ranks), cases)] * len(rows), ways, team_size, job=kernel_jobs.in_teams)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("which", range(4))
 @worlds(cpus=[4, 8], gpus=[4, 8])
 def test_heads_in_bf16(ranks: Pool, which: int) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import symmetric_jobs as jobs
 import torch
 from op_cases import Case
 from rank_groups import Rows, columns_of, comms, rows_of, whole
 from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask
-from tests.distributed import symmetric_jobs as jobs
 
 pytestmark = pytest.mark.gpu
 

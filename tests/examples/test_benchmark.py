@@ -17,6 +17,7 @@ from benchmark.compete.contestants import contestants
 from benchmark.compete.expected import LONG_RUNS
 from benchmark.compete.peers.kernels import KERNELS
 from benchmark.compete.peers.scheme import attend, merged
+from benchmark.compete.trace import STEP, covered, summarize
 from benchmark.contestant import Alone, Choice, whole_form
 from benchmark.documents import LENGTHS, document_bounds
 from benchmark.measure.timing import Marks, Runner, take_turns
@@ -24,7 +25,6 @@ from benchmark.run import check_names
 from benchmark.show.plot import draw
 from benchmark.show.rows import row_of
 from benchmark.show.runs import read
-from benchmark.trace import STEP, covered, summarize
 from benchmark_launch import ROOT, SCRIPT, launch, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def arguments(op: str, ranks: int) -> list[str]:
-    return ["--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128"]
+    return ["--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128", "--layers", "1"]
 
 
 def check(shown: str, ranks: int) -> None:
@@ -63,7 +63,8 @@ def test_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "argv", ["train_llama.py", "--nproc", "3"])
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "set")
     with pytest.raises(Started) as started:
         launch.start_ranks(3)
     program, command = started.value.args
@@ -91,7 +92,7 @@ def test_a_difference_fails_the_run(tmp_path: Path) -> None:
     broken.write_text(source.replace("TOLERANCE = 1e-4", "TOLERANCE = -1.0"))
     for helper in ("curves.py", "text_corpus.py", "launch.py", "llama.py"):
         (tmp_path / helper).write_text((ROOT / "examples" / helper).read_text())
-    command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64"]
+    command = [sys.executable, str(broken), "--steps", "1", "--seq-len", "64", "--layers", "1"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT
     )

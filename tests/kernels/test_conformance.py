@@ -60,7 +60,7 @@ over_kernels = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(16)
 @pytest.mark.parametrize(
     ("kernel", "group", "device"),
     [

@@ -29,7 +29,7 @@ from customized_ops.ring_attention import (
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
-from customized_ops.ring_attention.op.token_order import DOCUMENT_ORDER
+from customized_ops.ring_attention.op.tokens.order_ops import DOCUMENT_ORDER
 
 
 class Model(nn.Module):

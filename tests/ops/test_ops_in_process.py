@@ -24,7 +24,7 @@ def check(case: Case, ranks: int) -> None:
         assert_same(name, a, b)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", TABLE)
 def test_equals_dense(name: str, ranks: int) -> None:

@@ -37,7 +37,7 @@ from ..core.comm import Comm
 from ..core.comm.comm_groups import GroupLike, group_comm
 from ..core.layout import Layout
 from ..op.arguments import ArgumentError, checked, tokens_of
-from ..op.tokens import CuSeqlens
+from ..op.tokens.lengths import CuSeqlens
 from ..sliding_window_attn import wrap_sliding_window_attn_func
 from ..streaming_attn import wrap_streaming_attn_func
 from .peer_calls import with_fixed

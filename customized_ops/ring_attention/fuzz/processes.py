@@ -9,6 +9,7 @@ costs milliseconds.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -51,6 +52,7 @@ def _serve(rank: int, size: int, store: str, backend: str, seconds: float, pipe:
         world_size=size,
         timeout=timedelta(seconds=seconds / 2),
     )
+    gc.freeze()  # what is imported stays: no collection has to look through it
     while True:
         job = pipe.recv()
         if job is None:

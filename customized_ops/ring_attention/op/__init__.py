@@ -8,7 +8,7 @@ from .eager import attend
 from .graph import declare, declare_both
 from .mask_source import Masked
 from .options import SharedOptions
-from .tokens import CuSeqlens
+from .tokens.lengths import CuSeqlens
 from .window_source import OneSequence, PackedSequence
 
 __all__ = [

@@ -38,7 +38,7 @@ from .call import AttentionCall, AttentionOp
 from .mask_source import MaskSource
 from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions, Options, SharedOptions
 from .query_shards import refuse_with_parts
-from .tokens import refuse_layouts_of_ranks
+from .tokens.call_layouts import refuse_layouts_of_ranks
 
 _SHARED = frozenset(SharedOptions.__annotations__)
 

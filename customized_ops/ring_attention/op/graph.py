@@ -46,8 +46,9 @@ from .call import AttentionCall, AttentionOp
 from .mask_source import Arguments, MaskSource, Problem
 from .options import OPTIONAL_TENSORS, REDUCE_DTYPES, OpOptions
 from .query_shards import KeyHeads
-from .token_order import DOCUMENT_ORDER, layout_of_order, wanted_order
-from .tokens import BALANCED, BY_DOCUMENT, by_lengths, has_data, layout_when_cut
+from .tokens.call_layouts import BALANCED, BY_DOCUMENT, by_lengths, layout_when_cut
+from .tokens.lengths import has_data
+from .tokens.order_ops import DOCUMENT_ORDER, layout_of_order, wanted_order
 from .window_source import OneSequence, PackedSequence
 
 ALL_TENSORS = "q", "k", "v", *OPTIONAL_TENSORS  # but for those of the mask source

@@ -26,7 +26,8 @@ from ..core.comm import Comm
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import require
-from .tokens import has_data, layout_of
+from .tokens.call_layouts import layout_of
+from .tokens.lengths import has_data
 
 Arguments = Mapping[str, Any]  # an op's arguments by name
 

@@ -25,7 +25,7 @@ from ..core.plan.rank_plan import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions
-from .tokens import by_lengths
+from .tokens.call_layouts import by_lengths
 
 HEADS = -2
 

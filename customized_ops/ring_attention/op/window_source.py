@@ -17,16 +17,14 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import ArgumentError, flag_of, tokens_of, window_bounds
 from .mask_source import Arguments, MaskSource, Problem, Shards
-from .tokens import (
+from .tokens.call_layouts import by_lengths, layout_by_lengths, layout_of
+from .tokens.lengths import (
     CuSeqlens,
     as_tensor,
-    by_lengths,
     check_cu_seqlens,
     check_max_seqlen,
     check_total,
     has_data,
-    layout_by_lengths,
-    layout_of,
     on_host,
     value_of,
 )

@@ -40,9 +40,9 @@ if __name__ == "__main__":
 
 from own_process import Lost, Worker
 from raw_attention import RAW, Pass, Problem
-from speed_arguments import parse
-from speed_masks import Mask, masks
-from speed_table import BACKWARD_WORK, Row, Table, speeds, versions
+from speed.arguments import parse
+from speed.masks import Mask, masks
+from speed.table import BACKWARD_WORK, Row, Table, speeds, versions
 
 from customized_ops.ring_attention import wrap_masked_attn_func
 from customized_ops.ring_attention.core.kernels import (

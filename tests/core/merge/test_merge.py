@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.merge.merge import (
     unattended,
 )
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.run.head_shard import HeadShard
+from customized_ops.ring_attention.core.run.rank_heads import RankHeads
 
 INF = torch.inf
 # Keys of the parts; row 0 attends nothing, row 1 the third part only, row 2 the first two.
@@ -300,7 +300,7 @@ def test_a_share_of_the_heads_is_added_in_its_place(team_size):
     plan = make_plan(AttnMask.dense(8), Layout.contiguous(8, 4), heads=(4, 4), team_size=team_size)
     each = 4 // team_size
     for rank in range(4):
-        share, total = HeadShard(plan, rank, LIKE, LIKE, Scoring(1.0), None), Sum(LIKE)
+        share, total = RankHeads(plan, rank, LIKE, LIKE, Scoring(1.0), None), Sum(LIKE)
         for value in (1.0, 2.0):
             share.add(total, part(value, torch.bfloat16)[:, :, :each].clone(), share.keys)
         want, first = torch.zeros(4), rank % team_size * each

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -36,7 +35,7 @@ PLANS = {
 over_plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @over_plans
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_every_plan_can_be_drawn(plan, suffix, tmp_path):
@@ -136,11 +135,3 @@ def test_without_matplotlib_an_error_says_what_to_install(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'seqshard\[plot\]'"):
         draw(PLANS["zigzag"], tmp_path / "plan.png")
-
-
-def test_matplotlib_is_not_imported_before_a_picture_is_asked_for():
-    code = (
-        "import sys, customized_ops.ring_attention.core.plan.report.picture as d; "
-        "sys.exit('matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

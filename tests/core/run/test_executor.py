@@ -401,7 +401,7 @@ def test_thousands_of_documents():
             assert_same(name, whole.narrow(dim, q0, size), part)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.skipif(not hasattr(Layout, "from_ranges"), reason="no layouts of any order yet")
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("stages", [0, 1, 2])
@@ -774,7 +774,7 @@ def refuses(kernel: str, tensors: list[Tensor], scoring: Scoring) -> str | None:
 # ----------------------------------------------------------------------- bytes
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)

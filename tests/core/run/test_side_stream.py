@@ -33,7 +33,7 @@ from customized_ops.ring_attention.core.run import rank_pass as executor
 from customized_ops.ring_attention.core.run import side_stream
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 from customized_ops.ring_attention.core.run.forward_pass import ForwardPass
-from customized_ops.ring_attention.core.run.head_shard import HeadShard
+from customized_ops.ring_attention.core.run.rank_heads import RankHeads
 from customized_ops.ring_attention.core.run.side_stream import SideStream
 
 HEADS, DIM, V_DIM = (4, 2), 8, 4
@@ -382,6 +382,7 @@ def test_when_results_of_guests_go_home(name: str, order: Order) -> None:
 OTHERS_FIRST = [name for name in PLANS if PLANS[name].rank(0).local is not None]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", OTHERS_FIRST)
 def test_own_keys_last(name: str, order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another order for the host, but neither a race nor another result."""
@@ -405,7 +406,7 @@ def test_when_own_keys_come_last(order: Order, monkeypatch: pytest.MonkeyPatch) 
         q, k = torch.empty(1, rows, h, 8), torch.empty(1, rows, g, 8)
         plan, comm = PLANS["zigzag"], Unheard(2, order)
         comm.two_streams = two
-        share = HeadShard(plan, 0, q, k, Scoring(0.3), None)
+        share = RankHeads(plan, 0, q, k, Scoring(0.3), None)
         run = executor.RankPass(executor.RankCall(plan, comm, Noted(order), share))
         return run.own_last(q, k, k)
 

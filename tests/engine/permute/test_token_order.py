@@ -29,7 +29,7 @@ def check(pool: Pool, form: str, *how: Any) -> list[str]:
     return plans
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("form", ["plain", "listed", "window", "lse", "mean", "whole keys"])
 def test_equals_one_process(two_ranks: Pool, form: str, seed: int) -> None:
@@ -51,7 +51,7 @@ TO_LAYOUTS = (
 )
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("form", TO_LAYOUTS)
 def test_layouts_of_a_models_own(two_ranks: Pool, form: str) -> None:
     for plan in check(two_ranks, form, "cp"):
@@ -77,6 +77,7 @@ def test_with_other_axes(four_ranks: Pool) -> None:
     check(four_ranks, "plain", "hybrid", 1, {"mesh_shape": (2, 2)})
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("policy", ["ulysses", "auto"])
 def test_where_attention_is_not_cut_on_the_sequence(two_ranks: Pool, policy: str) -> None:
     for plan in check(two_ranks, "plain", policy):
@@ -101,7 +102,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("form", REFUSED)
 def test_refused_by_name(two_ranks: Pool, form: str) -> None:
     for said in two_ranks.run(jobs.refused, form):

@@ -171,7 +171,7 @@ def test_forward(mask: AttnMask, scoring: Scoring) -> None:
     assert_same("lse", lse, want[1])
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @over_masks
 @over_scorings
 @pytest.mark.parametrize("widths", [(8, 8), (20, 12)])
@@ -251,6 +251,7 @@ def test_block_masks_are_made_once() -> None:
     assert flex._masks(pairs, torch.device("cpu")) is flex._masks(pairs, torch.device("cpu"))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["window", "stripes", "few tokens"])
 @pytest.mark.parametrize("scoring", [SCORINGS["plain"], SCORINGS["both"]], ids=["plain", "both"])
 def test_the_real_one_takes_what_it_is_given(

@@ -4,10 +4,12 @@ import sys
 import pytest
 import torch
 
-from customized_ops.ring_attention.__main__ import LAYOUTS, MASKS, main
+from customized_ops.ring_attention.__main__ import main
+from customized_ops.ring_attention.command_line.kernel_listing import DISTRIBUTIONS, listing
+from customized_ops.ring_attention.command_line.plan_command import LAYOUTS, MASKS
 from customized_ops.ring_attention.core.kernels import KERNELS
 from customized_ops.ring_attention.core.kernels.adapters import flex
-from customized_ops.ring_attention.core.kernels.choice import DISTRIBUTIONS, UNPROVEN, listing
+from customized_ops.ring_attention.core.kernels.choice import UNPROVEN
 from customized_ops.ring_attention.core.kernels.speeds import SHAPE_CLASSES
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask

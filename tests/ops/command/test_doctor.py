@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from customized_ops.ring_attention import doctor
 from customized_ops.ring_attention.__main__ import main
+from customized_ops.ring_attention.command_line import doctor
 from customized_ops.ring_attention.core.kernels import KERNELS
 
 

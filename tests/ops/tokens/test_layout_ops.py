@@ -29,7 +29,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.maybe_shuffle import shuffle_documents
 from customized_ops.ring_attention.op.arguments import ArgumentError
-from customized_ops.ring_attention.op.token_order import move_tokens
+from customized_ops.ring_attention.op.tokens.order_ops import move_tokens
 
 LAYOUTS = {
     "contiguous": Layout.contiguous(16, 4),

@@ -14,7 +14,7 @@ from customized_ops.ring_attention import wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.op.tokens import as_tensor, on_host
+from customized_ops.ring_attention.op.tokens.lengths import as_tensor, on_host
 
 LAYOUT = Layout.contiguous(16, 4)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
+from torch.fx import GraphModule
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (
@@ -112,16 +114,23 @@ def random_steps(seeds: Sequence[int], total: int, window: int | None) -> float:
     return largest
 
 
-def compilations(batches: Sequence[Sequence[int]], hoist: bool) -> tuple[list[int], float]:
-    """How many graphs had been compiled after the step of each batch, and the largest error of a
-    loss."""
+def as_it_is(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """A graph that stands for what inductor would make of it."""
+    return make_boxed_func(graph.forward)
+
+
+def compilations(
+    batches: Sequence[Sequence[int]], hoist: bool, inductor: bool
+) -> tuple[list[int], float]:
+    """How many graphs had been compiled, by ``inductor`` or not at all, after the step of each
+    batch; and the largest error of a loss."""
     size, alone = dist.get_world_size(), Packed(window=-1)
     config = ComputeConfig(size, size, pas_config={"hoist": hoist})
     first = batch(batches[0])
     parallel = parallelize(Packed(window=-1), first, "cp", config, compile=True)
     counts, errors = [], []
     by_dynamo = counters["stats"]["unique_graphs"]
-    compiler = mock.Mock(wraps=compile_fx.compile_fx_inner)
+    compiler = mock.Mock(wraps=compile_fx.compile_fx_inner if inductor else as_it_is)
     with mock.patch.object(compile_fx, "compile_fx_inner", compiler):
         for seed, lengths in enumerate(batches):
             given = batch(lengths, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from annotations import ComputeConfig, parallelize
+from annotations import ComputeConfig, ParallelModule, parallelize
 from annotations.engines.torch.module import gradient_sync as gradients
 from annotations.engines.torch.module import training as norms
 
@@ -184,14 +185,24 @@ def gradients_that_are_old(plan: int, overlap: bool) -> dict[str, list[Tensor]]:
     return found
 
 
-def guarded(what: str) -> list[str]:
-    """What is said of a training that goes wrong otherwise."""
+def guarded(mistakes: Sequence[str]) -> dict[str, list[str]]:
+    """What is said of trainings of one module that go wrong otherwise, one after the other."""
     ranks = dist.get_world_size()
     model, given = tiny_llama("ring"), sample("ring", 1, 16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel = parallelize(model, given, "cp", ComputeConfig(ranks, ranks))
-    if what != "made before":
-        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    after = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    said = {}
+    for what in mistakes:
+        parallel.zero_grad()
+        optimizer = before if what == "made before" else after
+        said[what] = _trained(parallel, given, optimizer, what)
+    return said
+
+
+def _trained(
+    parallel: ParallelModule, given: dict[str, Tensor], optimizer: torch.optim.SGD, what: str
+) -> list[str]:
     said = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -19,7 +19,7 @@ from customized_ops.ring_attention.op.eager import attend
 from customized_ops.ring_attention.op.graph import declare
 from customized_ops.ring_attention.op.mask_source import Arguments, MaskSource, Problem, Shards
 from customized_ops.ring_attention.op.options import SharedOptions
-from customized_ops.ring_attention.op.tokens import layout_of
+from customized_ops.ring_attention.op.tokens.call_layouts import layout_of
 
 # 1. Attention of each block of tokens to itself and to those before it.
 

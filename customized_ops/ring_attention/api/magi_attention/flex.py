@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError
-from ...op.tokens import on_host
+from ...op.tokens.lengths import on_host
 from ..peer_calls import refuse
 from .ranges import mask_of_ranges
 

@@ -13,7 +13,7 @@ from ...core.comm.comm_groups import GroupLike, comm_by_name, group_name
 from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError, is_integer
-from ...op.tokens import CuSeqlens
+from ...op.tokens.lengths import CuSeqlens
 from ..peer_calls import group_of
 from .config import DistAttnConfig, dispatch_layout
 from .ranges import GeneralAttnMaskType, mask_of_documents, mask_of_ranges

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.mask import AttnMask, MaskError
 from ...core.mask.conversions import RANGE_TYPES
 from ...op.arguments import ArgumentError
-from ...op.tokens import CuSeqlens, as_tensor, on_host
+from ...op.tokens.lengths import CuSeqlens, as_tensor, on_host
 
 
 class AttnMaskType(Enum):

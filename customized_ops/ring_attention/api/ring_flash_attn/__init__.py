@@ -63,14 +63,8 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import (
-    CuSeqlens,
-    as_tensor,
-    check_cu_seqlens,
-    check_max_seqlen,
-    layout_of,
-    on_host,
-)
+from ...op.tokens.call_layouts import layout_of
+from ...op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ...zigzag_attn import wrap_zigzag_attn_func

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, comm_by_name
 from ...op.arguments import ArgumentError, checked, is_integer
-from ...op.tokens import CuSeqlens, as_tensor, check_cu_seqlens, on_host
+from ...op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
 from .calls import comm_of
 from .llama3 import by_key_heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike
 from ...op.arguments import ArgumentError, checked, is_integer
-from ...op.tokens import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
+from ...op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_max_seqlen, on_host
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from .calls import Result, comm_of
 

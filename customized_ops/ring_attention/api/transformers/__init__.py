@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import on_host
+from ...op.tokens.lengths import on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
 from . import traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.arrays import Bools, Ints
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import on_host
+from ...op.tokens.lengths import on_host
 from .batch_mask import (
     BatchMask,
     BatchTokens,

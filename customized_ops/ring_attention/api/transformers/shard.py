@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
-from ...op.tokens import on_host
+from ...op.tokens.lengths import on_host
 from .batch_mask import check_ends
 from .cut import Cut, mark_part, sequence_parallel
 

@@ -16,7 +16,8 @@ from ...core.layout import Layout
 from ...core.mask import AttnMask
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError, checked
-from ...op.tokens import CuSeqlens, as_tensor, compare_lengths, on_host
+from ...op.tokens.call_layouts import compare_lengths
+from ...op.tokens.lengths import CuSeqlens, as_tensor, on_host
 from ...ring_attn import wrap_ring_attn_func
 from ...ring_attn_varlen import wrap_ring_attn_varlen_func
 from ..peer_calls import refuse

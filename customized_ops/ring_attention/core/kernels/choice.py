@@ -1,23 +1,20 @@
-"""Which kernel takes a request; and the kernels of this machine in a table."""
+"""Which kernel takes a request."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
-from importlib import metadata
 from threading import Lock
 from typing import cast
-
-import torch
 
 from .adapters import cudnn, flash4, flex, reference, te, torch_ops
 from .adapters.flash_attn import flash2, flash3
 from .protocol.kernel import Kernel
-from .protocol.request import Capabilities, Request
-from .speeds import SHAPE_CLASSES, fastest_first, seconds
+from .protocol.request import Request
+from .speeds import fastest_first, seconds
 
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
@@ -25,22 +22,9 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
 }
 
-# The installed distribution that a kernel is from: its version is read without an import.
-DISTRIBUTIONS = {
-    "flash4": "flash-attn-4",
-    "flash3": "flash-attn-3",
-    "flash2": "flash-attn",
-    "te": "transformer-engine",
-    "cudnn": "torch",
-    "torch": "torch",
-    "flex": "torch",
-    "reference": "torch",
-}
-
 # What is taken only by name, and why.
 UNPROVEN = {kernel.NAME: "only by name: not yet verified on a GPU" for kernel in (flash3, flash2)}
 
-LISTED_TOKENS = (2048, 8192, 32768)  # for which a listing shows the choice
 log = logging.getLogger("seqshard")
 _choosing = Lock()  # a cache alone lets two threads choose, and log it, at once
 
@@ -166,71 +150,3 @@ def _listed(reasons: dict[str, str]) -> str:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
-
-
-def listing(device: torch.device) -> str:
-    """Every kernel of the registry, and the choice for common requests on ``device``.
-
-    Where ``device`` is a GPU this imports the libraries of the kernels for GPUs, if installed.
-    """
-    kernels = [("kernel", "version", "here", "device", "dtypes", "head dims", "features")]
-    notes: list[str] = []
-    for name, kernel in KERNELS.items():
-        problem, unproven = problem_of(kernel, device), UNPROVEN.get(name)
-        here = "yes" if problem is None else "no"
-        for reason in filter(None, (problem, unproven)):
-            notes += [] if reason in notes else [reason]
-            here += f" [{notes.index(reason) + 1}]"
-        for n, can in enumerate(kernel.CAPABILITIES):
-            first = (name, _version(name), here) if n == 0 else ("", "", "")
-            kernels.append((*first, *_abilities(can)))
-    taken = [("auto takes", *(f"{length // 1024}K tokens" for length in LISTED_TOKENS))]
-    for shape in SHAPE_CLASSES:
-        taken.append((shape, *(_taken(device, shape, length) for length in LISTED_TOKENS)))
-    below = [f"[{n}] {note}" for n, note in enumerate(notes, 1)]
-    asked = f"For training on {device.type} in bf16, 32 query and 8 key heads of dim 128"
-    asked += ", by figures measured on an H200:" if device.type == "cuda" else ":"
-    return "\n".join([table(kernels), *below, "", asked, table(taken)])
-
-
-def problem_of(kernel: Kernel, device: torch.device) -> str | None:
-    """Why a kernel does not run on this machine; only one that might is asked itself."""
-    if device.type == "cpu" and all(can.device == "cuda" for can in kernel.CAPABILITIES):
-        return "no CUDA device"
-    for can in kernel.CAPABILITIES:
-        if can.device == device.type == "cuda" and can.too_old(device):
-            return can.too_old(device)
-    return kernel.missing()
-
-
-def _version(name: str) -> str:
-    distribution = DISTRIBUTIONS[name]
-    try:
-        return f"{distribution} {metadata.version(distribution)}"
-    except metadata.PackageNotFoundError:
-        return f"{distribution} not installed"
-
-
-def _abilities(can: Capabilities) -> tuple[str, str, str, str]:
-    device = can.device
-    if can.arch > (0, 0):
-        device += f" from {'.'.join(map(str, can.arch))}"
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in can.dtypes)
-    dims = " or ".join(str(d) if d == e else f"{d}, {e}" for d, e in can.widths)
-    dims = f"up to {dims}" if dims else "any"
-    dims += f", multiples of {can.multiple}" if can.multiple > 1 else ""
-    return device, dtypes, dims, ", ".join(can.features) or "none"
-
-
-def _taken(device: torch.device, shape: str, tokens: int) -> str:
-    features = ("window",) if shape == "window" else ()
-    sizes = (128, 128, 32, 8)
-    request = Request(device, torch.bfloat16, *sizes, features, shape, tokens)
-    return fastest(request)[0] or "none"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cells."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)

@@ -10,7 +10,7 @@ from ..comm.transfer_side import Dims, add
 from ..kernels import BackwardOperands
 from ..merge.merge import Sum, span_of
 from ..plan.rank_plan import Stage
-from .head_shard import HeadShard, concat_heads
+from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 
@@ -97,7 +97,7 @@ class BackwardPass(RankPass):
             operands, pairs, keys.heads.scoring, tokens, deterministic=self._deterministic
         )
 
-    def _give_keys(self, n: int, stage: Stage, heads: HeadShard, dk: Sum, dv: Sum) -> None:
+    def _give_keys(self, n: int, stage: Stage, heads: RankHeads, dk: Sum, dv: Sum) -> None:
         """Send gradients of received keys home; add up those of the rank's own keys."""
         if stage.kv is not None:
             self._add_at_home([dk, dv], [self._dk, self._dv], heads.keys, n)

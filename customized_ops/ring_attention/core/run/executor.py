@@ -38,7 +38,7 @@ from ..plan import Plan
 from .backward_pass import BackwardPass
 from .call_pairs import only_call
 from .forward_pass import ForwardPass
-from .head_shard import HeadShard
+from .rank_heads import RankHeads
 from .rank_pass import RankCall
 
 
@@ -65,7 +65,7 @@ def attention_forward(
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
         out, lse = kernel.forward(given, pairs, scoring, None)
         return out.to(given.q.dtype), lse
-    heads = HeadShard(plan, comm.rank, given.q, given.k, scoring, key_positions)
+    heads = RankHeads(plan, comm.rank, given.q, given.k, scoring, key_positions)
     return ForwardPass(RankCall(plan, comm, kernel, heads), given).run()
 
 
@@ -95,7 +95,7 @@ def attention_backward(
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
         grads = kernel.backward(given, pairs, scoring, None, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-    call = RankCall(plan, comm, kernel, HeadShard(plan, comm.rank, q, k, scoring, key_positions))
+    call = RankCall(plan, comm, kernel, RankHeads(plan, comm.rank, q, k, scoring, key_positions))
     wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
     return BackwardPass(call, given, wire, deterministic=deterministic).run()
 

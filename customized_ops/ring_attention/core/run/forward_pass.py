@@ -8,7 +8,7 @@ from ..comm.messages import Pending
 from ..comm.transfer_side import merge, place
 from ..kernels import ForwardOperands
 from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of
-from .head_shard import concat_heads
+from .rank_heads import concat_heads
 from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
 
 

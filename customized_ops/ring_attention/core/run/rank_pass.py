@@ -15,7 +15,7 @@ from ..plan import Plan
 from ..plan.exchange import Exchange
 from ..plan.rank_plan import Range, RankPlan, Stage
 from . import side_stream
-from .head_shard import HeadShard
+from .rank_heads import RankHeads
 from .side_stream import SideStream
 
 LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
@@ -31,7 +31,7 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """Keys and values of some heads: the rank's share, or a group of it."""
 
-    heads: HeadShard
+    heads: RankHeads
     k: Tensor
     v: Tensor
 
@@ -42,7 +42,7 @@ class RankCall(NamedTuple):
     plan: Plan
     comm: Comm
     kernel: Kernel
-    heads: HeadShard
+    heads: RankHeads
 
 
 Attending = list[tuple[Queries, list[tuple[Tensor, ...]]]]  # rows, results of groups of heads
@@ -138,7 +138,7 @@ class RankPass:
             some.append((remote, []))
         return some
 
-    def of_heads(self, queries: Queries, heads: HeadShard) -> Sequence[Tensor]:
+    def of_heads(self, queries: Queries, heads: RankHeads) -> Sequence[Tensor]:
         """The tensors of ``queries`` with these heads only."""
         return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
 

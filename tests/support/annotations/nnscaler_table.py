@@ -18,7 +18,7 @@ from pathlib import Path
 
 from annotations.binding import BoundAnnotation, Split, Spread, bind
 
-FILE = Path(__file__).parents[1] / "annotations" / "nnscaler_table.txt"
+FILE = Path(__file__).parents[2] / "annotations" / "nnscaler_table.txt"
 Shapes = tuple[tuple[int, ...] | None, ...]  # None: not a tensor, or open
 
 

@@ -20,7 +20,7 @@ from ..plan.rank_plan import Range
 from .call_pairs import stage_pairs
 
 
-class HeadShard:
+class RankHeads:
     """The heads that one rank computes: the n-th of a team has the n-th share.
 
     ``rows``, ``stats`` and ``keys`` are the dims, with the shares, of what is shaped as q, as lse,
@@ -51,7 +51,7 @@ class HeadShard:
             return scoring
         return replace(scoring, alibi_slopes=self.of(scoring.alibi_slopes, self.stats))  # [b, h]
 
-    def groups(self, q: Tensor, k: Tensor) -> list[HeadShard]:
+    def groups(self, q: Tensor, k: Tensor) -> list[RankHeads]:
         """The groups of heads whose keys arrive one after the other, each as a share that every
         rank has; this share itself where there is one group. q and k have all heads."""
         q_heads, kv_heads = q.shape[ROWS.heads], k.shape[ROWS.heads]
@@ -65,7 +65,7 @@ class HeadShard:
             for n in range(count)
         ]
 
-    def _group(self, rows: Dims, stats: Dims, keys: Dims) -> HeadShard:
+    def _group(self, rows: Dims, stats: Dims, keys: Dims) -> RankHeads:
         group = copy(self)
         group.whole, group.rows, group.stats, group.keys = False, rows, stats, keys
         ((group._first_head, _),) = rows.shares

@@ -1,134 +1,20 @@
-"""The tokens of a call: where packed documents end, and which rank holds which tokens.
-
-Plans are made on the host, so ``cu_seqlens`` must be there. Lists, arrays and CPU tensors are
-copied at each call, which costs next to nothing; a tensor on a device is copied once a batch, for
-all layers and the backward, and copied again if it is changed in place.
-"""
+"""Which rank holds which tokens of a call: its layout, named or made from lengths."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core.arrays import Ints
-from ..core.comm import Comm
-from ..core.layout import Layout
-from ..core.layout import layout_tables as tables
-from ..core.mask import AttnMask
-from .arguments import ArgumentError, compares_calls
-
-CuSeqlens = Tensor | Sequence[int] | npt.NDArray[np.integer]
-
-_host_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def as_tensor(op: str, name: str, cu_seqlens: CuSeqlens) -> Tensor:
-    """An int32 or int64 tensor [documents + 1]: on the host a copy, on a device the one given."""
-    # Copied on the host: the backward reads it again, and the caller's may have changed by then.
-    # Where an array shares a tensor's memory, autograd would not notice.
-    if isinstance(cu_seqlens, Tensor):
-        tensor = cu_seqlens.clone() if cu_seqlens.device.type == "cpu" else cu_seqlens
-    else:
-        try:
-            tensor = torch.tensor(cu_seqlens)
-        except (TypeError, ValueError, RuntimeError):  # torch's for None, words, ragged lists
-            raise ArgumentError(
-                f"{op}: {name} must be integers, as a tensor, array or list, got {cu_seqlens!r}"
-            ) from None
-    if tensor.ndim != 1 or tensor.shape[0] == 0:
-        raise ArgumentError(
-            f"{op}: {name} must be one-dimensional, [documents + 1], got shape "
-            f"{tuple(tensor.shape)}"
-        )
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
-    return tensor
-
-
-def on_host(cu_seqlens: Tensor) -> Ints:
-    """The values of an ``as_tensor`` result, as int64 on the host."""
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.detach().numpy().astype(np.int64)
-    if cu_seqlens.is_inference():  # has no version to notice changes by
-        return cu_seqlens.cpu().numpy().astype(np.int64)
-    state = cu_seqlens._version, cu_seqlens.data_ptr()
-    known = _host_copies.get(cu_seqlens)
-    if known is None or known[0] != state:
-        known = (state, cu_seqlens.detach().cpu().numpy().astype(np.int64))
-        _host_copies[cu_seqlens] = known
-    return known[1]
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read: not those of a graph that is being traced."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def value_of(cu_seqlens: Any) -> tuple[Any, ...] | None:
-    """What tells ``cu_seqlens`` from others of other values, shape, dtype or device, with a hash.
-
-    A device is waited for as in :func:`on_host`. None for what :func:`as_tensor` does not take, and
-    for what would take as long to tell as to do all again.
-    """
-    kind = type(cu_seqlens)
-    if kind is list or kind is tuple:
-        return (kind, *cu_seqlens) if set(map(type, cu_seqlens)) == {int} else None
-    if kind is np.ndarray and cu_seqlens.dtype.kind == "i":
-        return cu_seqlens.shape, cu_seqlens.dtype.str, cu_seqlens.tobytes()
-    if kind is not Tensor or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        return None
-    device = cu_seqlens.device
-    if device.type == "cpu":  # bytes as they are: cheaper, and they tell the dtype too
-        values = cu_seqlens.numpy()
-    elif device.type == "cuda" and not cu_seqlens.is_inference():
-        values = on_host(cu_seqlens)
-    else:
-        return None
-    return cu_seqlens.shape, cu_seqlens.dtype, device, values.tobytes()
-
-
-def check_cu_seqlens(op: str, name: str, values: Ints) -> None:
-    """Cumulative lengths start at 0 and never fall."""
-    if values[0] != 0:
-        raise ArgumentError(f"{op}: {name} must start at 0, got {_shown(values)}")
-    falls = np.flatnonzero(np.diff(values) < 0)
-    if len(falls):
-        at = int(falls[0]) + 1
-        raise ArgumentError(
-            f"{op}: {name} must not fall, but {name}[{at}] = {values[at]} is below "
-            f"{name}[{at - 1}] = {values[at - 1]}: {_shown(values)}"
-        )
-
-
-def check_total(op: str, name: str, values: Ints, tokens: int) -> None:
-    """Cumulative lengths must end at the number of tokens."""
-    if values[-1] != tokens:
-        raise ArgumentError(
-            f"{op}: {name} ends at {values[-1]} but there are {tokens} tokens: {_shown(values)}"
-        )
-
-
-def check_max_seqlen(op: str, name: str, given: int, values: Ints) -> None:
-    """``max_seqlen`` is not needed here; one that is given (not negative) must be true."""
-    longest = int(np.diff(values).max(initial=0))
-    if 0 <= given < longest:
-        raise ArgumentError(f"{op}: {name}={given}, but the longest document has {longest} tokens")
-
-
-def _shown(values: Ints) -> str:
-    """At most the first and the last few values."""
-    listed = values.tolist()
-    return str(listed) if len(listed) <= 8 else f"[{str(listed[:4])[1:-1]}, ..., {listed[-1]}]"
-
+from ...core.arrays import Ints
+from ...core.comm import Comm
+from ...core.layout import Layout
+from ...core.layout import layout_tables as tables
+from ...core.mask import AttnMask
+from ..arguments import ArgumentError, compares_calls
+from .lengths import has_data, on_host
 
 # Two names of layouts that are made from the call's own cu_seqlens, which a graph knows only when
 # it runs. "zigzag by document" is Layout.zigzag over the ranks. "balanced by document:4" is the

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from plan_speed import HISTOGRAM
-from speed_table import Row
 
 from customized_ops.ring_attention import AttnMask
+from speed.table import Row
 
 BLOCK = 512  # of block-causal
 

@@ -1,6 +1,6 @@
 """Tokens in another order than that of the sequence: the ops that bring them there and back.
 
-    move_tokens       from one layout to another over the ranks, as :mod:`..layout_ops` calls it
+    move_tokens       from one layout to another over the ranks, as :mod:`...layout_ops` calls it
     document_order    the order of a batch of packed documents, which an engine gives them before
                       the first layer
 
@@ -26,25 +26,19 @@ from annotations import register_op
 from annotations.binding import BoundAnnotation
 from annotations.rules import Communicates, InnerCost, Order, PartitionRule, Reorders, SplitSite
 
-from ..core.arrays import Ints
-from ..core.comm import Comm
-from ..core.comm.comm_groups import comm_by_name
-from ..core.comm.transfer_side import Dims, add
-from ..core.index_table import IndexTable
-from ..core.layout import Layout
-from ..core.layout import layout_tables as tables
-from ..core.layout.layout_arguments import shorten
-from ..core.mask import AttnMask
-from ..core.plan.exchange import Exchange, gather, relayout
-from .arguments import ArgumentError
-from .tokens import (
-    BALANCED,
-    check_cu_seqlens,
-    check_total,
-    layout_by_lengths,
-    layout_named,
-    on_host,
-)
+from ...core.arrays import Ints
+from ...core.comm import Comm
+from ...core.comm.comm_groups import comm_by_name
+from ...core.comm.transfer_side import Dims, add
+from ...core.index_table import IndexTable
+from ...core.layout import Layout
+from ...core.layout import layout_tables as tables
+from ...core.layout.layout_arguments import shorten
+from ...core.mask import AttnMask
+from ...core.plan.exchange import Exchange, gather, relayout
+from ..arguments import ArgumentError
+from .call_layouts import BALANCED, layout_by_lengths, layout_named
+from .lengths import check_cu_seqlens, check_total, on_host
 
 WHOLE = "whole"  # as a spec: every rank holds all tokens
 UNKNOWN = -1  # as a total: no engine has cut the sequence

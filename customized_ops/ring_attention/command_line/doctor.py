@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from .core.comm.symmetric import CHOICE
-from .core.kernels.choice import KERNELS, UNPROVEN, problem_of, table
+from ..core.comm.symmetric import CHOICE
+from ..core.kernels import KERNELS
+from ..core.kernels.choice import UNPROVEN
+from .kernel_listing import problem_of, table
 
 SECONDS = 20  # that nvidia-smi may take
 

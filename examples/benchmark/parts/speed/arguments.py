@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from speed_masks import masks
 
 from customized_ops.ring_attention.core.kernels import KERNELS
+from speed.masks import masks
 
 OP_TOKENS = 8192  # of the public op, at most, unless told otherwise
 

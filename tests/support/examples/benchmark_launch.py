@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "benchmark" / "attention.py"
 SMALL = ["--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "8"]
 

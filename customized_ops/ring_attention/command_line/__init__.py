@@ -1,0 +1,1 @@
+"""The commands of ``python -m customized_ops.ring_attention``, one a file."""

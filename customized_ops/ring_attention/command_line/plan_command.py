@@ -1,0 +1,237 @@
+"""The command ``plan``: what every rank moves and computes, without device or process group."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from annotations.progress import counted, stage
+
+from ..core.layout import Layout
+from ..core.mask import AttnMask
+from ..core.plan import make_plan
+from ..core.plan.report.picture import draw
+from ..core.plan.search import ASSIGNMENTS
+from ..core.report import report
+
+SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
+MOST = 1 << 28  # tokens whose sums fit a small machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add("--mask", choices=MASKS, default="causal")
+    add("--tokens", type=_positive, metavar="N", help="of the sequence; 64K and 1M are sizes, too")
+    add("--ranks", type=_positive, required=True, metavar="P")
+    known = ", ".join(LAYOUTS)
+    add("--layout", default="contiguous", help=f"{known}, or tokens per rank as N,N,...")
+    add("--chunk", type=_positive, metavar="N", help="tokens that a layout keeps together")
+    add("--heads", type=_heads, default=(32, 8), metavar="Q:KV", help="32:8 if not given")
+    add("--head-dim", type=_positive, default=128, metavar="D")
+    add("--v-dim", type=_positive, metavar="D", help="the head dim if not given")
+    add("--itemsize", type=_positive, default=2, metavar="BYTES", help="per element")
+    add("--assignment", choices=ASSIGNMENTS, default="auto", help="who computes what")
+    add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
+    add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
+    add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
+    add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
+    masks = parser.add_argument_group("options of masks")
+    add = masks.add_argument
+    add("--window", type=_reach, metavar="LEFT[,RIGHT]", help="tokens seen beside a token's own")
+    add("--documents", type=_size, metavar="N", help="varlen: so many, equally long")
+    add("--cu-seqlens", type=_sizes, metavar="0,N,...", help="varlen: where documents end")
+    add("--documents-file", type=Path, metavar="CSV", help="varlen: lengths of documents")
+    add("--causal", action=argparse.BooleanOptionalAction, help="varlen: in each document (yes)")
+    for name in ("sink", "prefix", "block", "stride", "global-tokens", "query"):
+        parameter = name.replace("-", "_")
+        takers = [m for m, make in MASKS.items() if parameter in inspect.signature(make).parameters]
+        add(f"--{name}", type=_size, metavar="N", help=", ".join(takers) or argparse.SUPPRESS)
+
+
+def plan_report(options: argparse.Namespace) -> str:
+    """Make the plan, draw it if asked to, and return its report."""
+    mask = _mask(options)
+    with stage(f"layout {options.layout}"):
+        layout = _layout(options, mask)
+    with stage("planning"):
+        plan = make_plan(
+            mask,
+            layout,
+            assignment=options.assignment,
+            stages=options.stages,
+            heads=options.heads,
+            team_size=options.team_size,
+            head_groups=options.head_groups,
+        )
+    for rank in counted(range(options.ranks), "plans of ranks"):
+        plan.rank(rank)
+    sizes = (*options.heads, options.head_dim, options.v_dim, options.itemsize)
+    if options.draw is not None:
+        draw(plan, options.draw, *sizes)
+    return report(plan, *sizes)
+
+
+def _varlen(
+    cu_seqlens: Sequence[int], causal: bool = True, window: int | tuple[int, int] = -1
+) -> AttnMask:
+    sides = (-1, -1) if window == -1 else _sides(window)
+    return AttnMask.varlen(cu_seqlens, causal=causal, window=sides)
+
+
+def _sides(window: int | tuple[int, int]) -> tuple[int, int]:
+    """One number is the tokens before a token's own; nothing after it is seen."""
+    return window if isinstance(window, tuple) else (window, 0)
+
+
+# By name: what makes a mask of n tokens. A parameter is the option of that name.
+MASKS: dict[str, Callable[..., AttnMask]] = {
+    "full": lambda n: AttnMask.dense(n),
+    "causal": lambda n: AttnMask.dense(n, causal=True),
+    "window": lambda n, window: AttnMask.dense(n, window=_sides(window)),
+    "varlen": _varlen,
+    "streaming": AttnMask.streaming,
+    "prefix_lm": AttnMask.prefix_lm,
+    "block_causal": AttnMask.block_causal,
+    "strided": AttnMask.strided,
+    "global_local": AttnMask.global_local,
+    "star": AttnMask.star,
+}
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "striped": Layout.striped,
+    "balanced": Layout.balanced,
+}
+MASK_OPTIONS = ("window", "sink", "prefix", "block", "stride", "global_tokens", "query", "causal")
+DOCUMENT_OPTIONS = ("documents", "cu_seqlens", "documents_file")
+
+
+def _mask(options: argparse.Namespace) -> AttnMask:
+    given = {name: getattr(options, name) for name in MASK_OPTIONS}
+    packed = [name for name in DOCUMENT_OPTIONS if getattr(options, name) is not None]
+    if options.mask == "varlen":
+        if len(packed) != 1:
+            raise ValueError(f"--mask varlen needs one of {_flags(DOCUMENT_OPTIONS)}")
+        return _call("--mask varlen", _varlen, {"cu_seqlens": _documents(options)}, given)
+    if packed:
+        raise ValueError(f"{_flags(packed)} is for --mask varlen, not --mask {options.mask}")
+    if options.tokens is None:
+        raise ValueError(f"--mask {options.mask} needs --tokens")
+    return _call(f"--mask {options.mask}", MASKS[options.mask], {"n": options.tokens}, given)
+
+
+def _documents(options: argparse.Namespace) -> list[int]:
+    """Cumulative lengths of the documents; of a file's, as many as --tokens has room for."""
+    tokens = options.tokens
+    if options.documents is not None:
+        if tokens is None:
+            raise ValueError("--documents needs --tokens")
+        if not 1 <= options.documents <= tokens:
+            raise ValueError(f"--documents must be from 1 to {tokens}, got {options.documents}")
+        return [n * tokens // options.documents for n in range(options.documents + 1)]
+    if options.cu_seqlens is not None:
+        if tokens not in (None, options.cu_seqlens[-1]):
+            raise ValueError(f"--cu-seqlens ends at {options.cu_seqlens[-1]}, --tokens is {tokens}")
+        return options.cu_seqlens
+    path = options.documents_file
+    words = re.split(r"[\s,]+", path.read_text().strip())
+    wrong = [word for word in words if not re.fullmatch(r"\d+", word)]
+    if wrong:
+        raise ValueError(f"{path}: lengths of documents must be integers, got {wrong[0]!r}")
+    ends = np.cumsum([0, *(int(word) for word in words)])
+    if tokens is None:
+        return ends.tolist()
+    if ends[-1] < tokens:
+        raise ValueError(f"{path} has {ends[-1]} tokens, --tokens asks for {tokens}")
+    return [*ends[ends < tokens].tolist(), tokens]
+
+
+def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
+    if options.layout not in LAYOUTS:
+        if not re.fullmatch(r"\d+[KM]?(,\d+[KM]?)*", options.layout.upper()):
+            names = ", ".join(LAYOUTS)
+            raise ValueError(f"--layout is {names}, or N,N,...; got {options.layout!r}")
+        sizes = _sizes(options.layout)
+        if len(sizes) != options.ranks or sum(sizes) != mask.q_len:
+            raise ValueError(
+                f"--layout lists {len(sizes)} sizes of {sum(sizes)} tokens in all, for "
+                f"{options.ranks} ranks and {mask.q_len} tokens"
+            )
+        return Layout.from_sizes(sizes)
+    known = {"total": mask.q_len, "mask": mask, "group_size": options.ranks}
+    make = LAYOUTS[options.layout]
+    # What other layouts call a chunk is a block of a striped layout.
+    name = "block" if "block" in inspect.signature(make).parameters else "chunk"
+    return _call(f"--layout {options.layout}", make, known, {name: options.chunk})
+
+
+def _call(what: str, make: Callable[..., Any], known: dict[str, Any], given: dict[str, Any]) -> Any:
+    """``make`` with the parameters that it has.
+
+    Args:
+        known: by parameter; not all need be taken.
+        given: options by parameter, None where not given. One that is not taken is an error.
+    Raises:
+        ValueError: an option is missing or not taken.
+    """
+    parameters = inspect.signature(make).parameters
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in {**known, **chosen}:
+            raise ValueError(f"{what} needs {_flags([name])}")
+    strange = [name for name in chosen if name not in parameters]
+    if strange:
+        takes = _flags([name for name in given if name in parameters]) or "no such option"
+        raise ValueError(f"{what} takes {takes}, not {_flags(strange)}")
+    return make(**{name: value for name, value in known.items() if name in parameters}, **chosen)
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _size(text: str) -> int:
+    """'64K' -> 65536."""
+    match = re.fullmatch(r"(-?\d+)([KM]?)", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4096, 64K or 1M")
+    size = int(match[1]) * SUFFIXES.get(match[2], 1)
+    if size > MOST:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST}, got {text}")
+    return size
+
+
+def _positive(text: str) -> int:
+    size = _size(text)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return size
+
+
+def _reach(text: str) -> int | tuple[int, int]:
+    sides = tuple(_size(side) for side in text.split(","))
+    if len(sides) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LEFT or LEFT,RIGHT")
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(size) for size in text.split(",")]
+
+
+def _heads(text: str) -> tuple[int, int]:
+    counts = [_positive(count) for count in text.split(":")]
+    if len(counts) > 2 or counts[0] % counts[-1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not Q:KV with Q a multiple of KV")
+    return counts[0], counts[-1]
+
+
+def _team(text: str) -> int | None:
+    return None if text == "auto" else _positive(text)

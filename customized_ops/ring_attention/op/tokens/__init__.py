@@ -1,0 +1,1 @@
+"""The tokens of a call: where documents end, which rank holds what, and in which order."""

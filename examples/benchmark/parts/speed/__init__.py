@@ -1,0 +1,1 @@
+"""Of the benchmark of kernels: its arguments, the masks that it measures, its table."""
