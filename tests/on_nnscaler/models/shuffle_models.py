@@ -24,8 +24,8 @@ from customized_ops.ring_attention import (
     wrap_zigzag_allgather_attn_varlen_func,
 )
 
-from .jobs import Training
-from .policies import place_of
+from ..support.jobs import Training
+from ..support.policies import place_of
 
 VOCAB, DIM, HEADS, HEAD_DIM, LENGTH = 32, 16, 2, 8, 64
 LISTED = [0, 24, LENGTH]

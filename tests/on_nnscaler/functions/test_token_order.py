@@ -9,9 +9,10 @@ import pytest
 from ranks import Pool
 
 from annotations.errors import PartitionError
-from on_nnscaler import jobs, shuffle_models
-from on_nnscaler.attention_models import calls_of
-from on_nnscaler.shuffle_models import cut_only, training
+from on_nnscaler.models import shuffle_models
+from on_nnscaler.models.attention_models import calls_of
+from on_nnscaler.models.shuffle_models import cut_only, training
+from on_nnscaler.support import jobs
 
 pytestmark = pytest.mark.nnscaler
 

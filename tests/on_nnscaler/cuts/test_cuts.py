@@ -9,9 +9,9 @@ import pytest
 from ranks import Pool
 
 from annotations.errors import PartitionError
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs, policies
-from on_nnscaler.attention_models import calls_of, groups_of, training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import calls_of, groups_of, training
+from on_nnscaler.support import jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = [pytest.mark.nnscaler, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = "tests/customized_ops/ring_attn"
 TESTS = 70
 

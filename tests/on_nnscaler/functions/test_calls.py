@@ -16,9 +16,8 @@ from annotations import parallelize
 from annotations.engines.nnscaler import OpNode
 from annotations.engines.nnscaler.sequence_policies import constraints
 from annotations.errors import PartitionError
-from on_nnscaler import attention_models as models
-from on_nnscaler import autodist, jobs, policies
-from on_nnscaler.attention_models import (
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import (
     both_kinds,
     calls_of,
     listed_lengths,
@@ -28,8 +27,9 @@ from on_nnscaler.attention_models import (
     unsupported,
     window_of_a_shape,
 )
-from on_nnscaler.call_models import packed_training, short_batch, with_both
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.models.call_models import packed_training, short_batch, with_both
+from on_nnscaler.support import autodist, jobs, policies
+from on_nnscaler.support.cpu import on_cpu
 
 pytestmark = pytest.mark.nnscaler
 

@@ -18,7 +18,7 @@ from wheels import install
 
 pytestmark = [pytest.mark.nnscaler, pytest.mark.slow]
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 TOKENS = 2048
 PREPARE = f"""
 import datasets, torch
