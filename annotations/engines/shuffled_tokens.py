@@ -129,10 +129,11 @@ class TokenOrders:
             )
         for n, (order, dim) in enumerate(zip(orders, along.inputs, strict=True)):
             if not self._agrees(order, first, dim):
+                alike = order is not None and self._agrees(order, first, order.dim)
+                what = MIXES if alike else "its operands have tokens in different orders"
                 raise order_error(
                     call.title,
-                    "its operands have tokens in different orders: "
-                    f"{_name(call.inputs[slot])} {first}, "
+                    f"{what}: {_name(call.inputs[slot])} {first}, "
                     f"{_name(call.inputs[n])} {order or 'natural'}",
                     "all operands that have the tokens in one order, through the same shuffle",
                 )

@@ -62,9 +62,6 @@ def _error(node: Any, parameter: Any, parts: Readers) -> PartitionError:
         f"a call in {node.fqn or 'the module'} is cut so that the parameter {parameter.name} "
         f"{tuple(parameter.shape)} is in {len(parts)} parts, each read by {copies} parts of the "
         "call, and nnscaler does not add up their gradients",
-        details=[
-            "expected: cuts of the call which all cut the parameter, or none of which does; or "
-            "policies that apply graph.multiref to it first"
-        ],
+        details=["expected: cuts of the call which all cut the parameter, or none of which does"],
         op=node.name,
     )

@@ -94,6 +94,7 @@ REFUSED = {
     "dense": "only attention over packed documents (cu_seqlens) takes that order",
     "twice": "zigzag by document (cu_seqlens) already",
     "convolution": "it mixes tokens",
+    "products": "it mixes tokens or depends on their places: shuffle_documents zigzag",
     "unknown op": "nothing is known of how it goes along tokens",
     "shuffled whole keys": "operands have tokens in different orders",
     "natural operand": "operands have tokens in different orders",
