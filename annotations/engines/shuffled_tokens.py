@@ -20,6 +20,8 @@ from annotations.rules import PartitionRule, Reorders
 
 MIXES = "it mixes tokens or depends on their places"
 UNKNOWN = "nothing is known of how it goes along tokens"
+_DIFFER = "its operands have tokens in different orders"
+_SAME = "all operands that have the tokens in one order, through the same shuffle"
 _UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
 
 
@@ -130,12 +132,12 @@ class TokenOrders:
         for n, (order, dim) in enumerate(zip(orders, along.inputs, strict=True)):
             if not self._agrees(order, first, dim):
                 alike = order is not None and self._agrees(order, first, order.dim)
-                what = MIXES if alike else "its operands have tokens in different orders"
+                what, expected = (MIXES, _UNDO) if alike else (_DIFFER, _SAME)
                 raise order_error(
                     call.title,
                     f"{what}: {_name(call.inputs[slot])} {first}, "
                     f"{_name(call.inputs[n])} {order or 'natural'}",
-                    "all operands that have the tokens in one order, through the same shuffle",
+                    expected,
                 )
         if along.identifier:
             self._take(call, along.identifier, first)

@@ -96,7 +96,7 @@ REFUSED = {
     "convolution": "it mixes tokens",
     "products": "it mixes tokens or depends on their places: shuffle_documents zigzag",
     "unknown op": "nothing is known of how it goes along tokens",
-    "shuffled whole keys": "operands have tokens in different orders",
+    "shuffled whole keys": "it mixes tokens or depends on their places: ",
     "natural operand": "operands have tokens in different orders",
     "returned": "the module returns",
     "unshuffled by others": "restores natural order of tokens that are zigzag by document (other)",

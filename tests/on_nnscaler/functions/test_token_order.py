@@ -109,7 +109,7 @@ REFUSED = {
     "unbound": "unbind in the module: nnscaler runs it as a Python function, without gradients",
     "by a generator": "iter in the module: nnscaler runs it as a Python function, without",
     "flipped": "flip in the module: nnscaler has no annotation for it",
-    "shuffled whole keys": "its operands have tokens in different orders",
+    "shuffled whole keys": "it mixes tokens or depends on their places: ",
     "natural operand": "its operands have tokens in different orders",
     "returned inside": "the module returns tokens",
     "slopes": "alibi_slopes do not go with rows of a layout",
