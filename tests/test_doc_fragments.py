@@ -30,6 +30,7 @@ FRAGMENTS = {
     "dist.init_process_group": "",
     "def policy(": "",
     'engine="nnscaler"': "needs CUDA and nnscaler; tests/on_nnscaler makes such calls",
+    "nnscaler_constraints.yaml": "",
     "class LossOf": "",
     '"mesh_shape": (4, 2)': "",
     "plans_without_ranks": "",
@@ -94,6 +95,12 @@ def test_a_large_model_is_planned_without_ranks(
     """With a layer in place of the 32, unless there is time."""
     run(fragment("plans_without_ranks").replace("layers=32", f"layers={layers}"))
     assert capsys.readouterr().out.startswith("plan: 8 ranks a copy")
+
+
+def test_the_constraints_of_nnscalers_planner_are_found() -> None:
+    pas_config = run(fragment("nnscaler_constraints.yaml"), pas_config={})["pas_config"]
+    text = Path(pas_config["partition_constraints_path"]).read_text()
+    assert "name: customized_ops.ring_attention.ring_attn.wrap_ring_attn_func" in text
 
 
 def test_a_loss_of_transformers_is_planned() -> None:

@@ -18,6 +18,10 @@ from typing import Any
 from annotations.errors import PartitionError
 from annotations.rules import PartitionRule, Reorders
 
+MIXES = "it mixes tokens or depends on their places"
+UNKNOWN = "nothing is known of how it goes along tokens"
+_DIFFER = "its operands have tokens in different orders"
+_SAME = "all operands that have the tokens in one order, through the same shuffle"
 _UNDO = "natural order restored before it, as by wrap_maybe_unshuffle or wrap_unshuffle_func"
 
 
@@ -79,9 +83,9 @@ class Call(ABC):
         """Where the first input has this identifier; None where it is not to be cut."""
 
     @abstractmethod
-    def along(self, slot: int, dim: Any) -> TokenDims | None:
-        """How it goes along the tokens that input ``slot`` has in ``dim``; None if it mixes them or
-        depends on their places."""
+    def along(self, slot: int, dim: Any) -> TokenDims | str:
+        """How it goes along the tokens that input ``slot`` has in ``dim``, or why it cannot, such
+        as :data:`MIXES`."""
 
     @abstractmethod
     def origin(self, name: str) -> Any:
@@ -119,21 +123,21 @@ class TokenOrders:
             return
         slot, first = known
         along = call.along(slot, first.dim)
-        if along is None:
+        if isinstance(along, str):
             raise order_error(
                 call.title,
-                "it mixes tokens or depends on their places, and those of "
-                f"{_name(call.inputs[slot])} are {first}",
+                f"{along}, and those of {_name(call.inputs[slot])} are {first}",
                 f"{_UNDO}, or an op that works token by token",
             )
         for n, (order, dim) in enumerate(zip(orders, along.inputs, strict=True)):
             if not self._agrees(order, first, dim):
+                alike = order is not None and self._agrees(order, first, order.dim)
+                what, expected = (MIXES, _UNDO) if alike else (_DIFFER, _SAME)
                 raise order_error(
                     call.title,
-                    "its operands have tokens in different orders: "
-                    f"{_name(call.inputs[slot])} {first}, "
+                    f"{what}: {_name(call.inputs[slot])} {first}, "
                     f"{_name(call.inputs[n])} {order or 'natural'}",
-                    "all operands that have the tokens in one order, through the same shuffle",
+                    expected,
                 )
         if along.identifier:
             self._take(call, along.identifier, first)

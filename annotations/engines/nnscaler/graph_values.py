@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,3 +48,16 @@ def writable(value: Any) -> Any:
 def restored(value: Any) -> Any:
     """The value from which :func:`writable` made this."""
     return from_text(value) if is_text(value) else value
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors of a value, in whatever containers."""
+    if isinstance(value, IRTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, Sequence | set) and not isinstance(value, str):
+        for each in value:
+            yield from tensors_in(each)
+    elif hasattr(value, "value") and value.value is not value:  # a constant, or what holds one
+        yield from tensors_in(value.value)

@@ -14,6 +14,7 @@ import nnscaler.policies
 from nnscaler.graph.function.dimops import IRDimops
 
 from .op_node import OpNode, planned_for, register
+from .parameters import check_parameters
 from .placement import leading
 from .sequence_policies import POLICIES, check_constraints, ranks_of_an_op
 from .shuffled_parts import ShuffledGraph
@@ -99,6 +100,7 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
         for n, part in enumerate(cut.select(ntype=OpNode)):
             part.number = n
         shuffled.mark(cut)
+        check_parameters(nnscaler.policies.get_pas_ops(cut))
     _plans.append(_table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
     _logger.info("%s", _plans[-1])
     return cut

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -121,28 +121,49 @@ def _own_constraints(cfg: Any) -> list[dict[str, Any]]:
 
 
 def check_constraints(graph: Any, cfg: Any) -> None:
-    """Refuse lengths that leave autodist no way to cut a call that the user's constraints pin.
+    """Refuse the user's constraints where they leave autodist no way to run a call of ours.
 
     Raises:
-        PartitionError: as :func:`cuts_inside`.
+        PartitionError: names the call, the constraint, and what would fit.
     """
     ranks, ours = ranks_of_an_op(cfg), graph.select(ntype=OpNode)
-    pinned = {
-        rule["name"]: rule["allowed_partition_dims"]
-        for rule in (_own_constraints(cfg) if ours else ())
-        if not rule.get("replica_allowed", True) and not rule.get("parent_module")
-    }
+    own = _own_constraints(cfg) if ours and ranks > 1 else []
     for node in ours:
+        rule = _in_force(own, node)
+        if rule is None or rule.get("replica_allowed", True):
+            continue
         names = {
             f"{index},{n}": placement.leading(dim)
             for index, shape in enumerate(node.anno.inputs())
             if not shape.ignore
             for n, dim in enumerate(shape.dims)
         }
-        allowed = [names[dim] for dim in pinned.get(node.signature, ()) if dim in names]
+        given = [str(dim).replace(" ", "") for dim in rule["allowed_partition_dims"]]
+        allowed = [names[dim] for dim in given if dim in names]
         possible = {_identifier(node, way.cut) for way in ways_of(node, ranks)}
-        if allowed and not possible.intersection(allowed):
+        if possible.intersection(allowed):
+            continue
+        if allowed and node.anno.getlen(allowed[0]) % ranks:
             raise _uneven(node, allowed[0], ranks)
+        cuts = sorted(dim for dim, name in names.items() if name in possible)
+        raise PartitionError(
+            f"a call in {node.fqn or 'the module'} cannot be cut over {ranks} ranks as its "
+            f"constraint says: replica_allowed is false, and allowed_partition_dims are {given}",
+            details=[f"expected: some of {cuts}, or replica_allowed: true"],
+            op=node.name,
+        )
+
+
+def _in_force(rules: Iterable[Mapping[str, Any]], node: OpNode) -> Mapping[str, Any] | None:
+    """Of the constraints on a call, the one that autodist takes: of the longest ``parent_module``,
+    which is looked for in the names of the classes of the modules around the call."""
+    around = ".".join(kind.__name__ for kind in node.module_stack.values())
+    found = [
+        rule
+        for rule in rules
+        if rule["name"] == node.signature and (rule.get("parent_module") or "") in around
+    ]
+    return max(found, key=lambda rule: len(rule.get("parent_module") or ""), default=None)
 
 
 def ranks_of_an_op(config: Any) -> int:

@@ -7,7 +7,7 @@ graph that is cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nnscaler.policies
@@ -18,8 +18,9 @@ from annotations.rules import PartitionRule
 
 from ..shuffled_tokens import Call, TokenDims, TokenOrder, TokenOrders, order_error
 from . import placement
-from .graph_values import on_meta, restored, traced
+from .graph_values import on_meta, restored, tensors_in, traced
 from .op_node import OpNode
+from .token_shapes import token_shapes
 
 _COPIES = ("clone", "to", "detach", "contiguous", "int", "long")  # of the same integers
 # Of a tensor, whatever order its tokens are in; where they return no tensor.
@@ -47,6 +48,7 @@ class ShuffledGraph:
         self.orders: dict[Any, str] = {}
         self.problem: PartitionError | None = None
         self.copied: dict[Any, Any] = {}  # from a copy of integers to what it was made from
+        self.items: dict[Any, Any] = {}  # by container and key, the first
         nodes = nnscaler.policies.get_pas_ops(graph)
         ours = [isinstance(node, OpNode) for node in nodes]
         for node, own in zip(nodes, ours, strict=True):
@@ -58,12 +60,19 @@ class ShuffledGraph:
             for call in calls:
                 if call.outputs or call.node.name not in _OF_SHAPES:
                     following.visit(call)
-            following.returned(tensor.parent for tensor in _tensors_in(graph.outputs()))
+            following.returned(tensor.parent for tensor in tensors_in(graph.outputs()))
         except PartitionError as error:
             self.problem = error
         for call in calls:  # also those behind the problem
             if call.shuffle is not None:
                 self.shuffles[call.outputs[0]] = call.node
+
+    def note_copy(self, node: Any, read: Sequence[Any], made: Any) -> None:
+        """Note what an op's result is a copy of: the same integers, or the same item."""
+        if node.name in _COPIES and len(read) == 1:
+            self.copied[made] = self.copied.get(read[0], read[0])
+        elif node.signature == "_operator.getitem" and isinstance(node.input(1), str | int):
+            self.copied[made] = self.items.setdefault(node.inputs(), made)
 
     def mark(self, graph: Any) -> None:
         """Mark the parts whose calls must name the order of their tokens.
@@ -76,33 +85,32 @@ class ShuffledGraph:
         """
         if not self.shuffles:
             return
-        groups: dict[Any, frozenset[tuple[int, ...]]] = {}  # by first result, who share its tokens
+        cut: dict[Any, set[int]] = {}  # by first result, the numbers of parts of its tokens
         parts = graph.select(ntype=OpNode)
         for part in parts:
-            rule = part.rule
-            cut = [site for site in part.sites() if site.group or site.identifier in rule.orders]
-            ranks = {placement.devices(part, site, part.placed) for site in cut}
-            whole = part.outputs()[0].parent
-            groups[whole] = groups.get(whole, frozenset()) | ranks
-        if self._are_cut(groups):
+            orders = part.rule.orders
+            sites = [site for site in part.sites() if site.group or site.identifier in orders]
+            numbers = {site.parts for site in sites} or {1}
+            cut.setdefault(part.outputs()[0].parent, set()).update(numbers)
+        if self._are_cut(cut):
             for part in parts:
                 part.order = self.orders.get(part.outputs()[0].parent)
 
-    def _are_cut(self, groups: Mapping[Any, frozenset[tuple[int, ...]]]) -> bool:
-        """Whether the shuffles are cut, so that attention must name their order."""
-        shuffled = {groups[whole] for whole in self.shuffles}
-        if not any(shuffled):
+    def _are_cut(self, cut: Mapping[Any, set[int]]) -> bool:
+        """Whether the shuffles are cut, so that attention must name their order: that of so many
+        parts, on whatever ranks these are."""
+        shuffled = set().union(*(cut[whole] for whole in self.shuffles))
+        if shuffled == {1}:
             return False
         if self.problem is not None:
             raise self.problem
         for whole, node in {**self.shuffles, **self.takers}.items():
-            if groups[whole] not in shuffled or len(shuffled) > 1:
-                shown = [list(map(list, sorted(g))) or "nowhere" for g in shuffled]
+            if cut[whole] != shuffled or len(shuffled) > 1:
                 raise order_error(
                     _title(node),
-                    f"tokens are shuffled over the ranks {' and '.join(map(str, shown))}, and it "
-                    f"is cut on them over {list(map(list, sorted(groups[whole]))) or 'none'}",
-                    "every shuffle, and all attention in its order, cut on 'l' over the same ranks",
+                    f"tokens are shuffled in {_listed(shuffled)} parts, and it is cut on them into "
+                    f"{_listed(cut[whole])}",
+                    "every shuffle, and all attention in its order, cut on 'l' into as many parts",
                 )
         return True
 
@@ -116,39 +124,30 @@ class _TracedCall(Call):
         if isinstance(node, OpNode):
             self.rule, self.arguments = _rule_and_arguments(node)
         tensors = [tensor for tensor in node.inputs() if isinstance(tensor, IRTensor)]
-        self.inputs = [tensor.parent for tensor in tensors]
+        rest = [x for x in node.inputs() if not isinstance(x, IRTensor)]
+        self.inputs = [x.parent for x in (*tensors, *tensors_in([rest, node.kwargs]))]
         self.outputs = [tensor.parent for tensor in node.outputs() if isinstance(tensor, IRTensor)]
-        if node.name in _COPIES and len(tensors) == 1 and self.outputs:
-            [whole] = self.inputs
-            graph.copied[self.outputs[0]] = graph.copied.get(whole, whole)
+        if self.outputs:
+            graph.note_copy(node, self.inputs, self.outputs[0])
 
     def dim_of(self, identifier: str) -> int | None:
         return _dim(self.node.anno.inputs()[0], identifier)
 
-    def along(self, slot: int, dim: int) -> TokenDims | None:
-        node, rule = self.node, self.rule
-        if getattr(node, "anno", None) is None:
-            return None
-        read = _of_tensors(node.anno.inputs(), node.inputs())
-        made = _of_tensors(node.anno.outputs(), node.outputs())
-        if read[slot].ignore:
-            return None
-        name = placement.leading(read[slot].dims[dim])
-        dims = [d for shape in (*read, *made) if not shape.ignore for d in shape.dims]
-        own = [[x for x in d.identifiers if x != "1"] for d in dims if name in d.identifiers]
-        if name == "1" or any(each != [name] for each in own):
-            return None
-        takes = rule is not None and bool(rule.orders)
-        if not (name in rule.orders if rule is not None and takes else self._is_free(name)):
-            return None
-        inputs, outputs = ([_dim(shape, name) for shape in side] for side in (read, made))
-        return TokenDims(inputs, outputs, name if takes else "")
-
-    def _is_free(self, name: str) -> bool:
-        if self.rule is not None and name in {**self.rule.communicates, **self.rule.told}:
-            return False
-        read, cuts = self.node.anno.inputs(), self.node.transform_space()
-        return any(placement.leading(read[n].dims[dim]) == name for n, dim in cuts)
+    def along(self, slot: int, dim: int) -> TokenDims | str:
+        shapes = token_shapes(self.node, self.rule)
+        if isinstance(shapes, str):
+            return shapes
+        if slot >= len(shapes.read):
+            return "nnscaler does not show how it goes along tensors in a list or by keyword"
+        taken = frozenset() if self.rule is None else frozenset(self.rule.orders)
+        name, why_not = shapes.along(slot, dim, taken)
+        if why_not:
+            return why_not
+        inputs = [_dim(shape, name) for shape in shapes.read]
+        inputs += [None] * (len(self.inputs) - len(inputs))
+        return TokenDims(
+            inputs, [_dim(shape, name) for shape in shapes.made], name if taken else ""
+        )
 
     def origin(self, name: str) -> Any:
         value = self.arguments.get(name)
@@ -173,25 +172,6 @@ def _rule_and_arguments(node: OpNode) -> tuple[PartitionRule, dict[str, Any]]:
     return record.rule, found
 
 
-def _of_tensors(shapes: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The annotation of each tensor."""
-    pairs = zip(shapes, values, strict=True)
-    return [shape for shape, value in pairs if isinstance(value, IRTensor)]
-
-
-def _tensors_in(value: Any) -> Iterator[Any]:
-    """Those of results, in whatever containers."""
-    if isinstance(value, IRTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, Sequence | set) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors_in(each)
-    elif hasattr(value, "value") and value.value is not value:  # a constant, or what holds one
-        yield from _tensors_in(value.value)
-
-
 def _dim(shape: Any, name: str) -> int | None:
     if shape.ignore:
         return None
@@ -201,3 +181,7 @@ def _dim(shape: Any, name: str) -> int | None:
 
 def _title(node: Any) -> str:
     return f"{node.name} in {getattr(node, 'fqn', '') or 'the module'}"
+
+
+def _listed(numbers: set[int]) -> str:
+    return " and ".join(map(str, sorted(numbers)))

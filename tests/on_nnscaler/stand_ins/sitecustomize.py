@@ -24,7 +24,7 @@ from nnscaler.graph.tracer.concrete_proxy import ConcreteProxy
 from nnscaler.graph.tracer.trace_strategy import TRACE_STRATEGY
 
 from annotations.codegen.public_call import declare_call, declared_calls, qualified
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.support.cpu import on_cpu
 
 THEIRS, OURS = "nnscaler.customized_ops.ring_attention", "customized_ops.ring_attention"
 GPUS = 4

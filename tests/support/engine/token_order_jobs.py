@@ -80,6 +80,10 @@ class Shuffling(nn.Module):
             x = wrap_maybe_shuffle(x, cu)
         if self.form == "convolution":
             x = self.conv(x.T[None])[0].T
+        if self.form == "products":
+            x = (x @ x.transpose(0, 1)).softmax(-1) @ x
+        if self.form == "unknown op":
+            x = torch.renorm(x, 2, 1, 1.0)
         if self.form == "natural operand":
             x = x + natural
         for n in range(2):

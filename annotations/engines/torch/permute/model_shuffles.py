@@ -18,7 +18,7 @@ from torch.fx import Node
 from annotations.binding import BoundAnnotation
 from annotations.registry import record_of
 
-from ...shuffled_tokens import Call, TokenDims, TokenOrder, TokenOrders
+from ...shuffled_tokens import MIXES, UNKNOWN, Call, TokenDims, TokenOrder, TokenOrders
 from ..capture.capture import Captured
 from ..capture.nodes import (
     is_getitem,
@@ -31,7 +31,7 @@ from ..capture.nodes import (
 )
 from ..strategies.aten import bound_of
 from .permuted_graph import set_arguments
-from .token_axes import SequenceDim, along, along_dim
+from .token_axes import SequenceDim, along, along_dim, is_known
 
 _SEQUENCES = ("l", "lq")  # of tokens, as annotated ops call them
 
@@ -120,7 +120,7 @@ class _NodeCall(Call):
         [dim] = (x for x in along_dim(self.node, bound, identifier).inputs if x is not None)
         return dim, bound.sizes[identifier]
 
-    def along(self, slot: int, dim: tuple[SequenceDim, int]) -> TokenDims | None:
+    def along(self, slot: int, dim: tuple[SequenceDim, int]) -> TokenDims | str:
         here, length = dim
         identifier = ""
         if self.takes_an_order:
@@ -132,7 +132,7 @@ class _NodeCall(Call):
         else:
             way = along(self.node, here, length, slot=slot)
         if way is None or way.inputs[slot] != here:
-            return None
+            return MIXES if is_known(self.node) else UNKNOWN
         sources = zip(way.inputs, tensor_inputs(self.node), strict=True)
         inputs = [None if each is None or _is_uniform(x) else (each, length) for each, x in sources]
         outputs = [None if each is None else (each, length) for each in way.outputs]

@@ -87,6 +87,11 @@ def along(
     return None
 
 
+def is_known(node: Node) -> bool:
+    """Whether it is known how an op goes along its dims, whatever they are."""
+    return name_of(node) in _VIEWS or bound_of(node) is not None
+
+
 def _along(axis: Axis, at: SequenceDim) -> Along:
     inputs, outputs = (
         tuple(None if dim is None else replace(at, dim=dim) for dim in dims)

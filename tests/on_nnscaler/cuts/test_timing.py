@@ -13,10 +13,10 @@ from annotations.engines.nnscaler.timing import example_inputs, timed
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.core.kernels import KERNELS, ForwardOperands, Kernel
 from customized_ops.ring_attention.core.mask.slices import areas
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs, policies
-from on_nnscaler.attention_models import training
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import training
+from on_nnscaler.support import jobs, policies
+from on_nnscaler.support.cpu import on_cpu
 
 pytestmark = pytest.mark.nnscaler
 

@@ -13,12 +13,12 @@ import annotate_an_op
 import pytest
 from ranks import Pool
 
-from on_nnscaler import autodist, example_llama, jobs
-from on_nnscaler.jobs import Training
+from on_nnscaler.support import autodist, example_llama, jobs
+from on_nnscaler.support.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("policy", ["cp", "cp_follow"])
@@ -36,7 +36,7 @@ def test_two_ranks(two_ranks: Pool, tmp_path: Path, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["cp_follow", "cp"])
 def test_an_op_of_a_script(tmp_path: Path, policy: str) -> None:
-    script = Path(__file__).parent / "script.py"
+    script = Path(__file__).parents[1] / "programs" / "own_op.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ours = (str(ROOT / folder) for folder in ("", "tests", "examples"))
     path = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])

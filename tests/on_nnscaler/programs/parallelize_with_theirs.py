@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from nnscaler.policies import OpPartition, OpPlan, get_pas_ops
 
-from on_nnscaler import shuffle_models
-from on_nnscaler.cpu import on_cpu
-from on_nnscaler.policies import place_of
+from on_nnscaler.models import shuffle_models
+from on_nnscaler.support.cpu import on_cpu
+from on_nnscaler.support.policies import place_of
 
 OURS = ("shuffle", "_attn_")
 

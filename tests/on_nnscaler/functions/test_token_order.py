@@ -9,9 +9,10 @@ import pytest
 from ranks import Pool
 
 from annotations.errors import PartitionError
-from on_nnscaler import jobs, shuffle_models
-from on_nnscaler.attention_models import calls_of
-from on_nnscaler.shuffle_models import cut_only, training
+from on_nnscaler.models import shuffle_models
+from on_nnscaler.models.attention_models import calls_of
+from on_nnscaler.models.shuffle_models import cut_only, training
+from on_nnscaler.support import jobs
 
 pytestmark = pytest.mark.nnscaler
 
@@ -45,11 +46,15 @@ def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    ["copied documents", "listed documents", "streaming", "tokens", "shapes"],
+    [
+        *("copied documents", "listed documents", "streaming", "tokens", "shapes"),
+        *("uncut", "shuffled labels"),
+    ],
 )
 def test_in_other_words(two_ranks: Pool, form: str) -> None:
     """Lengths that are copied or a list, one argument for the lengths of q and k, shuffled
-    integers, which the next op takes for indices, and shapes that are read, not known."""
+    integers, which the next op takes for indices, shapes that are read, not known, ops that
+    nnscaler does not cut, and a loss over tokens in that order."""
     job = training(form)
     jobs.assert_equals_alone(two_ranks.run(jobs.train, job), job)
 
@@ -68,6 +73,25 @@ def test_four_ranks(four_ranks: Pool) -> None:
     jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)
 
 
+def test_a_shuffle_in_one_stage_and_its_partner_in_the_next(four_ranks: Pool) -> None:
+    pipeline = {"pipeline_nmicros": 2, "pipeline_scheduler": "1f1b"}
+    job = training(
+        policy=shuffle_models.in_two_stages,
+        plan=4,
+        micro_batches=2,
+        end2end=True,
+        config={"pas_config": pipeline},
+    )
+    ranks = four_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for n, rank in enumerate(ranks):
+        group = f"process_group={[0, 1] if n < 2 else [2, 3]}"
+        for call in calls_of(rank.code):
+            assert group in call and "layout_by_document(" in call
+        shuffles = "wrap_maybe_shuffle(" in rank.code, "wrap_maybe_unshuffle(" in rank.code
+        assert shuffles == (n < 2, n >= 2)
+
+
 def test_shuffles_that_are_not_cut(two_ranks: Pool) -> None:
     """They are the identity, so attention that is cut is told nothing."""
     job = training(policy=partial(cut_only, name="_attn"))
@@ -81,12 +105,15 @@ def test_shuffles_that_are_not_cut(two_ranks: Pool) -> None:
 REFUSED = {
     "dense": "only attention over packed documents (cu_seqlens) takes that order",
     "other documents": "cu_seqlens_q is another tensor",
-    "cumulative": "it mixes tokens",
-    "shuffled whole keys": "its operands have tokens in different orders",
+    "cumulative": "nnscaler does not cut it on its tokens: it may mix them or depend on",
+    "unbound": "unbind in the module: nnscaler runs it as a Python function, without gradients",
+    "by a generator": "iter in the module: nnscaler runs it as a Python function, without",
+    "flipped": "flip in the module: nnscaler has no annotation for it",
+    "shuffled whole keys": "it mixes tokens or depends on their places: ",
     "natural operand": "its operands have tokens in different orders",
     "returned inside": "the module returns tokens",
     "slopes": "alibi_slopes do not go with rows of a layout",
-    "to zigzag, natural labels": "it mixes tokens or depends on their places",
+    "to zigzag, natural labels": "its operands have tokens in different orders",
 }
 
 
@@ -105,6 +132,6 @@ def test_a_layout_of_ranks_is_refused(tmp_path: Any) -> None:
 
 
 def test_attention_that_is_not_cut_like_its_shuffle(tmp_path: Any) -> None:
-    with pytest.raises(PartitionError, match="tokens are shuffled over the ranks"):
+    with pytest.raises(PartitionError, match="tokens are shuffled in 2 parts, and it is cut"):
         job = shuffle_models.training(policy=partial(cut_only, name="shuffle"))
         jobs.generate(job, tmp_path, ranks=2)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ranks import Pool
 
-from on_nnscaler import jobs, models, policies
-from on_nnscaler.jobs import Training
+from on_nnscaler.models import plain_models as models
+from on_nnscaler.support import jobs, policies
+from on_nnscaler.support.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ranks import Pool
 
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs, policies
-from on_nnscaler.attention_models import calls_of, groups_of, training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import calls_of, groups_of, training
+from on_nnscaler.support import jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 

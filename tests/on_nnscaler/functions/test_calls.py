@@ -16,9 +16,8 @@ from annotations import parallelize
 from annotations.engines.nnscaler import OpNode
 from annotations.engines.nnscaler.sequence_policies import constraints
 from annotations.errors import PartitionError
-from on_nnscaler import attention_models as models
-from on_nnscaler import autodist, jobs, policies
-from on_nnscaler.attention_models import (
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import (
     both_kinds,
     calls_of,
     listed_lengths,
@@ -28,8 +27,9 @@ from on_nnscaler.attention_models import (
     unsupported,
     window_of_a_shape,
 )
-from on_nnscaler.call_models import packed_training, short_batch, with_both
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.models.call_models import packed_training, short_batch, with_both
+from on_nnscaler.support import autodist, jobs, policies
+from on_nnscaler.support.cpu import on_cpu
 
 pytestmark = pytest.mark.nnscaler
 
@@ -89,6 +89,36 @@ def test_a_length_that_does_not_divide_under_autodist(tmp_path: Path) -> None:
         assert str(raised.value).startswith(
             "wrap_ring_attn_func: a call in layers.0 cannot be cut on 'l' over 3 ranks: 'l' = 16, "
         )
+
+
+SEQUENCE = {"allowed": [(0, 1)]}
+ELSEWHERE = {"module": "Elsewhere", "allowed": [(0, 2)]}
+FITS_NOT = "cannot be cut on 'l' over 3 ranks: 'l' = 16, and nnscaler cuts into equal parts"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([{"module": "Attention", **SEQUENCE}], FITS_NOT),
+        ([{"module": "Attent", **SEQUENCE}, ELSEWHERE], FITS_NOT),
+        ([{"module": "Attention", "allowed": []}], "allowed_partition_dims are []"),
+        ([{"allowed": []}], "allowed_partition_dims are []"),
+        ([{"allowed": [(7, 7)]}], "allowed_partition_dims are ['7,7']"),
+    ],
+)
+def test_constraints_that_leave_no_way(
+    tmp_path: Path, rules: list[dict[str, Any]], said: str
+) -> None:
+    """Of those of a part of the model, and of those that allow nothing at all."""
+    name = "customized_ops.ring_attention.ring_attn.wrap_ring_attn_func"
+    path = Path(autodist.constraints(tmp_path, *({"op": name, **rule} for rule in rules)))
+    path.write_text(path.read_text().replace("replica_allowed: true", "replica_allowed: false"))
+    settings = autodist.settings(tmp_path, partition_constraints_path=str(path))
+    job = training(models.ring, "autodist", plan=3, config={"pas_config": settings})
+    with pytest.raises(PartitionError) as raised:
+        jobs.generate(job, tmp_path / "code", ranks=3)
+    assert str(raised.value).startswith("wrap_ring_attn_func: a call in layers.0 cannot be cut")
+    assert said in str(raised.value) and "expected: " in str(raised.value)
 
 
 def test_constraints_cannot_tell_packed_calls(tmp_path: Path) -> None:

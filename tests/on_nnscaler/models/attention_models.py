@@ -30,7 +30,7 @@ from customized_ops.ring_attention import (
     wrap_zigzag_attn_func,
 )
 
-from .jobs import Training
+from ..support.jobs import Training
 
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 32, 16, 4, 2, 8, 16
 

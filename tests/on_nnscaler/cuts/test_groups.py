@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ranks import Pool
 
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs, late
-from on_nnscaler.attention_models import groups_of, training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import groups_of, training
+from on_nnscaler.support import jobs, late
 
 pytestmark = pytest.mark.nnscaler
 

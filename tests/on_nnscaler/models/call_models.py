@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from customized_ops import ring_attention
 from customized_ops.chunk_linear_cross_entropy import chunk_linear_cross_entropy
-from on_nnscaler import attention_models as models
-from on_nnscaler import helper_calls, jobs
-from on_nnscaler.attention_models import training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models import helper_calls
+from on_nnscaler.models.attention_models import training
+from on_nnscaler.support import jobs
 
 
 def packed_training(attend: Any, policy: Any = "cp_follow", **further: Any) -> jobs.Training:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from ranks import Pool
 
-from on_nnscaler import autodist, jobs, loss_models, policies
+from on_nnscaler.models import loss_models
+from on_nnscaler.support import autodist, jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 

@@ -12,8 +12,8 @@ from group_norm import ALONG_L, mean
 from torch import Tensor, nn
 
 from annotations import PartitionRule, register_op
-from on_nnscaler import autodist, jobs
-from on_nnscaler.jobs import Training
+from on_nnscaler.support import autodist, jobs
+from on_nnscaler.support.jobs import Training
 
 
 @register_op(

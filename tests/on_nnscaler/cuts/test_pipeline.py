@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from ranks import Pool
 
-from on_nnscaler import attention_models, jobs, models, policies
-from on_nnscaler.jobs import Training
+from on_nnscaler.models import attention_models
+from on_nnscaler.models import plain_models as models
+from on_nnscaler.support import jobs, policies
+from on_nnscaler.support.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
 

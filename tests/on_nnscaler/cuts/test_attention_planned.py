@@ -19,9 +19,9 @@ import yaml
 from ranks import Pool
 
 from annotations.engines.nnscaler.sequence_policies import constraints
-from on_nnscaler import attention_models as models
-from on_nnscaler import autodist, jobs, policies
-from on_nnscaler.attention_models import groups_of, training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import groups_of, training
+from on_nnscaler.support import autodist, jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 
@@ -68,7 +68,7 @@ def save_and_replicate(path: Path, graph: Any, config: Any) -> Any:
 TIME_IN_A_NEW_PROCESS = """
 import dill, queue, sys
 from nnscaler.autodist.cost_database import _profile_graph
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.support.cpu import on_cpu
 
 results = queue.Queue()
 with on_cpu(True), open(sys.argv[1], "rb") as file:
@@ -83,7 +83,7 @@ def test_timing_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "comp").mkdir()
     policy = partial(save_and_replicate, tmp_path / "graph")
     jobs.generate(training(models.ring, policy, plan=2), tmp_path / "code", ranks=2)
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     folders = map(str, [tests.parent, tests, tests / "support"])  # those of conftest.py
     done = subprocess.run(
         [sys.executable, "-c", TIME_IN_A_NEW_PROCESS, tmp_path / "graph", tmp_path / "comp"],

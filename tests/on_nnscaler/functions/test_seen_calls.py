@@ -11,9 +11,10 @@ import pytest
 from ranks import Pool
 
 from annotations.errors import PartitionError
-from on_nnscaler import autodist, call_models, jobs
-from on_nnscaler.attention_models import calls_of, training
-from on_nnscaler.call_models import packed_training
+from on_nnscaler.models import call_models
+from on_nnscaler.models.attention_models import calls_of, training
+from on_nnscaler.models.call_models import packed_training
+from on_nnscaler.support import autodist, jobs
 
 pytestmark = pytest.mark.nnscaler
 

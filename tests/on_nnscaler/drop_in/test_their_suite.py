@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = [pytest.mark.nnscaler, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = "tests/customized_ops/ring_attn"
 TESTS = 70
 
@@ -49,10 +49,15 @@ def suite(tmp_path: Path) -> Path:
 def test_all_pass(suite: Path) -> None:
     stand_ins = ROOT / "tests" / "on_nnscaler" / "stand_ins"
     path = [stand_ins, ROOT, ROOT / "tests", suite]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": "0",  # a free one, so that two runs do not meet
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", FOLDER, "-q", "-x", "-p", "no:cacheprovider"],
         cwd=suite,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )

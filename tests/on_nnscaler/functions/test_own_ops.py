@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from ranks import Pool
 
-from on_nnscaler import autodist, jobs, models, own_ops, policies
+from on_nnscaler.models import own_ops
+from on_nnscaler.models import plain_models as models
+from on_nnscaler.support import autodist, jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 

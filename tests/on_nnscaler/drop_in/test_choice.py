@@ -13,8 +13,8 @@ import torch
 from annotations import ComputeConfig, parallelize
 from annotations.engines import nnscaler as engine
 from annotations.engines.config import as_own
-from on_nnscaler import models
-from on_nnscaler.cpu import on_cpu
+from on_nnscaler.models import plain_models as models
+from on_nnscaler.support.cpu import on_cpu
 
 pytestmark = pytest.mark.nnscaler
 

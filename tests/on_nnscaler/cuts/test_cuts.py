@@ -9,9 +9,9 @@ import pytest
 from ranks import Pool
 
 from annotations.errors import PartitionError
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs, policies
-from on_nnscaler.attention_models import calls_of, groups_of, training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import calls_of, groups_of, training
+from on_nnscaler.support import jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 
@@ -188,3 +188,20 @@ def test_parts_that_adapters_would_swap(
         jobs.generate(job, tmp_path, ranks=4)
     said = str(raised.value)
     assert lying in said and "nnscaler's adapters would swap" in said, said
+
+
+@pytest.mark.parametrize("other", ["b", "l"])
+def test_a_parameter_that_is_part_cut_part_copied(tmp_path: Any, other: str) -> None:
+    """Sinks are cut with the heads, and each part of them is read on both parts of the batch."""
+    for cuts in ([("g", 2), (other, 2)], [(other, 2), ("g", 2)]):
+        with pytest.raises(PartitionError) as raised:
+            jobs.generate(cut(models.ring_with_everything, *cuts, plan=4), tmp_path, ranks=4)
+        said = str(raised.value)
+        assert said.startswith("wrap_ring_attn_func: a call in layers.0 is cut so that the"), said
+        assert "sink (4,) is in 2 parts, each read by 2 parts of the call" in said, said
+
+
+def test_a_parameter_that_is_cut_and_its_call_copied(four_ranks: Pool) -> None:
+    """Copies of a part have whole gradients, which nnscaler need not add up."""
+    job = cut(models.ring_with_everything, ("g", 2), ("", 2), plan=4)
+    jobs.assert_equals_alone(four_ranks.run(jobs.train, job), job)

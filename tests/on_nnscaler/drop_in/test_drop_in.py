@@ -11,13 +11,13 @@ import pytest
 
 pytestmark = pytest.mark.nnscaler
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("form", ["plain", "whole keys"])
 def test_equals_one_process(tmp_path: Path, form: str) -> None:
     """Tokens are shuffled, and attention follows their order."""
-    script = ROOT / "tests" / "on_nnscaler" / "drop_in.py"
+    script = ROOT / "tests" / "on_nnscaler" / "programs" / "parallelize_with_theirs.py"
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support")))
     done = subprocess.run(
         [

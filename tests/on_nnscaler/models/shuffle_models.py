@@ -24,12 +24,47 @@ from customized_ops.ring_attention import (
     wrap_zigzag_allgather_attn_varlen_func,
 )
 
-from .jobs import Training
-from .policies import place_of
+from ..support.jobs import Training
+from ..support.policies import place_of
 
 VOCAB, DIM, HEADS, HEAD_DIM, LENGTH = 32, 16, 2, 8, 64
+IGNORED = 5  # of the targets
 LISTED = [0, 24, LENGTH]
 OWN_LAYOUT = Layout.zigzag(LENGTH, 2)
+
+
+def uncut(x: Tensor) -> Tensor:
+    """Through ops that nnscaler runs whole: no order matters to them."""
+    y = F.rms_norm(x, (DIM,))
+    return torch.expm1(torch.square(y) * 0.1).t().contiguous().t()
+
+
+def by_generator(x: Tensor) -> Tensor:
+    first, second = (half * 2 for half in x.chunk(2, 1))
+    return torch.cat([first, second], 1)
+
+
+def cumulative(x: Tensor) -> Tensor:
+    return torch.cumsum(x, 0)
+
+
+def unbound(x: Tensor) -> Tensor:
+    first, second = x.view(LENGTH, 2, DIM // 2).unbind(1)
+    return torch.cat([first, second], 1)
+
+
+def flipped(x: Tensor) -> Tensor:
+    return torch.flip(x, (1,))
+
+
+# What becomes of the tokens between the shuffles.
+BETWEEN = {
+    "uncut": uncut,
+    "cumulative": cumulative,
+    "unbound": unbound,
+    "by a generator": by_generator,
+    "flipped": flipped,
+}
 
 
 class Shuffling(nn.Module):
@@ -84,8 +119,8 @@ class Shuffling(nn.Module):
             x = wrap_shuffle_func(natural.unsqueeze(0), "zigzag").squeeze(0)
         else:
             x = wrap_maybe_shuffle(natural, LISTED if self.form == "listed documents" else cu)
-        if self.form == "cumulative":
-            x = torch.cumsum(x, 0)
+        if self.form in BETWEEN:
+            x = BETWEEN[self.form](x)
         if self.form == "natural operand":
             x = x + natural
         for _ in range(2):
@@ -98,6 +133,9 @@ class Shuffling(nn.Module):
             x = x + F.gelu(self.o(out)) * 0.5
         if self.form == "returned inside":
             return {"states": [x]}
+        if self.form == "shuffled labels":
+            targets = wrap_maybe_shuffle(sample["targets"], sample["cu_seqlens"])
+            return F.cross_entropy(self.head(x), targets, ignore_index=IGNORED)
         if not zigzag:
             x = wrap_maybe_unshuffle(x, LISTED if self.form == "listed documents" else cu)
         elif "natural labels" not in self.form:
@@ -120,8 +158,10 @@ def batch(seed: int) -> dict[str, dict[str, Tensor]]:
     return {"sample": {"tokens": tokens, "targets": targets, "cu_seqlens": cu, "other": other}}
 
 
-def training(form: str = "plain", policy: Any = "cp_follow", plan: int = 2) -> Training:
-    return Training(partial(_model, form), batch, policy, plan)
+def training(
+    form: str = "plain", policy: Any = "cp_follow", plan: int = 2, **further: Any
+) -> Training:
+    return Training(partial(_model, form), batch, policy, plan, **further)
 
 
 def cut_only(graph: Any, config: Any, name: str) -> Iterator[Any]:
@@ -130,3 +170,15 @@ def cut_only(graph: Any, config: Any, name: str) -> Iterator[Any]:
         if name in node.name:
             tokens = "lq" if "allgather" in node.name else "l"
             yield OpPlan(node, partition=OpPartition(*place_of(node, tokens)))
+
+
+def in_two_stages(graph: Any, config: Any) -> Iterator[Any]:
+    """A policy: ours are cut on the sequence, and the second layer begins the second stage."""
+    norms = 0
+    for node in get_pas_ops(graph):
+        norms += node.fqn == "norm"
+        begins = norms == 2 and node.fqn == "norm"
+        ours = "_maybe_" in node.name or "_attn" in node.name
+        cut = OpPartition(*place_of(node, "l")) if ours else None
+        if cut or begins:
+            yield OpPlan(node, partition=cut, stage_id=1 if begins else -1)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from ranks import Pool
 
-from on_nnscaler import autodist, jobs, models
-from on_nnscaler.jobs import Training
+from on_nnscaler.models import plain_models as models
+from on_nnscaler.support import autodist, jobs
+from on_nnscaler.support.jobs import Training
 
 pytestmark = pytest.mark.nnscaler
 

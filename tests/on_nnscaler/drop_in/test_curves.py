@@ -9,7 +9,7 @@ import torch
 from llama import LlamaConfig
 from ranks import Pool
 
-from on_nnscaler import curves
+from on_nnscaler.support import curves
 
 pytestmark = pytest.mark.nnscaler
 

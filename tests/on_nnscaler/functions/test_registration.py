@@ -17,9 +17,9 @@ import customized_ops.ring_attention as public
 from annotations.codegen.public_call import declared_calls, qualified
 from annotations.engines import nnscaler as engine
 from customized_ops.ring_attention.core.kernels import KERNELS
-from on_nnscaler import attention_models as models
-from on_nnscaler import jobs
-from on_nnscaler.attention_models import training
+from on_nnscaler.models import attention_models as models
+from on_nnscaler.models.attention_models import training
+from on_nnscaler.support import jobs
 
 pytestmark = pytest.mark.nnscaler
 
