@@ -120,6 +120,16 @@ class LayoutValue:
         pieces.setflags(write=False)
         return pieces
 
+    @cached_property
+    def pieces_by_holder(self) -> Ints:
+        """int64[n]: rank * n + number of each of the n :attr:`pieces`, rising."""
+        count = len(self.pieces)
+        return np.sort(self.pieces[:, 0] * count + np.arange(count))
+
+    def places(self, rank: int) -> Ints:
+        """int64[m, 3]: start, stop and offset of the rank's :attr:`pieces`, by start."""
+        return self.pieces[self.pieces[:, 0] == rank, 1:]
+
     def _own(self, rank: int) -> Ints:
         """int64[n, 2]: the rank's ranges."""
         if not 0 <= rank < self.group_size:
