@@ -88,7 +88,7 @@ class LayoutValue:
     @cached_property
     def spec(self) -> str:
         """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_arguments`)."""
-        return self.given_spec or write_ranges(self.ranges)
+        return self.given_spec or write_ranges(self.table, self.group_size)
 
     @cached_property
     def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
