@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Ints
 from .documents import DocumentAreas, Weighted, area_of_ranges
-from .layout_tables import even_bounds, in_order, joined
+from .layout_tables import even_bounds, in_order
 from .split_documents import split_documents
 from .whole_documents import AS_EVEN, whole_documents
 
@@ -22,14 +22,12 @@ ENOUGH = 1.05
 
 class DocumentAssignment(NamedTuple):
     """Documents on ranks: int64[n, 3] ranges of tokens (rank, start, stop), by rank, each rank's
-    parts of split documents first; the area of the rank with the most over the mean; whether it is
-    no use to look for a better assignment; and whether all tokens are in order, as many as can be
-    on the first ranks."""
+    parts of split documents first; the area of the rank with the most over the mean; and whether
+    it is no use to look for a better assignment."""
 
     table: Ints
     imbalance: float
     good: bool
-    in_order: bool
 
 
 def assign_documents(weighted: Weighted, total: int, group_size: int) -> DocumentAssignment | None:
@@ -47,21 +45,15 @@ def assign_documents(weighted: Weighted, total: int, group_size: int) -> Documen
     sizes = np.diff(bounds)
     mean_pairs = documents.area.sum() / (group_size * sum(weight for _, weight in weighted))
     enough = [max(AS_EVEN, 1 + CALL_PAIRS / mean_pairs), AS_EVEN]
-    contiguous = in_order(bounds)
-
-    def assignment(table: Ints, limit: float) -> DocumentAssignment:
-        imbalance = _imbalance(weighted, table, group_size)
-        table = joined(table)
-        is_contiguous = np.array_equal(table, joined(contiguous))
-        return DocumentAssignment(table, imbalance, imbalance <= limit, is_contiguous)
-
     for table, limit in zip(
-        [whole_documents(documents, sizes, enough[0]), contiguous], enough, strict=True
+        [whole_documents(documents, sizes, enough[0]), in_order(bounds)], enough, strict=True
     ):
-        if table is not None and (found := assignment(table, limit)).good:
-            return found
+        if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= limit:
+            return DocumentAssignment(table, imbalance, True)
+    table = split_documents(documents, sizes)
+    imbalance = _imbalance(weighted, table, group_size)
     several = len(documents.area) > 1
-    return assignment(split_documents(documents, sizes), ENOUGH if several else AS_EVEN)
+    return DocumentAssignment(table, imbalance, imbalance <= (ENOUGH if several else AS_EVEN))
 
 
 def _imbalance(weighted: Weighted, table: Ints, group_size: int) -> float:

@@ -156,7 +156,9 @@ def _place_sparse(
     heapq.heapify(lacking)
     lengths, densities = tokens[sparse], density[sparse]
     waiting = list(
-        zip((-lengths).tolist(), sparse.tolist(), [0] * len(sparse), densities.tolist(), strict=True)
+        zip(
+            (-lengths).tolist(), sparse.tolist(), [0] * len(sparse), densities.tolist(), strict=True
+        )
     )
     heapq.heapify(waiting)
     while waiting:
@@ -185,7 +187,15 @@ def _cut_line(
 ) -> list[float]:
     """Step 4; returns the density of what each rank took, infinite where it took nothing."""
     taken, area = [0] * len(in_order), [0.0] * len(in_order)
-    left = list(zip(line.tolist(), [0] * len(line), tokens[line].tolist(), density[line].tolist(), strict=True))
+    left = list(
+        zip(
+            line.tolist(),
+            [0] * len(line),
+            tokens[line].tolist(),
+            density[line].tolist(),
+            strict=True,
+        )
+    )
     left.reverse()
     for rank in in_order.tolist():
         while ranks.room[rank] > 0 and left:

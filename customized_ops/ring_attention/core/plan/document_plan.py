@@ -25,7 +25,7 @@ CALLS = 4
 # Work is given away, or heads are split, where that leaves no more of the time.
 WORTH = 0.985
 # What a plan may take for evenly loaded kernels to be what it is about.
-GOOD = 1.25
+GOOD = 1.5
 # Sizes of teams that are tried until links are as fast as kernels; the first mostly are.
 TRIED = 3
 # Of the keys that a construction would send, what it sends at the least: fewer ranks than expected
@@ -59,7 +59,9 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
 def is_good(plan: PlanValue, rates: Rates) -> bool:
     """Whether a plan takes little more than evenly loaded kernels, started in a few calls."""
     calls = (CALLS - 1) * rates.costs.call_seconds
-    least = sum(max(each, calls) for each in rates.attend_seconds(plan.area.mean() / plan.team_size))
+    least = sum(
+        max(each, calls) for each in rates.attend_seconds(plan.area.mean() / plan.team_size)
+    )
     return rates.seconds(plan) <= GOOD * least
 
 

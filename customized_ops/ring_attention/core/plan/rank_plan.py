@@ -198,14 +198,15 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     places (stripes) their number would be rows times keys."""
     tiles = keys[:, :OFFSET]
     first, last = touched(parts[:, K0], parts[:, K1], tiles)
+    if (last <= first + 1).all():
+        return _at_places(parts, keys, first, last)
     whole0 = np.maximum(parts[:, K0], parts[:, Q1] - 1 + parts[:, LO])
     whole1 = np.minimum(parts[:, K1], parts[:, Q0] + parts[:, HI] + 1)
     core0 = np.minimum(np.maximum(keys[:, START].searchsorted(whole0), first), last)
     core1 = keys[:, STOP].searchsorted(whole1, side="right")
     core1 = np.minimum(np.maximum(core1, core0), last)
-    x, place = spread(np.concatenate([first, core1]), np.concatenate([core0, last]))
-    edges = clip_each(parts[x % len(parts)], tiles[place], K0)
-    cut = [_moved(edges, k_by=keys[place, OFFSET] - keys[place, START])]
+    edges = np.concatenate([first, core1]), np.concatenate([core0, last])
+    cut = [_at_places(np.concatenate([parts, parts]), keys, *edges)]
     # Runs of places that are neighbours in the buffer.
     length = keys[:, STOP] - keys[:, START]
     heads, lasts = runs(keys[1:, OFFSET] != (keys[:, OFFSET] + length)[:-1], len(keys))
@@ -220,6 +221,13 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     q0, q1 = parts[x, Q0], parts[x, Q1]
     cut.append(columns(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0))
     return np.concatenate(cut)
+
+
+def _at_places(parts: Slices, keys: Ints, first: Ints, last: Ints) -> Slices:
+    """Each of ``parts`` cut at its places of keys, first .. last - 1, and in their positions."""
+    x, place = spread(first, last)
+    cut = clip_each(parts[x], keys[place, :OFFSET], K0)
+    return _moved(cut, k_by=keys[place, OFFSET] - keys[place, START])
 
 
 def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:

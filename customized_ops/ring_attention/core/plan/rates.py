@@ -65,7 +65,9 @@ class Rates:
     def least_seconds(self, plan: PlanValue) -> float:
         """Of a plan about, whatever moves: of kernels, started in one call."""
         call = self.costs.call_seconds
-        return sum(max(each, call) for each in self.attend_seconds(plan.area.max() / plan.team_size))
+        return sum(
+            max(each, call) for each in self.attend_seconds(plan.area.max() / plan.team_size)
+        )
 
     def attend_seconds(self, pairs: float) -> tuple[float, float]:
         """Of kernels over so many pairs of all heads, forward and backward."""

@@ -19,29 +19,27 @@ def join(slices: Slices) -> Slices:
     They do not become a single diagonal: documents of one token look like that, and they go with
     any other documents as they are.
     """
-    if _are_apart(slices):
-        return slices
     unchanged = 0
     for along in cycle(DIRECTIONS):
         joined = _join_along(along, slices)
         unchanged = unchanged + 1 if len(joined) == len(slices) else 1
         slices = joined
-        if unchanged == len(DIRECTIONS):
+        if unchanged == len(DIRECTIONS) or _are_apart(slices):
             break
     return slices
 
 
 def _are_apart(slices: Slices) -> bool:
-    """Whether no two slices have a row or a key in common, as those of documents; and they are in
-    order. From one row of a slice to the next its keys start and stop at the same ones or at those
-    after them, so that the union of two such is no slice but a single diagonal."""
-    stops, starts = slices[:-1, [Q1, K1]], slices[1:, [Q0, K0]]
-    return bool((stops <= starts).all())
+    """Whether no two slices have a row or a key in common and their keys are in order of their
+    rows, as those of documents. From one row of a slice to the next its keys start and stop at the
+    same ones or at those after them, so the union of two such is no slice but a single diagonal."""
+    slices = slices[slices[:, Q0].argsort()]
+    return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
 
 
 def _join_along(along: str, slices: Slices) -> Slices:
     """Each slice once at a time, so that the blocks of a staircase all grow together."""
-    while len(slices) > 1:
+    while not _are_apart(slices):
         a, b = _neighbours(along, slices)
         if len(a) == 0:
             break
