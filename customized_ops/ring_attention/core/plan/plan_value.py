@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,14 @@ from .exchange import NO_MOVES, Exchange, exchange
 from .heads import HeadShare, Sizes, head_shares, heads_of_ranks
 from .rank_plan import RankPlan, Stage, over_keys, over_rows
 from .work import TEAM, Work, area_per_team
+
+
+class Exchanges(NamedTuple):
+    """What one rank sends and receives: rows, and the keys of each stage, None where it reads its
+    own in place."""
+
+    q: Exchange
+    kv: tuple[Exchange | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +54,7 @@ class PlanValue:
     head_groups: int = 1
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+    _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     @property
     def group_size(self) -> int:
@@ -181,29 +190,39 @@ class PlanValue:
             self._ranks[rank] = self._rank_plan(rank)
         return self._ranks[rank]
 
-    def _rank_plan(self, rank: int) -> RankPlan:
-        size, team = self.team_size, rank // self.team_size
-        slices = self.work[self.work[:, TEAM] == team, :TEAM]
-        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
-        q = exchange(NO_MOVES, rank, size, local=False)
+    def exchanges(self, rank: int) -> Exchanges:
+        """What ``rank`` sends and receives, without what it attends; made on first use. Ranks that
+        write into one another's memory know so much of each other."""
+        if rank not in self._exchanges:
+            self._exchanges[rank] = self._exchanges_of(rank)
+        return self._exchanges[rank]
+
+    def _exchanges_of(self, rank: int) -> Exchanges:
+        size = self.team_size
+        q_moves = NO_MOVES
         if self.rows_move:
             q_moves = moves.of_rank(self.q_needed, self.q_layout, rank, size)
-            q = exchange(q_moves, rank, size, local=False)
+        q = exchange(q_moves, rank, size, local=False)
+        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
+        if self.gathered:  # the rank's own keys are copied beside those that it receives
+            return Exchanges(q, (exchange(kv_moves, rank, size, local=True),))
+        stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
+        # A rank with nothing to do in a stage still has it.
+        later = (
+            exchange(kv_moves[stage_of == n], rank, size, local=False)
+            for n in range(1, self.n_stages)
+        )
+        return Exchanges(q, (None, *later))
+
+    def _rank_plan(self, rank: int) -> RankPlan:
+        q, of_stages = self.exchanges(rank)
+        slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
         own = over_rows(slices, self.q_layout.places(rank))
         remote = over_rows(slices, q.places)
-
-        def stage(kv: Exchange | None, keys: Ints) -> Stage:
-            return Stage(kv, over_keys(own, keys), over_keys(remote, keys))
-
-        if self.gathered:  # the rank's own keys are copied beside those that it receives
-            kv = exchange(kv_moves, rank, size, local=True)
-            stages = [stage(kv, kv.places)]
-        else:
-            stages = [stage(None, self.k_layout.places(rank))]
-            stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
-            for n in range(1, self.n_stages):  # a rank with nothing to do in a stage still has it
-                kv = exchange(kv_moves[stage_of == n], rank, size, local=False)
-                stages.append(stage(kv, kv.places))
+        stages = []
+        for kv in of_stages:
+            keys = self.k_layout.places(rank) if kv is None else kv.places
+            stages.append(Stage(kv, over_keys(own, keys), over_keys(remote, keys)))
         return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 
     def kv_tokens(self) -> Ints:

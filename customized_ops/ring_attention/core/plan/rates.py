@@ -24,7 +24,7 @@ OF_WORK = (
 
 def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
     """The same work with other ``steps`` or ``head_groups``; what is known of it stays known."""
-    other = replace(plan, made={}, _ranks={}, **changes)
+    other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
 
