@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import threading
 import weakref
@@ -479,8 +480,40 @@ def test_arena_grows_once_and_is_used_again() -> None:
         assert arena.begin() == (n == 1), "what came in pieces becomes one at the second pass"
         addresses.append([arena.take(size)[0].data_ptr() for size in sizes])
         assert len(set(addresses[-1])) == len(sizes)
-    whole = [512, 1024, ALIGNED_BYTES, 256]
-    assert memory.asked == [*whole, sum(whole)] and addresses[1] == addresses[2]
+    # The third piece has room for the fourth size too: an arena grows by half of what it has.
+    pieces = [512, 1024, 3 * ALIGNED_BYTES]
+    assert memory.asked == [*pieces, sum(pieces)] and addresses[1] == addresses[2]
+
+
+@pytest.mark.parametrize("larger", [1.001, 1.01, 1.1])
+def test_an_arena_grows_rarely_although_each_batch_needs_more(larger: float) -> None:
+    memory = Counted()
+    arena = Arena(memory)  # type: ignore[arg-type]
+    need, steps = 1e6, 0
+    while need < 30e6:
+        arena.begin()
+        for part in (0.7, 0.3):
+            arena.take(int(part * need))
+        need, steps = larger * need, steps + 1
+    # From 1 to 30 by halves, each a piece more and then one for all; the first step has two pieces.
+    growths = math.ceil(math.log(30) / math.log(1.5))
+    assert len(memory.asked) <= min(2 * growths + 4, 2 * steps)
+    arena.begin()
+    assert sum(len(piece) for piece in arena._pieces) <= 1.6 * 30e6
+
+
+def test_batches_of_any_lengths_make_no_memory_once_the_longest_was_there() -> None:
+    memory, draw = Counted(), np.random.default_rng(0)
+    arena = Arena(memory)  # type: ignore[arg-type]
+    needs = draw.uniform(0.2, 1.0, (300, 6)) * 1e6
+    asked = []
+    for need in [*needs, *needs[::-1]]:
+        arena.begin()
+        for part in need:
+            arena.take(int(part))
+        asked.append(len(memory.asked))
+    assert asked[-1] == asked[299], "each has been there"
+    assert asked[-1] <= 12 and asked[20] == asked[-1], "and after a few others nothing grows"
 
 
 def test_what_a_graph_uses_is_kept() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same
-from packed_jobs import drawn, tensors
+from packed_jobs import COSTS, drawn, tensors
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -25,6 +25,7 @@ from customized_ops.ring_attention import (
     run_ranks,
     wrap_ring_attn_varlen_func,
 )
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.kernels.window import library_calls
 from customized_ops.ring_attention.core.plan import make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
@@ -154,13 +155,19 @@ def test_the_calls_of_a_library_travel_with_a_batch(
     "seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)], ids=len
 )
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
-def test_random_batches_equal_one_device(seeds: range) -> None:
+def test_random_batches_equal_one_device(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_away, teams = 0, 0
     for seed in seeds:
         given, ranks, how = drawn(seed)
+        costs = COSTS[seed % len(COSTS)]
+        monkeypatch.setattr(InProcessComm, "costs", costs)
         of_ranks = [
-            next(packed_batches([given], ranks=ranks, rank=rank, heads=HEADS, **how))
+            next(packed_batches([given], ranks=ranks, rank=rank, heads=HEADS, costs=costs, **how))
             for rank in range(ranks)
         ]
+        plan = of_ranks[0].plan
+        given_away += plan.rows_move and plan.team_size == 1
+        teams += plan.team_size > 1
         lay, cu = of_ranks[0].layout, of_ranks[0].cu_seqlens
         whole = tensors(of_ranks[0], seed)
         masked = {"causal": how["causal"], "window_size": how["window_size"]}
@@ -180,6 +187,7 @@ def test_random_batches_equal_one_device(seeds: range) -> None:
         expected = out.detach(), q.grad, k.grad, v.grad
         for name, one, parts in zip("odkv", expected, found, strict=True):
             assert_same(f"seed {seed}, {name}", lay.unshard(list(parts), dim=0), one)
+    assert given_away > len(seeds) / 20 and (teams or len(seeds) < 100)
 
 
 def test_the_next_batch_is_made_while_one_is_used() -> None:

@@ -72,6 +72,7 @@ class Comm(ABC):
     ahead = 1  # how many exchanges it pays to ask for before the first has arrived
     costs = H200  # what plans over this group are chosen by; the same on every rank
     two_streams = True  # whether what waits for peers may run on a stream of its own
+    writes_to_peers = False  # whether a rank puts what it sends where its peers read it
     compares = False  # whether ranks compare their calls by default
     now = "an exchange"  # what the rank is at, for errors and warnings
     step = 0  # counts what it has been at

@@ -48,6 +48,7 @@ class OneSidedComm(Comm):
     may have a backend for each), and exchanges of a pass that there is no channel left for.
     """
 
+    writes_to_peers = True
     ahead = 1_000_000  # all exchanges have their places, so all may start at once
     # Of results, from which on they come over keys; the same on every rank, and not changed once a
     # pass was made.

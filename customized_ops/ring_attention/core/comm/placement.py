@@ -20,6 +20,10 @@ from .messages import SeenBy
 from .transfer_side import TokenBlock, TransferSide
 
 ALIGNED_BYTES = 256
+# What an arena that is too small grows by at the least, in parts of what it has. Each growth waits
+# for all ranks, so there must be few of them, however lengths change: by the logarithm of the
+# largest need.
+GROWTH = 0.5
 Shapes = Sequence[Sequence[int]]
 DONE = 0  # channel of the signal at the end of a pass; those of exchanges follow
 
@@ -98,7 +102,8 @@ class Arena:
         while n < len(self._pieces) and used + n_bytes > len(self._pieces[n]):
             n, used = n + 1, 0
         if n == len(self._pieces):
-            self._pieces.append(self._memory.allocate(n_bytes))
+            more = _aligned(int(GROWTH * sum(map(len, self._pieces))))
+            self._pieces.append(self._memory.allocate(max(n_bytes, more)))
         self.at = (generation, n, used + n_bytes)
         return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
 

@@ -29,7 +29,13 @@ def document_bounds(slices: Slices, total: int) -> Ints:
     start = np.minimum(slices[:, Q0], slices[:, K0])
     last = np.maximum(slices[:, Q1], slices[:, K1]) - 1
     _, starts, lasts = union(np.zeros(len(slices), dtype=np.int64), start, last).T
-    return np.unique(np.concatenate([[0], starts, lasts + 1, [total]]))
+    return _distinct(np.concatenate([[0], starts, lasts + 1, [total]]))
+
+
+def _distinct(values: Ints) -> Ints:
+    """Sorted, each once; for a few hundred several times as fast as ``np.unique``."""
+    values = np.sort(values)
+    return values[np.append(True, values[1:] > values[:-1])]
 
 
 def area_of_ranges(weighted: Weighted, ranges: Ints) -> Floats:
@@ -60,9 +66,9 @@ class DocumentAreas:
         """The documents of some masks together."""
         bounds = document_bounds(np.concatenate([slices for slices, _ in weighted]), total)
         middle = (bounds[:-1] + bounds[1:] + 1) // 2
-        halves = np.unique(np.concatenate([bounds, middle]))
+        halves = _distinct(np.concatenate([bounds, middle]))
         of_halves = area_of_ranges(weighted, columns(halves[:-1], halves[1:]))
-        first = np.searchsorted(halves, bounds[:-1])
+        first = halves.searchsorted(bounds[:-1])
         area = np.add.reduceat(of_halves, first) if len(first) else of_halves
         uneven = np.abs(of_halves[first] - area / 2) > EVEN_HALF * area
         return DocumentAreas(bounds, area, uneven)

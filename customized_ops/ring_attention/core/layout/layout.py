@@ -142,13 +142,14 @@ class Layout(LayoutValue):
         slices = [(each.slices, weight) for each, weight in weighted]
         documents = None
         if chunk is None:
-            contiguous = Layout.contiguous(total, group_size)
             documents = balance_documents.assign_documents(slices, total, group_size)
             if documents is None:
-                return contiguous
+                return Layout.contiguous(total, group_size)
             if documents.good:
                 layout = Layout(documents.table, group_size)
-                return contiguous if layout == contiguous else layout
+                in_order = tables.joined(tables.in_order(tables.even_bounds(total, group_size)))
+                is_contiguous = np.array_equal(layout.table, in_order)
+                return Layout.contiguous(total, group_size) if is_contiguous else layout
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)

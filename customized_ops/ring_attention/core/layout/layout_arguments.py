@@ -14,7 +14,8 @@ documents. Each error names the method and its argument.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,11 @@ def write(kind: str, *fields: int | Iterable[int]) -> str:
     return ":".join([kind, *(_field(field) for field in fields)])
 
 
-def write_ranges(ranges: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """The spec of any layout."""
-    own = (",".join(f"{start}-{stop}" for start, stop in pairs) for pairs in ranges)
-    return "ranges:" + ";".join(own)
+def write_ranges(table: Ints, group_size: int) -> str:
+    """The spec of any layout, of its table."""
+    texts = [f"{start}-{stop}" for start, stop in table[:, 1:].tolist()]
+    ends = table[:, 0].searchsorted(np.arange(group_size + 1)).tolist()
+    return "ranges:" + ";".join(",".join(texts[a:b]) for a, b in pairwise(ends))
 
 
 def read(spec: str) -> tuple[str, list[Any]]:

@@ -48,7 +48,8 @@ def joined(table: Ints) -> Ints:
     Raises:
         LayoutError: a range ends before it starts.
     """
-    for rank, start, stop in table[table[:, 2] < table[:, 1]].tolist():
+    if (table[:, 2] < table[:, 1]).any():
+        rank, start, stop = table[table[:, 2] < table[:, 1]][0].tolist()
         raise LayoutError(f"range ({start}, {stop}) of rank {rank} ends before it starts")
     rank, start, stop = table[table[:, 1] < table[:, 2]].T
     apart = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])

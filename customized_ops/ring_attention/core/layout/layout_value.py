@@ -88,7 +88,7 @@ class LayoutValue:
     @cached_property
     def spec(self) -> str:
         """Text that :meth:`parse` turns back into this layout (see :mod:`.layout_arguments`)."""
-        return self.given_spec or write_ranges(self.ranges)
+        return self.given_spec or write_ranges(self.table, self.group_size)
 
     @cached_property
     def ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -119,6 +119,16 @@ class LayoutValue:
         pieces = tables.by_start(self.table)
         pieces.setflags(write=False)
         return pieces
+
+    @cached_property
+    def pieces_by_holder(self) -> Ints:
+        """int64[n]: rank * n + number of each of the n :attr:`pieces`, rising."""
+        count = len(self.pieces)
+        return np.sort(self.pieces[:, 0] * count + np.arange(count))
+
+    def places(self, rank: int) -> Ints:
+        """int64[m, 3]: start, stop and offset of the rank's :attr:`pieces`, by start."""
+        return self.pieces[self.pieces[:, 0] == rank, 1:]
 
     def _own(self, rank: int) -> Ints:
         """int64[n, 2]: the rank's ranges."""

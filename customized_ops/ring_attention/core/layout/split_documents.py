@@ -43,6 +43,8 @@ LEAST_PART = 64
 # Times that densities are found anew.
 DENSITY_ROUNDS = 8
 
+INFINITE = float("inf")
+
 Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
 
 
@@ -85,12 +87,13 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
         held = np.array(ranks.area) + sparse_density * np.array(ranks.room)
         lacking = np.maximum(mean - held, 0.0) * (sizes > 0)
         in_order = np.argsort(-lacking, kind="stable")
-        of_line = np.full(len(sizes), np.inf)
+        expected = np.full(len(sizes), np.inf)
         excess = density[line] - sparse_density
-        of_line[in_order] = _expected(lacking[in_order], tokens[line], excess) + sparse_density
+        expected[in_order] = _expected(lacking[in_order], tokens[line], excess) + sparse_density
+        of_line = expected.tolist()
         for _ in range(DENSITY_ROUNDS):
             filled = ranks.copy()
-            _place_sparse(filled, sparse, tokens, density, of_line.tolist(), mean)
+            _place_sparse(filled, sparse, tokens, density, of_line, mean)
             of_line = _cut_line(filled, line, tokens, density, in_order)
             if max(filled.area) < max(best.area):
                 best = filled
@@ -145,50 +148,65 @@ def _place_sparse(
     mean: float,
 ) -> None:
     """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``."""
-    room = [
-        (max(mean - area, 0.0) / dense - left, rank)  # less than 0: room
-        for rank, (left, area, dense) in enumerate(
-            zip(ranks.room, ranks.area, of_line, strict=True)
-        )
+    room, area, runs = ranks.room, ranks.area, ranks.runs
+    lacking = [  # less than 0: room
+        (max(mean - held, 0.0) / dense - left, rank)
+        for rank, (left, held, dense) in enumerate(zip(room, area, of_line, strict=True))
     ]
-    heapq.heapify(room)
-    waiting = [(-int(tokens[n]), int(n), 0) for n in sparse]
+    heapq.heapify(lacking)
+    lengths, densities = tokens[sparse], density[sparse]
+    waiting = list(
+        zip(
+            (-lengths).tolist(), sparse.tolist(), [0] * len(sparse), densities.tolist(), strict=True
+        )
+    )
     heapq.heapify(waiting)
     while waiting:
-        length, document, first = heapq.heappop(waiting)
-        length = -length
-        lacking, rank = room[0]
-        dense, own = of_line[rank], float(density[document])
+        length, document, first, own = heapq.heappop(waiting)
+        lacks, rank = lacking[0]
+        part, dense = -length, of_line[rank]
         cost = 1 - own / dense  # room that a token takes: it spares some of the line
-        part = length
-        over = (length * cost + lacking) * dense if dense < np.inf else 0.0
-        if over > OVER * mean and -lacking / cost >= LEAST_PART:
-            part = min(int(-lacking / cost), length)
-        part = min(part, ranks.room[rank])
+        over = (part * cost + lacks) * dense if dense < INFINITE else 0.0
+        if over > OVER * mean and -lacks / cost >= LEAST_PART:
+            part = min(int(-lacks / cost), part)
+        part = min(part, room[rank])
         if part == 0:  # the rank is full, though it may lack area: never look at it again
-            heapq.heapreplace(room, (np.inf, rank))
-            heapq.heappush(waiting, (-length, document, first))
+            heapq.heapreplace(lacking, (INFINITE, rank))
+            heapq.heappush(waiting, (length, document, first, own))
             continue
-        if part < length:
-            heapq.heappush(waiting, (part - length, document, first + part))
-        ranks.take(rank, document, first, part, own)
-        heapq.heapreplace(room, (lacking + part * cost, rank))
+        if part < -length:
+            heapq.heappush(waiting, (length + part, document, first + part, own))
+        room[rank] -= part
+        area[rank] += part * own
+        runs.append((rank, document, first, first + part))
+        heapq.heapreplace(lacking, (lacks + part * cost, rank))
 
 
-def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order: Ints) -> Floats:
+def _cut_line(
+    ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order: Ints
+) -> list[float]:
     """Step 4; returns the density of what each rank took, infinite where it took nothing."""
-    taken, area = np.zeros(len(in_order)), np.zeros(len(in_order))
-    waiting = [(document, 0, int(tokens[document])) for document in line[::-1].tolist()]
+    taken, area = [0] * len(in_order), [0.0] * len(in_order)
+    left = list(
+        zip(
+            line.tolist(),
+            [0] * len(line),
+            tokens[line].tolist(),
+            density[line].tolist(),
+            strict=True,
+        )
+    )
+    left.reverse()
     for rank in in_order.tolist():
-        while ranks.room[rank] > 0 and waiting:
-            document, first, length = waiting.pop()
+        while ranks.room[rank] > 0 and left:
+            document, first, length, dense = left.pop()
             part = min(ranks.room[rank], length)
-            ranks.take(rank, document, first, part, float(density[document]))
+            ranks.take(rank, document, first, part, dense)
             taken[rank] += part
-            area[rank] += part * density[document]
+            area[rank] += part * dense
             if part < length:
-                waiting.append((document, first + part, length - part))
-    return np.where(taken > 0, area / np.maximum(taken, 1), np.inf)
+                left.append((document, first + part, length - part, dense))
+    return [held / part if part else INFINITE for held, part in zip(area, taken, strict=True)]
 
 
 def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:

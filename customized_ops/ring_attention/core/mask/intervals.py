@@ -14,8 +14,8 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
         (x, n), both int64[t], by x and then by n; a range with last <= first gives nothing.
     """
     count = np.maximum(last - first, 0)
-    x = np.repeat(np.arange(len(first)), count)
-    before = np.cumsum(count) - count
+    x = np.arange(len(first)).repeat(count)
+    before = count.cumsum() - count
     return x, np.arange(len(x)) - (before - first)[x]
 
 
@@ -26,9 +26,7 @@ def touched(start: Ints, stop: Ints, tiles: Ints) -> tuple[Ints, Ints]:
         start, stop: int64[n], ranges that are not empty, in any order.
         tiles: int64[m, 2], disjoint ranges that are not empty, sorted.
     """
-    first = np.searchsorted(tiles[:, 1], start, side="right")
-    last = np.searchsorted(tiles[:, 0], stop, side="left")
-    return first, last
+    return tiles[:, 1].searchsorted(start, side="right"), tiles[:, 0].searchsorted(stop)
 
 
 def union(group: Ints, start: Ints, stop: Ints) -> Ints:
@@ -43,8 +41,9 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
     base = int(start.min())
     stride = int(stop.max()) - base + 1
     line = group * stride - base
-    order = np.argsort(start + line, kind="stable")
-    start, stop = (start + line)[order], (stop + line)[order]
+    start, stop = start + line, stop + line
+    order = start.argsort(kind="stable")
+    start, stop = start[order], stop[order]
     heads, _ = runs(start[1:] > np.maximum.accumulate(stop)[:-1], len(start))
     begin, end = start[heads], np.maximum.reduceat(stop, heads)
     start = begin % stride + base
@@ -69,7 +68,8 @@ def joined(places: Ints) -> Ints:
 def runs(apart: Bools, count: int) -> tuple[Ints, Ints]:
     """Runs of ``count`` rows, where ``apart``, bool[count - 1], says before which row one begins:
     the first row and the last row of each."""
-    ends = np.flatnonzero(apart)
-    heads, lasts = np.zeros(len(ends) + 1, dtype=np.int64), np.full(len(ends) + 1, count - 1)
+    (ends,) = apart.nonzero()
+    heads, lasts = np.empty(len(ends) + 1, dtype=np.int64), np.empty(len(ends) + 1, dtype=np.int64)
+    heads[0], lasts[-1] = 0, count - 1
     heads[1:], lasts[:-1] = ends + 1, ends
     return heads[:count], lasts[:count]

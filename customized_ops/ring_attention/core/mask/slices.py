@@ -92,13 +92,12 @@ def cut_keys(slices: Slices, tiles: Ints) -> tuple[Ints, Ints, Slices]:
 
 def clip_each(slices: Slices, ranges: Ints, start: int) -> Slices:
     """Each of ``slices`` inside its own range, int64[n, 2], of queries (``start`` is Q0) or of keys
-    (K0), normalised. Slices are normalised, and each meets its range."""
+    (K0), normalised. Slices are normalised, so that every row and every key has a pair, and each
+    meets its range: none becomes empty."""
     parts = slices.copy()
     parts[:, start] = np.maximum(parts[:, start], ranges[:, 0])
     parts[:, start + 1] = np.minimum(parts[:, start + 1], ranges[:, 1])
-    tight = normalise(parts)
-    assert len(tight) == len(parts), "every row and every key of a normalised slice has a pair"
-    return tight
+    return tighten(parts)
 
 
 def shift(slices: Slices, q_by: int, k_by: int) -> Slices:

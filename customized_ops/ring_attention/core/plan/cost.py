@@ -7,6 +7,7 @@ matters here, so the constants need to be right within a factor of two or so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,17 +37,17 @@ class Pass:
     launch: Seconds
     overlap: bool
 
-    @property
+    @cached_property
     def host_bound(self) -> bool:
         """Whether starting kernels takes longer than running them, on the slowest rank."""
         return self.attend_seconds > float(self.compute.max())
 
-    @property
+    @cached_property
     def attend_seconds(self) -> float:
         """Of the slowest rank, in kernels or in starting them."""
         return float(np.maximum(self.compute, self.launch).max())
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of the pass: the slowest rank in computing and the busiest link."""
         attend, link = self.attend_seconds, float(self.link.max())
@@ -96,9 +97,11 @@ class CostModel:
     def _start_seconds(self, plan: PlanValue) -> Seconds:
         """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
         once, and the results of rows go home."""
+        keys = plan.kv_tokens().any(axis=1)
+        if not plan.rows_move:
+            return np.where(keys, self.step_seconds, 0.0)
         rows = plan.q_tokens().any(axis=1)
-        steps = (plan.kv_tokens().any(axis=1) | rows).astype(int) + rows
-        return steps * self.step_seconds
+        return np.add(keys | rows, rows, dtype=np.float64) * self.step_seconds
 
     def passes(
         self,

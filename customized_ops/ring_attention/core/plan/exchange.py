@@ -18,6 +18,7 @@ from ..mask.intervals import joined, spread, touched
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
 Moves = Ints  # int64[n, 5]
+NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,13 +125,6 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
         tokens=int(size.sum()),
         team_size=team_size,
     )
-
-
-def own_places(moves: Moves, rank: int, team_size: int) -> Ints:
-    """int64[t, 3]: where the rank's own tokens that its team needs are in its own tensor."""
-    own = moves[(moves[:, SEND] == rank) & (moves[:, RECV] == rank // team_size)]
-    own = own[np.argsort(own[:, TOKEN0], kind="stable")]
-    return joined(own[:, [TOKEN0, TOKEN1, SEND_OFFSET]])
 
 
 def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:

@@ -19,6 +19,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from ..arrays import Ints
 
 Count = TypeVar("Count", int, Ints)  # of one rank, or int64[P] of each
@@ -114,6 +116,17 @@ def head_shares(q_heads: int, kv_heads: int, team_size: int) -> tuple[HeadShare,
         for kv, (first, end) in enumerate(_even_ranges(team_size, kv_heads))
         for start, stop in _even_ranges(group, end - first)
     )
+
+
+@lru_cache(maxsize=256)
+def heads_of_ranks(q_heads: int, kv_heads: int, team_size: int, ranks: int) -> Ints:
+    """int64[ranks, 2]: query and key heads that each rank computes, read-only; errors are those of
+    :func:`head_shares`."""
+    shares = head_shares(q_heads, kv_heads, team_size)
+    of_team = np.array([[share.q_heads, share.kv_heads] for share in shares])
+    heads = np.tile(of_team, (ranks // team_size, 1))
+    heads.setflags(write=False)
+    return heads
 
 
 def _even_ranges(count: int, parts: int) -> list[tuple[int, int]]:

@@ -7,8 +7,6 @@ own for each team. So moves are listed for one rank at a time; of all ranks ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from ..arrays import Ints, columns
@@ -48,23 +46,20 @@ def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     A rank receives what its team needs less what it holds of that, and sends each of its tokens to
     all ranks of the teams that need it, but itself.
     """
-    ranks = layout.group_size
-    teams = ranks // team_size
-    pieces = layout.pieces
-    length = needed[:, 2] - needed[:, 1]
-    needs = np.bincount(needed[:, 0], length, minlength=teams)
+    ranks, pieces = layout.group_size, layout.pieces
+    holder, starts, stops, _ = pieces.T
+    team, start, stop = needed.T
+    needs = np.bincount(team, stop - start, minlength=ranks // team_size)
     # Tokens of a piece that its own team needs: teams follow one another on one number line.
-    stride = max(layout.total, 1)
-    line = _before(needed[:, 1:] + needed[:, :1] * stride)
-    at = pieces[:, 0] // team_size * stride
-    held = np.bincount(
-        pieces[:, 0], line(at + pieces[:, 2]) - line(at + pieces[:, 1]), minlength=ranks
-    )
-    # Tokens of a piece times the teams that need them.
-    wanted = _before(needed[:, 1:])
-    asked = np.bincount(pieces[:, 0], wanted(pieces[:, 2]) - wanted(pieces[:, 1]), minlength=ranks)
+    line = team * layout.total
+    at = holder // team_size * layout.total
+    own = _before(start + line, stop + line, np.concatenate([at + starts, at + stops]))
+    held = np.bincount(holder, own[len(pieces) :] - own[: len(pieces)], minlength=ranks)
+    # Tokens of a piece times the teams that need them; pieces follow one another.
+    wanted = _before(np.sort(start), np.sort(stop), np.append(starts, layout.total))
+    asked = np.bincount(holder, wanted[1:] - wanted[:-1], minlength=ranks)
     sent = asked * team_size - held
-    received = np.repeat(needs, team_size) - held
+    received = needs.repeat(team_size) - held
     return columns(sent, received).astype(np.int64)
 
 
@@ -85,16 +80,19 @@ def sizes(needed: Ints, tokens: Ints, size: Ints, team_size: int) -> Ints:
     return columns(sent, tokens[:, 1] * size)
 
 
-def _before(ranges: Ints) -> Callable[[Ints], Ints]:
-    """A function from tokens to how much of ``ranges`` is before each, ranges added up."""
-    starts, stops = np.sort(ranges[:, 0]), np.sort(ranges[:, 1])
-    sums = [np.concatenate([[0], np.cumsum(ends)]) for ends in (starts, stops)]
+def _before(starts: Ints, stops: Ints, token: Ints) -> Ints:
+    """How much of some ranges, added up, is before each token.
 
-    def before(token: Ints) -> Ints:
-        n, m = np.searchsorted(starts, token), np.searchsorted(stops, token)
-        # Each range that starts before the token adds token - start, each that stops takes back.
-        return n * token - sums[0][n] - (m * token - sums[1][m])
-
+    Args:
+        starts, stops: of the ranges, each sorted.
+    """
+    before = token * 0
+    # Each range that starts before the token adds token - start, each that stops takes back.
+    for ends, sign in ((starts, 1), (stops, -1)):
+        count = ends.searchsorted(token)
+        sums = np.zeros(len(ends) + 1, dtype=np.int64)
+        np.cumsum(ends, out=sums[1:])
+        before += sign * (count * token - sums[count])
     return before
 
 

@@ -22,7 +22,8 @@ from ..mask import AttnMask
 from .cost import H200, CostModel
 from .plan_value import PlanValue
 from .report import picture, text
-from .search import PlanRequest, best_plan
+from .request import PlanRequest
+from .search import ASSIGNMENTS, best_plan
 
 # Plans that are kept, the last ones that were made: a batch has one or two for all its layers, some
 # batches are planned ahead, and a plan of many pieces may take megabytes.
@@ -156,7 +157,7 @@ def make_plan(
         head_groups,
         costs,
     )
-    request.check()
+    request.check(ASSIGNMENTS)
     return _make_plan(request)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,18 @@ from ..mask import AttnMask
 from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
-from .exchange import Exchange, exchange, own_places
-from .heads import HeadShare, Sizes, head_shares
-from .rank_plan import RankPlan, Stage, over_buffers
-from .work import TEAM, Work
+from .exchange import NO_MOVES, Exchange, exchange
+from .heads import HeadShare, Sizes, head_shares, heads_of_ranks
+from .rank_plan import RankPlan, Stage, over_keys, over_rows
+from .work import TEAM, Work, area_per_team
+
+
+class Exchanges(NamedTuple):
+    """What one rank sends and receives: rows, and the keys of each stage, None where it reads its
+    own in place."""
+
+    q: Exchange
+    kv: tuple[Exchange | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +54,7 @@ class PlanValue:
     head_groups: int = 1
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+    _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
 
     @property
     def group_size(self) -> int:
@@ -65,7 +74,7 @@ class PlanValue:
     @cached_property
     def rows_move(self) -> bool:
         """Whether a rank computes rows of another."""
-        return bool(self.q_tokens().any())
+        return bool(self.kinds_of_calls[1].any())
 
     @cached_property
     def keys_move(self) -> bool:
@@ -85,6 +94,8 @@ class PlanValue:
     @cached_property
     def shared_rows(self) -> bool:
         """Whether some row is computed by more than one team, so that results are merged."""
+        if not self.rows_move:
+            return False
         rows = self.q_needed[np.argsort(self.q_needed[:, 1], kind="stable")]
         reach = np.maximum.accumulate(rows[:, 2])
         return bool((rows[1:, 1] < reach[:-1]).any())
@@ -92,23 +103,19 @@ class PlanValue:
     @cached_property
     def area(self) -> Ints:
         """int64[P]: pairs that each rank computes, for its share of the heads."""
-        teams = self.group_size // self.team_size
-        per_team = np.zeros(teams, dtype=np.int64)
-        np.add.at(per_team, self.work[:, TEAM], areas(self.work[:, :TEAM]))
-        return np.repeat(per_team, self.team_size)
+        per_team = area_per_team(self.work, self.group_size // self.team_size)
+        return per_team.astype(np.int64).repeat(self.team_size)
 
     @cached_property
     def kinds_of_calls(self) -> Bools:
         """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
         and over those of others; all rows of a slice of work count as attending all its keys."""
-        team, size = self.work[:, TEAM], self.team_size
+        ranks = np.add.outer(self.work[:, TEAM] * self.team_size, np.arange(self.team_size))
+        rows = _own_and_others(self.work[:, Q0], self.work[:, Q1], ranks, self.q_layout)
+        keys = _own_and_others(self.work[:, K0], self.work[:, K1], ranks, self.k_layout)
         kinds = np.zeros((2, 2, self.group_size), dtype=bool)
-        for member in range(size):
-            rank = team * size + member
-            rows = _own_and_others(self.work[:, [Q0, Q1]], rank, self.q_layout)
-            keys = _own_and_others(self.work[:, [K0, K1]], rank, self.k_layout)
-            for n, m in np.ndindex(2, 2):
-                kinds[n, m, rank[rows[n] & keys[m]]] = True
+        for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            kinds[n, m, ranks[rows[n] & keys[m]]] = True
         return kinds
 
     @cached_property
@@ -131,8 +138,9 @@ class PlanValue:
         """int64[P]: rows of slices with keys that the rank does not hold, where heads are not
         split; a row of several slices counts for each."""
         team = self.work[:, TEAM]
-        _, others = _own_and_others(self.work[:, [K0, K1]], team, self.k_layout)
-        rows = (self.work[:, Q1] - self.work[:, Q0]) * others
+        keys = self.work[:, K0], self.work[:, K1]
+        _, others = _own_and_others(*keys, team[:, None], self.k_layout)
+        rows = (self.work[:, Q1] - self.work[:, Q0]) * others[:, 0]
         return np.bincount(team, rows, minlength=self.group_size).astype(np.int64)
 
     def calls(self, kv_heads: int) -> Ints:
@@ -164,9 +172,7 @@ class PlanValue:
         Raises:
             ValueError: these heads cannot be split so many ways; see :func:`.head_shares`.
         """
-        shares = head_shares(q_heads, kv_heads, self.team_size)
-        of_team = np.array([[share.q_heads, share.kv_heads] for share in shares])
-        return np.tile(of_team, (self.group_size // self.team_size, 1))
+        return heads_of_ranks(q_heads, kv_heads, self.team_size, self.group_size)
 
     def largest_share(self, q_heads: int, kv_heads: int) -> HeadShare:
         """The heads of the rank that has the most; errors are those of :meth:`heads_of_ranks`."""
@@ -184,28 +190,39 @@ class PlanValue:
             self._ranks[rank] = self._rank_plan(rank)
         return self._ranks[rank]
 
-    def _rank_plan(self, rank: int) -> RankPlan:
-        size, team = self.team_size, rank // self.team_size
-        slices = self.work[self.work[:, TEAM] == team, :TEAM]
-        q_moves = moves.of_rank(self.q_needed, self.q_layout, rank, size)
-        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
+    def exchanges(self, rank: int) -> Exchanges:
+        """What ``rank`` sends and receives, without what it attends; made on first use. Ranks that
+        write into one another's memory know so much of each other."""
+        if rank not in self._exchanges:
+            self._exchanges[rank] = self._exchanges_of(rank)
+        return self._exchanges[rank]
+
+    def _exchanges_of(self, rank: int) -> Exchanges:
+        size = self.team_size
+        q_moves = NO_MOVES
+        if self.rows_move:
+            q_moves = moves.of_rank(self.q_needed, self.q_layout, rank, size)
         q = exchange(q_moves, rank, size, local=False)
-        own_rows = own_places(q_moves, rank, size)
-
-        def stage(kv: Exchange | None, keys: Ints) -> Stage:
-            own, remote = over_buffers(slices, own_rows, keys), over_buffers(slices, q.places, keys)
-            return Stage(kv, own, remote)
-
+        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
         if self.gathered:  # the rank's own keys are copied beside those that it receives
-            kv = exchange(kv_moves, rank, size, local=True)
-            stages = [stage(kv, kv.places)]
-        else:
-            pieces = self.k_layout.pieces
-            stages = [stage(None, pieces[pieces[:, 0] == rank, 1:])]
-            stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
-            for n in range(1, self.n_stages):  # a rank with nothing to do in a stage still has it
-                kv = exchange(kv_moves[stage_of == n], rank, size, local=False)
-                stages.append(stage(kv, kv.places))
+            return Exchanges(q, (exchange(kv_moves, rank, size, local=True),))
+        stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
+        # A rank with nothing to do in a stage still has it.
+        later = (
+            exchange(kv_moves[stage_of == n], rank, size, local=False)
+            for n in range(1, self.n_stages)
+        )
+        return Exchanges(q, (None, *later))
+
+    def _rank_plan(self, rank: int) -> RankPlan:
+        q, of_stages = self.exchanges(rank)
+        slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
+        own = over_rows(slices, self.q_layout.places(rank))
+        remote = over_rows(slices, q.places)
+        stages = []
+        for kv in of_stages:
+            keys = self.k_layout.places(rank) if kv is None else kv.places
+            stages.append(Stage(kv, over_keys(own, keys), over_keys(remote, keys)))
         return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 
     def kv_tokens(self) -> Ints:
@@ -219,10 +236,10 @@ class PlanValue:
 
     @cached_property
     def _tokens(self) -> tuple[Ints, Ints]:
-        return (
-            moves.counts(self.kv_needed, self.k_layout, self.team_size),
-            moves.counts(self.q_needed, self.q_layout, self.team_size),
-        )
+        keys = moves.counts(self.kv_needed, self.k_layout, self.team_size)
+        if not self.rows_move:
+            return keys, np.zeros_like(keys)
+        return keys, moves.counts(self.q_needed, self.q_layout, self.team_size)
 
     def traffic(self) -> tuple[Ints, Ints]:
         """(keys, rows): int64[P, P] tokens that rank [s, r] sends to rank r, for one share each."""
@@ -240,8 +257,11 @@ class PlanValue:
         """
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        there = self._kv_bytes(sizes.kv_bytes(g)) + self._q_bytes(sizes.q_bytes(h))
-        return there + self._q_bytes(sizes.result_bytes(h))[:, ::-1]
+        keys = self._kv_bytes(sizes.kv_bytes(g))
+        if not self.rows_move:
+            return keys
+        rows, results = self._q_bytes(sizes.q_bytes(h)), self._q_bytes(sizes.result_bytes(h))
+        return keys + rows + results[:, ::-1]
 
     def backward_bytes(
         self,
@@ -267,13 +287,15 @@ class PlanValue:
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
         wide = sizes.wide_itemsize
-        row = sizes.q_bytes(h) + sizes.result_bytes(h)
-        row = row + h * (sizes.v_dim * itemsize + lse_gradient * wide)
-        there = self._kv_bytes(sizes.kv_bytes(g)) + self._q_bytes(row)
         home = reduce_itemsize or (itemsize if self.one_call_each else wide)
         gradients = sizes._replace(itemsize=home)
-        back = self._kv_bytes(gradients.kv_bytes(g)) + self._q_bytes(gradients.q_bytes(h))
-        return there + back[:, ::-1]
+        keys = self._kv_bytes(sizes.kv_bytes(g))
+        keys = keys + self._kv_bytes(gradients.kv_bytes(g))[:, ::-1]
+        if not self.rows_move:
+            return keys
+        row = sizes.q_bytes(h) + sizes.result_bytes(h)
+        row = row + h * (sizes.v_dim * itemsize + lse_gradient * wide)
+        return keys + self._q_bytes(row) + self._q_bytes(gradients.q_bytes(h))[:, ::-1]
 
     def _kv_bytes(self, size: Ints) -> Ints:
         """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
@@ -285,12 +307,11 @@ class PlanValue:
         return moves.sizes(self.q_needed, self.q_tokens(), size, self.team_size)
 
 
-def _own_and_others(ranges: Ints, rank: Ints, layout: Layout) -> tuple[Bools, Bools]:
-    """Whether each range of tokens has some that its rank holds, and some that others hold."""
-    pieces = layout.pieces
-    count = len(pieces)
-    of_holders = np.sort(pieces[:, 0] * count + np.arange(count))  # by holder, then in order
-    first, last = touched(ranges[:, 0], ranges[:, 1], pieces[:, 1:3])
-    own = np.searchsorted(of_holders, rank * count + last)
-    own -= np.searchsorted(of_holders, rank * count + first)
+def _own_and_others(start: Ints, stop: Ints, ranks: Ints, layout: Layout) -> tuple[Bools, Bools]:
+    """bool[n, m] each: whether each of int64[n] ranges of tokens has some that each of int64[n, m]
+    ranks holds, and some that others hold."""
+    pieces, by_holder = layout.pieces, layout.pieces_by_holder
+    first, last = touched(start, stop, pieces[:, 1:3])
+    first, last, holder = first[:, None], last[:, None], ranks * len(pieces)
+    own = by_holder.searchsorted(holder + last) - by_holder.searchsorted(holder + first)
     return own > 0, own < last - first

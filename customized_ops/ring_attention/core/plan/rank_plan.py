@@ -20,6 +20,7 @@ from .exchange import Exchange
 
 Range = tuple[int, int]  # start, stop
 START, STOP, OFFSET = range(3)  # columns of places
+NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,21 @@ def over_buffers(slices: Slices, rows: Ints, keys: Ints) -> Slices:
     Returns:
         normalised int64[t, 6] in buffer positions, by row and then by key.
     """
-    if len(slices) == 0 or len(rows) == 0 or len(keys) == 0:
-        return np.zeros((0, 6), dtype=np.int64)
+    return over_keys(over_rows(slices, rows), keys)
+
+
+def over_rows(slices: Slices, rows: Ints) -> Slices:
+    """``slices`` with rows in positions of a query buffer; see :func:`over_buffers`."""
+    if len(slices) == 0 or len(rows) == 0:
+        return NO_SLICES
     _, place, parts = cut_rows(slices, rows[:, :OFFSET])
-    parts = _moved(parts, q_by=rows[place, OFFSET] - rows[place, START])
+    return _moved(parts, q_by=rows[place, OFFSET] - rows[place, START])
+
+
+def over_keys(parts: Slices, keys: Ints) -> Slices:
+    """What :func:`over_rows` made with keys in positions of a key buffer."""
+    if len(parts) == 0 or len(keys) == 0:
+        return NO_SLICES
     return joined_keys(_over_keys(parts, keys))
 
 
@@ -186,19 +198,21 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     places (stripes) their number would be rows times keys."""
     tiles = keys[:, :OFFSET]
     first, last = touched(parts[:, K0], parts[:, K1], tiles)
+    if (last <= first + 1).all():
+        return _at_places(parts, keys, first, last)
     whole0 = np.maximum(parts[:, K0], parts[:, Q1] - 1 + parts[:, LO])
     whole1 = np.minimum(parts[:, K1], parts[:, Q0] + parts[:, HI] + 1)
-    core0 = np.searchsorted(keys[:, START], whole0, side="left").clip(first, last)
-    core1 = np.searchsorted(keys[:, STOP], whole1, side="right").clip(core0, last)
-    cut = []
-    for begin, end in ((first, core0), (core1, last)):
-        x, place = spread(begin, end)
-        edge = clip_each(parts[x], tiles[place], K0)
-        cut.append(_moved(edge, k_by=keys[place, OFFSET] - keys[place, START]))
+    core0 = np.minimum(np.maximum(keys[:, START].searchsorted(whole0), first), last)
+    core1 = keys[:, STOP].searchsorted(whole1, side="right")
+    core1 = np.minimum(np.maximum(core1, core0), last)
+    edges = np.concatenate([first, core1]), np.concatenate([core0, last])
+    cut = [_at_places(np.concatenate([parts, parts]), keys, *edges)]
     # Runs of places that are neighbours in the buffer.
     length = keys[:, STOP] - keys[:, START]
     heads, lasts = runs(keys[1:, OFFSET] != (keys[:, OFFSET] + length)[:-1], len(keys))
-    some = np.flatnonzero(core0 < core1)
+    (some,) = (core0 < core1).nonzero()
+    if len(some) == 0:
+        return cut[0]
     tiles = columns(heads, lasts + 1)
     x, r = spread(*touched(core0[some], core1[some], tiles))
     x = some[x]
@@ -207,6 +221,13 @@ def _over_keys(parts: Slices, keys: Ints) -> Slices:
     q0, q1 = parts[x, Q0], parts[x, Q1]
     cut.append(columns(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0))
     return np.concatenate(cut)
+
+
+def _at_places(parts: Slices, keys: Ints, first: Ints, last: Ints) -> Slices:
+    """Each of ``parts`` cut at its places of keys, first .. last - 1, and in their positions."""
+    x, place = spread(first, last)
+    cut = clip_each(parts[x], keys[place, :OFFSET], K0)
+    return _moved(cut, k_by=keys[place, OFFSET] - keys[place, START])
 
 
 def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -128,15 +128,15 @@ class RankHeads:
             known = plan.made[key] = IndexTable(rows), IndexTable(keys)
         return known
 
-    def send_tables(self, kernel: Kernel) -> None:
-        """Copy to the device at once, for all layers and both passes, where scattered tokens go and
-        what the kernel's calls read."""
+    def send_tables(self, kernel: Kernel, of_peers: Callable[[], list[IndexTable]]) -> None:
+        """Copy to the device at once, for all layers and both passes, where scattered tokens go,
+        here and in buffers of peers, and what the kernel's calls read."""
         tables_of = getattr(kernel, "tables", None)
         key = ("sent", self._rank, tables_of, self.device, self.scoring.needs_tokens)
-        if self.device.type != "cuda" or key in self._plan.made:
+        if key in self._plan.made:
             return
         mine = self._plan.rank(self._rank)
-        tables = list(mine.q.tables)
+        tables = [*mine.q.tables, *of_peers()]
         for n, stage in enumerate(mine.stages):
             tables += stage.kv.tables if stage.kv is not None else ()
             for remote, slices in ((False, stage.own), (True, stage.remote)):

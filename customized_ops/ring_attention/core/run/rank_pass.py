@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..comm import Comm
 from ..comm.messages import Pending, SeenBy
+from ..index_table import IndexTable
 from ..kernels import Kernel
 from ..plan import Plan
 from ..plan.exchange import Exchange
-from ..plan.rank_plan import Range, RankPlan, Stage
+from ..plan.rank_plan import Range, Stage
 from . import side_stream
 from .rank_heads import RankHeads
 from .side_stream import SideStream
@@ -58,7 +59,7 @@ class RankPass:
         self.local, self.late_rows = self.mine.local, self.mine.late_rows
         self._moves = self._plan.rows_move or self._plan.keys_move
         self.last: Pending | None = None  # fetch of keys, once they are here
-        self.share.send_tables(self._kernel)
+        self.share.send_tables(self._kernel, self._tables_of_peers)
         two = self._moves and self._comm.two_streams
         self.streams = SideStream(self.share.device, two=two)
 
@@ -149,13 +150,24 @@ class RankPass:
 
     def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
         """What moves for a stage's keys, or for None remote queries, here and on each peer."""
-        return _exchange(self.mine, stage), lambda peer: _exchange(self._plan.rank(peer), stage)
+        return self._exchange_of(self._comm.rank, stage), lambda n: self._exchange_of(n, stage)
 
+    def _exchange_of(self, rank: int, stage: int | None) -> Exchange:
+        of_rank = self._plan.exchanges(rank)
+        exchange = of_rank.q if stage is None else of_rank.kv[stage]
+        assert exchange is not None
+        return exchange
 
-def _exchange(of: RankPlan, stage: int | None) -> Exchange:
-    exchange = of.q if stage is None else of.stages[stage].kv
-    assert exchange is not None
-    return exchange
+    def _tables_of_peers(self) -> list[IndexTable]:
+        """Where what this rank sends goes in its peers' buffers, if it writes there itself."""
+        if not (self._moves and self._comm.writes_to_peers):
+            return []
+        places = []
+        for stage in (None, *(n for n, _ in self.mine.key_exchanges)):
+            exchange, seen_by = self.exchange(stage)
+            peers = (peer for peer in exchange.sent if peer != self._comm.rank)
+            places += [seen_by(peer).received[self._comm.rank] for peer in peers]
+        return [place.table for place in places if place.indices is not None]
 
 
 def counted_from(start: int, rows: Range) -> slice:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 
 from ...arrays import Ints
-from ...mask.slices import HI, K0, LO, Q0, Slices, areas
+from ...mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas
+
+DIRECTIONS = "columns", "rows", "diagonals"
 
 
 def join(slices: Slices) -> Slices:
@@ -15,17 +19,27 @@ def join(slices: Slices) -> Slices:
     They do not become a single diagonal: documents of one token look like that, and they go with
     any other documents as they are.
     """
-    before = len(slices) + 1
-    while len(slices) < before:
-        before = len(slices)
-        for along in ("columns", "rows", "diagonals"):
-            slices = _join_along(along, slices)
+    unchanged = 0
+    for along in cycle(DIRECTIONS):
+        joined = _join_along(along, slices)
+        unchanged = unchanged + 1 if len(joined) == len(slices) else 1
+        slices = joined
+        if unchanged == len(DIRECTIONS) or _are_apart(slices):
+            break
     return slices
+
+
+def _are_apart(slices: Slices) -> bool:
+    """Whether no two slices have a row or a key in common and their keys are in order of their
+    rows, as those of documents. From one row of a slice to the next its keys start and stop at the
+    same ones or at those after them, so the union of two such is no slice but a single diagonal."""
+    slices = slices[slices[:, Q0].argsort()]
+    return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
 
 
 def _join_along(along: str, slices: Slices) -> Slices:
     """Each slice once at a time, so that the blocks of a staircase all grow together."""
-    while len(slices) > 1:
+    while not _are_apart(slices):
         a, b = _neighbours(along, slices)
         if len(a) == 0:
             break
@@ -62,14 +76,12 @@ def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
         starts, (i, j), further = (k0 - lo, k0), (q0, q0 + hi + 1), (-1, -1)
     stride = int(k1.max()) + 2  # cells become numbers
     have = starts[0] * stride + starts[1]
-    order = np.argsort(have)
-    found = []
-    for want in (i * stride + j, (i + further[0]) * stride + j + further[1]):
-        at = np.minimum(np.searchsorted(have, want, sorter=order), len(slices) - 1)
-        hit = np.flatnonzero(have[order[at]] == want)
-        found.append((hit, order[at[hit]]))
-    (a, b), (further_a, further_b) = found
-    return np.concatenate([a, further_a]), np.concatenate([b, further_b])
+    order = have.argsort()
+    have = have[order]
+    want = np.concatenate([i * stride + j, (i + further[0]) * stride + j + further[1]])
+    at = np.minimum(have.searchsorted(want), len(have) - 1)
+    (hit,) = (have[at] == want).nonzero()
+    return hit % len(have), order[at[hit]]
 
 
 def _hulls(a: Slices, b: Slices) -> Slices:

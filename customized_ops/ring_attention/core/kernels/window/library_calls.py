@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...index_table import IndexTable
+from ...index_table import IndexTable, send
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from .lowering import Window, WindowCall, lower
 from .spans import Spans
@@ -155,6 +155,8 @@ class LibraryCalls:
 
         def make() -> LibraryCalls:
             windows = lowered(pairs, limits)
+            if batch == 1:
+                send(tables(pairs, limits), device)  # in one copy, where they did not go before
             of_batch = _Batch(batch, flat, device, limits.least if batch == 1 else 0)
             each = (of_batch.calls(n, window, pairs) for n, window in enumerate(windows))
             calls = tuple(chain.from_iterable(each))

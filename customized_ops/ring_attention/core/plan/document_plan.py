@@ -1,0 +1,151 @@
+"""Plans of packed documents, by construction.
+
+Documents attend themselves only, so the layout says nearly all. The holder of a row computes it
+where ranks then have about the same work, as in balanced layouts. Where they have not, as with
+contiguous shards, rows are given away (:mod:`.document_work`). A document that many ranks compute
+burdens those that hold its keys, who send them to each of these ranks. Where that would take longer
+than kernels do, ranks in teams share out heads: of a key, each rank sends and gets a part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..mask.slices import K0, K1, Q0, Q1, areas
+from .document_work import evened_documents
+from .heads import Sizes
+from .plan_value import PlanValue
+from .rates import AS_FAST, AnyPlan, Rates, team_sizes
+from .request import PlanRequest
+from .work import TEAM, Work, owned
+
+# Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
+# and over received ones. Ranks that hold no keys of the rows that they get have one less.
+CALLS = 4
+# Work is given away, or heads are split, where that leaves no more of the time.
+WORTH = 0.985
+# What a plan may take for evenly loaded kernels to be what it is about.
+GOOD = 1.5
+# Sizes of teams that are tried until links are as fast as kernels; the first mostly are.
+TRIED = 3
+# Of the keys that a construction would send, what it sends at the least: fewer ranks than expected
+# read a document where some of them compute much of it.
+LEAST_SENT = 0.8
+
+
+def is_of_documents(request: PlanRequest) -> bool:
+    """Whether the mask is several documents in order, each a slice over tokens that no other has,
+    with one layout of queries and of keys."""
+    slices = request.mask.slices
+    first = np.minimum(slices[:, Q0], slices[:, K0])
+    last = np.maximum(slices[:, Q1], slices[:, K1])
+    apart = len(slices) > 1 and bool((last[:-1] <= first[1:]).all())
+    return apart and request.q_layout == request.k_layout
+
+
+def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
+    """A plan of a mask of documents, an object of the class ``make``."""
+    size = request.team_size or 1
+    home = _plan_of(make, request, owned(request.mask.slices, request.q_layout, size), size)
+    plan = home
+    if not (_is_even(home) and rates.is_fast(_staged(home, request, rates))):
+        plan = _evened(home, request, rates)
+    plan = _staged(plan, request, rates)
+    grouped = rates.in_head_groups(plan, request.head_groups)
+    slower = request.head_groups is None and rates.seconds(grouped) > rates.seconds(plan)
+    return plan if slower else grouped
+
+
+def is_good(plan: PlanValue, rates: Rates) -> bool:
+    """Whether a plan takes little more than evenly loaded kernels, started in a few calls."""
+    calls = (CALLS - 1) * rates.costs.call_seconds
+    least = sum(
+        max(each, calls) for each in rates.attend_seconds(plan.area.mean() / plan.team_size)
+    )
+    return rates.seconds(plan) <= GOOD * least
+
+
+def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: int) -> AnyPlan:
+    layout = request.q_layout
+    return make(request.mask, layout, layout, work, team_size, request.steps(team_size))
+
+
+def _staged(plan: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
+    return rates.staged_or_gathered(plan) if request.stages is None else plan
+
+
+def _is_even(plan: PlanValue) -> bool:
+    return bool(plan.area.max() * AS_FAST <= plan.area.mean())
+
+
+def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
+    """With work given away, in teams as large as links need; or ``home``, every row computed by its
+    holder, if that is as fast."""
+    slices, layout = request.mask.slices, request.q_layout
+    least = _pairs_of_calls(rates)
+    sizes = [request.team_size] if request.team_size else _team_sizes(home, rates)
+    best: AnyPlan | None = None
+    for size in sizes:
+        work = home.work if size == home.team_size else owned(slices, layout, size)
+        even = evened_documents(work, slices, layout, size, least)
+        plan = home if even is home.work else _plan_of(type(home), request, even, size)
+        plan = _staged(plan, request, rates)
+        if best is None or rates.seconds(plan) < WORTH * rates.seconds(best):
+            best = plan
+        if rates.links_are_hidden(plan):
+            break
+    assert best is not None, "there is a team size"
+    if rates.least_seconds(home) > rates.seconds(best):
+        return best
+    home = _staged(home, request, rates)
+    return best if rates.seconds(best) < WORTH * rates.seconds(home) else home
+
+
+def _pairs_of_calls(rates: Rates) -> float:
+    """Pairs whose kernels take no longer than they take to start."""
+    backward = rates.attend_seconds(1)[1]
+    return (CALLS - 1) * rates.costs.call_seconds / backward
+
+
+def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
+    """How many ranks may make a team, the likely fastest first, and of those that seem as fast the
+    fewest.
+
+    Args:
+        home: every row computed by its holder, and heads not split.
+    """
+    q_heads, kv_heads = rates.heads
+    sent, received = _keys(home)
+    most, least = max(sent, received), min(sent, received)
+    sizes = Sizes.usual(rates.heads)
+    key, row, result = sizes.kv_bytes(kv_heads), sizes.q_bytes(q_heads), sizes.result_bytes(q_heads)
+    # Forward: keys go out; rows go out, their results come back. Backward: keys go out again, and
+    # gradients, twice as wide, come back; rows go out with dout and results, gradients come back.
+    keys = np.array([key * most, key * (2 * most + least)])
+    rows = np.array([row + result, 2 * row + result + 2 * row]) * max(home.q_layout.sizes)
+    of = list(team_sizes(home.group_size, rates.heads))
+    split = np.array(of)[:, None]
+    link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
+    calls = np.where(split > 1, CALLS, CALLS - 1) * rates.costs.call_seconds
+    compute = np.maximum(rates.attend_seconds(float(home.area.mean())), calls)
+    seconds = np.maximum(compute, link / rates.costs.link_bytes).sum(axis=1)
+    fast = int((WORTH * seconds <= seconds.min()).argmax())
+    others = [n for n in np.argsort(seconds, kind="stable").tolist() if n != fast]
+    return [of[n] for n in (fast, *others)][:TRIED]
+
+
+def _keys(home: PlanValue) -> tuple[float, float]:
+    """About how many keys the busiest rank sends, at the least, and how many it receives, where
+    work is given away: those that hold a document and those that take some of it read its keys."""
+    slices, work = home.mask.slices, home.work
+    document = slices[:, Q0].searchsorted(work[:, Q0], side="right") - 1
+    area, mean = areas(slices), home.area.mean()
+    lacking = np.maximum(mean - home.area, 0.0)
+    taken = lacking.sum() / max(int((lacking > 0).sum()), 1)
+    holders = np.bincount(document, minlength=len(slices))
+    given = np.maximum(area - holders * mean, 0.0)
+    readers = holders - 1 + given / max(taken, 1.0)
+    tokens = work[:, Q1] - work[:, Q0]
+    sent = np.bincount(work[:, TEAM], tokens * readers[document], minlength=home.group_size)
+    keys = slices[:, K1] - slices[:, K0]
+    return LEAST_SENT * float(sent.max()), float((keys * (readers > 0)).max())

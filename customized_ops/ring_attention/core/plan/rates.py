@@ -1,0 +1,95 @@
+"""Plans by the times that a cost model predicts: which variant of a plan is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from .cost import CostModel, Pass
+from .head_groups import best_head_groups
+from .heads import Sizes
+from .plan_value import PlanValue
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
+
+# What differs by less than a twentieth is as fast.
+AS_FAST = 0.95
+# What a plan works out of its work and its layouts alone.
+OF_WORK = (
+    *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
+    *("kinds_of_calls", "area_over_own_keys", "rows_over_others_keys"),
+)
+
+
+def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
+    """The same work with other ``steps`` or ``head_groups``; what is known of it stays known."""
+    other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
+    vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
+    return other
+
+
+def team_sizes(ranks: int, heads: tuple[int, int]) -> Iterator[int]:
+    """How many ranks may share out the heads of the same work."""
+    q_heads, kv_heads = heads
+    # A team shares out whole groups of heads; q cut on its heads alone has none.
+    most = min(ranks, q_heads) if kv_heads and q_heads % kv_heads == 0 else 1
+    return (n for n in range(1, max(most, 1) + 1) if ranks % n == 0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What plans are compared by: times for so many query and key heads."""
+
+    costs: CostModel
+    heads: tuple[int, int]
+    _passes: dict[PlanValue, tuple[Pass, Pass]] = field(default_factory=dict)
+
+    def passes(self, plan: PlanValue) -> tuple[Pass, Pass]:
+        """Forward and backward pass, counted once for each plan."""
+        if plan not in self._passes:
+            self._passes[plan] = self.costs.passes(plan, *Sizes.usual(self.heads))
+        return self._passes[plan]
+
+    def seconds(self, plan: PlanValue) -> float:
+        """Of a forward and a backward pass."""
+        return sum(each.seconds for each in self.passes(plan))
+
+    def is_fast(self, *plans: PlanValue) -> bool:
+        """Whether one of these plans, of one mask, is as fast as kernels alone, evenly loaded, and
+        started in one call; then none can be faster."""
+        call = self.costs.call_seconds
+        least = sum(max(float(each.compute.mean()), call) for each in self.passes(plans[0]))
+        return least >= AS_FAST * min(self.seconds(plan) for plan in plans)
+
+    def least_seconds(self, plan: PlanValue) -> float:
+        """Of a plan about, whatever moves: of kernels, started in one call."""
+        call = self.costs.call_seconds
+        return sum(
+            max(each, call) for each in self.attend_seconds(plan.area.max() / plan.team_size)
+        )
+
+    def attend_seconds(self, pairs: float) -> tuple[float, float]:
+        """Of kernels over so many pairs of all heads, forward and backward."""
+        sizes = Sizes.usual(self.heads)
+        times = self.costs.attend_seconds(pairs, sizes.q_heads, sizes.head_dim, sizes.v_dim)
+        return float(times[0]), float(times[1])
+
+    def links_are_hidden(self, plan: PlanValue) -> bool:
+        """Whether no link is busy for longer than ranks attend."""
+        return all(float(each.link.max()) <= each.attend_seconds for each in self.passes(plan))
+
+    def staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
+        """``plan``, or the same without stages where that is faster."""
+        if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
+            return plan  # gathering only spares calls
+        gathered = _variant(plan, steps=0)
+        return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
+
+    def in_head_groups(self, plan: AnyPlan, count: int | None) -> AnyPlan:
+        """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
+        if plan.team_size > 1 or not plan.keys_move:
+            return plan
+        if count is None:
+            count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
+        return plan if count == 1 else _variant(plan, head_groups=count)

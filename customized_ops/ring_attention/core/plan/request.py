@@ -1,0 +1,68 @@
+"""What a plan is asked for with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..layout import Layout, LayoutError
+from ..mask import AttnMask
+from .cost import CostModel
+from .heads import head_shares
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked for; the arguments of :func:`.plan.make_plan`."""
+
+    mask: AttnMask
+    q_layout: Layout
+    k_layout: Layout
+    assignment: str
+    stages: int | None
+    heads: tuple[int, int]
+    team_size: int | None
+    head_groups: int | None
+    costs: CostModel
+
+    def check(self, assignments: Collection[str]) -> None:
+        """Pass if there is such a plan, with one of these ``assignments``; errors are those of
+        :func:`.plan.make_plan`."""
+        mask, q_layout, k_layout = self.mask, self.q_layout, self.k_layout
+        if (q_layout.total, k_layout.total) != (mask.q_len, mask.k_len):
+            raise LayoutError(
+                f"the mask is {mask.q_len} queries x {mask.k_len} keys, but the layouts hold "
+                f"{q_layout.total} and {k_layout.total} tokens"
+            )
+        if q_layout.group_size != k_layout.group_size:
+            raise LayoutError(f"q is on {q_layout.group_size} ranks and k on {k_layout.group_size}")
+        if self.stages is not None and self.stages < 0:
+            raise ValueError(f"stages must be 0 or more, got {self.stages}")
+        if self.assignment not in assignments:
+            known = ", ".join(assignments)
+            raise ValueError(f"assignment must be one of {known}, got {self.assignment!r}")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        (q_heads, kv_heads), ranks = self.heads, self.q_layout.group_size
+        groups, size = self.head_groups or 1, self.team_size
+        if self.head_groups is not None and not 1 <= self.head_groups <= max(kv_heads, 1):
+            raise ValueError(
+                f"head_groups must be 1 to the {kv_heads} key heads, got {self.head_groups}"
+            )
+        if groups > 1 and size != 1:
+            raise ValueError(
+                f"head_groups={groups} needs team_size=1, got {size}: heads are split between "
+                "ranks or in groups, not both"
+            )
+        if size is not None and (size < 1 or ranks % size or size > max(q_heads, 1)):
+            raise ValueError(
+                f"team_size must divide the {ranks} ranks and be at most the {q_heads} query "
+                f"heads, got {size}"
+            )
+        head_shares(*self.heads, max(groups, size or 1))
+
+    def steps(self, team_size: int) -> int:
+        """In how many steps keys arrive, for ranks in teams, unless gathering them is faster."""
+        teams = self.q_layout.group_size // team_size
+        return min(1 if self.stages is None else self.stages, max(teams - 1, 1))

@@ -1,0 +1,113 @@
+"""Plans of packed documents by construction: what they are, how even, and beside the search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from benchmark.documents import document_bounds
+
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.mask.slices import to_dense
+from customized_ops.ring_attention.core.plan import Plan, search
+from customized_ops.ring_attention.core.plan.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan.document_plan import is_of_documents
+from customized_ops.ring_attention.core.plan.document_work import evened_documents
+from customized_ops.ring_attention.core.plan.rates import Rates
+from customized_ops.ring_attention.core.plan.request import PlanRequest
+from customized_ops.ring_attention.core.plan.work import TEAM, area_per_team, owned
+
+KINDS = [{"causal": True}, {}, {"causal": True, "window": (9, 0)}, {"window": (2, 5)}]
+
+
+def request(mask: AttnMask, layout: Layout, costs: CostModel = H200) -> PlanRequest:
+    """As a call asks, of 32 query and 8 key heads."""
+    return PlanRequest(mask, layout, layout, "auto", None, (32, 8), None, None, costs)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_are_given_once_and_work_is_even(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(0, 60, draw.integers(2, 12))
+    lengths[draw.integers(len(lengths))] += int(draw.integers(0, 200))
+    mask = AttnMask.varlen(np.append(0, np.cumsum(lengths)), **KINDS[seed % len(KINDS)])
+    team_size = int(draw.integers(1, 4))
+    teams = int(draw.integers(2, 6))
+    cuts = np.sort(draw.integers(0, mask.q_len + 1, teams * team_size - 1))
+    layout = Layout.from_sizes(np.diff([0, *cuts, mask.q_len]))
+    home = owned(mask.slices, layout, team_size)
+    work = evened_documents(home, mask.slices, layout, team_size, 0.0)
+    pairs = sum(to_dense(row[None, :TEAM], mask.q_len, mask.k_len).astype(int) for row in work)
+    assert (pairs == mask.to_dense()).all(), "each pair once"
+    area = area_per_team(work, teams)
+    most_keys = mask.to_dense().sum(axis=1).max()
+    # A stretch ends at a whole row; a team has two ends of its own line, and one for each giver.
+    assert area.max() <= 1.01 * area.mean() + 4 * most_keys
+
+
+def test_no_less_than_a_kernel_takes_to_start_is_divided() -> None:
+    mask = AttnMask.varlen([0, 4000, 4100, 4200, 8192], causal=True)
+    layout = Layout.contiguous(8192, 4)
+    home = owned(mask.slices, layout, 1)
+    most = area_per_team(home, 4).max()
+    assert evened_documents(home, mask.slices, layout, 1, float(most)) is home
+    work = evened_documents(home, mask.slices, layout, 1, 0.9 * most)
+    assert area_per_team(work, 4).max() == pytest.approx(0.9 * most, rel=0.02)
+    assert work[:, TEAM].max() == 3 and len(work) <= len(home) + 4
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (AttnMask.varlen([0, 8, 16], causal=True), True),
+        (AttnMask.varlen([0, 8, 16], window=(2, 2)), True),
+        (AttnMask.varlen([0, 0, 16], causal=True), False),  # one document
+        (AttnMask.causal(16), False),
+        (AttnMask.varlen([0, 8, 16], causal=True, window=(2, 0), global_tokens=1), False),
+        (AttnMask.streaming(16, 4, 1), False),
+        (AttnMask.from_slices([], 16, 16), False),
+    ],
+)
+def test_what_counts_as_documents(mask: AttnMask, expected: bool) -> None:
+    layout = Layout.contiguous(16, 2)
+    assert is_of_documents(request(mask, layout)) == expected
+    other = PlanRequest(mask, layout, Layout.zigzag(16, 2), "auto", None, (32, 8), None, None, H200)
+    assert not is_of_documents(other)
+
+
+@pytest.mark.parametrize("name", ["balanced", "contiguous"])
+@pytest.mark.parametrize(
+    ("ranks", "tokens"), [(2, 1 << 15), (4, 1 << 17), (8, 1 << 17), (64, 1 << 19)]
+)
+def test_it_is_as_good_as_the_search_and_does_not_search(
+    ranks: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predicted times of both passes, beside the fastest of the search's candidates."""
+    rates = Rates(H200, (32, 8))
+    searched = search.searched_plan
+    for seed in range(3):
+        mask = AttnMask.varlen(document_bounds(tokens, seed), causal=True)
+        layout = Layout.contiguous(tokens, ranks)
+        if name == "balanced":
+            layout = Layout.balanced(mask, ranks)
+        asked = request(mask, layout)
+        best = searched(Plan, asked, rates)
+        with monkeypatch.context() as patched:
+            patched.setattr(search, "searched_plan", None)
+            plan = search.best_plan(Plan, asked)
+        assert rates.seconds(plan) <= 1.02 * rates.seconds(best)
+        if name == "balanced":
+            assert (plan.kv_tokens() == best.kv_tokens()).all() and not plan.rows_move
+        elif ranks > 2:
+            assert plan.imbalance(32, 8) <= 1.02
+
+
+def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = AttnMask.varlen(document_bounds(1 << 17, 5002), causal=True)
+    layout = Layout.contiguous(1 << 17, 8)
+    asked = request(mask, layout, CostModel(link_bytes=50e9, step_seconds=48e-6))
+    rates = Rates(asked.costs, asked.heads)
+    best = rates.seconds(search.searched_plan(Plan, asked, rates))
+    assert rates.seconds(search.best_plan(Plan, asked)) <= best
+    monkeypatch.setattr(search, "is_good", lambda *_: True)
+    assert rates.seconds(search.best_plan(Plan, asked)) > 1.2 * best

@@ -1,0 +1,77 @@
+"""All indices of a batch travel to a device in one copy, for all layers and both passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import recipe_kernel
+import torch
+from one_sided_memory import InProcessOneSided
+
+from customized_ops.ring_attention.core import index_table
+from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.index_table import IndexTable
+from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
+from customized_ops.ring_attention.core.kernels.window import library_calls
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.run import head_shard
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+
+MASK = AttnMask.varlen([0, 3, 4, 44, 50, 51, 63, 70, 90], causal=True)
+SLOW_KERNELS = CostModel(forward_flops=1e6, backward_flops=1e6, call_seconds=0.0)
+LAYOUTS = {
+    "contiguous": Layout.contiguous(90, 3),
+    "balanced": Layout.balanced(MASK, 3),
+    "striped": Layout.striped(90, 3, 4),
+    "zigzag": Layout.zigzag(90, 3, [0, 3, 4, 44, 50, 51, 63, 70, 90]),
+    "one rank": Layout.contiguous(90, 1),
+}
+LAYERS = 2
+
+
+def train(plan: Plan, comm: Comm) -> None:
+    """Some layers forward, and backward."""
+    draw = torch.Generator().manual_seed(comm.rank)
+    rows = plan.q_layout.sizes[comm.rank]
+    q, k, v, dout = (torch.randn(1, rows, 4, 8, generator=draw).double() for _ in range(4))
+    results = []
+    for _ in range(LAYERS):
+        given = ForwardOperands(q, k, v)
+        results.append(attention_forward(plan, comm, recipe_kernel, given, Scoring(0.3)))
+    for out, lse in reversed(results):
+        given_back = BackwardOperands(dout, q, k, v, out, lse)
+        attention_backward(plan, comm, recipe_kernel, given_back, Scoring(0.3))
+
+
+@pytest.mark.parametrize("comm", [InProcessComm, InProcessOneSided], ids=["messages", "one-sided"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+def test_one_copy_for_each_rank(
+    layout: str, comm: type[Comm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    send = index_table.send
+
+    def counted(tables: Iterable[IndexTable], device: torch.device) -> None:
+        tables = list(tables)
+        if any(device not in table._on for table in tables):
+            copies.append(threading.get_ident())
+        send(tables, device)
+
+    for module in (index_table, head_shard, library_calls):
+        monkeypatch.setattr(module, "send", counted)
+    monkeypatch.setattr(inprocess, "InProcessComm", comm)
+    where = LAYOUTS[layout]
+    plan = make_plan(MASK, where, heads=(4, 4), costs=SLOW_KERNELS)
+    # A process of its own has a plan of its own.
+    of_ranks = [replace(plan, made={}, _ranks={}, _exchanges={}) for _ in plan.q_layout.sizes]
+    run_ranks(where.group_size, lambda comm: train(of_ranks[comm.rank], comm))
+    assert len(copies) == len(set(copies)) <= where.group_size
+    assert copies, "packed calls have tables"
