@@ -21,7 +21,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost import CostModel
-from customized_ops.ring_attention.core.run import head_shard
+from customized_ops.ring_attention.core.run import rank_heads
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 MASK = AttnMask.varlen([0, 3, 4, 44, 50, 51, 63, 70, 90], causal=True)
@@ -65,7 +65,7 @@ def test_one_copy_for_each_rank(
             copies.append(threading.get_ident())
         send(tables, device)
 
-    for module in (index_table, head_shard, library_calls):
+    for module in (index_table, rank_heads, library_calls):
         monkeypatch.setattr(module, "send", counted)
     monkeypatch.setattr(inprocess, "InProcessComm", comm)
     where = LAYOUTS[layout]
