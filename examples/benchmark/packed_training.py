@@ -215,8 +215,8 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     [first] = new(0, 1)
     step = route.make(config, dtype, ranks, first)
     if ranks.cuda:
-        with torch.device(ranks.device):
-            warm_up(args.tokens, heads=heads, head_dim=config.head_dim, process_group=ranks.group)
+        sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
+        warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)
     loss = sum(ranks.gather(float(step(first))))
     _seconds(step, new(1, 4), ranks)
     compiled, times = compiled_kernels(), []
