@@ -123,7 +123,8 @@ def make_plan(
             holders of rows and of keys each compute some of the pairs between them, until it is
             even; ``"zigzag"``: as if q were laid out zigzag. ``"auto"`` tries all but the
             last: of those that ``costs`` says are the fastest, within a twentieth, and whose bytes
-            are hidden or about the fewest, the one with the fewest kernel calls, then bytes.
+            are hidden or about the fewest, the one with the fewest kernel calls, then bytes. Packed
+            documents, with one layout for q and k, are planned by construction instead.
         stages: 0 gathers all keys a rank needs and attends them at once; n >= 1 attends the local
             keys first, then the remote ones in n steps by ring distance, the next step's keys
             arriving meanwhile. None chooses 1, or 0 where ``costs`` say that it is faster by more
