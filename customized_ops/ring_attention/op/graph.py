@@ -178,7 +178,7 @@ def _rule(op: AttentionOp) -> PartitionRule:
     """The partition rule of an attention op."""
 
     def sequence(site: SplitSite) -> dict[str, str]:
-        return {"group": site.group, "layout": Layout.contiguous(site.size, site.parts).spec}
+        return {"group": site.group, "layout": _contiguous(op.source, site)}
 
     def rows(site: SplitSite) -> dict[str, int]:
         return {"row_part": site.index, "row_parts": site.parts}
@@ -214,6 +214,8 @@ def _orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
 
     def cut(site: SplitSite, given: Arguments) -> dict[str, Any]:
         layout = given["layout"]
+        if not layout:
+            return {}
         return {"layout": layout if by_lengths(layout) else _layout_at(site, given).spec}
 
     def follow(name: str, given: Arguments, whole_keys: bool = False) -> Follow | str:
@@ -245,6 +247,13 @@ def _orders_of(source: type[MaskSource]) -> Mapping[str, Orders]:
         "l": Orders(wanted, layout_argument, cut, follow),
         "lq": Orders(lambda *_: None, no_argument, follow=of_rows),
     }
+
+
+def _contiguous(source: type[MaskSource], site: SplitSite) -> str:
+    """Contiguous shards as text: by their name alone, so that one graph may be of any total, where
+    the lengths of documents tell the total, or every rank holds as many tokens."""
+    known = source.packed or site.size % site.parts == 0
+    return "contiguous" if known else Layout.contiguous(site.size, site.parts).spec
 
 
 def _layout_at(site: SplitSite, given: Arguments) -> Layout:

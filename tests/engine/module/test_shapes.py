@@ -13,12 +13,15 @@ import pytest
 import shape_jobs as jobs
 import torch
 from dense import assert_same
-from ranks import Pool
+from ranks import Pool, worlds
 
 from annotations.engines.torch.capture.call_inputs import CallInputs
 from annotations.engines.torch.capture.capture import capture
-from annotations.engines.torch.module.parallel_module import MOST, Programs
+from annotations.engines.torch.capture.open_sizes import NotOpen, conditions_of
+from annotations.engines.torch.module.programs import MOST, Programs
+from annotations.engines.torch.plan.planning import captured_open
 
+OPEN = frozenset({(0, 0)})  # the tokens of jobs.batch
 DOCUMENTS = [(7, 9, 4), (20,), (1, 0, 19), (3, 17), (5, 5, 5, 5, 0)]
 
 
@@ -75,6 +78,27 @@ def test_other_totals(two_ranks: Pool, policy: str) -> None:
     results = two_ranks.run(jobs.steps, batches, policy)
     check(results, batches)
     assert [len(made) for _, made in results] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ({"window": -1}, {"hoist": False}),
+        pytest.param({"window": None}, {}, marks=pytest.mark.slow),
+        pytest.param({"window": 5}, {"hoist": False}, marks=pytest.mark.slow),
+    ],
+)
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, settings: Any) -> None:
+    """The first of even totals is captured, then one graph for all of them; of uneven ones too."""
+    totals, new = [40, 48, 20, 80, 64], [True, True, False, False, False]
+    if ranks.size == 2:
+        totals, new = [*totals, 33, 45, 57, 61, 52], [*new, True, True, False, False, False]
+    for steps in ranks.run(jobs.traced, totals, how, settings):
+        errors, made, plans = zip(*steps, strict=True)
+        assert max(errors) < 1e-10
+        assert [count > 0 for count in made] == new
+        assert "one graph for other sizes of x" in plans[-1]
 
 
 @pytest.mark.thin(2)
@@ -166,6 +190,25 @@ def test_batch_sizes_and_lengths(two_ranks: Pool) -> None:
             one.backward()
             assert loss == pytest.approx(one.item(), rel=1e-12)
             assert_same(f"{shape}", gradient, next(model.parameters()).grad)
+
+
+@pytest.mark.parametrize(
+    ("on", "others"),
+    [("number", ()), ("branch", (32, 40)), ("buffer", (66, 80)), ("one size", (24,))],
+)
+def test_a_graph_is_of_sizes_that_compute_the_same(on: str, others: Sequence[int]) -> None:
+    """A number of tokens that the model reads is one in the graph; a branch takes other sizes."""
+    captured = captured_open(None, jobs.Length(on), jobs.batch((2, 18)), OPEN, 2)
+    found = conditions_of(captured)
+    for total in (20, 22, 24, 28, 32, 40, 66, 80):
+        right = on == "number" or total <= {"branch": 30, "buffer": 64, "one size": 99}[on]
+        right = right and total not in others
+        assert found.satisfied(captured.inputs.flatten((), jobs.batch((2, total - 2)))) == right
+
+
+def test_sizes_that_a_model_fixes_are_not_open() -> None:
+    with pytest.raises(NotOpen, match=r"the model fixes dim 0 of x to be 21"):
+        conditions_of(captured_open(None, jobs.Length("this size"), jobs.batch((2, 19)), OPEN, 2))
 
 
 def inputs_of(model: torch.nn.Module, lengths: Sequence[int]) -> CallInputs:

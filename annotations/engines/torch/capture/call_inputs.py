@@ -20,6 +20,8 @@ from annotations.registry import record_of
 
 from .nodes import INTEGER_COPIES
 
+Dims = frozenset[tuple[int, int]]  # numbers of flat inputs, and of their dims
+
 
 class CaptureError(ValueError):
     """The module does something that the engine cannot run in parallel, or is called so."""
@@ -43,20 +45,41 @@ class CallInputs:
         spec: how its arguments nest, by name.
         examples: the flat inputs that the graph was captured with.
         repeatable: which of them may be filled up by repeating their last element.
+        open: inputs and their dims whose size may be another, see :mod:`.open_sizes`.
     """
 
     signature: inspect.Signature
     spec: pytree.TreeSpec
     examples: Sequence[Any]
     repeatable: frozenset[int]
+    open: Dims = frozenset()
 
     @staticmethod
     def of(
-        signature: inspect.Signature, arguments: Mapping[str, Any], repeatable: frozenset[int]
+        signature: inspect.Signature,
+        arguments: Mapping[str, Any],
+        repeatable: frozenset[int],
+        open: Dims = frozenset(),
     ) -> CallInputs:
         """Those of a graph that was captured with ``arguments``, by name."""
         examples, spec = pytree.tree_flatten(dict(arguments))
-        return CallInputs(signature, spec, examples, repeatable)
+        return CallInputs(signature, spec, examples, repeatable, open)
+
+    @property
+    def open_inputs(self) -> set[int]:
+        """Those that have open sizes."""
+        return {n for n, _ in self.open}
+
+    def differing(self, flat: Sequence[Any]) -> Dims:
+        """Inputs and their dims whose size in ``flat`` is another than in the example, but for what
+        can be filled up."""
+        return frozenset(
+            (n, dim)
+            for n, example in enumerate(self.examples)
+            if isinstance(example, Tensor) and n not in self.repeatable
+            for dim, size in enumerate(example.shape)
+            if flat[n].shape[dim] != size
+        )
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """A call's flat inputs, of whatever shapes.
@@ -83,13 +106,16 @@ class CallInputs:
 
     def fitted(self, flat: Sequence[Any]) -> list[Any] | None:
         """These inputs as the graph takes them; None where it takes other shapes."""
+        if not self.differing(flat) <= self.open:
+            return None
         fitted = list(flat)
-        for n, example in enumerate(self.examples):
-            if not isinstance(example, Tensor) or flat[n].shape == example.shape:
-                continue
-            if n not in self.repeatable or not 0 < len(flat[n]) < len(example):
+        for n in self.repeatable:
+            count = len(self.examples[n])
+            if not 0 < len(flat[n]) <= count:
                 return None
-            fitted[n] = _filled(flat[n], len(example))
+            fitted[n] = _filled(flat[n], count) if len(flat[n]) < count else flat[n]
+        for n in self.open_inputs:
+            fitted[n] = fitted[n].contiguous()  # strides would tell the size
         return fitted
 
     def one_longer(self) -> dict[str, Any]:
@@ -102,11 +128,32 @@ class CallInputs:
 
     def grown(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Arguments by name for a graph that takes these inputs, and somewhat longer lengths."""
-        grown = list(flat)
-        for n in self.repeatable:
-            length, known = len(flat[n]), len(self.examples[n])
-            fits = known if length <= known else (1 << (length - 2).bit_length()) + 1
-            grown[n] = _filled(flat[n], fits)
+        return self._with_room(flat, flat)
+
+    def with_room_for(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """The example's arguments by name, with lengths as long as :meth:`grown` makes these."""
+        return self._with_room(self.examples, flat)
+
+    def may_open(self, flat: Sequence[Any], ranks: int) -> bool:
+        """Whether a graph of these sizes may be one of the example's with open sizes."""
+        sizes = ((self.examples[n].shape[d], flat[n].shape[d]) for n, d in self.differing(flat))
+        return all(
+            min(old, new) > 1 and (not is_multiple(old, ranks) or new % ranks == 0)
+            for old, new in sizes
+        )
+
+    def room_for(self, flat: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """Of each of the repeatable ones how long it is in a graph that takes these inputs."""
+        lengths = ((n, len(flat[n]), len(self.examples[n])) for n in sorted(self.repeatable))
+        return tuple(
+            (n, known if length <= known else (1 << (length - 2).bit_length()) + 1)
+            for n, length, known in lengths
+        )
+
+    def _with_room(self, values: Sequence[Any], flat: Sequence[Any]) -> dict[str, Any]:
+        grown = list(values)
+        for n, room in self.room_for(flat):
+            grown[n] = _filled(values[n], room)
         arguments: dict[str, Any] = pytree.tree_unflatten(grown, self.spec)
         return arguments
 
@@ -125,11 +172,35 @@ def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return named
 
 
+def is_multiple(size: int, ranks: int) -> bool:
+    """Whether an open size is traced as a multiple of the number of ranks, which takes less time
+    than finding out, wherever it matters, that ranks share it evenly."""
+    return ranks > 1 and size % ranks == 0 and size >= 2 * ranks
+
+
+def left_open(arguments: Mapping[str, Any], dims: Dims, multiple: int) -> Any:
+    """What torch.export calls dynamic shapes: all sizes fixed but those of ``dims``. Those that the
+    example has as multiples (:func:`is_multiple`) stay multiples; with named symbols, so that equal
+    sizes stay equal."""
+    flat, spec = pytree.tree_flatten(dict(arguments))
+    wanted: list[Any] = [None] * len(flat)
+    known: dict[int, Any] = {}
+    for n, dim in sorted(dims):
+        size = flat[n].shape[dim]
+        if size not in known:
+            named = torch.export.Dim(f"size{len(known)}", min=2)
+            even = is_multiple(size, multiple)
+            known[size] = multiple * named if even else torch.export.Dim.AUTO
+        wanted[n] = {**(wanted[n] or {}), dim: known[size]}
+    return pytree.tree_unflatten(wanted, spec)
+
+
 def _check(name: str, value: Any, example: Any) -> None:
     if not isinstance(example, Tensor):
         if value != example:
             raise CaptureError(
-                f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}"
+                f"{name}: expected {example!r} as in dummy_forward_args, got {value!r}; what is no "
+                "tensor is a constant of the graph: pass what changes, such as lengths, as a tensor"
             )
         return
     shown = f"{tuple(example.shape)} {example.dtype}"

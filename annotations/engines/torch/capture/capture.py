@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from annotations.registry import record_of
 
 from . import checkpointed, dropout
-from .call_inputs import CallInputs, CaptureError, by_name, repeatable_inputs
+from .call_inputs import CallInputs, CaptureError, Dims, by_name, left_open, repeatable_inputs
 from .losses import exact_cross_entropy
 from .nodes import values_of
 
@@ -115,18 +115,35 @@ def capture(
     return replace(captured, inputs=replace(inputs, repeatable=frozenset()))
 
 
+def capture_open(
+    module: torch.nn.Module, example: Mapping[str, Any], dims: Dims, multiple: int = 1
+) -> Captured:
+    """:func:`capture` with sizes of inputs left open (:mod:`.open_sizes`).
+
+    Args:
+        dims: which. multiple: what all their sizes are multiples of.
+    Raises:
+        CaptureError: as of :func:`capture`. UserError: of torch.export, where it needs a size.
+    """
+    bound = bound_arguments(module, example)
+    given = by_name(bound)
+    return _captured(module, bound.signature, given, None, dims, left_open(given, dims, multiple))
+
+
 def _captured(
     module: torch.nn.Module,
     signature: inspect.Signature,
     arguments: dict[str, Any],
     mode: FakeTensorMode | None,
+    dims: Dims = frozenset(),
+    sizes: Any = None,
 ) -> Captured:
     with warnings.catch_warnings():
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         given = arguments if mode is None else _without_data(mode, arguments)
         with checkpointed.marked(), _no_values():
-            exported = torch.export.export(module, (), given, strict=False)
+            exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
             _refuse_gradients_off(exported)
             exported = exported.run_decompositions({})
     graph = exported.graph_module.graph
@@ -151,7 +168,7 @@ def _captured(
         attributes,
         constants,
         user_inputs,
-        CallInputs.of(signature, arguments, repeatable_inputs(graph, user_inputs)),
+        CallInputs.of(signature, arguments, repeatable_inputs(graph, user_inputs), dims),
         out_spec,
         draws=seed is not None,
     )

@@ -21,6 +21,9 @@ INTEGER_COPIES = (
     torch.ops.aten.lift_fresh_copy.default,
 )
 
+# Sizes that are open, and what is computed with them.
+OPEN = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
 
 def is_getitem(node: Node) -> bool:
     """Whether ``node`` picks one of another node's results."""
@@ -69,13 +72,28 @@ def values_of(node: Node) -> tuple[Any, ...]:
 
 
 def shapes_in(node: Node) -> list[tuple[int, ...]]:
-    """Of an op's tensor inputs."""
-    return [tuple(x.meta["val"].shape) for x in tensor_inputs(node)]
+    """Of an op's tensor inputs; of sizes that are open, the example's."""
+    return [example_shape(x.meta["val"].shape) for x in tensor_inputs(node)]
 
 
 def shapes_out(node: Node) -> list[tuple[int, ...]]:
     """Of its results."""
-    return [tuple(x.shape) for x in values_of(node)]
+    return [example_shape(x.shape) for x in values_of(node)]
+
+
+def example_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape``, of sizes that are open those of the example."""
+    return tuple(map(example_size, shape))
+
+
+def example_size(value: Any) -> Any:
+    """The example's, of a size that is open; any other value as it is."""
+    return value.node.hint if isinstance(value, OPEN) else value
+
+
+def is_size(node: Node) -> bool:
+    """Whether ``node`` computes an open size, or with one."""
+    return isinstance(node.meta.get("val"), OPEN)
 
 
 def signature(node: Node, inputs: Sequence[Node]) -> Any:
@@ -104,6 +122,20 @@ def argument_of(node: Node, name: str) -> Any:
     return None
 
 
+def sizes_in(graph: Graph, given: Mapping[str, Any]) -> dict[Node, Any]:
+    """What a graph computes of its inputs' open sizes, where placeholders stand for ``given``."""
+    sizes: dict[Node, Any] = {}
+    for node in filter(is_size, graph.nodes):
+        source = node.args[0]
+        if node.target is torch.ops.aten.sym_size.int and source.op == "placeholder":
+            sizes[node] = given[source.name].shape[node.args[1]]
+        elif all(x in sizes for x in node.all_input_nodes):
+            sizes[node] = node.target(*torch.fx.map_arg(node.args, sizes.__getitem__))
+        else:  # of a tensor that is made in the graph
+            sizes[node] = node.meta["val"]
+    return sizes
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """The nodes whose tensors ``node`` reads, in argument order, each occurrence."""
     found: list[Node] = []
@@ -118,12 +150,17 @@ def tensor_inputs(node: Node) -> list[Node]:
     return found
 
 
-def with_inputs(node: Node, replace: Callable[[Node, int], Any]) -> tuple[Any, Any]:
-    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``."""
+def with_inputs(
+    node: Node, replace: Callable[[Node, int], Any], sizes: Mapping[Node, Any] | None = None
+) -> tuple[Any, Any]:
+    """``node``'s args and kwargs with its n-th tensor input replaced by ``replace(input, n)``, and
+    open sizes by what ``sizes`` has for them, if it is given."""
     count = iter(range(1 << 30))
 
     def visit(arg: Node) -> Any:
-        return replace(arg, next(count)) if isinstance(arg.meta.get("val"), Tensor) else arg
+        if isinstance(arg.meta.get("val"), Tensor):
+            return replace(arg, next(count))
+        return arg if sizes is None else sizes.get(arg, arg)
 
     return torch.fx.map_arg((node.args, node.kwargs), visit)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
-import warnings
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,67 +19,24 @@ from torch.utils import _pytree as pytree
 from annotations.consistency import check_setting, described, digest
 
 from ...config import ComputeConfig
-from ..capture.capture import CaptureError
+from ..capture.capture import Captured, CaptureError
 from ..capture.dropout import draw_seed
+from ..capture.open_sizes import named_as
 from ..capture.replaced_parameters import call_in_dtype, whole_without_data
 from ..plan.engine_plan import EnginePlan, whole_copies
 from ..plan.meshes import axis_names, mesh_of_copies
-from ..plan.planning import Planning, captured_in, shared_plan
+from ..plan.plan_summary import graph_hash
+from ..plan.planning import Planned, Planning, captured_in, captured_open, shared_plan
 from ..plan.policies import AnyPolicy, as_plan, is_path
-from ..plan.rank_agreement import compare, facts_of, from_rank_0
+from ..plan.rank_agreement import compare, facts_of, from_rank_0, gathered
 from ..rates import known_rates
 from ..run.execute import Program
-from ..run.lowered import Lowered
+from ..run.lowered import Lowered, OtherSizes
 from ..strategies.placements import Placements
 from .gradient_sync import DEFAULT_BUCKET_MB, Reducer
+from .programs import Base, Modes, Programs
 from .sharded_parameters import as_read, cut_to_fit, shard_parameters
 from .training import TrainingModule
-
-Modes = tuple[bool, ...]  # of each module in order: whether it trains
-
-# Graphs of one mode that are kept, and the number from which on a warning says that they are many.
-MOST, MANY = 16, 4
-
-
-class Programs:
-    """Planned graphs by the modes of a module, the one that was used last at the end; and the plan
-    of each."""
-
-    def __init__(self) -> None:
-        self.plans: dict[Program | Lowered, EnginePlan] = {}
-        self._of: dict[Modes, OrderedDict[Program | Lowered, None]] = {}
-        self._warned = False
-
-    def latest(self, modes: Modes) -> Program | Lowered | None:
-        """The graph that was used last."""
-        known = self._of.get(modes)
-        return next(reversed(known)) if known else None
-
-    def find(self, modes: Modes, flat: Sequence[Any]) -> tuple[Program | Lowered, list[Any]] | None:
-        """A graph that takes these flat inputs, and them as it takes them."""
-        known = self._of[modes]
-        for program in reversed(known):
-            fitted = program.captured.inputs.fitted(flat)
-            if fitted is not None:
-                known.move_to_end(program)
-                return program, fitted
-        return None
-
-    def add(self, modes: Modes, program: Program | Lowered, plan: EnginePlan) -> None:
-        """Keep a graph; drops the one that was not used for the longest, if there are too many."""
-        known = self._of.setdefault(modes, OrderedDict())
-        known[program] = None
-        self.plans[program] = plan
-        if len(known) > MOST:
-            dropped, _ = known.popitem(last=False)
-            del self.plans[dropped]
-        if len(known) >= MANY and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a parallelized module has met inputs of {len(known)} shapes, and captures and "
-                f"plans each anew; the last {MOST} are kept. Fill batches up to a few totals",
-                stacklevel=6,
-            )
 
 
 class ParallelModule(TrainingModule):
@@ -181,11 +138,18 @@ class ParallelModule(TrainingModule):
         if self._mesh.device_type == "cpu" if checked is None else checked:
             facts = facts_of(self._named(args, kwargs), digest)
             compare("batches of one copy", facts, self._mesh.get_group())
-        program, flat = self._program_for(inputs.flatten(args, kwargs))
-        if program.captured.draws:
-            flat.append(draw_seed(self._mesh, dist.get_rank() // ranks))
-        results = program(self._attribute, flat)
-        return pytree.tree_unflatten(results, program.captured.out_spec)
+        flat = inputs.flatten(args, kwargs)
+        seed = [draw_seed(self._mesh, dist.get_rank() // ranks)] if self.draws else []
+        while True:
+            program, fitted = self._program_for(flat)
+            try:
+                results = program(self._attribute, [*fitted, *seed])
+            except OtherSizes as error:  # on all ranks; another graph is found or made
+                if error.never:
+                    self._programs.fix(program.captured.inputs.open, error.never)
+                    self._programs.drop(self._modes_now(), program)
+                continue
+            return pytree.tree_unflatten(results, program.captured.out_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises NotImplementedError: what is planned and traced is of this module's parameters."""
@@ -231,6 +195,9 @@ class ParallelModule(TrainingModule):
         is made on all ranks of the copy: as the others are split, if the policy is "auto"."""
         modes, latest = self._modes_now(), self._program()
         found = self._programs.find(modes, flat)
+        while found is None and (base := self._to_open(modes, flat)) is not None:
+            self._open(base, flat)
+            found = self._programs.find(modes, flat)
         if found is None:
             arguments = latest.captured.inputs.grown(flat)
             policy = self.plan if self._policy == "auto" else self._policy
@@ -239,6 +206,41 @@ class ParallelModule(TrainingModule):
             assert found is not None, "a graph takes what it was captured with"
         self.plan = self._programs.plans[found[0]]
         return found
+
+    def _to_open(self, modes: Modes, flat: list[Any]) -> Base | None:
+        """What a graph for other sizes, too, may be made from."""
+        why = "parameters are kept in parts" if self._kept else ""
+        why = "compile=True compiles for fixed sizes" if self._compile else why
+        why = why if self._lowered else "lowered=False runs on DTensors"
+        self._programs.why_fixed = why or self._programs.why_fixed
+        return None if why else self._programs.to_open(modes, flat, self.compute_config.plan_ngpus)
+
+    def _open(self, base: Base, flat: list[Any]) -> None:
+        """Make a graph of the plan of ``base`` in which the sizes that are other ones in ``flat``
+        are open; on all ranks of the copy. Where that cannot be, note why."""
+        inputs, graph, why = base.captured.inputs, "none", ""
+        dims = inputs.differing(flat)
+        self._original.training = self.training
+        try:
+            given = self.compute_dtype, self._original, inputs.with_room_for(flat)
+            captured = captured_open(*given, dims, self.compute_config.plan_ngpus)
+            named_as(captured, base.captured)
+            base.planned.refuse_open_sizes(captured)
+            program = self._program_of(captured, base.planned)
+            graph = graph_hash(captured)
+        except Exception as error:  # torch.export's are of many kinds
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        group = self._mesh.get_group()
+        compare("captured graphs", {"graph": graph, "open sizes": why}, group)
+        if why:
+            self._programs.fix(dims, why)
+            return
+        agree = functools.partial(gathered, group=group)
+        made = Lowered(program, arrived=self._arrived, agree=agree)
+        names = ", ".join(str(captured.user_inputs[n]) for n in sorted({n for n, _ in dims}))
+        note = f"one graph for other sizes of {names}, as evenly cut"
+        plan = replace(base.planned.report, notes=(*base.planned.report.notes, note))
+        self._programs.add(self._modes_now(), made, plan)
 
     def planned_for(self, arguments: Mapping[str, Any]) -> tuple[Program, list[Any]]:
         """The planned graph that takes these arguments, and its flat inputs."""
@@ -267,14 +269,20 @@ class ParallelModule(TrainingModule):
         planned = shared_plan(planning, group)
         self._kept = planned.parameters
         shard_parameters(original, planned.parameters, mesh)
+        made: Program | Lowered = self._program_of(captured, planned)
+        if isinstance(made, Program) and self._lowered:
+            made = Lowered(made, compiled=self._compile, arrived=self._arrived)
+        report, why = planned.report, self._programs.why_fixed
+        if why:
+            report = replace(report, notes=(*report.notes, f"a graph for these sizes alone: {why}"))
+        self._programs.add(self._modes_now(), made, report, Base(captured, planned))
+        return made
+
+    def _program_of(self, captured: Captured, planned: Planned) -> Program:
+        """The graph of a plan, with the plan's strategies."""
         captured, named = planned.graph_of(captured), planned.strategies
         strategies = {n: named[n.name] for n in captured.graph.nodes if n.name in named}
-        program = Program(captured, strategies, mesh, self.compute_dtype)
-        made: Program | Lowered = program
-        if self._lowered:
-            made = Lowered(program, compiled=self._compile, arrived=self._arrived)
-        self._programs.add(self._modes_now(), made, planned.report)
-        return made
+        return Program(captured, strategies, self._plan_mesh, self.compute_dtype)
 
 
 def same_weights(module: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..capture.nodes import argument_of, call, tensor_inputs, with_inputs
+from ..capture.nodes import argument_of, call, example_shape, tensor_inputs, with_inputs
 from .token_axes import SequenceDim, along
 
 aten = torch.ops.aten
@@ -35,14 +35,15 @@ def _lift(graph: Graph, loss: Node, dim: int) -> None:
     """Of one loss, along one dim of its targets."""
     logits, targets, ignore_index = loss.args
     assert isinstance(logits, Node) and isinstance(targets, Node)
-    found = _sliced(logits, SequenceDim(dim), logits.meta["val"].shape[dim])
+    found = _sliced(logits, SequenceDim(dim), example_shape(logits.meta["val"].shape)[dim])
     if found is None:
         return
     cut, at, path = found
     whole, length = cut.args[0], cut.meta["val"].shape[at]
     assert isinstance(whole, Node)
     size = whole.meta["val"].shape[at]
-    start, _, _ = slice(argument_of(cut, "start"), None).indices(size)
+    start = argument_of(cut, "start") or 0
+    start = max(start + size, 0) if start < 0 else start
     new = whole
     with graph.inserting_before(loss):
         for node, slot in reversed(path):

@@ -16,8 +16,10 @@ from annotations.progress import stage
 from annotations.registry import record_of
 
 from ...config import ComputeConfig
-from ..capture.capture import Captured, capture
+from ..capture.call_inputs import Dims
+from ..capture.capture import Captured, capture, capture_open
 from ..capture.nodes import module_of
+from ..capture.open_sizes import NotOpen
 from ..capture.replaced_parameters import in_dtype
 from ..permute.label_shift import whole_logits
 from ..permute.model_shuffles import axis_of_shuffles, ordered, shuffles, without_shuffles
@@ -59,6 +61,14 @@ class Planned:
         if shuffles(captured):
             captured = ordered(captured) if self.shuffled else without_shuffles(captured)
         return functools.reduce(permuted, self.permutations, captured)
+
+    def refuse_open_sizes(self, captured: Captured) -> None:
+        """Raises NotOpen where the plan permutes tokens, or the graph drops elements: both are by
+        the number of all tokens."""
+        if self.permutations:
+            raise NotOpen("the plan brings tokens in another order")
+        if captured.draws:
+            raise NotOpen("elements are dropped at random")
 
     def noted(self, notes: Sequence[str]) -> Planned:
         """The same with these lines below the plan's title."""
@@ -220,6 +230,24 @@ def captured_in(
     """The graph of a module that computes in ``dtype``; None is that of its parameters."""
     with stage("capturing the graph"), in_dtype(module, dtype):
         captured = capture(module, example, mode)
+        whole_logits(captured.graph)
+    return captured
+
+
+def captured_open(
+    dtype: torch.dtype | None,
+    module: torch.nn.Module,
+    example: Mapping[str, Any],
+    dims: Dims,
+    ranks: int,
+) -> Captured:
+    """:func:`captured_in` with these sizes left open: as multiples of the number of ranks, unless
+    the model has conditions of its own, which torch.export refuses then."""
+    with stage("capturing the graph"), in_dtype(module, dtype):
+        try:
+            captured = capture_open(module, example, dims, ranks)
+        except torch._dynamo.exc.UserError:
+            captured = capture_open(module, example, dims)
         whole_logits(captured.graph)
     return captured
 

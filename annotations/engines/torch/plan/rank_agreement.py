@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -36,12 +37,7 @@ def compare(
         CaptureError: says who has what, or what another rank refused; not on a rank with a problem.
     """
 
-    def all_gather(mine: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group=group)
-        return gathered
-
-    said = Statements.gather(all_gather, facts, problem)
+    said = Statements.gather(functools.partial(gathered, group=group), facts, problem)
     lines: list[str] = []
     if said.problems:
         lines = [f"{what}: refused on another rank", *said.refusals()]
@@ -52,6 +48,13 @@ def compare(
             lines.append(f"{name}: {', '.join(each)}")
     if lines and problem is None:
         raise CaptureError("\n    ".join(lines))
+
+
+def gathered(mine: Any, group: Any = None) -> list[Any]:
+    """What all ranks of ``group`` say, in order."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said
 
 
 def from_rank_0(make: Callable[[], Any], group: Any = None) -> Any:

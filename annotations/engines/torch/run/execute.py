@@ -20,7 +20,15 @@ from torch.fx import Node
 
 from ..capture import checkpointed
 from ..capture.capture import Captured
-from ..capture.nodes import is_getitem, resolve, value_of, values_of, with_inputs
+from ..capture.nodes import (
+    is_getitem,
+    is_size,
+    resolve,
+    sizes_in,
+    value_of,
+    values_of,
+    with_inputs,
+)
 from ..capture.replaced_parameters import cast
 from ..strategies.op_strategies import Strategy
 from ..strategies.placements import Placements, share, unsplit
@@ -118,7 +126,7 @@ class Program:
         Args:
             inputs: whole, the same on every rank, by the op that makes each and which result it is.
         """
-        run = _Run(self, {key: replicated(x, self.mesh) for key, x in inputs.items()})
+        run = _Run(self, {key: replicated(x, self.mesh) for key, x in inputs.items()}, {})
         run.steps([node])
         return run.results(node)
 
@@ -135,15 +143,16 @@ class Program:
                 values[node, 0] = value
             elif value is not None:
                 values[node, 0] = replicated(value, self.mesh)
-        run = _Run(self, values)
-        ops = [node for node in graph.nodes if node.op == "call_function" and not is_getitem(node)]
+        run = _Run(self, values, sizes_in(graph, given))
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        ops = [node for node in calls if not is_getitem(node) and not is_size(node)]
         for region, part in itertools.groupby(ops, checkpointed.region_of):
             nodes = list(part)
             if region is not None and traced:
                 with checkpointed.region(nodes):
                     run.steps(nodes)
             elif region is not None and torch.is_grad_enabled():
-                run_again(nodes, values, lambda inner, ops: _Run(self, inner).steps(ops))
+                run_again(nodes, values, lambda inner, ops: _Run(self, inner, run.sizes).steps(ops))
             else:
                 run.steps(nodes)
         return [run.whole(x) for x in output_of(graph).args[0]]  # type: ignore[union-attr]
@@ -152,8 +161,8 @@ class Program:
 class _Run:
     """One forward pass: values, and values moved, each move made once."""
 
-    def __init__(self, program: Program, values: Values) -> None:
-        self._program, self._values = program, values
+    def __init__(self, program: Program, values: Values, sizes: Mapping[Node, Any]) -> None:
+        self._program, self._values, self.sizes = program, values, sizes
         self._moved: dict[tuple[Node, int, Placements, Placements], Any] = {}
 
     def steps(self, nodes: Iterable[Node]) -> None:
@@ -166,7 +175,7 @@ class _Run:
             value = self._get(*resolve(x), strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
 
-        args, kwargs = with_inputs(node, get)
+        args, kwargs = with_inputs(node, get, self.sizes)
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
             if strategy.local and isinstance(result, Tensor):

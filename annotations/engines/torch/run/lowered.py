@@ -11,22 +11,28 @@ reports each when it is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn import Parameter
 
+from annotations.library.cached_calls import cached
 from annotations.progress import stage
 
+from ..capture.capture import Captured
 from ..capture.checkpointed import region_of
+from ..capture.nodes import example_shape
+from ..capture.open_sizes import Conditions, NotOpen, conditions_of
 from ..capture.replaced_parameters import as_parameter
 from .execute import Program
 from .local_graph import output_of, overlap, simplify
@@ -37,6 +43,19 @@ Arrived = Callable[[str, Tensor], None]
 
 class LoweringError(RuntimeError):
     """A planned graph could not be traced on plain tensors."""
+
+
+class OtherSizes(Exception):
+    """A graph with open sizes is not for these, as its tracing has shown; ``never`` says why it is
+    for none."""
+
+    def __init__(self, never: str = "") -> None:
+        super().__init__(never)
+        self.never = never
+
+
+# From what sizes this rank's trace is for, or why there is none, to that of all ranks.
+Agree = Callable[[Conditions | str], Sequence[Conditions | str]]
 
 
 class Lowered:
@@ -52,42 +71,87 @@ class Lowered:
             in the backward rather than save them; never what communicates.
         arrived: called in the backward, not where it is compiled, with the name of each parameter
             that is a plain tensor and its gradient, which is not in ``.grad`` yet.
+        agree: called once for each trace of a graph with open sizes, on all ranks.
     """
 
     def __init__(
-        self, program: Program, *, compiled: bool = False, arrived: Arrived | None = None
+        self,
+        program: Program,
+        *,
+        compiled: bool = False,
+        arrived: Arrived | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.captured = program.captured
         self.program, self._compiled = program, compiled
         self._arrived = None if compiled else arrived
         self._traces: dict[Any, Trace] = {}
+        self._agree, self._conditions = agree, list[Conditions]()
+        self._satisfied: dict[Any, bool] = {}
+        if agree is not None:
+            self._conditions.append(conditions_of(self.captured))
+
+    def takes(self, flat_inputs: Sequence[Any]) -> bool:
+        """Whether inputs that fit the graph have sizes that it is for; on all ranks alike."""
+        inputs = self.captured.inputs
+        sizes = tuple(flat_inputs[n].shape[dim] for n, dim in sorted(inputs.open))
+        return cached(
+            self._satisfied,
+            sizes,
+            lambda: all(each.satisfied(flat_inputs) for each in self._conditions),
+        )
 
     def __call__(self, attribute: Callable[[str], Tensor], flat_inputs: list[Any]) -> list[Any]:
-        """Run the forward as :meth:`.execute.Program.__call__`. Raises LoweringError where the
-        program cannot be traced."""
+        """Run the forward as :meth:`.execute.Program.__call__`.
+
+        Raises:
+            LoweringError: the program cannot be traced.
+            OtherSizes: the same of a graph with open sizes, or it is not for these.
+        """
         given = self.program.given(attribute, flat_inputs)
         tensors = list(given.values())
-        kind = _kind(tensors)
+        kind = self._kind(given)
         if kind not in self._traces:
             with stage("compiling" if self._compiled else "lowering"):
-                self._traces[kind] = Trace(self.program, given, self._compiled, self._arrived)
+                self._traces[kind] = self._traced(given)
+            if not self.takes(flat_inputs):
+                raise OtherSizes
         return self._traces[kind](tensors)
+
+    def _traced(self, given: dict[str, Tensor]) -> Trace:
+        if self._agree is None:
+            return Trace(self.program, given, self._compiled, self._arrived)
+        trace, found = None, list[Conditions | str]()
+        try:
+            trace = Trace(self.program, given, self._compiled, self._arrived)
+            found += self._agree(conditions_of(self.captured))
+        except (LoweringError, NotOpen) as error:
+            found += self._agree(str(error))
+        if reasons := [each for each in found if isinstance(each, str)]:
+            raise OtherSizes(reasons[0])
+        self._conditions += [each for each in found if isinstance(each, Conditions)]
+        self._satisfied.clear()
+        assert trace is not None
+        return trace
+
+    def _kind(self, given: Mapping[str, Tensor]) -> Any:
+        """What a trace depends on, beyond what the capture has fixed."""
+        device = next((t.device.type for t in given.values()), "cpu")
+        open_ = {self.captured.user_inputs[n] for n in self.captured.inputs.open_inputs}
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            *[
+                (t.requires_grad, t.dtype, None if name in open_ else t.stride())
+                for name, t in given.items()
+            ],
+        )
 
     @property
     def traces(self) -> Sequence[Trace]:
         """Those made so far."""
         return list(self._traces.values())
-
-
-def _kind(tensors: Sequence[Tensor]) -> Any:
-    """What a trace depends on, beyond what the capture has fixed."""
-    device = tensors[0].device.type if tensors else "cpu"
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        *[(t.requires_grad, t.dtype, t.stride()) for t in tensors],
-    )
 
 
 _TENSOR = object()
@@ -125,7 +189,8 @@ class Trace:
                     options |= _for_inductor(stack)
                 else:  # what is saved for the backward may be read by another one
                     stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
-                self._local = aot_module_simplified(traced, list(given.values()), **options)
+                examples = _examples(program.captured, given, stack)
+                self._local = aot_module_simplified(traced, examples, **options)
         except (ValueError, NotImplementedError):  # about the model, in words of its own
             raise
         except Exception as error:
@@ -189,6 +254,33 @@ class Trace:
             if name is not None and isinstance(gradient, Node):
                 with graph.inserting_after(gradient):
                     graph.call_function(report, (name, gradient))
+
+
+def _examples(captured: Captured, given: dict[str, Tensor], stack: ExitStack) -> list[Tensor]:
+    """What a trace runs on: what is given; or where sizes are open tensors without data, and it
+    traces with their symbols within ``stack``."""
+    if not captured.inputs.open:
+        return list(given.values())
+    symbolic = {
+        node.name: node.meta["val"]
+        for node in captured.graph.nodes
+        if node.name in captured.user_inputs
+    }
+    mode = next(iter(symbolic.values())).fake_mode
+    stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+    # What DTensor compares the costs of, for each op: with symbols that takes half of the time.
+    stack.enter_context(mock.patch.object(_collective_utils, "spec_to_bytes", _example_bytes))
+    return [
+        symbolic[name].detach().requires_grad_(tensor.requires_grad)
+        if name in symbolic
+        else mode.from_tensor(tensor, static_shapes=True)
+        for name, tensor in given.items()
+    ]
+
+
+def _example_bytes(spec: Any) -> int:
+    """Of a DTensor, of open sizes those of the example."""
+    return spec.tensor_meta.dtype.itemsize * math.prod(example_shape(spec.shape))
 
 
 def _for_inductor(stack: ExitStack) -> dict[str, Any]:

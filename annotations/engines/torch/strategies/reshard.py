@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from annotations.solving import TensorShape
 
+from ..capture.nodes import example_shape
 from .placements import Placements, local_shape, share, unsplit
 
 
@@ -134,7 +135,8 @@ class Move(torch.autograd.Function):
 def brought(value: Any, target: Placements) -> Any:
     """A DTensor brought to ``target`` along the cheapest path; not differentiated."""
     source = tuple(value.placements)
-    for step in steps(tuple(value.shape), source, target, tuple(value.device_mesh.shape)):
+    shape = example_shape(value.shape)
+    for step in steps(shape, source, target, tuple(value.device_mesh.shape)):
         if step.kind == "all-to-all":
             value = _exchange(value, step)
         else:
