@@ -36,7 +36,7 @@ from customized_ops.ring_attention.core.kernels import KERNELS, Kernel, KernelEr
 from customized_ops.ring_attention.core.layout import layout_arguments as layout_spec
 from customized_ops.ring_attention.core.mask.mask_arguments import count
 from customized_ops.ring_attention.core.mask.slices import Q0, Q1, Slices, as_slices, normalise
-from customized_ops.ring_attention.core.plan import search
+from customized_ops.ring_attention.core.plan.choose import search
 from tests.core.mask import test_patterns
 from tests.kernels import test_conformance
 from tests.ops.masks import test_every_mask, test_mask_grid

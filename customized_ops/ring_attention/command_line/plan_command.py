@@ -16,8 +16,8 @@ from annotations.progress import counted, stage
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import make_plan
+from ..core.plan.choose.search import ASSIGNMENTS
 from ..core.plan.report.picture import draw
-from ..core.plan.search import ASSIGNMENTS
 from ..core.report import report
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}

@@ -19,8 +19,8 @@ from customized_ops.ring_attention.core.kernels import (
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
+from customized_ops.ring_attention.core.plan.choose.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
-from customized_ops.ring_attention.core.plan.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 

@@ -14,10 +14,10 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan import plan as plan_module
+from customized_ops.ring_attention.core.plan.assign.work import TEAM
+from customized_ops.ring_attention.core.plan.choose.search import ASSIGNMENTS
 from customized_ops.ring_attention.core.plan.exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1
 from customized_ops.ring_attention.core.plan.moves import located, ring_stage
-from customized_ops.ring_attention.core.plan.search import ASSIGNMENTS
-from customized_ops.ring_attention.core.plan.work import TEAM
 
 MASKS = {
     "full": AttnMask.dense(41),

@@ -7,8 +7,8 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import Slices, to_dense
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.assign.work import TEAM
 from customized_ops.ring_attention.core.plan.rank_plan import Stage
-from customized_ops.ring_attention.core.plan.work import TEAM
 
 MASKS = {
     "causal": AttnMask.causal(40),

@@ -20,9 +20,9 @@ from customized_ops.ring_attention.core.mask.slices import (
     to_dense,
 )
 from customized_ops.ring_attention.core.plan import Plan, even_work, make_plan
-from customized_ops.ring_attention.core.plan import work as work_module
-from customized_ops.ring_attention.core.plan.even_work import WORK_TOLERANCE, evened, shared
-from customized_ops.ring_attention.core.plan.work import (
+from customized_ops.ring_attention.core.plan.assign import work as work_module
+from customized_ops.ring_attention.core.plan.assign.even_work import WORK_TOLERANCE, evened, shared
+from customized_ops.ring_attention.core.plan.assign.work import (
     FEWER_BYTES,
     TEAM,
     area_per_team,

@@ -26,7 +26,7 @@ from customized_ops.ring_attention.core.kernels.protocol.scoring import keep
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.search import ASSIGNMENTS
+from customized_ops.ring_attention.core.plan.choose.search import ASSIGNMENTS
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -19,11 +19,11 @@ from typing import Any
 
 from ..layout import Layout
 from ..mask import AttnMask
+from .choose.request import PlanRequest
+from .choose.search import ASSIGNMENTS, best_plan
 from .cost import H200, CostModel
 from .plan_value import PlanValue
 from .report import picture, text
-from .request import PlanRequest
-from .search import ASSIGNMENTS, best_plan
 
 # Plans that are kept, the last ones that were made: a batch has one or two for all its layers, some
 # batches are planned ahead, and a plan of many pieces may take megabytes.

@@ -15,10 +15,10 @@ from ..mask import AttnMask
 from ..mask.intervals import touched, union
 from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
+from .assign.work import TEAM, Work, area_per_team
 from .exchange import NO_MOVES, Exchange, exchange
 from .heads import HeadShare, Sizes, head_shares, heads_of_ranks
 from .rank_plan import RankPlan, Stage, over_keys, over_rows
-from .work import TEAM, Work, area_per_team
 
 
 class Exchanges(NamedTuple):

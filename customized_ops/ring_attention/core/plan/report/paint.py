@@ -8,9 +8,9 @@ from ...arrays import Floats, Ints
 from ...mask.intervals import spread, touched
 from ...mask.slices import K0, K1, Q0, Q1, Slices, cut_keys
 from .. import moves
+from ..assign.work import MAX_PARTS, TEAM
 from ..exchange import RECV, SEND, TOKEN0, TOKEN1
 from ..plan_value import PlanValue
-from ..work import MAX_PARTS, TEAM
 
 WorkByStep = tuple[Slices, Ints, Ints]  # slices, the team of each, the step of each
 Image = Floats  # [height, width, 3], between 0 and 1

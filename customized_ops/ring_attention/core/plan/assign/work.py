@@ -18,10 +18,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bools, Floats, Ints
-from ..layout import Layout
-from ..mask.intervals import touched, union
-from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
+from ...arrays import Bools, Floats, Ints
+from ...layout import Layout
+from ...mask.intervals import touched, union
+from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 
 Work = npt.NDArray[np.int64]  # [n, 7]: the six columns of a slice, then TEAM
 TEAM = 6

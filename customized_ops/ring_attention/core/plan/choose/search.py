@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..layout import Layout
-from ..mask.slices import Slices
+from ...layout import Layout
+from ...mask.slices import Slices
+from ..assign.even_work import evened, shared
+from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from .document_plan import document_plan, is_good, is_of_documents
-from .even_work import evened, shared
 from .rates import AS_FAST, AnyPlan, Rates, team_sizes
 from .request import PlanRequest
-from .work import FEWER_BYTES, Work, area_per_team, nearest, owned
 
 Works = list[Work]
 

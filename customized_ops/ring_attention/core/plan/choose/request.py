@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..layout import Layout, LayoutError
-from ..mask import AttnMask
-from .cost import CostModel
-from .heads import head_shares
+from ...layout import Layout, LayoutError
+from ...mask import AttnMask
+from ..cost import CostModel
+from ..heads import head_shares
 
 
 @dataclass(frozen=True)

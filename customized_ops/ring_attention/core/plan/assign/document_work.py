@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Floats, Ints
-from ..layout import Layout
-from ..mask.slices import HI, K0, Q0, Q1, Slices, areas, tighten
+from ...arrays import Floats, Ints
+from ...layout import Layout
+from ...mask.slices import HI, K0, Q0, Q1, Slices, areas, tighten
 from .work import TEAM, Work, with_team
 
 # What a team may have above or below the level, in parts of it, without giving or taking.

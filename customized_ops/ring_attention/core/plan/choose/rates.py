@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from .cost import CostModel, Pass
+from ..cost import CostModel, Pass
+from ..heads import Sizes
+from ..plan_value import PlanValue
 from .head_groups import best_head_groups
-from .heads import Sizes
-from .plan_value import PlanValue
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 

@@ -7,10 +7,10 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from ..arrays import Floats, Ints, columns
-from ..layout import Layout
-from ..mask.intervals import runs, spread, touched
-from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
+from ...arrays import Floats, Ints, columns
+from ...layout import Layout
+from ...mask.intervals import runs, spread, touched
+from ...mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_keys, cut_rows
 from .work import TEAM, Work, area_per_team, with_team
 
 # Imbalance left alone: moving rows costs messages, and a few percent is below what they cost.

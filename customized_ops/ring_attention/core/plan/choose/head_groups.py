@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import CostModel, Pass
-from .heads import Sizes
-from .plan_value import PlanValue
+from ..cost import CostModel, Pass
+from ..heads import Sizes
+from ..plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
 FASTER = 0.97  # of the time with one group: more groups only for less than that

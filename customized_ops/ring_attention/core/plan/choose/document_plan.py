@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..mask.slices import K0, K1, Q0, Q1, areas
-from .document_work import evened_documents
-from .heads import Sizes
-from .plan_value import PlanValue
+from ...mask.slices import K0, K1, Q0, Q1, areas
+from ..assign.document_work import evened_documents
+from ..assign.work import TEAM, Work, owned
+from ..heads import Sizes
+from ..plan_value import PlanValue
 from .rates import AS_FAST, AnyPlan, Rates, team_sizes
 from .request import PlanRequest
-from .work import TEAM, Work, owned
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
 # and over received ones. Ranks that hold no keys of the rows that they get have one less.

@@ -1,0 +1,1 @@
+"""Who computes what: slices with teams (``work``), made even (``even_work``, ``document_work``)."""
