@@ -1,5 +1,5 @@
-"""What engines are told of an op along a sequence: how it is cut on ``l``, in which orders of tokens
-it can run, and how its public function is called on a part."""
+"""What engines are told of an op along a sequence: how it is cut on ``l``, in which orders of
+tokens it can run, and how its public function is called on a part."""
 
 from __future__ import annotations
 

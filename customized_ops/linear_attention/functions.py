@@ -158,7 +158,7 @@ def _call(
         return op, {**given, "layout": spec, "group": group_name(group)}, segments
 
     def facts(found: tuple[AnnotatedOp, dict[str, Any], Segments | None]) -> dict[str, str]:
-        op, given, segments = found
+        _, given, segments = found
         numbers = {name: str(given[name]) for name in ("scale", "kernel")}
         asked = {"states": f"initial {initial is not None}, final {output}"}
         return {**facts_of(segments, tensors), **numbers, **asked}

@@ -122,9 +122,7 @@ def backward(
     return call.kernel.backward(x, initial, dout, dfinal)
 
 
-def _maps(
-    call: RankCall, initial: Tensor | None, chained: Ints, followed: Bools
-) -> StateMaps:
+def _maps(call: RankCall, initial: Tensor | None, chained: Ints, followed: Bools) -> StateMaps:
     """Maps of the rank's chained segments; 0 where nothing follows, and nobody asks for it.
 
     That of a segment which begins its document is the state that leaves it. A dense A is what the

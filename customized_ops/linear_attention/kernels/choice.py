@@ -13,9 +13,7 @@ from . import fla, torch_chunks
 from .protocol import Kernel, Operands
 
 # "auto" takes the first that can.
-KERNELS: dict[str, Kernel] = {
-    kernel.NAME: cast(Kernel, kernel) for kernel in (fla, torch_chunks)
-}
+KERNELS: dict[str, Kernel] = {kernel.NAME: cast(Kernel, kernel) for kernel in (fla, torch_chunks)}
 log = logging.getLogger("seqshard")
 
 

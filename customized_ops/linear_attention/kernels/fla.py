@@ -29,7 +29,7 @@ from .protocol import Gradients, Operands
 NAME = "fla"
 WIDEST_KEYS = 256  # of the delta rule's state kernel
 ARGUMENTS = ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens")
-# By whether it is the delta rule, and whether each channel has a decay: the module and the function.
+# By whether it is the delta rule, and whether each channel has a decay: module and function.
 FUNCTIONS = {
     (True, False): ("gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("kda", "chunk_kda"),
@@ -91,9 +91,7 @@ def final_states(x: Operands, initial: Tensor | None) -> Tensor:
     return forward(x, initial)[1]
 
 
-def backward(
-    x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
-) -> Gradients:
+def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None) -> Gradients:
     """By the library's autograd."""
     if not x.v.shape[1]:
         nothing = {name: torch.zeros_like(t) for name, t in x.tensors.items()}

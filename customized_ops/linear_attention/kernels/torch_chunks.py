@@ -108,9 +108,7 @@ def final_states(x: Operands, initial: Tensor | None) -> Tensor:
     return steps.unsorted(states)
 
 
-def backward(
-    x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None
-) -> Gradients:
+def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None) -> Gradients:
     """Gradients in the dtype of states."""
     steps, tokens = Steps.of(x), _with_a_row_of_zeros(x)
     wide = torch.cat([dout, dout.new_zeros(dout[:, :1].shape)], 1)
@@ -123,7 +121,9 @@ def backward(
     dstates = steps.sorted(dfinal, x)
     for rows, state in zip(reversed(steps.rows), reversed(before), strict=True):
         n = len(rows)
-        leaves = {name: t.requires_grad_() for name, t in _taken(tokens, rows, x.state_dtype).items()}
+        leaves = {
+            name: t.requires_grad_() for name, t in _taken(tokens, rows, x.state_dtype).items()
+        }
         with autograd_on():
             results = _chunk(leaves, state.requires_grad_(), x.scale)
             found = torch.autograd.grad(

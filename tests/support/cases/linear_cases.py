@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,7 +34,7 @@ def recurrence(
     q, k = (x.repeat_interleave(each, 2) for x in (q, k))
     g = g if g.ndim == 4 else g.unsqueeze(-1)
     outs, finals = [torch.zeros_like(v[:, :0])], []
-    for document, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for document, (start, stop) in enumerate(itertools.pairwise(ends)):
         state = initial[document]
         for t in range(start, stop):
             state = g[:, t].exp().unsqueeze(-1) * state
@@ -147,7 +148,9 @@ class LinearCase:
         found = call(**self.given)
         found = list(found) if isinstance(found, tuple) else [found]
         loss = sum((x * w).sum() for x, w in zip(found, self.weights(found), strict=True))
-        grads = torch.autograd.grad(loss, list(self.given.values()))
+        if not loss.requires_grad:  # no token, no state
+            return [*found, *map(torch.zeros_like, self.given.values())]
+        grads = torch.autograd.grad(loss, list(self.given.values()), materialize_grads=True)
         return [x.detach() for x in (*found, *grads)]
 
     def expected(self) -> list[Tensor]:
@@ -211,7 +214,9 @@ class LinearCase:
 
     def in_process(self, ranks: int) -> list[Tensor]:
         """Over ranks that are threads."""
-        return self.assembled(run_ranks(ranks, lambda group: self.on_rank(group, group.rank, ranks)))
+        return self.assembled(
+            run_ranks(ranks, lambda group: self.on_rank(group, group.rank, ranks))
+        )
 
 
 def check(case: LinearCase, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
