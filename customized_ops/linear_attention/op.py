@@ -151,7 +151,7 @@ def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
 def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
     call = _rank_call(title, given)
     out, final, saved = passes.forward(call, _initial(call, given) if states else None)
-    out = in_layout(out, call.local)
+    out = in_layout(out, call.local).contiguous()
     if not states:
         return out, saved
     if not given["output_final_state"]:
