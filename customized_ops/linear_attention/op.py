@@ -81,7 +81,7 @@ def declare(name: str, title: str, *, states: bool) -> AnnotatedOp:
 def _annotation(title: str, given: Given, states: bool) -> str:
     q, v, lengths = given["q"], given["v"], given["cu_seqlens"]
     b = "b" if lengths is None else "1"
-    documents = "b" if lengths is None else str(lengths.shape[0] - 1)
+    documents = "b" if lengths is None else str(int(lengths.shape[0]) - 1)
     h, hv = (int(x.shape[2]) if x.ndim == 4 else 1 for x in (q, v))
     if h == 0 or hv % h:
         raise ArgumentError(

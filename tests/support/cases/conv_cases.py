@@ -89,15 +89,15 @@ class ConvCase:
         return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)]
 
     def assembled(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        layout = self.like.layout_over(len(parts)) or Layout.contiguous(
-            self.like.total, len(parts)
-        )
+        layout = self.like.layout_over(len(parts)) or Layout.contiguous(self.like.total, len(parts))
         y, x, *whole = zip(*parts, strict=True)
         return [layout.unshard(y), layout.unshard(x), *(sum(each) for each in whole)]
 
     def in_process(self, ranks: int) -> list[Tensor]:
         """Over ranks that are threads."""
-        return self.assembled(run_ranks(ranks, lambda group: self.on_rank(group, group.rank, ranks)))
+        return self.assembled(
+            run_ranks(ranks, lambda group: self.on_rank(group, group.rank, ranks))
+        )
 
 
 def check(case: ConvCase, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

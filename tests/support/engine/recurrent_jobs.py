@@ -37,9 +37,7 @@ class Mixer(nn.Module):
         self.out = nn.Linear(16, dim)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        mixed = wrap_causal_conv1d_func(
-            self.project(x), self.filter, self.bias, "silu", cu_seqlens
-        )
+        mixed = wrap_causal_conv1d_func(self.project(x), self.filter, self.bias, "silu", cu_seqlens)
         q, k, v = mixed.split(16, -1)
         q, k = (F.normalize(t.unflatten(-1, (2, 8)), dim=-1) for t in (q, k))
         v, gates = v.unflatten(-1, (4, 4)), self.gates(x)
@@ -124,8 +122,15 @@ def parallelized(
     loss = module(**given)
     loss.backward()
     module.sync_grad()
-    grads = {n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in module.named_parameters()}
-    return alone, {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()}, str(module.plan)
+    grads = {
+        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
+        for n, p in module.named_parameters()
+    }
+    return (
+        alone,
+        {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()},
+        str(module.plan),
+    )
 
 
 def of_cases(seeds: list[int], members: tuple[int, ...] | None) -> list[str]:
