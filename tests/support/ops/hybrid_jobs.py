@@ -1,0 +1,34 @@
+"""Jobs for ``api/test_hybrid_models.py``; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+import hf_models
+import hybrid_models
+import torch
+import torch.distributed as dist
+from hf_jobs import Answer, Loss, on_cpu, whole
+from rank_groups import device
+
+from annotations import ComputeConfig, parallelize
+
+
+def parallelized(name: str, policy: str, packed: bool) -> tuple[Answer, Answer, str]:
+    """Loss and gradients on this rank alone, by a plan that cuts nothing, and by the engine; and
+    the engine's plan. (Alone transformers' own functions keep documents apart on GPUs only.)"""
+    model = hybrid_models.tiny(name).to(device())
+    model.set_attn_implementation("seqshard")
+    given = hf_models.batch("plain", 1 if packed else 2)
+    if packed:
+        ends = torch.tensor([0, 3, 4, 14, 22], dtype=torch.int32)
+        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    given = {name: t.to(device()) for name, t in given.items()}
+    answers, loss_of = [], Loss(model)
+    ranks = dist.get_world_size()
+    for each, over in (("auto", 1), (policy, ranks)):
+        module = parallelize(loss_of, given, each, ComputeConfig(over, ranks))
+        loss = module(**given)
+        (loss / (ranks // over)).backward()
+        module.sync_grad()
+        grads = whole(hf_models.gradients(module))
+        answers.append(on_cpu({"loss": loss.detach(), **grads}))
+    return answers[0], answers[1], str(module.plan)
