@@ -59,9 +59,9 @@ def sequence_rule(
 def segments_when_cut(site: SplitSite, given: Arguments) -> Segments:
     """The segments of a call that an engine cuts; of one document where lengths are not known."""
     layout, lengths = _layout_at(site, given), given.get("cu_seqlens")
-    known = lengths is not None and has_data(lengths)
-    ends = on_host(lengths) if known else np.array([0, layout.total])
-    return segments_of(layout, ends)
+    if lengths is None or not has_data(lengths):
+        return segments_of(layout, np.array([0, layout.total]))
+    return segments_of(layout, on_host(lengths))
 
 
 def _layout_at(site: SplitSite, given: Arguments) -> Layout:

@@ -57,6 +57,11 @@ class Segments:
         """int64[k]: the segments of documents that have several."""
         return np.flatnonzero(~(self.first & self.last))
 
+    @cached_property
+    def without_tokens(self) -> IndexTable:
+        """The documents that are empty."""
+        return IndexTable(np.flatnonzero(np.diff(self.ends) == 0))
+
     def local(self, rank: int) -> LocalSegments:
         """Those of one rank."""
         return _local(self, rank)
@@ -92,6 +97,20 @@ class LocalSegments:
 
     def __len__(self) -> int:
         return len(self.number)
+
+    @cached_property
+    def begun(self) -> tuple[IndexTable, IndexTable]:
+        """The segments that begin a document, and these documents."""
+        return _with_documents(self, self.first)
+
+    @cached_property
+    def ended(self) -> tuple[IndexTable, IndexTable]:
+        """The segments that end a document, and these documents."""
+        return _with_documents(self, self.last)
+
+
+def _with_documents(local: LocalSegments, which: Bools) -> tuple[IndexTable, IndexTable]:
+    return IndexTable(np.flatnonzero(which)), IndexTable(local.document[which])
 
 
 @lru_cache(maxsize=64)

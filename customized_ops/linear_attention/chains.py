@@ -170,7 +170,7 @@ def _of_rank(scan: Scan, rank: int) -> tuple[RankRound, ...]:
     own = np.flatnonzero(scan.rank == rank)
     found = []
     for each, both in zip(scan.rounds, scan.wanted(), strict=True):
-        exchanges = [wanted_exchange(_buffers(wanted), scan.held, rank) for wanted in both]
+        of_b, of_a = (wanted_exchange(_buffers(w), scan.held, rank) for w in both)
         rows = [
             {source: n for n, source in enumerate(w[w[:, 0] == rank, 1].tolist())} for w in both
         ]
@@ -182,7 +182,7 @@ def _of_rank(scan: Scan, rank: int) -> tuple[RankRound, ...]:
                 b = tuple(rows[0][s] for s in sources.tolist())
                 a = tuple(rows[1][s] for s in sources[with_a].tolist())
                 compose.append(Compose(n, b, a))
-        found.append(RankRound(*exchanges, tuple(compose)))
+        found.append(RankRound(of_b, of_a, tuple(compose)))
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ for _function, _ops in (
     declare_call(
         public_call(
             _function,
-            lambda given, title=_function.__name__, ops=_ops: _op(title, ops, given),
+            partial(_op, _function.__name__, _ops),
             lambda given: 2 if given["output_final_state"] else 1,
             "q",
         )

@@ -11,7 +11,7 @@ documents, and one with them. Both return, besides, what the backward needs of o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..along_sequence.arguments import call_segments
 from ..along_sequence.rule import segments_when_cut, sequence_rule
 from ..along_sequence.segments import LocalSegments, entries_of
 from ..ring_attention.core.comm.comm_groups import comm_by_name
+from ..ring_attention.core.index_table import IndexTable
 from ..ring_attention.core.layout import Layout
 from ..ring_attention.core.merge.merge import accumulation_dtype
 from ..ring_attention.core.plan.cost import H200
@@ -131,16 +132,14 @@ def _rank_call(title: str, given: Given) -> passes.RankCall:
     q, lengths = given["q"], given["cu_seqlens"]
     segments = call_segments(title, q.shape[1], lengths, given["layout"], comm)
     local = segments.local(comm.rank)
-    tensors = {name: in_order(given[name], local) for name in OPERANDS}
+    tensors: Any = {n: None if (t := given[n]) is None else in_order(t, local) for n in OPERANDS}
     x = Operands(**tensors, ends=local.ends, scale=given["scale"])
     return passes.RankCall(title, x, segments, comm, choose(title, given["kernel"], x))
 
 
-def in_order(x: Tensor | None, local: LocalSegments) -> Tensor | None:
+def in_order(x: Tensor, local: LocalSegments) -> Tensor:
     """Tokens in the order of the sequence, from that of the layout."""
-    if x is None or local.order is None:
-        return x
-    return x.index_select(1, local.order.on(x.device))
+    return x if local.order is None else x.index_select(1, local.order.on(x.device))
 
 
 def in_layout(x: Tensor, local: LocalSegments) -> Tensor:
@@ -156,11 +155,10 @@ def _forward(title: str, given: Given, states: bool) -> tuple[Tensor, ...]:
         return out, saved
     if not given["output_final_state"]:
         return out, final.new_empty(0), saved
-    local, by_document = call.local, final.new_zeros(_by_document(call))
-    by_document[local.document[local.last].tolist()] = final[np.flatnonzero(local.last).tolist()]
-    if given["initial_state"] is not None and call.comm.rank == 0:  # documents without tokens
-        empty = np.flatnonzero(np.diff(call.segments.ends) == 0).tolist()
-        by_document[empty] = _documents(given["initial_state"], given).to(final.dtype)[empty]
+    by_document = _moved(final, call.local.ended, final.new_zeros(_by_document(call)))
+    if given["initial_state"] is not None and call.comm.rank == 0:
+        empty = call.segments.without_tokens
+        _moved(_documents(given["initial_state"], given), (empty, empty), by_document)
     if call.comm.size > 1:
         with call.comm.doing(f"{title}, final states"):
             call.comm.all_reduce(by_document, "sum")
@@ -184,27 +182,21 @@ def _backward(
         if call.comm.size > 1:  # each rank may use its copy in its own way
             with call.comm.doing(f"{title}, gradients of final states"):
                 call.comm.all_reduce(of_documents, "sum")
-        of_segments = x.empty_states(len(local))
-        of_segments[np.flatnonzero(local.last).tolist()] = of_documents[
-            local.document[local.last].tolist()
-        ]
+        of_segments = _moved(of_documents, local.ended[::-1], x.empty_states(len(local)))
     dout = torch.zeros_like(given["v"]) if dout is None else dout
-    dout = in_order(dout, local)
-    assert dout is not None
     initial = _initial(call, given) if states else None
-    found = passes.backward(call, initial, saved, dout, of_segments)
+    found = passes.backward(call, initial, saved, in_order(dout, local), of_segments)
     grads = [
-        None if given[name] is None else in_layout(grad, local).to(given[name].dtype)
+        None if grad is None else in_layout(grad, local).to(given[name].dtype)
         for name, grad in zip(OPERANDS, found, strict=False)
     ]
     if states and given["initial_state"] is not None:
         assert found.initial is not None
         of_initial = found.initial.new_zeros(_by_document(call))
-        firsts = np.flatnonzero(local.first)
-        of_initial[local.document[firsts].tolist()] = found.initial[firsts.tolist()]
+        _moved(found.initial, local.begun, of_initial)
         if of_documents is not None and call.comm.rank == 0:
-            empty = np.flatnonzero(np.diff(call.segments.ends) == 0).tolist()
-            of_initial[empty] = of_documents[empty]
+            empty = call.segments.without_tokens
+            _moved(of_documents, (empty, empty), of_initial)
         initial_state = given["initial_state"]
         grads.append(of_initial.reshape(initial_state.shape).to(initial_state.dtype))
     elif states:
@@ -227,11 +219,14 @@ def _initial(call: passes.RankCall, given: Given) -> Tensor | None:
     """What enters the rank's segments, but for what other ranks hold."""
     if given["initial_state"] is None:
         return None
-    local = call.local
-    initial, first = call.x.empty_states(len(local)), np.flatnonzero(local.first)
-    states = _documents(given["initial_state"], given)[local.document[first].tolist()]
-    initial[first.tolist()] = states.to(initial.dtype)
-    return initial
+    states = _documents(given["initial_state"], given)
+    return _moved(states, call.local.begun[::-1], call.x.empty_states(len(call.local)))
+
+
+def _moved(source: Tensor, rows: Sequence[IndexTable], into: Tensor) -> Tensor:
+    """Copy rows of ``source``, the first table, to those of ``into``, the second; returns it."""
+    from_rows, to_rows = (table.on(into.device) for table in rows)
+    return into.index_copy_(0, to_rows, source.index_select(0, from_rows).to(into.dtype))
 
 
 def _sizes(given: Given) -> tuple[int, int, int, int]:
@@ -258,16 +253,14 @@ def _cost(bound: BoundAnnotation, site: SplitSite, given: Given, itemsize: int) 
     segments that others follow, counts as uneven work."""
     segments = segments_when_cut(site, given)
     of_map = passes.map_bytes(given["beta"] is not None, given["g"].ndim == 4, *_sizes(given))
-    moved = []
-    for backward in (False, True):
-        scan = scan_of(segments, of_map, H200, backward)
-        moved.append(0 if scan is None else int(scan.received_bytes(of_map).sum(0).max()))
+    scans = (scan_of(segments, of_map, H200, backward) for backward in (False, True))
+    there, back = (int(s.received_bytes(of_map).sum(0).max()) if s else 0 for s in scans)
     whole, state, matrix = _work(given)
     tokens = segments.stop - segments.start
     twice = np.where(segments.last, 0, state + np.where(segments.first, 0, matrix))
     work = np.bincount(segments.rank, tokens * (whole + twice), minlength=site.parts)
     imbalance = float(work.max(initial=0)) * site.parts / max(whole * site.size, 1)
-    return InnerCost("maps of states", *moved, imbalance=max(imbalance, 1.0))
+    return InnerCost("maps of states", there, back, max(imbalance, 1.0))
 
 
 GATED_DELTA_RULE, GATED_LINEAR_ATTN = (

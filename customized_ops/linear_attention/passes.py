@@ -10,6 +10,7 @@ Where documents do not span segments, the kernel is all there is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -132,24 +133,22 @@ def _maps(call: RankCall, initial: Tensor | None, chained: Ints, followed: Bools
     maps = _no_maps(call, len(chained))
     begins = local.first[chained]
     for rows, inner in ((followed & begins, False), (followed & ~begins, True)):
-        numbers = chained[rows]
-        if not len(numbers):
+        if not rows.any():
             continue
-        part = x.part(numbers.tolist())
-        state = part.empty_states(len(numbers)) if initial is None else initial[numbers.tolist()]
-        at = np.flatnonzero(rows).tolist()
+        numbers, at = chained[rows].tolist(), np.flatnonzero(rows).tolist()
+        part = x.part(numbers)
+        state = part.empty_states(len(numbers)) if initial is None else _some(initial, numbers)
         if inner and call.dense:
             dk = x.q.shape[-1]
-            unit = torch.eye(dk, dtype=state.dtype, device=state.device).expand(
-                *state.shape[:-1], dk
-            )
+            unit = torch.eye(dk, dtype=state.dtype, device=state.device)
             part = replace(part, v=torch.nn.functional.pad(part.v, (dk, 0)))
-            both = call.kernel.final_states(part, torch.cat([unit, state], -1))
-            maps.a[at], maps.b[at] = both[..., :dk], both[..., dk:]
-            continue
-        maps.b[at] = call.kernel.final_states(part, state)
-        if inner:
-            maps.a[at] = _decay(part)
+            state = torch.cat([unit.expand(*state.shape[:-1], dk), state], -1)
+            a, b = call.kernel.final_states(part, state).split((dk, x.v.shape[-1]), -1)
+        else:
+            b = call.kernel.final_states(part, state)
+            a = _decay(part) if inner else torch.zeros_like(maps.a[: len(at)])
+        for n, row in enumerate(at):
+            maps.a[row], maps.b[row] = a[n], b[n]
     return maps
 
 
@@ -159,20 +158,26 @@ def _transposed_maps(
     """Maps of gradients: from that of the state that leaves a segment to that of what enters it."""
     local, x = call.local, call.x
     maps = _no_maps(call, len(chained))
-    rows = np.flatnonzero(~local.first[chained])
-    if not len(rows):
+    at = np.flatnonzero(~local.first[chained]).tolist()
+    if not at:
         return maps
-    numbers, at = chained[rows].tolist(), rows.tolist()
+    numbers = chained[at].tolist()
     bounds = [(int(local.ends[n]), int(local.ends[n + 1])) for n in numbers]
     part = x.part(numbers)
-    of_final = None if dfinal is None else dfinal[numbers]
-    maps.b[at] = call.kernel.initial_gradient(part, tokens_of(dout, bounds), of_final)
+    of_final = None if dfinal is None else _some(dfinal, numbers)
+    b = call.kernel.initial_gradient(part, tokens_of(dout, bounds), of_final)
     if call.dense:
-        matrices = saved[local.entry[numbers].tolist()][..., x.v.shape[-1] :]
-        maps.a[at] = transposed(matrices)
+        a = transposed(_some(saved, local.entry[numbers].tolist())[..., x.v.shape[-1] :])
     else:
-        maps.a[at] = _decay(part)
+        a = _decay(part)
+    for n, row in enumerate(at):
+        maps.a[row], maps.b[row] = a[n], b[n]
     return maps
+
+
+def _some(states: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows, by views: an index would be copied to the device, and waited for."""
+    return torch.stack([states[row] for row in rows])
 
 
 def _no_maps(call: RankCall, count: int) -> StateMaps:

@@ -32,7 +32,7 @@ def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
 def test_ranks_that_disagree(ranks: Pool) -> None:
     for changed, said in (
         ({"heads": (2, 4)}, "DisagreementError"),
-        ({"tokens": 9}, "DisagreementError"),
+        ({"tokens": 10}, "DisagreementError"),
     ):
         for answer in ranks.run(recurrent_jobs.refused, changed, 1):
             assert answer.startswith(said)

@@ -12,8 +12,10 @@ from ...ring_attention.core.kernels import KernelError
 from . import fla, torch_chunks
 from .protocol import Kernel, Operands
 
-# "auto" takes the first that can.
+# "auto" takes the first that can and is proven.
 KERNELS: dict[str, Kernel] = {kernel.NAME: cast(Kernel, kernel) for kernel in (fla, torch_chunks)}
+# What is taken only by name, and why.
+UNPROVEN = {fla.NAME: "only by name: not yet verified on a GPU"}
 log = logging.getLogger("seqshard")
 
 
@@ -25,8 +27,8 @@ def check_name(op: str, name: str) -> None:
 
 
 def choose(op: str, name: str, x: Operands) -> Kernel:
-    """The kernel called ``name``, or for ``"auto"`` the first of :data:`KERNELS` that can run the
-    call; what it took, and why no other, is logged once for each kind of call.
+    """The kernel called ``name``, or for ``"auto"`` the first proven one of :data:`KERNELS` that
+    can run the call; what it took, and why no other, is logged once for each kind of call.
 
     Raises:
         KernelError: unknown name, or a kernel that cannot; says why, and which can.
@@ -44,9 +46,11 @@ def choose(op: str, name: str, x: Operands) -> Kernel:
                 f"{op}: kernel {name!r} cannot do this ({why_not[name]}); able: {', '.join(able)}"
             )
         return KERNELS[name]
+    why_not = {**UNPROVEN, **why_not}
+    taken = next(each for each in able if each not in UNPROVEN)
     reasons = "; ".join(f"{each}: {reason}" for each, reason in why_not.items())
-    _say(op, able[0], reasons, x.q.dtype, x.q.device.type)
-    return KERNELS[able[0]]
+    _say(op, taken, reasons, x.q.dtype, x.q.device.type)
+    return KERNELS[taken]
 
 
 @lru_cache(maxsize=256)

@@ -94,7 +94,7 @@ def final_states(x: Operands, initial: Tensor | None) -> Tensor:
 def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor | None) -> Gradients:
     """By the library's autograd."""
     if not x.v.shape[1]:
-        nothing = {name: torch.zeros_like(t) for name, t in x.tensors.items()}
+        nothing: dict[str, Any] = {name: torch.zeros_like(t) for name, t in x.tensors.items()}
         return Gradients(**{"beta": None, **nothing}, initial=initial)
     call = _call(x, initial)
     named = call.tensors if call.initial is None else {**call.tensors, "initial": call.initial}
@@ -108,7 +108,7 @@ def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor |
         made = torch.autograd.grad(results, list(leaves.values()), grads)
     found = dict(zip(leaves, made, strict=True))
     of_initial = _states(found.pop("initial"), x) if initial is not None else None
-    of_tokens = {name: _for_groups(grad, x.tensors[name]) for name, grad in found.items()}
+    of_tokens: dict[str, Any] = {n: _for_groups(grad, x.tensors[n]) for n, grad in found.items()}
     return Gradients(**{"beta": None, **of_tokens}, initial=of_initial)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Operands:
         """Some of the segments."""
         bounds = [(int(self.ends[n]), int(self.ends[n + 1])) for n in segments]
         lengths = [stop - start for start, stop in bounds]
-        parts = {name: tokens_of(x, bounds) for name, x in self.tensors.items()}
+        parts: dict[str, Any] = {name: tokens_of(x, bounds) for name, x in self.tensors.items()}
         return replace(self, **parts, ends=_cumulative(lengths))
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,13 +55,14 @@ class Steps:
     """The chunks of all segments: step n runs the n-th chunk of each segment that has one.
 
     Attributes:
-        order: the segments, those of most chunks first.
+        order, back: the segments, those of most chunks first; and the inverse.
         rows: of each step int64[active, chunk]: tokens, and ``tokens`` itself where a chunk is
             shorter.
         tokens: number of tokens.
     """
 
-    order: Sequence[int]
+    order: IndexTable
+    back: IndexTable
     rows: Sequence[Tensor]
     tokens: int
 
@@ -75,15 +77,17 @@ class Steps:
         table = IndexTable(np.where(at < stop[:, None], at, tokens)).on(x.q.device)
         active = [int((chunks > n).sum()) for n in range(int(chunks.max(initial=0)))]
         rows = [table[:m, n * chunk : (n + 1) * chunk] for n, m in enumerate(active)]
-        return cls(order.tolist(), rows, tokens)
+        return cls(IndexTable(order), IndexTable(np.argsort(order)), rows, tokens)
 
     def sorted(self, states: Tensor | None, x: Operands) -> Tensor:
         """States of segments in :attr:`order`, a copy."""
-        return x.empty_states(len(self.order)) if states is None else states[list(self.order)]
+        if states is None:
+            return x.empty_states(len(self.order.values))
+        return states.index_select(0, self.order.on(states.device))
 
     def unsorted(self, states: Tensor) -> Tensor:
         """The inverse."""
-        return states[np.argsort(self.order).tolist()]
+        return states.index_select(0, self.back.on(states.device))
 
 
 def forward(x: Operands, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -134,7 +138,7 @@ def backward(x: Operands, initial: Tensor | None, dout: Tensor, dfinal: Tensor |
         for name, grad in zip(leaves, found, strict=False):
             _put(grads[name], rows, grad)
         dstates[:n] = found[-1]
-    of_tokens = {name: grad[:, : steps.tokens] for name, grad in grads.items()}
+    of_tokens: dict[str, Any] = {n: grad[:, : steps.tokens] for n, grad in grads.items()}
     of_initial = None if initial is None else steps.unsorted(dstates)
     return Gradients(**{"beta": None, **of_tokens}, initial=of_initial)
 

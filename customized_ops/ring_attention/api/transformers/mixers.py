@@ -46,7 +46,7 @@ class Where:
     options: Mapping[str, Any]
     joined: bool
 
-    def tokens(self, *given: Tensor) -> list[Tensor]:
+    def tokens(self, *given: Tensor) -> Any:
         """[b, l, ...] as our functions are given them."""
         return [t.flatten(0, 1).unsqueeze(0) if self.joined else t for t in given]
 
@@ -91,8 +91,13 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
     where = _where(cut, value, cu_seq_lens_q if cu_seqlens is None else cu_seqlens)
+    q, k, v, decay, written = where.tokens(query, key, value, g, beta)
     found: Any = wrap_gated_delta_rule_func(
-        *where.tokens(query, key, value, g, beta),
+        q,
+        k,
+        v,
+        decay,
+        written,
         initial_state=initial_state,
         output_final_state=output_final_state,
         **where.options,
@@ -127,9 +132,13 @@ def scan(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, where = hidden_states, _where(cut, hidden_states, cu_seq_lens_q)
     wide = torch.float64 if dt.dtype == torch.float64 else torch.float32
-    given = where.tokens(C, B, (x * dt.unsqueeze(-1)).to(x.dtype), A.to(wide) * dt.to(wide))
+    given = C, B, (x * dt.unsqueeze(-1)).to(x.dtype), A.to(wide) * dt.to(wide)
+    q, k, v, g = where.tokens(*given)
     found: Any = wrap_gated_linear_attn_func(
-        *given,
+        q,
+        k,
+        v,
+        g,
         scale=1.0,
         initial_state=None if initial_states is None else initial_states.mT,
         output_final_state=return_final_states,
