@@ -78,9 +78,9 @@ def test_half_precision() -> None:
 
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(50, 1000, 50))]
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(25, 1000, 25))]
 )
 def test_random_cases(first: int) -> None:
-    """Fifty each."""
-    for seed in range(first, first + 50):
+    """Twenty-five each."""
+    for seed in range(first, first + 25):
         run(*random_case(seed))

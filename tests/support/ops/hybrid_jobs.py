@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import hf_models
 import hybrid_models
 import torch
@@ -25,9 +27,10 @@ def parallelized(name: str, policy: str, packed: bool) -> tuple[Answer, Answer, 
     answers, loss_of = [], Loss(model)
     ranks = dist.get_world_size()
     for each, over in (("auto", 1), (policy, ranks)):
-        module = parallelize(loss_of, given, each, ComputeConfig(over, ranks))
-        loss = module(**given)
-        (loss / (ranks // over)).backward()
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):  # models compute gates so
+            module = parallelize(loss_of, given, each, ComputeConfig(over, ranks))
+            loss = module(**given)
+            (loss / (ranks // over)).backward()
         module.sync_grad()
         grads = whole(hf_models.gradients(module))
         answers.append(on_cpu({"loss": loss.detach(), **grads}))
