@@ -24,6 +24,7 @@ def given(**changed: Any) -> dict[str, Tensor]:
     return {name: t.detach().clone().requires_grad_() for name, t in case.given.items()}
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("states", ["", "both"])
 @pytest.mark.parametrize("lengths", [None, (3, 4)])
 def test_ops_are_as_torch_wants_them(states: str, lengths: tuple[int, ...] | None) -> None:
