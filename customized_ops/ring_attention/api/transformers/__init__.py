@@ -63,11 +63,11 @@ def register() -> None:
             "register() needs transformers 5 or newer: pip install 'seqshard[hf]'"
         ) from error
     AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, model_mask)
 
 
 @torch.compiler.disable
-def mask(*args: Any, **kwargs: Any) -> Mask:
+def model_mask(*args: Any, **kwargs: Any) -> Mask:
     """The mask function that transformers calls, before it runs a model's layers."""
     mixers.route()
     return make_mask(*args, **kwargs)
