@@ -107,7 +107,8 @@ def _fake(given: Given, states: bool) -> tuple[Tensor, ...]:
     if spec and not by_lengths(spec):
         entries = entries_of(Layout.parse(spec), comm.rank)
     else:  # contiguous, or as of one document cut in zigzag order, where lengths are not known
-        entries = int(comm.rank > 0) + int(comm.size > 1 and by_lengths(spec))
+        held = comm.rank > 0 and q.shape[1] > 0
+        entries = int(held) + int(comm.size > 1 and by_lengths(spec))
     dtype, (b, _, hv, dv), dk = accumulation_dtype(q.dtype), v.shape, q.shape[-1]
     saved = v.new_empty((entries, b, hv, dk, dv + _matrix_width(given)), dtype=dtype)
     if not states:
