@@ -122,7 +122,7 @@ def test_one_device_is_left_to_transformers() -> None:
 def test_parallelized(ranks: Pool, name: str, policy: str, packed: bool) -> None:
     ranks.run(hf_jobs.imported)
     for alone, found, plan in ranks.run(hybrid_jobs.parallelized, name, policy, packed):
-        same(found, alone)
+        same(found, alone, 5e-6)  # norms are in fp32
         if policy == "cp":
             recurrent = "gated_delta_rule" if name == "qwen3 next" else "gated_linear_attn"
             for function in (f"wrap_{recurrent}_func", "wrap_causal_conv1d_func"):
