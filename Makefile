@@ -10,6 +10,7 @@ STAMP  := $(VENV)/.installed
 # users meet. A package brings what it lists of its own.
 MODULES := customized_ops annotations annotations.engines annotations.engines.torch \
   annotations.grammar annotations.rules benchmark \
+  customized_ops.along_sequence customized_ops.causal_conv1d customized_ops.linear_attention \
   customized_ops.chunk_linear_cross_entropy customized_ops.ring_attention \
   customized_ops.ring_attention.api customized_ops.ring_attention.core \
   customized_ops.ring_attention.api.magi_attention customized_ops.ring_attention.api.ring_flash_attn \

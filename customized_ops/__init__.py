@@ -10,6 +10,9 @@
 | `customized_ops.ring_attention.core` | design: numerics, speed, decisions |
 | `customized_ops.ring_attention.api` | other packages' names |
 | `customized_ops.ring_attention.api.transformers` | Hugging Face models |
+| `customized_ops.linear_attention` | linear attention, state spaces, the gated delta rule |
+| `customized_ops.causal_conv1d` | short convolutions |
+| `customized_ops.along_sequence` | adding an op along a sequence |
 | `customized_ops.chunk_linear_cross_entropy` | the loss without its logits |
 | `annotations` | annotating an op |
 | `annotations.engines.torch` | planning and training a whole model |

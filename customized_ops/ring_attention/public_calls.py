@@ -71,7 +71,7 @@ def _attention(
         if whole_keys and given["q_rows"] is None:
             given = {**given, "q_rows": (0, 1)}
         _refuse_without_ring(function, given)
-        _refuse_layouts(function, given)
+        refuse_layouts(function, given)
         probs = given.get("return_attn_probs", False)
         refuse_unsupported(function.__name__, return_attn_probs=probs)
         lengths = given.get("cu_seqlens_q", given.get("cu_seqlens"))
@@ -86,7 +86,7 @@ def _attention(
         arguments=_attention_arguments,
         fake_peers=_attention_with_fake_peers,
         names={"cu_seqlens": "cu_seqlens_q"},
-        follow=_layout_code,
+        follow=layout_code,
     )
 
 
@@ -109,12 +109,12 @@ def _op_arguments(op: AttentionOp, given: Arguments) -> Arguments:
 def _attention_with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
     """As the last part, which in causal attention has most to do."""
     parts = {site.identifier: site.parts for site in sites}
-    changed = dict(_fake_group(given, sites))
+    changed = dict(with_fake_group(given, sites))
     if "lq" in parts:
         changed["q_rows"] = (parts["lq"] - 1, parts["lq"])
     keys = given["k"].shape[0] * parts.get("l", 1)
     rows = given["q"].shape[0] * parts.get("l", parts.get("lq", 1))
-    return {**changed, **_one_document(given, rows, keys)}
+    return {**changed, **one_document(given, rows, keys)}
 
 
 def _as_tensor(lengths: Any) -> Tensor | None:
@@ -124,7 +124,7 @@ def _as_tensor(lengths: Any) -> Tensor | None:
     return without_data((len(lengths),), torch.int64)
 
 
-def _one_document(given: Arguments, rows: int, keys: int) -> dict[str, Any]:
+def one_document(given: Arguments, rows: int, keys: int) -> dict[str, Any]:
     """Documents have lengths only at run time, so all tokens are taken to be of one."""
     tokens = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, "cu_seqlens": rows}
     changed: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _attention_arguments(site: SplitSite) -> Arguments:
     return {{"lq": "q_rows", "qh": "q_heads"}[site.identifier]: (site.index, site.parts)}
 
 
-def _layout_code(order: str, site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
+def layout_code(order: str, site: SplitSite, code: Mapping[str, str]) -> dict[str, str]:
     """``layout=``; by document, made of the call's own cu_seqlens."""
     if order != BY_DOCUMENT:
         return {"layout": f"{qualified(layout_named)}({order!r}, {site.size}, {site.parts})"}
@@ -173,7 +173,7 @@ def _move(
             "total": UNKNOWN,
         }
 
-    return PublicCall(function, op, lambda given: 1, _group_only, when_cut, _fake_group)
+    return PublicCall(function, op, lambda given: 1, _group_only, when_cut, with_fake_group)
 
 
 def _documents(function: Callable[..., Any]) -> PublicCall:
@@ -186,7 +186,7 @@ def _documents(function: Callable[..., Any]) -> PublicCall:
     def with_fake_peers(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
         parts = next((site.parts for site in sites if site.group), 1)
         tokens = given["hidden_states"].shape[0] * parts
-        return {**_fake_group(given, sites), **_one_document(given, tokens, tokens)}
+        return {**with_fake_group(given, sites), **one_document(given, tokens, tokens)}
 
     return PublicCall(function, op, lambda given: 1, _group_only, fake_peers=with_fake_peers)
 
@@ -195,12 +195,12 @@ def _group_only(site: SplitSite) -> Arguments:
     return {"process_group": list(site.ranks)}
 
 
-def _fake_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
+def with_fake_group(given: Arguments, sites: Sequence[SplitSite]) -> Arguments:
     inside = next((site for site in sites if site.group), None)
     return {} if inside is None else {"process_group": FakeComm(inside.parts - 1, inside.parts)}
 
 
-def _refuse_layouts(function: Callable[..., Any], given: Arguments) -> None:
+def refuse_layouts(function: Callable[..., Any], given: Arguments) -> None:
     """Tokens of a call are in natural order, or in that of a shuffle before it."""
     layouts = {name: given.get(name) for name in ("layout", "k_layout")}
     refuse_layouts_of_ranks(function.__name__, **layouts)

@@ -9,9 +9,10 @@ from benchmark.documents import document_bounds
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
-from customized_ops.ring_attention.core.plan import Plan, search
+from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.plan.assign.document_work import evened_documents
 from customized_ops.ring_attention.core.plan.assign.work import TEAM, area_per_team, owned
+from customized_ops.ring_attention.core.plan.choose import search
 from customized_ops.ring_attention.core.plan.choose.document_plan import is_of_documents
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.choose.request import PlanRequest

@@ -18,7 +18,8 @@ from customized_ops.ring_attention.core.kernels import (
 )
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
-from customized_ops.ring_attention.core.plan import Plan, head_groups, make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.choose import head_groups
 from customized_ops.ring_attention.core.plan.choose.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.plan.report.figures import measures

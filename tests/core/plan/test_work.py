@@ -19,7 +19,8 @@ from customized_ops.ring_attention.core.mask.slices import (
     normalise,
     to_dense,
 )
-from customized_ops.ring_attention.core.plan import Plan, even_work, make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.assign import even_work
 from customized_ops.ring_attention.core.plan.assign import work as work_module
 from customized_ops.ring_attention.core.plan.assign.even_work import WORK_TOLERANCE, evened, shared
 from customized_ops.ring_attention.core.plan.assign.work import (

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...op.arguments import ArgumentError, checked
 from ...op.tokens.lengths import on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
-from . import traced
+from . import mixers, traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
 from .mask import Mask, is_traced, make_mask, maskless
 from .mask_function import TITLE
@@ -63,7 +63,14 @@ def register() -> None:
             "register() needs transformers 5 or newer: pip install 'seqshard[hf]'"
         ) from error
     AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
+    AttentionMaskInterface.register(IMPLEMENTATION, model_mask)
+
+
+@torch.compiler.disable
+def model_mask(*args: Any, **kwargs: Any) -> Mask:
+    """The mask function that transformers calls, before it runs a model's layers."""
+    mixers.route()
+    return make_mask(*args, **kwargs)
 
 
 # Types of layers in which nothing but attention mixes tokens.
@@ -141,11 +148,13 @@ def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
             f"{TITLE}: output_router_logits: the loss that balances experts is not a sum over "
             "tokens, so a rank's part of them does not give its share; set it to False"
         )
-    alone = sorted(set(getattr(config, "layer_types", None) or ()) - TOKEN_BY_TOKEN)
+    known = TOKEN_BY_TOKEN | ({mixers.LAYER_TYPE} if mixers.is_routed(module) else set())
+    alone = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if alone:
         raise NotImplementedError(
             f"{TITLE}: the model has layers of type {', '.join(alone)}, which would mix only the "
-            "tokens of each rank; models are cut by hand where attention alone mixes tokens"
+            "tokens of each rank; models are cut by hand where attention, the gated delta rule and "
+            "Mamba-2 alone mix tokens"
         )
 
 

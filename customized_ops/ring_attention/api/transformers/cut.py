@@ -96,9 +96,14 @@ class Cut:
 _current: ContextVar[Cut | None] = ContextVar("seqshard_cut", default=None)
 
 
-def current_cut() -> Cut | None:
+def running_cut() -> Cut | None:
     """The cut of the running model's inputs; None for whole inputs."""
-    cut = _current.get()
+    return _current.get()
+
+
+def current_cut() -> Cut | None:
+    """The same, for attention, without which a cut would be wrong."""
+    cut = running_cut()
     if cut is not None:
         cut.asked.add("mask")
     return cut

@@ -1,0 +1,111 @@
+"""The short convolution: what users call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from annotations.codegen.public_call import declare_call
+from annotations.registry import OpRecord
+
+from ..along_sequence.arguments import (
+    check_tensors,
+    checked_documents,
+    checked_segments,
+    facts_of,
+)
+from ..along_sequence.rule import public_call
+from ..along_sequence.segments import Segments
+from ..ring_attention.core.comm.comm_groups import GroupLike, group_name
+from ..ring_attention.core.layout import Layout
+from ..ring_attention.op.arguments import ArgumentError, checked, require
+from ..ring_attention.op.tokens.lengths import CuSeqlens
+from .kernels import ACTIVATIONS
+from .op import TITLE, causal_conv1d
+
+
+def wrap_causal_conv1d_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    process_group: GroupLike = None,
+    *,
+    layout: Layout | None = None,
+) -> Tensor:
+    """``b l d, d w^, d -> b l d``
+
+    A causal convolution of each channel along a sequence whose tokens are cut across the ranks of a
+    group, as before the attention of Mamba, Gated DeltaNet and their successors:
+
+        y_t = act(bias + Σ_j weight_j x_{t - w + 1 + j}), tokens before the document being 0
+
+    Args:
+        x: [b, l, d], this rank's tokens; any strides.
+        weight: [d, w], whole on every rank, and bias: [d] or None; in x's dtype or fp32. On each
+            rank their gradients are those of its tokens: add up over the group.
+        activation: None, ``"silu"`` or ``"swish"``, which is the same.
+        cu_seqlens: [documents + 1], int32 or int64, cumulative lengths of the whole sequence, the
+            same on every rank; b is then 1. Nothing passes from one document to the next.
+        process_group: ranks over which l is cut: a ProcessGroup, its global ranks in increasing
+            order, or None. Leave it None under an auto-parallelizer, which fills it in.
+        layout: which tokens each rank holds; None means contiguous shards, without ``cu_seqlens``
+            as many tokens on every rank.
+    Returns:
+        [b, l, d] in x's dtype; sums are in fp32 (fp64 for fp64).
+
+    Communication: each run of a rank's tokens gets the w - 1 before it, from as many ranks as these
+    are on. The backward fetches them again and sends their gradients home, where they are added.
+
+    Raises:
+        ValueError: shapes, dtypes, lengths, layout or group do not fit; says what would. Before
+            anything is computed or sent.
+
+    Gu and Dao: Mamba, arXiv:2312.00752 (2023), section 3.4.
+    """
+    tensors = (
+        {"x": x, "weight": weight} if bias is None else {"x": x, "weight": weight, "bias": bias}
+    )
+
+    def check() -> tuple[Tensor | None, str, Segments | None]:
+        check_tensors(TITLE, tensors)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in (x.dtype, torch.float32):
+                raise ArgumentError(
+                    f"{TITLE}: {name} is {tensor.dtype} but x is {x.dtype}; give one dtype, or "
+                    "weight and bias in fp32"
+                )
+        known = "None, 'silu' or 'swish'"
+        require(
+            activation is None or activation in ACTIVATIONS[1:],
+            TITLE,
+            "activation",
+            known,
+            activation,
+        )
+        lengths = checked_documents(TITLE, x, cu_seqlens)
+        if not torch.compiler.is_compiling():
+            causal_conv1d.record.bind({"bias": None, **tensors, "cu_seqlens": lengths})
+        require(weight.shape[1] > 0, TITLE, "weight", "[d, w] with w of 1 or more", weight.shape)
+        return lengths, *checked_segments(TITLE, int(x.shape[1]), lengths, layout, process_group)
+
+    def facts(found: tuple[Tensor | None, str, Segments | None]) -> dict[str, str]:
+        shapes = {name: str(tuple(t.shape)) for name, t in tensors.items() if name != "x"}
+        return {**facts_of(found[2], {"x": x}), **shapes, "activation": str(activation)}
+
+    lengths, spec, _ = checked(TITLE, process_group, check, facts)
+    where = lengths, activation or "", spec, group_name(process_group)
+    return causal_conv1d(x, weight, bias, *where)
+
+
+def _op(given: Mapping[str, Any]) -> tuple[OpRecord, dict[str, Any]]:
+    names = ("x", "weight", "bias", "cu_seqlens")
+    numbers = {"activation": given["activation"] or "", "layout": "", "group": ""}
+    return causal_conv1d.record, {**{name: given[name] for name in names}, **numbers}
+
+
+declare_call(public_call(wrap_causal_conv1d_func, _op, lambda given: 1, "x"))

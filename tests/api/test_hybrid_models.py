@@ -1,0 +1,137 @@
+"""transformers models with recurrent layers: cut by hand and by the engine, against one rank.
+
+transformers computes gates, norms and its own recurrences in fp32; here gates are in fp64. A rank
+alone goes through our functions as well, and once through transformers' own.
+"""
+
+from __future__ import annotations
+
+import hf_jobs
+import hybrid_jobs
+import hybrid_models
+import pytest
+import torch
+from hf_models import batch, run
+from hybrid_models import MODELS, tiny
+from ranks import Pool, worlds
+from torch import Tensor, nn
+
+from customized_ops.ring_attention import Layout, run_ranks
+from customized_ops.ring_attention.api import transformers as seqshard
+
+pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
+
+
+@pytest.fixture(autouse=True)
+def gates_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-7) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        largest = expected.abs().max().item()
+        assert largest > 1e-6, f"{name}: nothing to compare"
+        error = (got[name] - expected).abs().max().item() / largest
+        assert error < tolerance, f"{name} is off by {error:.1e}"
+
+
+def by_hand(
+    model: nn.Module, given: dict[str, Tensor], ranks: int, layout: str
+) -> dict[str, Tensor]:
+    """Loss and gradients over ranks that are threads."""
+    answer = run_ranks(ranks, lambda comm: hf_jobs.cut(model, given, comm, layout))[0]
+    return {name: t for name, t in answer.items() if name != "logits"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cut_by_hand(name: str) -> None:
+    model, given = tiny(name), batch("plain", 2)
+    alone = by_hand(model, given, 1, "contiguous")
+    own = {n: t for n, t in run(model, "sdpa", given).items() if n != "logits"}
+    same(alone, own, 3e-5)
+    same(by_hand(model, given, 2, "zigzag"), alone)
+    same(by_hand(model, given, 4, "contiguous"), alone)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_are_kept_apart(name: str) -> None:
+    """Rows have different ones; each is what it is alone."""
+    model, given = tiny(name), batch("packed", 2)
+    alone = by_hand(model, given, 1, "contiguous")
+    same(by_hand(model, given, 3, "zigzag"), alone)
+    row = {n: t[:1] for n, t in given.items()}
+    first = {n: t[:, :5] for n, t in row.items() if n != "labels"}
+    cuts = run_ranks(2, lambda comm: _logits(model, row, comm))
+    whole = Layout.zigzag(22, 2).unshard(cuts)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(**first, use_cache=False).logits
+    assert (whole[:, :5] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def _logits(model: nn.Module, given: dict[str, Tensor], comm: object) -> Tensor:
+    shard = seqshard.shard_batch(given, comm, "zigzag")
+    model.set_attn_implementation("seqshard")
+    with shard.context(), torch.no_grad():
+        return model(**shard.inputs).logits
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    model = tiny("qwen3 next")
+    model.set_attn_implementation("seqshard")
+    given = batch("padded left")
+
+    def refused(comm: object) -> str:
+        shard = seqshard.shard_batch(given, comm, "contiguous")
+        with shard.context(), pytest.raises(NotImplementedError) as error:
+            model(**shard.inputs)
+        return str(error.value)
+
+    assert all("padding before tokens" in said for said in run_ranks(2, refused))
+    right = batch("padded right")
+    found = by_hand(tiny("qwen3 next"), right, 2, "zigzag")
+    same(found, by_hand(tiny("qwen3 next"), right, 1, "zigzag"))
+
+
+def test_one_device_is_left_to_transformers() -> None:
+    model, given = tiny("granite 4"), batch("plain", 2)
+    same(run(model, "seqshard", given), run(model, "sdpa", given), 3e-6)
+    tokens = given["input_ids"][:1, :6]
+    generated = [
+        model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for name in ("seqshard", "sdpa")
+        if model.set_attn_implementation(name) is None
+    ]
+    assert torch.equal(*generated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "policy", "packed"),
+    [
+        ("qwen3 next", "cp", False),
+        ("qwen3 next", "cp", True),
+        ("qwen3 next", "auto", False),
+        ("granite 4", "cp", False),
+        ("granite 4", "cp", True),
+        ("granite 4", "ulysses", False),
+    ],
+)
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_parallelized(ranks: Pool, name: str, policy: str, packed: bool) -> None:
+    ranks.run(hf_jobs.imported)
+    for alone, found, plan in ranks.run(hybrid_jobs.parallelized, name, policy, packed):
+        same(found, alone, 5e-6)  # norms are in fp32
+        if policy == "cp":
+            recurrent = "gated_delta_rule" if name == "qwen3 next" else "gated_linear_attn"
+            for function in (f"wrap_{recurrent}_func", "wrap_causal_conv1d_func"):
+                assert any(
+                    line.startswith(function) and f"l / {ranks.size}" in line
+                    for line in plan.splitlines()
+                )
+
+
+def test_models_are_what_they_say() -> None:
+    for name in MODELS:
+        assert tiny(name).config.layer_types == hybrid_models.LAYERS

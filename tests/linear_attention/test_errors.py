@@ -1,0 +1,119 @@
+"""What does not fit is refused before anything is sent, on every rank, and says what would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from linear_cases import LinearCase
+
+from customized_ops.causal_conv1d import wrap_causal_conv1d_func
+from customized_ops.linear_attention import (
+    wrap_gated_delta_rule_func,
+    wrap_gated_linear_attn_func,
+)
+from customized_ops.ring_attention import DisagreementError, Layout, run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
+
+CASE = LinearCase(6, states="")
+GIVEN = {name: t.detach() for name, t in CASE.given.items()}
+CONV = {"x": torch.randn(2, 6, 3), "weight": torch.randn(3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": [1.0]}, "q must be a tensor, got list"),
+        ({"v": GIVEN["v"].float()}, "v is torch.float32 but q is torch.float64; give torch.float6"),
+        ({"beta": GIVEN["beta"].long()}, "beta must be floating point, got torch.int64"),
+        ({"beta": GIVEN["beta"].half()}, "give torch.float64 or torch.float32"),
+        ({"k": GIVEN["k"].to("meta")}, "k is on meta but q is on cpu"),
+        ({"k": GIVEN["k"][:, 1:]}, "'l' = 6 from dim 1 of q"),
+        ({"q": GIVEN["q"].expand(2, 6, 3, 3)}, "the heads of v must be a multiple of those of q"),
+        ({"g": GIVEN["g"].unsqueeze(-1)}, "dim 3 of g is 'dk' = 3"),
+        ({"g": GIVEN["g"][0]}, "g is annotated as 3 dims"),
+        ({"scale": "1"}, "scale must be a finite number or None, got '1'"),
+        ({"initial_state": torch.zeros(1, 2, 3, 2).double()}, "dim 0 of initial_state is 'b' = 2"),
+        ({"output_final_state": 2}, "output_final_state must be True or False, got 2"),
+        ({"cu_seqlens": [0, 6]}, "with cu_seqlens the batch is 1"),
+        ({"cu_seqlens": "all"}, "cu_seqlens must be integers"),
+        ({"layout": "zigzag"}, "layout must be a Layout or None, got 'zigzag'"),
+        ({"layout": Layout.contiguous(7, 1)}, "holds 6 tokens, but layout contiguous:7:1"),
+        ({"layout": Layout.contiguous(6, 2)}, "is for 2 ranks, but the group has 1"),
+        ({"kernel": None}, "kernel must be the name of one, or 'auto', got None"),
+        ({"process_group": "all"}, "process_group must be a torch.distributed.ProcessGroup"),
+    ],
+)
+def test_bad_arguments(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        wrap_gated_delta_rule_func(**{**GIVEN, **changed})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([1, 6], "cu_seqlens must start at 0"),
+        ([0, 4, 3, 6], "cu_seqlens must not fall"),
+        ([0, 4], "gives it 4"),
+    ],
+)
+def test_bad_lengths(lengths: list[int], message: str) -> None:
+    given = {name: t[:1] for name, t in GIVEN.items() if name != "beta"}
+    with pytest.raises(ValueError, match=message):
+        wrap_gated_linear_attn_func(**given, cu_seqlens=lengths)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": torch.randn(4, 4)}, "'d' = 3 from dim 2 of x"),
+        ({"weight": torch.randn(3, 0)}, "weight must be [d, w] with w of 1 or more"),
+        ({"bias": torch.randn(3).double()}, "bias is torch.float64 but x is torch.float32"),
+        ({"activation": "gelu"}, "activation must be None, 'silu' or 'swish', got 'gelu'"),
+        ({"activation": ""}, "activation must be None"),
+        ({"x": torch.randn(6, 3)}, "x is annotated as 3 dims"),
+    ],
+)
+def test_bad_convolutions(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        wrap_causal_conv1d_func(**{**CONV, **changed})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale": 2.0}, "scale"),
+        ({"cu_seqlens": [0, 3, 4]}, "cu_seqlens"),
+        ({"output_final_state": True}, "states"),
+        ({"layout": Layout.from_sizes([1, 3])}, "refused on another rank"),
+        ({"q": GIVEN["q"][:1, :2].float()}, "refused on another rank"),
+        ({"kernel": "torch"}, "kernel"),
+    ],
+)
+def test_ranks_that_disagree(changed: dict[str, Any], message: str) -> None:
+    """Every rank raises, and nothing was sent."""
+
+    def rank(comm: InProcessComm) -> str:
+        given = {name: t[:1, :2] for name, t in GIVEN.items()}
+        told = {"cu_seqlens": [0, 4], "process_group": comm}
+        with pytest.raises(ValueError) as error:
+            wrap_gated_delta_rule_func(**{**given, **told, **(changed if comm.rank else {})})
+        assert comm.counters.sent_bytes == 0
+        return f"{type(error.value).__name__}: {error.value}"
+
+    first, second = run_ranks(2, rank)
+    assert message in first and first.startswith(DisagreementError.__name__)
+    assert second  # its own problem, or the same
+
+
+def test_convolutions_that_disagree() -> None:
+    def rank(comm: InProcessComm) -> str:
+        with pytest.raises(DisagreementError) as error:
+            width = 3 + comm.rank
+            wrap_causal_conv1d_func(CONV["x"], torch.randn(3, width), process_group=comm)
+        return str(error.value)
+
+    assert all("weight" in said for said in run_ranks(2, rank))

@@ -1,0 +1,95 @@
+"""The kernels: which is taken, and the adapter of flash-linear-attention through a stand-in."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import fla_library
+import numpy as np
+import pytest
+import torch
+from linear_cases import LinearCase
+
+from customized_ops.linear_attention import wrap_gated_delta_rule_func
+from customized_ops.linear_attention.kernels import KERNELS, Operands, choose, fla, torch_chunks
+from customized_ops.ring_attention import KernelError
+
+KINDS = [(delta, channels) for delta in (True, False) for channels in (True, False)]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, module in fla_library.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for cached in (fla._function, fla.missing):
+        cached.cache_clear()
+    yield
+    for cached in (fla._function, fla.missing):
+        cached.cache_clear()
+
+
+def operands(delta: bool, channels: bool, ends: tuple[int, ...]) -> Operands:
+    case = LinearCase(ends[-1], delta, channels, heads=(2, 4), states="")
+    given = {"beta": None, **{name: t.detach() for name, t in case.given.items()}}
+    return Operands(**given, ends=np.array(ends), scale=0.5)
+
+
+@pytest.mark.parametrize(("delta", "channels"), KINDS)
+@pytest.mark.parametrize("ends", [(0, 7), (0, 3, 4, 9), (0,)])
+@pytest.mark.parametrize("states", [True, False])
+def test_the_adapter_is_the_torch_kernel(
+    library: None, delta: bool, channels: bool, ends: tuple[int, ...], states: bool
+) -> None:
+    x = operands(delta, channels, ends)
+    draw = torch.Generator().manual_seed(1)
+    shape = (len(ends) - 1, 2, 4, 3, 2)
+    initial, dfinal = torch.randn(2, *shape, generator=draw, dtype=torch.float64).unbind(0)
+    dout = torch.randn(x.v.shape, generator=draw, dtype=torch.float64)
+    given = (initial, dfinal) if states else (None, None)
+    results = []
+    for kernel in (fla, torch_chunks):
+        out, final = kernel.forward(x, given[0])
+        grads = kernel.backward(x, given[0], dout, given[1])
+        others = [kernel.final_states(x, given[0]), kernel.initial_gradient(x, dout, given[1])]
+        results.append([out, final, *grads, *others])
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.allclose(found, expected, atol=1e-12)
+
+
+def test_a_library_with_other_arguments_is_missing(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fla.missing() is None
+    fla.missing.cache_clear()
+    other = lambda q, k, v, g, beta, scale, initial_state: None  # noqa: E731
+    monkeypatch.setattr(sys.modules["fla.ops.kda"], "chunk_kda", other)
+    fla._function.cache_clear()
+    assert fla.missing() == (
+        "chunk_kda of flash-linear-attention does not take output_final_state, cu_seqlens"
+    )
+
+
+def test_auto_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    x = operands(True, False, (0, 5))
+    with caplog.at_level(logging.INFO, "seqshard"):
+        assert choose("an op of this test", "auto", x) is torch_chunks
+        assert choose("an op of this test", "auto", x) is torch_chunks
+    assert [record.message for record in caplog.records] == [
+        "an op of this test, torch.float64 on cpu: kernel torch (fla: runs on cuda, not cpu)"
+    ]
+
+
+def test_what_a_kernel_refuses() -> None:
+    x = operands(True, False, (0, 5))
+    with pytest.raises(KernelError, match=r"'fla' cannot do this \(runs on cuda.*able: torch"):
+        choose("op", "fla", x)
+    with pytest.raises(KernelError, match="'fast' is unknown; known: auto, fla, torch"):
+        given = {name: t.detach() for name, t in LinearCase(4, states="").given.items()}
+        wrap_gated_delta_rule_func(**given, kernel="fast")
+    on_gpu = replace(x, q=x.q.to("meta"))
+    assert fla.refuses(on_gpu) == "runs on cuda, not meta"
+    assert set(KERNELS) == {"fla", "torch"}

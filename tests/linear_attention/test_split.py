@@ -1,0 +1,79 @@
+"""Recurrent layers over real ranks: gloo, DTensor and the embedded engine's policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import recurrent_jobs
+from ranks import Pool, worlds
+from recurrent_jobs import Answer
+
+
+def same(alone: Answer, found: Answer) -> None:
+    assert alone.keys() == found.keys()
+    for name, expected in alone.items():
+        error = (found[name] - expected).abs().max().item()
+        assert error < 1e-10, f"{name} is off by {error:.1e}"
+
+
+@worlds(cpus=[2, 4], gpus=[2, 4])
+def test_random_cases(ranks: Pool) -> None:
+    assert ranks.run(recurrent_jobs.of_cases, list(range(12)), None) == [[]] * ranks.size
+
+
+@pytest.mark.slow
+@worlds(cpus=[4], gpus=[4])
+def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
+    assert ranks.run(recurrent_jobs.of_cases, list(range(12)), (1, 2, 3)) == [[]] * 4
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_ranks_that_disagree(ranks: Pool) -> None:
+    for changed, said in (
+        ({"heads": (2, 4)}, "DisagreementError"),
+        ({"tokens": 10}, "DisagreementError"),
+    ):
+        for answer in ranks.run(recurrent_jobs.refused, changed, 1):
+            assert answer.startswith(said)
+
+
+PACKED = (5, 1, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "options", "split"),
+    [
+        ("cp", PACKED, {}, "wrap_gated_delta_rule_func   1      l / 2"),
+        ("cp", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: tokens"),
+        ({"wrap_gated_delta_rule_func": "l", "wrap_causal_conv1d_func": "d"}, (), {}, "d / 2"),
+        *(
+            pytest.param(policy, lengths, options, said, marks=pytest.mark.slow)
+            for policy, lengths, options, said in (
+                ("cp", (), {}, "wrap_causal_conv1d_func      2      l / 2"),
+                ("cp", PACKED, {"hoist": True}, "permuted once at"),
+                ("ulysses", (), {}, "wrap_gated_linear_attn_func  1      g / 2"),
+                ("dp", (), {}, "wrap_gated_linear_attn_func  1      b / 2"),
+                ("auto", PACKED, {}, "wrap_gated_delta_rule_func"),
+            )
+        ),
+    ],
+)
+@worlds(cpus=[2], gpus=[2])
+def test_parallelized(
+    ranks: Pool, policy: Any, lengths: tuple[int, ...], options: dict[str, Any], split: str
+) -> None:
+    batch = 1 if lengths else 2
+    for alone, found, plan in ranks.run(
+        recurrent_jobs.parallelized, policy, batch, lengths, options
+    ):
+        same(alone, found)
+        assert split in plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["cp", "ulysses", "dp"])
+@worlds(cpus=[2], gpus=[2])
+def test_on_dtensors(ranks: Pool, policy: str) -> None:
+    for alone, found, _ in ranks.run(recurrent_jobs.parallelized, policy, 2, (), {}, False):
+        same(alone, found)

@@ -1,0 +1,163 @@
+"""Jobs for the tests of linear attention and convolutions over real ranks; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import conv_cases
+import linear_cases
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_groups import device
+from torch import Tensor, nn
+
+from annotations import ComputeConfig, parallelize
+from customized_ops.causal_conv1d import wrap_causal_conv1d_func
+from customized_ops.linear_attention import (
+    wrap_gated_delta_rule_func,
+    wrap_gated_linear_attn_func,
+)
+from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
+
+Answer = dict[str, Tensor]
+
+
+class Mixer(nn.Module):
+    """A convolution, then the delta rule or gates alone, added to what came in."""
+
+    def __init__(self, dim: int, delta: bool) -> None:
+        super().__init__()
+        self.delta = delta
+        self.project = nn.Linear(dim, 16 + 16 + 16)
+        self.gates = nn.Linear(dim, 8 if delta else 4)
+        self.filter = nn.Parameter(torch.randn(48, 4) * 0.5)
+        self.bias = nn.Parameter(torch.randn(48) * 0.1)
+        self.out = nn.Linear(16, dim)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        mixed = wrap_causal_conv1d_func(self.project(x), self.filter, self.bias, "silu", cu_seqlens)
+        q, k, v = mixed.split(16, -1)
+        q, k = (F.normalize(t.unflatten(-1, (2, 8)), dim=-1) for t in (q, k))
+        v, gates = v.unflatten(-1, (4, 4)), self.gates(x)
+        if self.delta:
+            g, beta = gates.chunk(2, -1)
+            given = q, k, v, F.logsigmoid(g), beta.sigmoid()
+            y = wrap_gated_delta_rule_func(*given, cu_seqlens=cu_seqlens)
+        else:
+            y = wrap_gated_linear_attn_func(q, k, v, F.logsigmoid(gates), cu_seqlens=cu_seqlens)
+        return x + self.out(y.flatten(2))
+
+
+class Attention(nn.Module):
+    """Causal attention, added to what came in."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)) for t in self.qkv(x).chunk(3, -1))
+        if cu_seqlens is None:
+            y = wrap_ring_attn_func(q, k, v)
+        else:
+            packed = (t.squeeze(0) for t in (q, k, v))
+            y = wrap_ring_attn_varlen_func(*packed, cu_seqlens, cu_seqlens).unsqueeze(0)
+        return x + self.out(y.flatten(2))
+
+
+class Hybrid(nn.Module):
+    """Embedding, two recurrent layers around one of attention, loss."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32)
+        self.layers = nn.ModuleList([Mixer(dim, True), Attention(dim), Mixer(dim, False)])
+        self.double()
+
+    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cu_seqlens)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def inputs(batch: int, length: int, lengths: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(32, (2, batch, sum(lengths) or length), generator=draw)
+    given = {"tokens": tokens[0], "targets": tokens[1]}
+    if lengths:
+        given["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    return {name: t.to(device()) for name, t in given.items()}
+
+
+def _answer(loss: Tensor, module: nn.Module) -> Answer:
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()}
+
+
+def parallelized(
+    policy: Any,
+    batch: int,
+    lengths: tuple[int, ...],
+    options: dict[str, Any],
+    lowered: bool = True,
+) -> tuple[Answer, Answer, str]:
+    """Loss and gradients alone and by the engine, and its plan.
+
+    Args:
+        lengths: of documents; none for a batch of 24 tokens a row.
+        options: the config's ``pas_config``.
+    """
+    given = inputs(batch, 24, lengths)
+    model, ranks = Hybrid().to(device()), dist.get_world_size()
+    loss = model(**given)
+    loss.backward()
+    alone = _answer(loss, model)
+    model.zero_grad()
+    config = ComputeConfig(ranks, ranks, pas_config=options)
+    module = parallelize(model, given, policy, config, lowered=lowered)
+    loss = module(**given)
+    loss.backward()
+    module.sync_grad()
+    grads = {
+        n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
+        for n, p in module.named_parameters()
+    }
+    return (
+        alone,
+        {n: t.detach().cpu() for n, t in {"loss": loss, **grads}.items()},
+        str(module.plan),
+    )
+
+
+def of_cases(seeds: list[int], members: tuple[int, ...] | None) -> list[str]:
+    """What is wrong with random cases of both ops over real ranks, or some of them."""
+    group = dist.group.WORLD if members is None else dist.new_group(list(members))
+    rank, ranks = dist.get_rank(), len(members or range(dist.get_world_size()))
+    if members is not None and rank not in members:
+        return []
+    place, wrong = (members or range(ranks)).index(rank), []
+    for cases in (linear_cases, conv_cases):
+        for seed in seeds:
+            case, _ = cases.random_case(seed)
+            parts: list[Any] = [None] * ranks
+            dist.all_gather_object(parts, case.on_rank(group, place, ranks), group=group)
+            try:
+                cases.check(case, case.assembled(parts), case.expected())
+            except AssertionError as error:
+                wrong.append(str(error))
+    return wrong
+
+
+def refused(changed: dict[str, Any], rank: int) -> str:
+    """What a call says where one rank's case is another."""
+    case = linear_cases.LinearCase(tokens=8, layout="default", states="")
+    case = replace(case, **changed) if dist.get_rank() == rank else case
+    try:
+        case.on_rank(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
