@@ -25,7 +25,7 @@ from .op.tokens.call_layouts import BY_DOCUMENT
 from .op.tokens.lengths import CuSeqlens, as_tensor, check_cu_seqlens, check_total, on_host
 from .op.tokens.order_ops import MOVES_TOKENS, UNKNOWN, fetched, sent_home
 
-TITLES = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
+SHUFFLE, UNSHUFFLE = "wrap_maybe_shuffle", "wrap_maybe_unshuffle"
 
 
 def _orders(given: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -42,7 +42,7 @@ SHUFFLES = replace(
 def _exchange(
     x: Tensor, cu_seqlens: Tensor, back: bool, comm: Comm, whole: int = UNKNOWN
 ) -> Exchange:
-    title = TITLES[back]
+    title = UNSHUFFLE if back else SHUFFLE
     cu = on_host(cu_seqlens)
     check_cu_seqlens(title, "cu_seqlens", cu)
     total = int(cu[-1])
@@ -147,7 +147,7 @@ def wrap_maybe_unshuffle(
 def _shuffled(
     x: Tensor, cu_seqlens: CuSeqlens, enable_ring: bool, group: GroupLike, *, back: bool
 ) -> Tensor:
-    title = TITLES[back]
+    title = UNSHUFFLE if back else SHUFFLE
     if not enable_ring:
         return x
 

@@ -118,7 +118,7 @@ def test_one_device_is_left_to_transformers() -> None:
         ("granite 4", "ulysses", False),
     ],
 )
-@worlds(cpus=[2, 4], gpus=[2, 4])
+@worlds(cpus=[2, 4], gpus=[])
 def test_parallelized(ranks: Pool, name: str, policy: str, packed: bool) -> None:
     ranks.run(hf_jobs.imported)
     for alone, found, plan in ranks.run(hybrid_jobs.parallelized, name, policy, packed):

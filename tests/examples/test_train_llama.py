@@ -22,7 +22,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def arguments(op: str, ranks: int) -> list[str]:
-    return ["--op", op, "--nproc", str(ranks), "--steps", "3", "--seq-len", "128", "--layers", "1"]
+    return [
+        "--op",
+        op,
+        "--nproc",
+        str(ranks),
+        "--steps",
+        "3",
+        "--seq-len",
+        "128",
+        "--layers",
+        "1",
+        "--lr",
+        "0.01",
+    ]
 
 
 def check(shown: str, ranks: int) -> None:

@@ -88,7 +88,7 @@ def test_other_totals(two_ranks: Pool, policy: str) -> None:
         pytest.param({"window": 5}, {"hoist": False}, marks=pytest.mark.slow),
     ],
 )
-@worlds(cpus=[2, 4], gpus=[2, 4])
+@worlds(cpus=[2, 4], gpus=[])
 def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, settings: Any) -> None:
     """The first of even totals is captured, then one graph for all of them; of uneven ones too."""
     totals, new = [40, 48, 20, 80, 64], [True, True, False, False, False]

@@ -39,7 +39,12 @@ class DistComm(Comm):
             for p in sorted(messages, key=after)
             for message in messages[p]
         ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:  # a connection that is closed already
+            if self._patience is None:
+                raise
+            self._patience.fail(self.now, error)
 
         def wait() -> None:
             for work in works:

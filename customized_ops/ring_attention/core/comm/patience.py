@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -64,13 +65,16 @@ class Patience:
         self._run(job)
         self._until(done, doing)
         if errors:
-            error = errors[0]
-            if not isinstance(error, RuntimeError):
-                raise error
-            # A closed connection or the group's timeout. Why it closed may have been written down.
-            self._raise_if_a_peer_failed(doing)
-            cause = str(error).partition("\n")[0]
-            raise PeerFailed(f"{self._here(doing)} lost a peer: {cause}") from error
+            self.fail(doing, errors[0])
+
+    def fail(self, doing: str, error: BaseException) -> NoReturn:
+        """Raise for what a message or a wait for one ended with; see :meth:`wait`."""
+        if not isinstance(error, RuntimeError):
+            raise error
+        # A closed connection or the group's timeout. Why it closed may have been written down.
+        self._raise_if_a_peer_failed(doing)
+        cause = str(error).partition("\n")[0]
+        raise PeerFailed(f"{self._here(doing)} lost a peer: {cause}") from error
 
     def _until(self, done: threading.Event, doing: str) -> None:
         """Wait, and look what peers have written meanwhile."""
