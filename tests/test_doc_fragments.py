@@ -15,7 +15,7 @@ from unittest import mock
 import doc_jobs
 import pytest
 import torch
-from benchmark import command, training
+from benchmark import command, packed_training, training
 from doc_blocks import ROOT, blocks
 from ranks import Pool
 
@@ -123,6 +123,7 @@ def test_a_loss_of_transformers_is_planned() -> None:
 PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/attention.py": lambda given: benchmark(given),
     "examples/benchmark/training.py": lambda given: training.parse(given),
+    "examples/benchmark/packed_training.py": lambda given: packed_training.parse(given),
     "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),
     "examples/benchmark/parts/awake_links.py": lambda given: beside("awake_links", given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),

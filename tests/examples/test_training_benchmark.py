@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark import training
+from benchmark import packed_training, training
 from llama import Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,6 +34,18 @@ def test_all_start_from_one_loss(tmp_path: Path, checkpoint: bool) -> None:
     last = [rows[name]["losses"][1] for name in ALIKE[:3]]  # FSDP2 has more text a step
     assert max(last) - min(last) < 1e-4 and last[0] < first["FSDP2"]
     assert all(name in done.stdout.splitlines()[-n] for n, name in enumerate(ALIKE[::-1], 1))
+
+
+@pytest.mark.slow
+def test_packed_documents_by_three_routes() -> None:
+    """The command compares their first losses."""
+    script = str(ROOT / "examples" / "benchmark" / "packed_training.py")
+    options = ["--ranks", "2", "--vocab", "300", "--rounds", "1", "--batches", "2"]
+    command = [sys.executable, script, *SMALL.replace("64", "256").split(), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.splitlines()[-3:]
+    assert [line.split("|")[1].strip() for line in table] == list(packed_training.ROUTES)
 
 
 def test_flop_are_those_of_the_parameters_and_the_pairs() -> None:
