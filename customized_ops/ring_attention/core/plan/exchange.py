@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,6 +85,14 @@ class Exchange:
         """Where scattered tokens are sent from and received, for devices."""
         sides = *self.sent.values(), *self.received.values()
         return [where.table for where in sides if where.indices is not None]
+
+
+class Exchanges(NamedTuple):
+    """What one rank sends and receives: rows, and the keys of each stage, None where it reads its
+    own in place."""
+
+    q: Exchange
+    kv: tuple[Exchange | None, ...]
 
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:

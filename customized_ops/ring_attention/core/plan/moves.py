@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Ints, columns
+from ..arrays import Bools, Ints, columns
 from ..layout import Layout
 from ..mask.intervals import spread, touched
 from .exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
@@ -115,3 +115,13 @@ def ring_stage(moves: Moves, ranks: int, stages: int, team_size: int) -> Ints:
     distance = (moves[:, SEND] // team_size - moves[:, RECV]) % teams
     stage = 1 + np.maximum(distance - 1, 0) * stages // max(teams - 1, 1)
     return np.where((distance == 0) & (team_size == 1), 0, stage)
+
+
+def own_and_others(start: Ints, stop: Ints, ranks: Ints, layout: Layout) -> tuple[Bools, Bools]:
+    """bool[n, m] each: whether each of int64[n] ranges of tokens has some that each of int64[n, m]
+    ranks holds, and some that others hold."""
+    pieces, by_holder = layout.pieces, layout.pieces_by_holder
+    first, last = touched(start, stop, pieces[:, 1:3])
+    first, last, holder = first[:, None], last[:, None], ranks * len(pieces)
+    own = by_holder.searchsorted(holder + last) - by_holder.searchsorted(holder + first)
+    return own > 0, own < last - first

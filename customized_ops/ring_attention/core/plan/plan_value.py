@@ -5,28 +5,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Bools, Ints
 from ..layout import Layout
 from ..mask import AttnMask
-from ..mask.intervals import touched, union
+from ..mask.intervals import union
 from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
 from . import moves
 from .assign.work import TEAM, Work, area_per_team
-from .exchange import NO_MOVES, Exchange, exchange
+from .exchange import NO_MOVES, Exchanges, exchange
 from .heads import HeadShare, Sizes, head_shares, heads_of_ranks
 from .rank_plan import RankPlan, Stage, over_keys, over_rows
-
-
-class Exchanges(NamedTuple):
-    """What one rank sends and receives: rows, and the keys of each stage, None where it reads its
-    own in place."""
-
-    q: Exchange
-    kv: tuple[Exchange | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +103,9 @@ class PlanValue:
         """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
         and over those of others; all rows of a slice of work count as attending all its keys."""
         ranks = np.add.outer(self.work[:, TEAM] * self.team_size, np.arange(self.team_size))
-        rows = _own_and_others(self.work[:, Q0], self.work[:, Q1], ranks, self.q_layout)
-        keys = _own_and_others(self.work[:, K0], self.work[:, K1], ranks, self.k_layout)
+        q0, q1, k0, k1 = self.work[:, [Q0, Q1, K0, K1]].T
+        rows = moves.own_and_others(q0, q1, ranks, self.q_layout)
+        keys = moves.own_and_others(k0, k1, ranks, self.k_layout)
         kinds = np.zeros((2, 2, self.group_size), dtype=bool)
         for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
             kinds[n, m, ranks[rows[n] & keys[m]]] = True
@@ -137,10 +130,10 @@ class PlanValue:
     def rows_over_others_keys(self) -> Ints:
         """int64[P]: rows of slices with keys that the rank does not hold, where heads are not
         split; a row of several slices counts for each."""
+        q0, q1, k0, k1 = self.work[:, [Q0, Q1, K0, K1]].T
         team = self.work[:, TEAM]
-        keys = self.work[:, K0], self.work[:, K1]
-        _, others = _own_and_others(*keys, team[:, None], self.k_layout)
-        rows = (self.work[:, Q1] - self.work[:, Q0]) * others[:, 0]
+        _, others = moves.own_and_others(k0, k1, team[:, None], self.k_layout)
+        rows = (q1 - q0) * others[:, 0]
         return np.bincount(team, rows, minlength=self.group_size).astype(np.int64)
 
     def calls(self, kv_heads: int) -> Ints:
@@ -157,8 +150,8 @@ class PlanValue:
 
     @cached_property
     def one_call_each(self) -> bool:
-        """Whether all that travels home in the backward is a single call's: no rank attends rows of
-        others over keys that it received."""
+        """Whether no rank attends rows of others over keys that it received, so that all that
+        travels home in the backward is a single call's."""
         return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
 
     @property
@@ -199,10 +192,9 @@ class PlanValue:
 
     def _exchanges_of(self, rank: int) -> Exchanges:
         size = self.team_size
-        q_moves = NO_MOVES
-        if self.rows_move:
-            q_moves = moves.of_rank(self.q_needed, self.q_layout, rank, size)
-        q = exchange(q_moves, rank, size, local=False)
+        moved = self.rows_move
+        rows = moves.of_rank(self.q_needed, self.q_layout, rank, size) if moved else NO_MOVES
+        q = exchange(rows, rank, size, local=False)
         kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
         if self.gathered:  # the rank's own keys are copied beside those that it receives
             return Exchanges(q, (exchange(kv_moves, rank, size, local=True),))
@@ -226,12 +218,11 @@ class PlanValue:
         return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
 
     def kv_tokens(self) -> Ints:
-        """int64[P, 2]: key tokens that each rank sends and receives (each is one k and one v), for
-        one share of the heads each."""
+        """int64[P, 2]: keys that each rank sends and receives, for one share of the heads each."""
         return self._tokens[0]
 
     def q_tokens(self) -> Ints:
-        """int64[P, 2]: query rows that each rank sends and receives, for one share each."""
+        """The same of rows."""
         return self._tokens[1]
 
     @cached_property
@@ -251,10 +242,8 @@ class PlanValue:
     def forward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
     ) -> Ints:
-        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1.
-
-        Keys and values go out; rows go out, their output and lse come back.
-        """
+        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1: keys
+        and values go out; rows go out, their output and lse come back."""
         h, g = self.heads_of_ranks(q_heads, kv_heads).T
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
         keys = self._kv_bytes(sizes.kv_bytes(g))
@@ -305,13 +294,3 @@ class PlanValue:
     def _q_bytes(self, size: Ints) -> Ints:
         """The same of query rows."""
         return moves.sizes(self.q_needed, self.q_tokens(), size, self.team_size)
-
-
-def _own_and_others(start: Ints, stop: Ints, ranks: Ints, layout: Layout) -> tuple[Bools, Bools]:
-    """bool[n, m] each: whether each of int64[n] ranges of tokens has some that each of int64[n, m]
-    ranks holds, and some that others hold."""
-    pieces, by_holder = layout.pieces, layout.pieces_by_holder
-    first, last = touched(start, stop, pieces[:, 1:3])
-    first, last, holder = first[:, None], last[:, None], ranks * len(pieces)
-    own = by_holder.searchsorted(holder + last) - by_holder.searchsorted(holder + first)
-    return own > 0, own < last - first
