@@ -306,3 +306,17 @@ def test_the_routes_that_are_drawn_are_imports() -> None:
     when_asked_for = ("annotations/parallel.py", "engines/torch/module/entry.py")
     assert untrue(arrows, graph) == [when_asked_for]
     assert untrue([("op/bound.py", "op/eager.py")], graph) == [("op/bound.py", "op/eager.py")]
+
+
+def test_tests_on_nnscaler_import_what_is_there() -> None:
+    """Nothing else sees it where nnscaler is not installed: they are not even collected."""
+    here = ROOT / "tests" / "on_nnscaler"
+    files, missing = sorted(here.rglob("*.py")), []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("on_nnscaler"):
+                folder = here.parent / str(node.module).replace(".", "/")
+                names = [n.name for n in node.names] if folder.is_dir() else [""]
+                at = [(folder / f"{n}.py") if n else folder.with_suffix(".py") for n in names]
+                missing += [f"{file.name}: {path.name}" for path in at if not path.exists()]
+    assert len(files) > 30 and not missing

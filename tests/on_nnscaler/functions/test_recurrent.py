@@ -15,7 +15,8 @@ from customized_ops.linear_attention import (
     wrap_gated_delta_rule_func,
     wrap_gated_linear_attn_func,
 )
-from on_nnscaler import jobs, policies, recurrent_models
+from on_nnscaler.models import recurrent_models
+from on_nnscaler.support import jobs, policies
 
 pytestmark = pytest.mark.nnscaler
 
