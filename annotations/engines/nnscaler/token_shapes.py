@@ -26,7 +26,9 @@ from ..shuffled_tokens import MIXES
 from .placement import leading
 
 # Of dims that their one result lacks, any order will do.
-_REDUCING = {"mean", "norm", "max", "min", "any", "cross_entropy", "nll_loss", "l1_loss"}
+_REDUCING = {"mean", "norm", "max", "min", "any", "l1_loss"}
+# And of those that their second tensor, the target, has: it counts classes, which keep their order.
+_BY_CLASS = {"cross_entropy", "nll_loss"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def token_shapes(node: Any, rule: PartitionRule | None) -> TokenShapes | str:
             return TokenShapes(read, made, frozenset(cut - rule.shard_aware.keys()), MIXES)
         if node.name in _REDUCING and len(made) == 1:
             cut |= _names(read) - _names(made)
+        if node.name in _BY_CLASS and len(made) == 1:
+            cut |= _names(read[1:2]) - _names(made)
         mixes = "nnscaler does not cut it on its tokens: it may mix them or depend on their places"
         return TokenShapes(read, made, frozenset(cut), mixes)
     if isinstance(node, IRPyFunc):
@@ -110,11 +114,12 @@ def _pointwise(node: Any) -> str | None:
     if packet is None or not node.signature.startswith("torch."):
         return None
     tags = getattr(packet, packet.overloads()[0]).tags
-    read, (made,) = _shapes(node.inputs()), _shapes(node.outputs())
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
         return None
-    if torch.broadcast_shapes(*read) != made:
+    read, results = _shapes(node.inputs()), _shapes(node.outputs())
+    if len(results) != 1 or torch.broadcast_shapes(*read) != results[0]:
         return None
+    [made] = results
     names = [f"a{n}" for n in range(len(made))]
 
     def dims(shape: tuple[int, ...]) -> list[str]:
