@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
             node.annotate()
         shuffled = ShuffledGraph(graph)
         if policy is nnscaler.policies.pas_autodist:
+            policy = _for_autodist()
             check_constraints(graph, cfg)
         cut = _plan(graph, cfg, policy)
         for n, part in enumerate(cut.select(ntype=OpNode)):
@@ -104,6 +106,18 @@ def _planned(graph: Any, cfg: Any, policy: Callable[..., Any]) -> Any:
     _plans.append(_table(cut.select(ntype=IRDimops), cfg.plan_ngpus))
     _logger.info("%s", _plans[-1])
     return cut
+
+
+def _for_autodist() -> Callable[..., Any]:
+    """The policy for a program that asks for autodist: ``SEQSHARD_AUTODIST`` may name one of ours.
+
+    Raises:
+        ValueError: it names no policy of :data:`POLICIES`.
+    """
+    name = os.environ.get("SEQSHARD_AUTODIST", "")
+    if name and name not in POLICIES:
+        raise ValueError(f"SEQSHARD_AUTODIST is {name!r}; expected one of {list(POLICIES)}")
+    return POLICIES[name] if name else nnscaler.policies.pas_autodist
 
 
 def _table(nodes: Iterable[Any], ranks: int) -> str:

@@ -16,8 +16,10 @@ Readers = Mapping[Any, set[Any]]
 
 
 def check_parameters(nodes: Iterable[Any]) -> None:
-    """Refuse cuts by which a parameter is part cut, part copied: nnscaler adds up the gradients of
-    whole copies, and has no adapter for those of parts.
+    """Refuse cuts by which a parameter (a weight, a sink) is part cut, part copied.
+
+    nnscaler adds up the gradients of whole copies. For those of copied parts its code generator has
+    nothing, and stops with an assertion that names neither op nor parameter.
 
     Args:
         nodes: the ops of a graph that is cut.

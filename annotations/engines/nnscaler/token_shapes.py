@@ -135,10 +135,13 @@ def _transposed(node: Any) -> str | None:
     return "a b -> b a" if len(made) == 2 else None
 
 
-def _normalised(node: Any) -> str:
-    """Its last dims are normalised."""
+def _normalised(node: Any) -> str | None:
+    """Its last dims are normalised: as many as it is given. None if those are not known yet."""
     given = [*node.inputs(), node.kwargs.get("normalized_shape")]
-    last = len(next(x for x in given if isinstance(x, list | tuple)))
+    shape = next((x for x in given if isinstance(x, list | tuple)), None)
+    if shape is None:
+        return None
+    last = len(shape)
     x, *weights = _shapes(node.inputs())
     names = [f"a{n}" for n in range(len(x) - last)]
     dims = [*names, *map(str, x[len(x) - last :])]

@@ -47,6 +47,16 @@ def test_autodist(
     assert len(re.findall(r"^wrap_\w+_attn\w+ +2 +(whole|\w+ / 2)$", ranks[0].plan, re.M)) == 1
 
 
+def test_a_policy_in_the_place_of_autodist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a program that asks for autodist and of which no line is to be changed."""
+    monkeypatch.setenv("SEQSHARD_AUTODIST", "cp")
+    for code in jobs.generate(planned(tmp_path, models.ring, "autodist"), tmp_path / "code", 2):
+        assert groups_of(code) == {(0, 1)}
+    monkeypatch.setenv("SEQSHARD_AUTODIST", "ring")
+    with pytest.raises(ValueError, match=r"SEQSHARD_AUTODIST is 'ring'; expected one of \['cp', "):
+        jobs.generate(planned(tmp_path, models.ring, "autodist"), tmp_path / "other", 2)
+
+
 @pytest.mark.parametrize(
     ("attend", "n"),  # whole, l, heads, and the batch where there is one
     [(models.ring, 4), (models.varlen, 3), (models.masked, 4), (models.packed_streaming, 3)],

@@ -201,6 +201,13 @@ def test_a_parameter_that_is_part_cut_part_copied(tmp_path: Any, other: str) -> 
         assert "sink (4,) is in 2 parts, each read by 2 parts of the call" in said, said
 
 
+def test_a_weight_that_is_part_cut_part_copied(tmp_path: Any) -> None:
+    """A linear's columns and its batch: two parts of the weight, each read by two parts."""
+    policy = partial(policies.attention, cuts=[("n", 2), ("a", 2)], name="linear")
+    with pytest.raises(PartitionError, match=r"linear: .* is in 2 parts, each read by 2 parts"):
+        jobs.generate(training(models.ring, policy, plan=4), tmp_path, ranks=4)
+
+
 def test_a_parameter_that_is_cut_and_its_call_copied(four_ranks: Pool) -> None:
     """Copies of a part have whole gradients, which nnscaler need not add up."""
     job = cut(models.ring_with_everything, ("g", 2), ("", 2), plan=4)

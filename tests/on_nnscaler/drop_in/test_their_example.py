@@ -1,5 +1,6 @@
-"""nnscaler's example of Llama over an installed wheel, on CPUs: with no line changed, and with one
-that gives autodist our constraints. Its losses are those of one process.
+"""nnscaler's example of Llama over an installed wheel, on CPUs: with no line changed, also where a
+variable of the environment asks for a ring, and with one line that gives autodist our constraints.
+Its losses are those of one process.
 
 It needs nnscaler's sources (``NNSCALER_SOURCE``), and of the packages that it asks for
 ``transformers==4.40.0``, ``datasets==3.6.0`` and ``tensorboard``, in a folder that
@@ -14,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ LlamaForCausalLM(config).save_pretrained("model")
 rows = torch.randint(4, 64, (8, {TOKENS})).tolist()
 columns = {{"input_ids": rows, "attention_mask": [[1] * {TOKENS}] * 8}}
 datasets.Dataset.from_dict(columns).save_to_disk("data")
+"""
+# How far the loss is off if each half of a row attends to itself alone, as without a ring.
+APART = f"""
+import datasets, torch
+from transformers import LlamaForCausalLM
+model = LlamaForCausalLM.from_pretrained("model")
+rows = torch.tensor(datasets.load_from_disk("data")["input_ids"])
+half, places = {TOKENS} // 2, torch.arange({TOKENS})[None].expand(len(rows), -1)
+def logits(part):
+    return model(input_ids=rows[:, part], position_ids=places[:, part]).logits
+def loss(logits):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+with torch.no_grad():
+    halves = torch.cat([logits(slice(0, half)), logits(slice(half, None))], 1)
+    print(abs(float(loss(halves) - loss(logits(slice(None))))))
 """
 
 
@@ -155,17 +171,24 @@ def with_constraints(program: Path, installed: str) -> None:
     assert [change for change in changes if change[0] in "+-"] == [f"+ {line}"]
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_ring_attention(tmp_path: Path, example: Example, pinned: bool) -> None:
-    """A ring where autodist is given the constraints; else attention is cut as it measures."""
+def test_the_tolerance_tells_a_ring_from_none(example: Example) -> None:
+    assert float(example.python(APART, example.folder)) > 3 * TOLERANCE
+
+
+@pytest.mark.parametrize("asked", ["by a variable", "by a line", ""])
+def test_ring_attention(tmp_path: Path, example: Example, asked: str) -> None:
+    """A ring where it is asked for; else attention is cut as autodist measures."""
     program = example.copy(tmp_path / "llama")
-    if pinned:
+    if asked == "by a line":
         with_constraints(program, example.environment["INSTALLED"])
-    losses = example.train(program, 2, RING)
+    variables = {"SEQSHARD_AUTODIST": "cp"} if asked == "by a variable" else {}
+    losses = replace(example, environment={**example.environment, **variables}).train(
+        program, 2, RING
+    )
     for rank in range(2):
         calls = [line for line in generated(program, rank).splitlines() if OURS in line]
         assert len(calls) >= 8  # four of each of two layers
-        if pinned:
+        if asked:
             assert all("process_group=[0, 1]" in call for call in calls), calls
     assert losses == pytest.approx(example.of_one_process(tmp_path / "one", RING), abs=TOLERANCE)
 

@@ -57,6 +57,15 @@ def flipped(x: Tensor) -> Tensor:
     return torch.flip(x, (1,))
 
 
+def of_several_results(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return mantissa * exponent
+
+
+def normalised_as_read(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.size()[1:])
+
+
 # What becomes of the tokens between the shuffles.
 BETWEEN = {
     "uncut": uncut,
@@ -64,6 +73,8 @@ BETWEEN = {
     "unbound": unbound,
     "by a generator": by_generator,
     "flipped": flipped,
+    "of several results": of_several_results,
+    "normalised as read": normalised_as_read,
 }
 
 
@@ -133,6 +144,8 @@ class Shuffling(nn.Module):
             x = x + F.gelu(self.o(out)) * 0.5
         if self.form == "returned inside":
             return {"states": [x]}
+        if self.form == "tokens as classes":
+            return F.cross_entropy(x.t(), sample["tokens"][:DIM])
         if self.form == "shuffled labels":
             targets = wrap_maybe_shuffle(sample["targets"], sample["cu_seqlens"])
             return F.cross_entropy(self.head(x), targets, ignore_index=IGNORED)
