@@ -19,7 +19,7 @@ from .speeds import fastest_first, seconds
 # Fastest first where nothing was measured.
 KERNELS: dict[str, Kernel] = {
     kernel.NAME: cast(Kernel, kernel)
-    for kernel in (flash4, flash3, flash2, te, cudnn, torch_ops, flex, reference)
+    for kernel in (flash4, flash3, flash2, te, torch_ops, cudnn, flex, reference)
 }
 
 # What is taken only by name, and why.

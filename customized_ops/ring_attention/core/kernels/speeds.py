@@ -14,7 +14,7 @@ TFLOP/s of the forward and of the backward pass on one H200 in bf16, 32 query an
 128, with torch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36 and TransformerEngine 2.20.2. Only attended
 pairs count, and a backward pass is 2.5 forward passes of work. "packed" are documents of a corpus,
 "window" is one of 4096 tokens (1024 of 2048), "sparse" blocks of 512 tokens that see themselves and
-all before.
+all before. cuDNN has none of documents, as it builds a graph for each length that it has not met.
 ``examples/benchmark/parts/kernel_speed.py --speeds`` prints such figures. CPUs, fp32 and fp64 have
 none.
 """
@@ -50,7 +50,6 @@ SPEEDS: dict[str, dict[str, Figures]] = {
     },
     "cudnn": {
         "causal": {2048: (402, 308), 8192: (618, 528), 32768: (599, 535)},
-        "packed": {2048: (49.1, 61.6), 8192: (252, 281), 32768: (568, 467)},
         "sparse": {2048: (113, 134), 8192: (449, 329), 32768: (577, 371)},
     },
     "torch": {  # its FlashAttention-2

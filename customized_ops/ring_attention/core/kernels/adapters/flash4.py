@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -113,7 +114,10 @@ def missing() -> str | None:
         try:
             function = getattr(importlib.import_module(module), name, None)
         except Exception as error:  # versions that do not go together raise anything
-            return f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
+            reason = f"flash_attn.cute does not import ({error}); pip install --pre flash-attn-4"
+            if getattr(error, "name", "") != "flash_attn.cute":  # which FlashAttention-2 has not
+                warnings.warn(f"{reason}. Slower kernels take its place", stacklevel=2)
+            return reason
         if function is None:
             return f"{module} has no {name}; that of 4.0.0b36 does"
         lacks = lacking(function, needs)
