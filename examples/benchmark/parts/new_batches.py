@@ -5,12 +5,13 @@
     python examples/benchmark/parts/new_batches.py --device cpu --tokens 256 --heads 4 2 --dim 16
 
 A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
-of a long-context corpus, is run three times: "new", where each step makes layout and plan itself;
-"ahead", a list like it whose plans the workers of a DataLoader make while the GPU works; and
-"known", the first list again. Steps are not waited for, as in a training; times are milliseconds a
-step, the median and the span of the rounds. "compiled" counts kernels that were compiled after
-``warm_up``, "syncs" the times that the host waited for the GPU in a step. Outside of torchrun, with
-``--ranks``, this is one rank that computes as if it had peers.
+of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
+as "known". Another list is run as "ahead", planned by the workers of a DataLoader while the GPU
+works, and again as "same, known". Steps are not waited for, as in a training; times are
+milliseconds a step, the median and the span of the rounds. "slowest" is the longest time of the
+host in a step of an "ahead" list. "compiled" counts kernels that were compiled after ``warm_up``,
+"syncs" the times that the host waited for the GPU in a step. Outside of torchrun, with ``--ranks``,
+this is one rank that computes as if it had peers.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 
-OPS = 4
+OPS, WORKERS = 4, 4  # attention ops of a step, processes of a DataLoader
 
 
 class Steps:
     """Runs steps of one rank and counts what they should not do."""
 
     def __init__(self, comm: object, given: argparse.Namespace, rank: int) -> None:
-        self.comm, self.given, self.rank, self.syncs = comm, given, rank, 0
+        self.comm, self.given, self.rank = comm, given, rank
+        self.syncs, self.slowest = 0, 0.0  # milliseconds
         self.cuda = given.device.type == "cuda"
 
     def step(self, batch: PackedBatch) -> None:
@@ -86,9 +88,11 @@ class Steps:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for batch in batches:
+                began = perf_counter()
                 if self.cuda:
                     torch.cuda.set_sync_debug_mode("warn")
                 self.step(batch)
+                self.slowest = max(self.slowest, 1e3 * (perf_counter() - began))
                 if self.cuda:
                     torch.cuda.set_sync_debug_mode("default")
                 count += 1
@@ -129,9 +133,10 @@ def main() -> None:
         given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(given.device)
     given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
-    columns = ["tokens", "layout", "warm-up s", "known", "new", "ahead", "compiled", "syncs"]
+    columns = ["tokens", "layout", "warm-up s", "known", "new", "same, known", "ahead"]
+    columns += ["slowest", "compiled", "syncs", "MiB"]
     say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
-    say("".join(f"{column:>16}" for column in [*columns, "MiB"]))
+    say("".join(f"{column:>20}" for column in columns))
     seeds = iter(range(10**9))
     for tokens in given.tokens:
         for layout in ("balanced", "contiguous"):
@@ -145,19 +150,29 @@ def main() -> None:
             plans = {"ranks": ranks, "rank": rank, "heads": heads, "layout": layout}
             pack = PackDocuments(**plans)
             steps.run(map(pack, documents(tokens, [next(seeds) for _ in range(3)])))
+            slowest = 0.0
             for _ in range(given.rounds):
-                lists = [
+                one, other = (
                     documents(tokens, [next(seeds) for _ in range(given.batches)]) for _ in range(2)
-                ]
+                )
                 made: list[PackedBatch] = []
-                new = steps.run(made.append(pack(each)) or made[-1] for each in lists[0])
+                new = steps.run(made.append(pack(each)) or made[-1] for each in one)
                 known = steps.run(made)
-                loader = DataLoader(lists[1], batch_size=None, collate_fn=pack, num_workers=2)
-                ahead = iter(loader)
-                steps.run([next(ahead)])  # once the workers have started
-                times.append((known, new, steps.run(ahead)))
+                loader = DataLoader(
+                    [other[0], *other],  # the first comes once the workers have started
+                    batch_size=None,
+                    collate_fn=pack,
+                    num_workers=WORKERS,
+                    pin_memory=steps.cuda,
+                )
+                batches = iter(loader)
+                steps.run([next(batches)])
+                made, steps.slowest = [], 0.0
+                ahead = steps.run(made.append(each) or each for each in batches)
+                slowest = max(slowest, steps.slowest)
+                times.append((known, new, steps.run(made), ahead))
             shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
-            counted = [compiled_kernels() - compiled, steps.syncs]
+            counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
             most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
             row = [tokens, layout, f"{seconds:.1f}", *shown, *counted, most]
             say("".join(f"{cell!s:>20}" for cell in row), flush=True)
