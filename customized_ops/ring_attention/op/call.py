@@ -17,9 +17,10 @@ from annotations import OpRecord, record_of
 from ..core.comm import Comm
 from ..core.cost import H200, CostModel
 from ..core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, choose
-from ..core.kernels.speeds import bucket, needs_window, shape_class
+from ..core.kernels.speeds import bucket
 from ..core.plan import Plan, make_plan
 from ..core.run import te_cp
+from ..core.run.call_pairs import mask_class
 from .arguments import ArgumentError, check_tensors
 from .mask_source import Arguments, MaskSource, Problem, Shards
 from .options import OP_OPTIONS, OPTIONAL_TENSORS, OpOptions
@@ -210,7 +211,7 @@ class AttentionCall:
         """What a kernel is asked for: of the whole mask, so that every rank asks for the same."""
         q, v, (q_heads, kv_heads) = self.q, self.v, self.heads
         needs = dict.fromkeys(scoring.features, True)
-        needs["window"] = needs_window(plan.mask)
+        kind, needs["window"] = mask_class(plan)
         needs["lse gradient"] = self.options.return_lse
         needs["deterministic"] = self.options.deterministic
         needs["64-bit indices"] = most_elements(plan, q, v, kv_heads) >= LARGE
@@ -223,7 +224,7 @@ class AttentionCall:
             q_heads=share.q_heads,
             kv_heads=share.kv_heads,
             features=tuple(name for name in FEATURES if needs.get(name)),
-            shape_class=shape_class(plan.mask),
+            shape_class=kind,
             tokens=bucket(plan.mask.k_len),
         )
 

@@ -17,7 +17,12 @@ from customized_ops.ring_attention.core.kernels import (
     Request,
     Scoring,
 )
-from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks, reference
+from customized_ops.ring_attention.core.kernels.adapters import (
+    flash4,
+    flash4_blocks,
+    flash4_choice,
+    reference,
+)
 from customized_ops.ring_attention.core.kernels.window import library_calls as steps
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise
 
@@ -106,7 +111,7 @@ def used_blocks(library):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 def test_values(library, monkeypatch, kind, way, scoring):
-    monkeypatch.setattr(flash4, *WAYS[way])
+    monkeypatch.setattr(flash4_choice, *WAYS[way])
     *tensors, dlse = draw(pairs_of(kind))
     check(pairs_of(kind), *tensors, dlse=dlse, scoring=scoring)
     several = kind in ("streaming", "two parts of a row", "five intervals")
@@ -118,7 +123,7 @@ def test_values(library, monkeypatch, kind, way, scoring):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_heads_and_batch(library, monkeypatch, kv_heads, batch):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs, batch, kv_heads))
     assert used_blocks(library) == [True, True]
@@ -126,7 +131,7 @@ def test_heads_and_batch(library, monkeypatch, kv_heads, batch):
 
 @pytest.mark.parametrize("widths", [(128, 128), (192, 128), (256, 256)])
 def test_blocks_are_as_wide_as_the_library_wants(library, monkeypatch, widths):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs, 1, HEADS, *widths))
     assert used_blocks(library) == [True, True]
@@ -137,7 +142,7 @@ def test_blocks_are_as_wide_as_the_library_wants(library, monkeypatch, widths):
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (192, 128)])
 @pytest.mark.parametrize("way", WAYS)
 def test_unequal_widths(library, monkeypatch, way, widths, kv_heads):
-    monkeypatch.setattr(flash4, *WAYS[way])
+    monkeypatch.setattr(flash4_choice, *WAYS[way])
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs, 2, kv_heads, *widths))
     native = widths == (192, 128) and kv_heads == HEADS
@@ -150,7 +155,7 @@ def test_unequal_widths(library, monkeypatch, way, widths, kv_heads):
 def test_any_slices(drawn, way):
     with pytest.MonkeyPatch.context() as patch:
         make_library(patch)
-        patch.setattr(flash4, *WAYS[way])
+        patch.setattr(flash4_choice, *WAYS[way])
         pairs = Pairs(*drawn)
         *tensors, dlse = draw(pairs, batch=1)
         check(pairs, *tensors, dlse=dlse)
@@ -171,7 +176,7 @@ def test_many_slices_are_one_call_of_blocks(library):
 
 
 def test_rows_of_many_intervals_take_windows(library, monkeypatch):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     columns = [(0, 60, x, x + 2, -UNBOUNDED, UNBOUNDED) for x in range(0, 90, 10)]
     pairs = Pairs(normalise(as_slices(columns)), 60, 90)
     check(pairs, *draw(pairs))
@@ -179,7 +184,7 @@ def test_rows_of_many_intervals_take_windows(library, monkeypatch):
 
 
 def test_deterministic_gradients_take_windows(library, monkeypatch):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs), deterministic=True)
     assert used_blocks(library) == [True, False, False]
@@ -189,14 +194,14 @@ def test_deterministic_gradients_take_windows(library, monkeypatch):
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
 def test_blocks_are_for_hopper(library, monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     pairs = pairs_of("streaming")
     check(pairs, *draw(pairs))
     assert not any(used_blocks(library))
 
 
 def test_lists_are_made_once(library, monkeypatch):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     pairs = pairs_of("streaming")
     tensors = draw(pairs)
     check(pairs, *tensors)
@@ -208,7 +213,7 @@ def test_lists_are_made_once(library, monkeypatch):
 
 
 def test_every_argument_is_probed(library, monkeypatch):
-    monkeypatch.setattr(flash4, *WAYS["blocks"])
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
     for kind in ("documents", "streaming"):
         pairs = pairs_of(kind)
         check(pairs, *draw(pairs))
@@ -301,7 +306,7 @@ def test_capabilities(monkeypatch, case):
 def test_on_a_gpu(monkeypatch, kind, way):
     if flash4.missing() is not None or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip(flash4.missing() or "needs a Hopper GPU")
-    monkeypatch.setattr(flash4, *WAYS[way])
+    monkeypatch.setattr(flash4_choice, *WAYS[way])
     pairs = pairs_of(kind)
     exact = [t.bfloat16().cuda() for t in draw(pairs, d=128, e=128)[:4]]
     scoring = Scoring(128**-0.5)

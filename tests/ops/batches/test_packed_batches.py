@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -27,7 +29,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.kernels.window import library_calls
-from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.run import call_pairs
@@ -317,13 +319,18 @@ def test_a_plan_of_another_process_is_small_and_the_same() -> None:
     assert make_plan(mask, again.q_layout) is again
 
 
-def test_the_last_plans_are_kept() -> None:
-    plans._PLANS.clear()
-    made = [
-        make_plan(AttnMask.causal(8 + n), Layout.contiguous(8 + n, 2))
-        for n in range(plans.MOST_PLANS + 5)
-    ]
-    assert list(plans._PLANS.values()) == made[5:]
+def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer() -> None:
+    def made(n: int) -> Plan:
+        return make_plan(AttnMask.causal(8 + n), Layout.contiguous(8 + n, 2))
+
+    most = plans._LAST.maxlen
+    assert most is not None
+    held = [made(n) for n in range(3 * most)]
+    assert all(made(n) is plan for n, plan in enumerate(held))
+    kept = [weakref.ref(plan) for plan in held]
+    held.clear()
+    gc.collect()
+    assert [plan() is not None for plan in kept] == [n >= 2 * most for n in range(3 * most)]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +368,7 @@ def test_a_forked_worker_leaves_its_parents_plans_alone() -> None:
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def work() -> None:
-        kept = len(plans._PLANS), plans._OF_PARENTS[-1][mine.request] is mine
+        kept = len(plans._PLANS), mine in plans._OF_PARENTS[-1]
         again = make_plan(mask, Layout.contiguous(24, 2))
         send.send((*kept, again is mine, np.array_equal(again.work, mine.work)))
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 
 from ..mask import AttnMask
 from ..mask.intervals import depth
@@ -101,7 +100,6 @@ def bucket(tokens: int) -> int:
     return 1 << round(math.log2(tokens)) if tokens else 0
 
 
-@lru_cache(maxsize=64)
 def shape_class(mask: AttnMask) -> str:
     """The class of a mask, one of SHAPE_CLASSES. A mask that attends nothing is "full"."""
     slices = mask.slices
@@ -115,7 +113,6 @@ def shape_class(mask: AttnMask) -> str:
     return "causal" if bound_above.any() else "full"
 
 
-@lru_cache(maxsize=64)
 def needs_window(mask: AttnMask) -> bool:
     """Whether a kernel must be able to bound how far back a row attends: some slice's lo binds.
 

@@ -94,6 +94,12 @@ class Exchanges(NamedTuple):
     q: Exchange
     kv: tuple[Exchange | None, ...]
 
+    def prepare(self) -> None:
+        """Work out now what a step looks up, not in the step."""
+        for each in (self.q, *self.kv):
+            if each is not None:
+                _ = each.sent, each.received
+
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""

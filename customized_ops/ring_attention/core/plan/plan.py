@@ -11,11 +11,13 @@ once, and only where a slice needs them; so does a row.
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..layout import Layout
 from ..mask import AttnMask
@@ -25,18 +27,18 @@ from .cost import H200, CostModel
 from .plan_value import PlanValue
 from .report import picture, text
 
-# Plans that are kept, the last ones that were made: a batch has one or two for all its layers, some
-# batches are planned ahead, and a plan of many pieces may take megabytes.
-MOST_PLANS = 64
-_PLANS: dict[PlanRequest, Plan] = {}
+# Plans are known for as long as somebody holds them, as a batch planned ahead does, and the last
+# ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
+_PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
+_LAST: deque[Plan] = deque(maxlen=64)
 _LOCK = Lock()
-_OF_PARENTS: list[dict[PlanRequest, Plan]] = []  # see _after_fork
+_OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
-MADE = "work", "team_size", "steps", "head_groups", "_ranks", "planning_seconds"
+MADE = "work", "team_size", "steps", "head_groups", "_ranks", "_exchanges", "planning_seconds"
 # What a step looks up, of that which a plan works out when it is first asked.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 # And what the executor has worked out for it without a device (``run/call_pairs.py``).
-CALLS = "pairs", "only call"
+CALLS = "pairs", "only call", "mask class"
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +189,9 @@ def _after_fork() -> None:
     """In a worker of a DataLoader: keep the parent's plans for good, as they may have tables on
     GPUs, which a forked process may not free."""
     global _PLANS, _LOCK
-    _OF_PARENTS.append(_PLANS)
-    _PLANS, _LOCK = {}, Lock()
+    _OF_PARENTS.append(list(_PLANS.values()))
+    _LAST.clear()
+    _PLANS, _LOCK = WeakValueDictionary(), Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -197,5 +200,4 @@ os.register_at_fork(after_in_child=_after_fork)
 def _keep(request: PlanRequest, plan: Plan) -> None:
     with _LOCK:
         _PLANS[request] = plan
-        while len(_PLANS) > MOST_PLANS:
-            del _PLANS[next(iter(_PLANS))]
+        _LAST.append(plan)

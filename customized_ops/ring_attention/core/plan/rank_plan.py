@@ -83,9 +83,8 @@ class RankPlan:
     def prepare(self) -> None:
         """Work out now what a step looks up, not in the step."""
         stages = [(stage, ("own_in_hull", "remote_in_hull")) for stage in self.stages]
-        exchanges = [(each, ("sent", "received")) for _, each in self.key_exchanges]
         own = (self, ("local", "late_rows", "row_parts", "remote_parts", "key_parts"))
-        for each, names in (own, (self.q, ("sent", "received")), *stages, *exchanges):
+        for each, names in (own, *stages):
             for name in names:
                 getattr(each, name)
 

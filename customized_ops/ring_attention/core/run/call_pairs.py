@@ -3,10 +3,13 @@ them, or ahead of it (:func:`prepare`), by whoever makes the plan. They travel w
 
 from __future__ import annotations
 
-from ..kernels import Pairs
+from ..kernels import KERNELS, Pairs
+from ..kernels.speeds import needs_window, shape_class
 from ..kernels.window.library_calls import lowered
 from ..plan.plan_value import PlanValue
 from ..plan.rank_plan import Range
+
+HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 
 
 def stage_pairs(plan: PlanValue, rank: int, stage: int, remote: bool) -> tuple[Range, Pairs]:
@@ -36,11 +39,21 @@ def only_call(plan: PlanValue, rank: int) -> Pairs | None:
     return found
 
 
+def mask_class(plan: PlanValue) -> tuple[str, bool]:
+    """The class of the mask, one of SHAPE_CLASSES, and whether a kernel must know windows."""
+    key = ("mask class",)
+    if key not in plan.made:
+        plan.made[key] = shape_class(plan.mask), needs_window(plan.mask)
+    found: tuple[str, bool] = plan.made[key]
+    return found
+
+
 def prepare(plan: PlanValue, rank: int) -> None:
     """Work out all that a step of this rank looks up, and the calls of a library that takes any
     windows. Tensors on devices are made in the step."""
     mine = plan.rank(rank)
     mine.prepare()
+    mask_class(plan)
     only_call(plan, rank)
     for n, stage in enumerate(mine.stages):
         for remote, slices in ((False, stage.own), (True, stage.remote)):
@@ -48,3 +61,8 @@ def prepare(plan: PlanValue, rank: int) -> None:
                 _, pairs = stage_pairs(plan, rank, n, remote)
                 for call in lowered(pairs):
                     call.prepare()
+                for kernel in KERNELS.values():
+                    if kernel_prepare := getattr(kernel, "prepare", None):
+                        kernel_prepare(pairs)
+    for each in range(plan.group_size) if plan.group_size <= HOST_RANKS else [rank]:
+        plan.exchanges(each).prepare()

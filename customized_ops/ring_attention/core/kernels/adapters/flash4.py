@@ -28,13 +28,13 @@ from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, 
 from ..protocol.request import HALF, Capabilities, Request
 from ..protocol.scoring import Scoring, Tokens
 from ..window import library_calls, windowed
-from ..window.block_lists import blocks_touched
 from ..window.columns import cut_to, first_columns, inputs_of_same_width, operands_of_same_width
-from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Packing, lowered
-from ..window.lowering import Window, WindowCall, tiles
+from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Packing
+from ..window.lowering import Window
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, GradientPlaces
-from . import flash4_blocks
+from . import flash4_blocks, flash4_choice
+from .flash4_choice import LEAST, blocks_if_faster
 
 NAME = "flash4"
 
@@ -91,18 +91,9 @@ NEEDS = {
     "flash_attn.cute.utils.scalar_to_ssa": (),
 }
 
-# Measured on an H200 in bf16 with head dim 128; only their ratios decide anything. The block-sparse
-# backward did 350e12 to 560e12, by mask.
-WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (610e12, 480e12)  # per second: forward, backward
-CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
-COPY_BYTES = 3e12  # per second, read or written
-# The library compiles kernels of their own for what fits a block, of 64 to 256 rows or keys, and
-# lengths that change would meet them one by one. So calls never say that they are so short: fewer
-# rows or keys than this are packed, as packed sequences may be shorter than the longest named.
-LEAST = 512
-COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
 MANY = 256  # segments of a call; it has other kernels for more
 LIMITS = CallLimits(least=LEAST)
+prepare = flash4_choice.prepare
 
 
 @cache
@@ -142,7 +133,7 @@ def forward(
     (q, _, v), inputs = given, given
     if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != v.shape[2]):
         inputs = inputs_of_same_width(given)
-    blocks = _blocks_if_faster(inputs, pairs, backward=False)
+    blocks = blocks_if_faster(inputs, pairs, backward=False)
     if blocks is not None:
         out, lse = flash4_blocks.forward(inputs, blocks, scoring)
     else:
@@ -163,7 +154,7 @@ def backward(
     if not _go_together(q.shape[-1], v.shape[-1], grouped=q.shape[2] != k.shape[2]):
         operands = operands_of_same_width(given)
     # The library orders its sums of dq among window calls only.
-    blocks = None if deterministic else _blocks_if_faster(operands, pairs, backward=True)
+    blocks = None if deterministic else blocks_if_faster(operands, pairs, backward=True)
     if blocks is not None:
         grads = flash4_blocks.backward(operands, blocks, scoring)
     else:
@@ -253,48 +244,3 @@ def _bounds(window: Window) -> dict[str, Any]:
     causal = (left, right) == (None, 0)
     right = None if causal else right
     return {"causal": causal, "window_size_left": left, "window_size_right": right}
-
-
-def _blocks_if_faster(
-    given: ForwardOperands | BackwardOperands, pairs: Pairs, *, backward: bool
-) -> flash4_blocks.Lists | None:
-    """Block lists where one block-sparse call is predicted to be faster than window calls."""
-    if len(lowered(pairs)) < 2:
-        return None
-    q, k, v = given.q, given.k, given.v
-
-    def make() -> flash4_blocks.Lists | None:
-        calls = lowered(pairs)
-        if torch.cuda.get_device_capability(q.device)[0] != 9:
-            return None
-        block_k = flash4_blocks.block_k(q.shape[-1])
-        touched = blocks_touched(pairs.slices, flash4_blocks.BLOCK_Q, block_k) * block_k / 128
-        flops = 2.0 * 128 * 128 * q.shape[0] * q.shape[2] * (q.shape[-1] + v.shape[-1])
-        flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
-        windows = sum(
-            max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
-            + _merged_bytes(call, given, backward=backward) / COPY_BYTES
-            for call in calls
-        )
-        short = q.shape[0] == 1 and min(pairs.q_len, pairs.k_len) < LEAST
-        compiling = COMPILE_SECONDS if short else 0.0
-        if windows < compiling + max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
-            return None
-        return flash4_blocks.lists(pairs, q.shape[-1])
-
-    key = (_blocks_if_faster, backward, q.shape, k.shape[2], v.shape, q.device)
-    return pairs.made(key, make)
-
-
-def _merged_bytes(
-    call: WindowCall, given: ForwardOperands | BackwardOperands, *, backward: bool
-) -> int:
-    """Bytes read and written to add a call's results to those of others: of each number one half
-    read and one fp32 read and written."""
-    q, k, v = given.q, given.k, given.v
-    rows, keys = (stop - start for start, stop in (call.rows, call.keys))
-    if backward:
-        numbers = rows * q[0, 0].numel() + keys * (k[0, 0].numel() + v[0, 0].numel())
-    else:
-        numbers = rows * q.shape[2] * v.shape[-1]
-    return q.shape[0] * numbers * (2 + 4 + 4)

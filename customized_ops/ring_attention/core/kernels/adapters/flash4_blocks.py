@@ -19,7 +19,7 @@ import torch
 
 from ...index_table import IndexTable, send
 from ...mask.slices import UNBOUNDED, normalise
-from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, OutLse, Pairs
+from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
 from ..protocol.scoring import Scoring
 from ..window.block_lists import BlockList, BlocksMet, block_lists, row_intervals
 
@@ -79,7 +79,7 @@ def lists(pairs: Pairs, head_dim: int) -> Lists | None:
         of_rows, of_keys = (_tables(side) for side in sides)
         return Lists(of_rows, of_keys, size, IndexTable(bounds), intervals)
 
-    return pairs.made((lists, block_k(head_dim)), make)
+    return pairs.made(HostKey("block lists", (block_k(head_dim),)), make)
 
 
 def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:

@@ -105,6 +105,8 @@ class Kernel(Protocol):
 
     A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
     pairs read on the device, so that it can be sent there ahead, with the tables of other calls.
+    And one ``prepare(pairs)``, which works out, under :class:`HostKey`, what it needs of them
+    without a device: it is called where batches are planned ahead.
     """
 
     NAME: str
