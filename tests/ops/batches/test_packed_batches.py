@@ -152,7 +152,7 @@ def test_the_calls_of_a_library_travel_with_a_batch(
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 2000), marks=pytest.mark.slow)], ids=len
+    "seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)], ids=len
 )
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
 def test_random_batches_equal_one_device(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
