@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 # Before anything reads it, and inherited by the processes of the pools.
 os.environ["SEQSHARD_CHECK"] = "1"
@@ -19,23 +21,34 @@ if "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ:
     os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
 
 import pytest
-import torch
-from ranks import Pool
+
+if TYPE_CHECKING:  # the process that hands out tests needs neither, and starts before the others
+    from ranks import Pool
+
+# Less often: graphs and plans are many small objects that live long.
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, saying so, what this machine cannot run; leave most cases of thin tests for later."""
-    thin: dict[str, list[pytest.Item]] = {}
+    """Skip, saying so, what this machine cannot run; leave for later most cases of
+    tests that say so."""
+    fewer: dict[str, list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "thin" in marks and not marks & {"gpu", "slow"}:
-            thin.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for function, cases in thin.items():
-        (every,) = cases[0].get_closest_marker("thin").args  # type: ignore[union-attr]
+        if marks & {"thin", "covering"} and not marks & {"gpu", "slow"}:
+            fewer.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for function, cases in fewer.items():
         draw = random.Random(function)  # by no pattern, and the same in every process
-        for case in draw.sample(cases, len(cases) - -(-len(cases) // every)):
+        cases = draw.sample(cases, len(cases))
+        if (mark := cases[0].get_closest_marker("thin")) is not None:
+            kept = cases[: -(-len(cases) // mark.args[0])]
+        else:
+            kept = covering(cases, *cases[0].get_closest_marker("covering").args)  # type: ignore[union-attr]
+        for case in set(cases) - set(kept):
             case.add_marker(pytest.mark.slow)
+    import torch
+
     missing = {
         "gpu": not torch.cuda.is_available(),
         "nnscaler": importlib.util.find_spec("nnscaler") is None,
@@ -47,6 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
+def covering(cases: list[pytest.Item], together: int = 1) -> list[pytest.Item]:
+    """Nearly as few cases as can have, between them, each value of each parameter, or of
+    ``together`` parameters each combination of values."""
+    has = {}
+    for case in cases:
+        values = sorted((name, id(value)) for name, value in case.callspec.params.items())  # type: ignore[attr-defined]
+        has[case] = set(itertools.combinations(values, together))
+    kept: list[pytest.Item] = []
+    missing = set().union(*has.values())
+    while missing:
+        kept.append(max(cases, key=lambda case: len(has[case] & missing)))
+        missing -= has[kept[-1]]
+    return kept
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: no collection of garbage has to look through them."""
     gc.collect()
@@ -56,6 +84,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Ranks as threads or processes must not each start a thread per core."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,12 +96,18 @@ def one_thread() -> Iterator[None]:
 def seeded() -> None:
     """A test draws the same tensors whichever tests its process ran before: which these are depends
     on how busy the machine is."""
-    torch.manual_seed(0)
+    import torch
+
+    # torch.manual_seed also notes, with a traceback, seeds for each kind of device that is missing.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[str, int], Pool]]:
     """From backend and size to a pool, each started once."""
+    from ranks import Pool
+
     started: dict[tuple[str, int], Pool] = {}
 
     def pool(backend: str, size: int) -> Pool:
@@ -87,6 +123,8 @@ def pools() -> Iterator[Callable[[str, int], Pool]]:
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, pools: Callable[[str, int], Pool]) -> Pool:
     """One of the pools that :func:`ranks.worlds` names."""
+    import torch
+
     backend, size = request.param
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -94,7 +95,7 @@ def test_docstring_examples(name: str) -> None:
     if name.startswith("annotations.engines.nnscaler"):
         pytest.importorskip("nnscaler", reason="nnscaler is not installed: see CONTRIBUTING.md")
     module = importlib.import_module(name)
-    examples = doctest.testmod(module)
-    assert examples.failed == 0
-    assert examples.attempted >= 4 or name != "annotations.library.declaration"
+    if ">>>" in inspect.getsource(module):  # to search for examples takes longer than to run them
+        examples = doctest.testmod(module)
+        assert examples.failed == 0 and examples.attempted > 0
     assert module.__doc__, f"{name} says nothing about itself"

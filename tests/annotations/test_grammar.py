@@ -163,7 +163,7 @@ def annotation_texts(draw) -> str:
     return side() + draw(st.sampled_from(["->", " -> "])) + side()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(annotation_texts())
 def test_round_trip(text):
     parsed = Annotation.parse(text)

@@ -25,6 +25,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
         assert_same(name, a, b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_dense(name: str, ranks: int) -> None:

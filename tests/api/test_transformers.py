@@ -388,11 +388,13 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         assert f" {split} / {ranks.size}" in plan
 
 
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @worlds(cpus=[2], gpus=[2])
-def test_parallelized_with_documents_that_change(ranks: Pool) -> None:
+def test_parallelized_with_documents_that_change(ranks: Pool, layers: int) -> None:
     """One graph, which puts each batch in an order of its own at the inputs, and nowhere else."""
     ranks.run(hf_jobs.imported)
-    for answers, plan in ranks.run(hf_jobs.packed_steps, [(22,), (3, 9, 10), (2,) * 11, (15, 7)]):
+    lengths = [(22,), (3, 9, 10), (2,) * 11, (15, 7)]
+    for answers, plan in ranks.run(hf_jobs.packed_steps, lengths, layers):
         assert "layout: balanced by document over 22 tokens, permuted once at: " in plan
         assert "natural order again" not in plan
         for alone, got in answers:

@@ -47,6 +47,7 @@ def check(case: UspCase) -> None:
 # ------------------------------------------------------------------------------ where tokens lie
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.parametrize(("ud", "rd"), DEGREES)
 @pytest.mark.parametrize("impl", EXTRACT_FUNC_DICT)
@@ -124,6 +125,7 @@ def test_the_other_modules(what: str, module: str) -> None:
         check(case_of(what, ud=2, rd=2, impl=impl, module=module, dims=dims))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ud", [1, 3, 4])
 @pytest.mark.parametrize("what", WHAT)
 def test_ulysses(what: str, ud: int) -> None:

@@ -46,6 +46,7 @@ def test_compiles_with_open_sizes() -> None:
         assert_same("dynamic", compiled(hidden, weight, target), want)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("learning", ["h", "w", "b", "hw", "wb", "hb", "hwb"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_gradients_that_are_needed_are_computed(

@@ -28,6 +28,7 @@ from customized_ops.ring_attention.core.comm.inprocess import run_ranks
 CASE = LossCase((2, 12), vocab=13, bias=True, softcap=2.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("ignored", ["none", "some", "all", "but last"])
 def test_tokens_in_process(ranks: int, ignored: str) -> None:
@@ -36,6 +37,7 @@ def test_tokens_in_process(ranks: int, ignored: str) -> None:
         check(f"{ranks} ranks, {case}", case, run_grid(case, ranks, 1))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("vocab", [16, 13, 9, 3, 1])
 def test_vocabulary_in_process(ranks: int, vocab: int) -> None:

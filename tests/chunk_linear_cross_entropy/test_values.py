@@ -190,6 +190,7 @@ def low_precision_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "add_product", lambda c, a, b: c.add_(product(a, b)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("low_precision_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e-5, 1.0, 1e5])

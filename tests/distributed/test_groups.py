@@ -128,7 +128,7 @@ def test_heads_in_uneven_shares(ranks: Pool, which: int) -> None:
     check(ranks, [on(device(ranks), cases)] * len(rows), ways, team_size, job=kernel_jobs.in_teams)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("which", range(4))
 @worlds(cpus=[4, 8], gpus=[4, 8])
 def test_heads_in_bf16(ranks: Pool, which: int) -> None:
@@ -147,6 +147,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("head_groups", [2, 3])
 @worlds(cpus=[4, 8], gpus=[2, 4, 8])
 def test_keys_in_groups_of_heads(ranks: Pool, head_groups: int) -> None:

@@ -16,24 +16,27 @@ from ranks import Pool, worlds
 from annotations.engines.torch.capture.dropout import MAX_CUT_DIMS, kept
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [
         pytest.param("cp", (4,), marks=pytest.mark.slow),
         ("cp", (2,)),
         pytest.param(jobs.by_batch, (2,), marks=pytest.mark.slow),
-        (jobs.on_columns, (4,)),
-        (jobs.on_two_axes, (2, 2)),
+        (jobs.on_columns, (2,)),
+        pytest.param(jobs.on_columns, (4,), marks=pytest.mark.slow),
+        pytest.param(jobs.on_two_axes, (2, 2), marks=pytest.mark.slow),
         pytest.param("hybrid", (2, 2), marks=pytest.mark.slow),
     ],
 )
-@worlds(cpus=[4], gpus=[4])
+@worlds(cpus=[2, 4], gpus=[4])
 def test_any_plan_drops_the_same(
     ranks: Pool, monkeypatch: pytest.MonkeyPatch, policy: Any, shape: tuple[int, ...]
 ) -> None:
     """And each step others, and each copy others."""
     plan = math.prod(shape)
+    if plan > ranks.size:
+        pytest.skip("a copy is of more ranks")
     copies = ranks.size // plan
     replies = ranks.run(jobs.dropped, policy, shape)
     model, losses = jobs.Dropping(), set()

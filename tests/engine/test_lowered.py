@@ -34,9 +34,12 @@ def test_every_kind_of_call(ranks: Pool) -> None:
     assert ranks.run(lowered_jobs.every_kind_of_call) == [7] * ranks.size
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("policy", "layers", "length"), [("cp", 1, 33), (engine_jobs.heads_then_sequence, 2, 17)]
+    ("policy", "layers", "length"),
+    [
+        ("cp", 1, 33),
+        pytest.param(engine_jobs.heads_then_sequence, 2, 17, marks=pytest.mark.slow),
+    ],
 )
 @worlds(cpus=[2], gpus=[2])
 def test_saves_and_sends_no_more_than_on_dtensors(

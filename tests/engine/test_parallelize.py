@@ -83,29 +83,27 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
         ("ring", "cp", 1, 1, 12),
     ],
 )
-@worlds(cpus=[4, 8], gpus=[4, 8])
+@worlds(cpus=[2, 4, 8], gpus=[4, 8])
 def test_more_ranks(ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int) -> None:
     """plan < 4 is data parallel outside: copies of two ranks, or of one."""
-    check(ranks, op, policy, plan, batch, length, 1)
+    check(ranks, op, policy, min(plan, ranks.size), batch, length, 1)
 
 
 def test_the_plan_says_what_moves(two_ranks: Pool) -> None:
-    text = check(two_ranks, "ring", "cp", 2, 1, 33, 2)
+    """And the counted bytes are the planned ones."""
+    per_rank = two_ranks.run(engine_jobs.counted_and_planned_bytes)
+    forward, backward = (max(reply[n] for reply in per_rank) for n in (0, 1))
+    *planned, text = per_rank[0][2:]
+    assert [forward, backward] == planned
+    assert forward > 0
     lines = [line.split("  ") for line in text.splitlines()]
     assert text.startswith("plan: 2 ranks a copy, copies of the model: 1\n")
     attention = next(line for line in text.splitlines() if "wrap_ring_attn_func" in line)
-    assert attention.split()[1:4] == ["2", "l", "/"]
+    assert attention.split()[1:4] == ["1", "l", "/"]
     assert "k, v (imbalance" in attention
     assert any("all-reduce of gradients, 2 ranks" in cell for line in lines for cell in line)
     # Nothing as large as an activation moves outside attention.
     assert "whole of [1, 33" not in text
-
-
-def test_counted_bytes_are_the_planned_ones(two_ranks: Pool) -> None:
-    per_rank = two_ranks.run(engine_jobs.counted_and_planned_bytes)
-    forward, backward = (max(reply[n] for reply in per_rank) for n in (0, 1))
-    assert (forward, backward) == per_rank[0][2:]
-    assert forward > 0
 
 
 @pytest.mark.thin(3)
@@ -288,7 +286,7 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
     assert said == ["Private: not today"] * 2
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "op",
     [
@@ -314,30 +312,33 @@ def test_the_other_ops(two_ranks: Pool, op: str) -> None:
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("what", "policy", "split"),
     [
         ("heads", engine_jobs.heads_of_q, "qh"),
         ("rows", "cp", "lq"),
-        ("packed rows", "cp", "lq"),
-        ("rows of a cross attention", "cp", "lq"),
+        pytest.param("packed rows", "cp", "lq", marks=pytest.mark.slow),
+        pytest.param("rows of a cross attention", "cp", "lq", marks=pytest.mark.slow),
     ],
 )
-def test_parts_of_q(four_ranks: Pool, what: str, policy: Any, split: str) -> None:
-    """Heads and rows come in uneven parts, of heads one rank has none."""
+@worlds(cpus=[2, 4], gpus=[])
+def test_parts_of_q(ranks: Pool, what: str, policy: Any, split: str) -> None:
+    """Heads where those of k could be cut too, and where not: of four ranks one has none. Rows come
+    in uneven parts."""
     model = engine_jobs.PartsOfQ(what)
     loss = model(**engine_jobs.parts_of_q_inputs(what))
     loss.backward()
-    for rank, (got, grads, plan) in enumerate(four_ranks.run(engine_jobs.parts_of_q, what, policy)):
-        assert f"{split} / 4 " in plan and "nothing (imbalance " in plan
+    for rank, (got, grads, plan) in enumerate(ranks.run(engine_jobs.parts_of_q, what, policy)):
+        assert f"{split} / {ranks.size} " in plan
+        even = split == "qh" and ranks.size == 2
+        assert ("nothing" if even else "nothing (imbalance ") in plan
         assert abs(got - loss.item()) < 1e-10
         for name, parameter in model.named_parameters():
             assert parameter.grad.abs().max() > 1e-6
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize(
     ("op", "used"),
     [
@@ -359,17 +360,6 @@ def test_results_that_a_communicating_split_leaves_whole(
         assert_same(f"rank {rank}, x", x_grad, given["x"].grad)
         for name, parameter in model.named_parameters():
             assert_same(f"rank {rank}, {name}", grads[name], parameter.grad)
-
-
-def test_heads_of_q_where_those_of_k_could_be_cut_too(two_ranks: Pool) -> None:
-    model = engine_jobs.PartsOfQ("heads")
-    loss = model(**engine_jobs.parts_of_q_inputs("heads"))
-    loss.backward()
-    for got, grads, plan in two_ranks.run(engine_jobs.parts_of_q, "heads", engine_jobs.to_qh):
-        assert "qh / 2" in plan
-        assert abs(got - loss.item()) < 1e-10
-        for name, parameter in model.named_parameters():
-            assert_same(name, grads[name], parameter.grad)
 
 
 def test_a_named_layout_that_uneven_shards_cannot_have(two_ranks: Pool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -97,12 +98,12 @@ def test_auto_takes_the_fastest_as_measured(kernels: dict[str, Probe]) -> None:
 
 
 def test_auto_does_not_take_what_is_unproven(
-    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "UNPROVEN", {"flash4": "only by name: not yet verified"})
-    with caplog.at_level(logging.INFO, logger="seqshard"):
+    with TestCase().assertLogs("seqshard", logging.INFO) as logged:
         assert choose("an_op", "auto", GPU) is kernels["unmeasured"]
-    assert "flash4: only by name: not yet verified" in caplog.text
+    assert "flash4: only by name: not yet verified" in logged.output[0]
     assert choose("an_op", "flash4", GPU) is kernels["flash4"]
     for name in ("unmeasured", "cudnn", "flex"):
         kernels[name].problem = "lacks a library"
@@ -156,11 +157,9 @@ def test_a_choice_is_made_once(kernels: dict[str, Probe]) -> None:
     }
 
 
-def test_what_was_taken_is_said_once(
-    kernels: dict[str, Probe], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_taken_is_said_once(kernels: dict[str, Probe]) -> None:
     kernels["flash4"].problem = "flash_attn.cute is not installed"
-    with caplog.at_level(logging.INFO, logger="seqshard"):
+    with TestCase().assertLogs("seqshard", logging.INFO) as logged:
         for op in ("an_op", "another_op"):
             choose(op, "auto", GPU)
         choose("an_op", "flex", GPU)
@@ -172,7 +171,7 @@ def test_what_was_taken_is_said_once(
         "causal attention of about 32768 tokens, 32:8 heads of dims 128 and 128, torch.bfloat16 "
         "on cuda: "
     )
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged.records] == [
         f"{what}kernel unmeasured (torch: runs on cpu, not cuda; flash4: flash_attn.cute is not "
         "installed; cudnn, flex: later in the order; reference: slower)",
         f"{what}kernel flex, as asked for",
@@ -184,22 +183,20 @@ def test_what_was_taken_is_said_once(
     ]
 
 
-def test_what_was_measured_slower_is_said_so(
-    kernels: dict[str, Probe], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="seqshard"):
+def test_what_was_measured_slower_is_said_so(kernels: dict[str, Probe]) -> None:
+    with TestCase().assertLogs("seqshard", logging.INFO) as logged:
         choose("an_op", "auto", GPU)
-    assert "unmeasured: later in the order; cudnn, flex: slower on an H200; " in caplog.text
+    said = "unmeasured: later in the order; cudnn, flex: slower on an H200; "
+    assert said in logged.output[0]
 
 
-def test_threads_choose_once(
-    kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_choose_once(kernels: dict[str, Probe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels["flash4"], "missing", lambda: time.sleep(0.05))
-    with caplog.at_level(logging.INFO, logger="seqshard"), ThreadPoolExecutor(4) as threads:
+    logs = TestCase().assertLogs("seqshard", logging.INFO)
+    with logs as logged, ThreadPoolExecutor(4) as threads:
         chosen = list(threads.map(lambda op: choose(op, "auto", GPU), "abcd"))
     assert chosen == [kernels["flash4"]] * 4
-    assert len(caplog.records) == 1
+    assert len(logged.records) == 1
 
 
 def test_nothing_but_the_reference_on_a_gpu_is_a_warning(kernels: dict[str, Probe]) -> None:

@@ -158,7 +158,7 @@ def assert_close(name, got, want, plain, dtype):
     assert_same(name, got, want, 2 * error + rounding)
 
 
-@pytest.mark.thin(8)
+@pytest.mark.covering(2)
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -180,7 +180,7 @@ def test_forward(kernel, kind, scoring, kv_heads, widths, dtype):
         assert_close(name, *values, dtype)
 
 
-@pytest.mark.thin(8)
+@pytest.mark.covering(2)
 @over_kinds
 @over_shapes
 @over_dtypes
@@ -188,7 +188,7 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths,
     check_backward(kernel, kind, scoring, kv_heads, widths, dtype)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.covering(2)
 @over_kinds
 @over_able
 @over_dtypes
@@ -268,7 +268,7 @@ def strided(t):
     yield t.repeat_interleave(2, dim=1)[:, ::2]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_able
 @pytest.mark.parametrize("kind", ["causal, more keys", "window", "several slices share rows"])
 @pytest.mark.parametrize("way", range(3))
@@ -315,7 +315,7 @@ LONG = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_able
 @pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
 def test_more_rows_than_a_tile(kernel, mask, scoring):
@@ -390,7 +390,7 @@ def test_some_heads_of_one_batch_entry(kernel, scoring):
         assert_same(name, mine, all_heads[1:, :, all_heads.shape[2] // 2 :])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_kinds
 @over_scorings
 @pytest.mark.parametrize("height", [1, 5])

@@ -33,6 +33,7 @@ def one_sequence(total: int, ranks: int) -> Any:
     return segments_of(Layout.contiguous(total, ranks), np.array([0, total]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("radix", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_every_radix(monkeypatch: pytest.MonkeyPatch, fresh: None, radix: int, layout: str) -> None:

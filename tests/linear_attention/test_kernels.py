@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import TestCase
 
 import fla_library
 import numpy as np
@@ -37,6 +38,7 @@ def operands(delta: bool, channels: bool, ends: tuple[int, ...]) -> Operands:
     return Operands(**given, ends=np.array(ends), scale=0.5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("delta", "channels"), KINDS)
 @pytest.mark.parametrize("ends", [(0, 7), (0, 3, 4, 9), (0,)])
 @pytest.mark.parametrize("states", [True, False])
@@ -73,12 +75,12 @@ def test_a_library_with_other_arguments_is_missing(
     )
 
 
-def test_auto_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_why() -> None:
     x = operands(True, False, (0, 5))
-    with caplog.at_level(logging.INFO, "seqshard"):
+    with TestCase().assertLogs("seqshard", logging.INFO) as logged:
         assert choose("an op of this test", "auto", x) is torch_chunks
         assert choose("an op of this test", "auto", x) is torch_chunks
-    assert [record.message for record in caplog.records] == [
+    assert [record.getMessage() for record in logged.records] == [
         "an op of this test, torch.float64 on cpu: kernel torch (fla: runs on cuda, not cpu)"
     ]
 

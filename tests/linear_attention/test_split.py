@@ -42,14 +42,16 @@ PACKED = (5, 1, 9, 9)
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "options", "split"),
+    ("policy", "layers", "lengths", "options", "split"),
     [
-        ("cp", PACKED, {}, "wrap_gated_delta_rule_func   1      l / 2"),
-        ("cp", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: tokens"),
-        ({"wrap_gated_delta_rule_func": "l", "wrap_causal_conv1d_func": "d"}, (), {}, "d / 2"),
+        ("cp", "da", PACKED, {}, "wrap_gated_delta_rule_func  1      l / 2"),
+        ("cp", "ga", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: tok"),
+        ({"wrap_gated_*": "l", "wrap_causal_conv1d_func": "d"}, "g", (), {}, "d / 2"),
         *(
-            pytest.param(policy, lengths, options, said, marks=pytest.mark.slow)
+            pytest.param(policy, "dag", lengths, options, said, marks=pytest.mark.slow)
             for policy, lengths, options, said in (
+                ("cp", PACKED, {}, "wrap_gated_delta_rule_func   1      l / 2"),
+                ("cp", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: "),
                 ("cp", (), {}, "wrap_causal_conv1d_func      2      l / 2"),
                 ("cp", PACKED, {"hoist": True}, "permuted once at"),
                 ("ulysses", (), {}, "wrap_gated_linear_attn_func  1      g / 2"),
@@ -61,11 +63,17 @@ PACKED = (5, 1, 9, 9)
 )
 @worlds(cpus=[2], gpus=[2])
 def test_parallelized(
-    ranks: Pool, policy: Any, lengths: tuple[int, ...], options: dict[str, Any], split: str
+    ranks: Pool,
+    policy: Any,
+    layers: str,
+    lengths: tuple[int, ...],
+    options: dict[str, Any],
+    split: str,
 ) -> None:
+    """Models of the layers in question; all of them in one behind ``slow``."""
     batch = 1 if lengths else 2
     for alone, found, plan in ranks.run(
-        recurrent_jobs.parallelized, policy, batch, lengths, options
+        recurrent_jobs.parallelized, policy, layers, batch, lengths, options
     ):
         same(alone, found)
         assert split in plan
@@ -75,5 +83,5 @@ def test_parallelized(
 @pytest.mark.parametrize("policy", ["cp", "ulysses", "dp"])
 @worlds(cpus=[2], gpus=[2])
 def test_on_dtensors(ranks: Pool, policy: str) -> None:
-    for alone, found, _ in ranks.run(recurrent_jobs.parallelized, policy, 2, (), {}, False):
+    for alone, found, _ in ranks.run(recurrent_jobs.parallelized, policy, "dag", 2, (), {}, False):
         same(alone, found)

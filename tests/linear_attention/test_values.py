@@ -18,6 +18,7 @@ def run(case: LinearCase, ranks: int) -> None:
     check(case, case.in_process(ranks), case.expected())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_one_sequence(ranks: int) -> None:
     """Over 7 and 8 ranks some hold nothing."""
@@ -34,6 +35,7 @@ def test_packed_documents(layout: str) -> None:
         run(case, 2 + n)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("delta", "channels"), KINDS)
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_chunks(delta: bool, channels: bool, beyond: int) -> None:

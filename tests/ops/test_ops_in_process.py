@@ -31,6 +31,7 @@ def test_equals_dense(name: str, ranks: int) -> None:
     check(TABLE[name], ranks)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [(1, (20,)), (2, (0, 20)), (3, (19, 0, 1)), (4, (5, 5, 5, 5)), (8, (0, 7, 0, 0, 1, 2, 10, 0))],
@@ -66,7 +67,7 @@ def heavy_tailed(case: Case) -> Case:
     return Outliers(**case.__dict__)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("spread", ["gaussian", "outliers"])
 @pytest.mark.parametrize("op", ["ring", "zigzag", "varlen"])

@@ -44,6 +44,7 @@ def weighted(results: Any, layout: Layout | None = None, rank: int = 0) -> Tenso
     return total
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cu_k", [CU, CU_K], ids=["", "keys of other lengths"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])

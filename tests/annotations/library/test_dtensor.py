@@ -150,6 +150,7 @@ def wanted_means(name: str, shapes: Any, used: tuple[int, ...]) -> list[torch.Te
 CENTRED = ("centred", "centred by shares", "centred by wholes")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CENTRED)
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_gradients_of_what_a_communicating_split_leaves_whole(
@@ -192,6 +193,7 @@ def alone(case: Case) -> list[torch.Tensor]:
 
 
 # lie: out, lse [b, h, l], dq, dk, dv
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("case", "places", "lie"),
     [
@@ -261,6 +263,7 @@ OTHER_KEYS = replace(DOCUMENTS, cu_seqlens_k=(0, 4, 9, 11, 18))
 
 
 # lie: out, lse, dq, dk, dv, dsink
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("case", "places", "lie", "where"),
     [
@@ -298,6 +301,7 @@ def test_attention_with_all_that_scores_may_have(
     check(replies, lie, alone(case))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("case", "places", "lie", "where"),
     [
@@ -322,6 +326,7 @@ def test_parts_of_q_over_four_ranks(
     check(replies, lie, alone(case))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("case", "places", "lie", "where"),
     [

@@ -132,7 +132,7 @@ PLANS = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_results_are_those_of_messages(
@@ -213,7 +213,7 @@ def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
         assert_alike(first, passes(plan, torch.float32, times=4, begin=begin))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_plans_drawn_at_random(data: st.DataObject) -> None:
     """Several plans one after the other over one group: places shrink, grow and are used again."""
@@ -386,6 +386,7 @@ def test_tensors_of_another_device_go_by_messages(monkeypatch: pytest.MonkeyPatc
         assert mine[1] == his[1] and all(map(torch.equal, mine[0], his[0]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [InProcessOneSided, SparingOneSided])
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])
 def test_exchanges_without_a_channel_go_by_messages(

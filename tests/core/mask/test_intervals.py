@@ -20,7 +20,7 @@ def columns(rows, width: int) -> list[np.ndarray]:
 
 any_range = st.tuples(st.integers(-9, 9), st.integers(-9, 9))
 full_range = st.tuples(st.integers(-9, 40), st.integers(1, 8)).map(lambda r: (r[0], r[0] + r[1]))
-many = settings(max_examples=200, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @given(st.lists(any_range, max_size=8))

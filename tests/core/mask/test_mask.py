@@ -290,6 +290,7 @@ def test_dense_defaults():
     assert AttnMask.dense(3).to_dense().all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window", [(-1, -1), (1, -1), (0, 2), (2, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(

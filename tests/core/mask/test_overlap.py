@@ -35,13 +35,13 @@ def disjoint(draw_dense):
 
 
 @given(any_slices())
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=250)
 def test_first_overlap_is_the_first_of_drawn_slices(slices):
     assert first_overlap(slices) == counted(slices)
 
 
 @given(st.integers(0, 2**16 - 1), any_slices(most=1), st.randoms(use_true_random=False))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_one_slice_among_disjoint_ones(cells, one, random):
     """Mostly disjoint lists, in which random slices seldom are."""
     bits = np.array([cells >> n & 1 for n in range(16)], dtype=bool).reshape(4, 4)
@@ -107,7 +107,7 @@ def test_the_error_names_both_slices():
 
 
 @given(any_slices())
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_slices_are_named_as_given(slices):
     """Empty ones count, and bounds need not be tight."""
     twice = counted(slices)

@@ -133,6 +133,7 @@ def test_torch_adds_a_part_in_fp32(total_dtype, part_dtype):
     assert sum(event.count for event in profile.key_averages() if "kernel" in event.key) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64, torch.int64])
 @pytest.mark.parametrize("target_dtype", [None, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scattered", ["there", "here", "both", "neither"])

@@ -182,7 +182,7 @@ def plans(draw):
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(
     plans(),
     st.sampled_from([(4, 2), (5, 5), (6, 3), (5, 1)]),

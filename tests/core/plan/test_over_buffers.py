@@ -75,7 +75,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_any_buffers(case):
     got = check(*case)
     event(f"slices: {min(len(got), 5)}")

@@ -149,7 +149,7 @@ def attended(plan):
     return count
 
 
-@pytest.mark.thin(12)
+@pytest.mark.covering(1)
 @over_plans
 def test_calls_attend_every_pair_of_the_mask_once(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):
@@ -159,6 +159,7 @@ def test_calls_attend_every_pair_of_the_mask_once(mask_name, assignment, stages)
         assert sum(areas) == plan.mask.area * plan.team_size
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("assignment", WAYS)
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_every_pair_is_assigned_once(mask_name, assignment):
@@ -180,7 +181,7 @@ def moved(moves: np.ndarray, layout: Layout, team: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.thin(8)
+@pytest.mark.covering(1)
 @over_plans
 def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignment, stages):
     for plan in plans(mask_name, assignment, stages):
@@ -211,7 +212,7 @@ def test_what_is_needed_crosses_a_link_once_and_nothing_else(mask_name, assignme
             assert not links.diagonal().any()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("assignment", WAYS)
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_owners_compute_their_rows(mask_name, assignment):
@@ -348,6 +349,7 @@ def test_of_equally_fast_plans_the_one_that_moves_less():
     assert auto < 0.1 * owner
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("team_size", [1, 2])
 @pytest.mark.parametrize("tokens", [512, 8192, 131072])
 @pytest.mark.parametrize("kind", ["causal", "window", "few queries", "global"])
@@ -446,6 +448,7 @@ def test_of_plans_as_fast_the_one_with_fewer_calls(heads):
     assert calls(plan(free)) == calls(plan(fast)), "a call has an end even if the host starts none"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stages", [0, 1])
 @pytest.mark.parametrize("assignment", ["owner", "balanced", "nearest", "shared"])
 @pytest.mark.parametrize("mask_name", ["causal", "window", "documents"])

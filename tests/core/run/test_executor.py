@@ -194,7 +194,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("stages", [None, 1, 2])
@@ -203,7 +203,7 @@ def test_table(mask, layout, stages):
     check(plan, Shape().draw(mask))
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("strides", STRIDES)
@@ -217,7 +217,7 @@ def test_kernels_and_strides(assignment, kernel, strides, team_size):
     check(plan, tensors, kernel=kernel, strides=STRIDES[strides])
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stages", [0, 1, 2])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize("lengths", [(31, 53), (7, 60), (40, 9)], ids=str)
@@ -307,7 +307,7 @@ CASES = {
 }
 
 
-@pytest.mark.thin(6)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
 @pytest.mark.parametrize(("stages", "team_size"), [(0, 1), (2, 1), (1, 2)])
@@ -321,6 +321,7 @@ def test_named_cases(case, assignment, stages, team_size):
 ROWS_MOVE = ["few queries", "few queries, other layouts", "global rows", "global rows, zigzag"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ROWS_MOVE)
 @pytest.mark.parametrize("team_size", [1, 2])
 @pytest.mark.parametrize("stages", [0, 2])
@@ -354,7 +355,7 @@ over_splits = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thin(6)
+@pytest.mark.covering(1)
 @over_splits
 @pytest.mark.parametrize("assignment", ["owner", "balanced", "nearest"])
 @pytest.mark.parametrize("stages", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
@@ -368,6 +369,7 @@ def test_heads_in_uneven_shares(name, stages, assignment, heads, team_size, rank
     check(plan, Shape(2, *heads).draw(mask))
 
 
+@pytest.mark.covering(1)
 @over_splits
 @pytest.mark.parametrize("assignment", ["balanced", "nearest"])
 def test_scoring_knows_the_heads_at_hand(assignment, heads, team_size, ranks):
@@ -510,7 +512,7 @@ SCORINGS = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("assignment", ["balanced", "nearest"])
 @pytest.mark.parametrize("team_size", [1, 2])
@@ -545,7 +547,7 @@ GROUPS = {"8:4 in 2": ((8, 4), 2), "6:3 in 2": ((6, 3), 2), "8:4 in 4": ((8, 4),
 over_groups = pytest.mark.parametrize(("heads", "head_groups"), GROUPS.values(), ids=GROUPS)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(2)
 @over_groups
 @pytest.mark.parametrize("mask", ["full", "causal", "packed", "cross", "rows with no key"])
 @pytest.mark.parametrize("layout", ["contiguous 2", "zigzag 3", "uneven"])
@@ -571,6 +573,7 @@ def test_groups_of_heads_where_rows_move(kernel, stages, assignment, heads, head
         check(plan, Shape(2, *heads).draw(mask), kernel=kernel)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("stages", [0, 1])
 def test_scoring_knows_the_heads_of_a_group(scoring, stages):
@@ -587,6 +590,7 @@ def test_a_plan_in_groups_serves_fewer_key_heads():
         check(plan, Shape(1, *heads).draw(mask))
 
 
+@pytest.mark.covering(1)
 @over_groups
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -733,7 +737,7 @@ def scorings(draw, shape: Shape) -> Scoring:
 
 
 @given(plans(), st.data())
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_any_case_equals_dense_attention(case, data):
     check_drawn(case, data)
 
@@ -774,7 +778,7 @@ def refuses(kernel: str, tensors: list[Tensor], scoring: Scoring) -> str | None:
 # ----------------------------------------------------------------------- bytes
 
 
-@pytest.mark.thin(24)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stages", [0, 2])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS)
@@ -837,7 +841,7 @@ def assert_as_good(plan: Plan, shape: Shape, values) -> None:
 over_values = pytest.mark.parametrize("values", [gaussian, heavy_tailed])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_values
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 @pytest.mark.parametrize("stages", [0, 1, 3])
@@ -848,6 +852,7 @@ def test_bf16_is_as_good_as_on_one_device(values, group_size, stages, team_size)
     assert_as_good(make_plan(mask, layout, **options), Shape(batch=1, d=32, e=32), values)
 
 
+@pytest.mark.covering(1)
 @over_values
 @pytest.mark.parametrize("group_size", [2, 8])
 @pytest.mark.parametrize("stages", [0, 2])

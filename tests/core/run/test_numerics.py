@@ -121,7 +121,7 @@ ONE_CALL_EACH = {"shared", "rows of several ranks"}  # of what travels home
 # ------------------------------------------------------------------------------- what travels
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(1)
 @over_plans
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("lse_gradient", [False, True])
@@ -178,7 +178,7 @@ def errors(got: list[Tensor], want: tuple[Tensor, ...]) -> list[float]:
     return [(g.double() - w).square().mean().sqrt().item() for g, w in zip(got, want, strict=True)]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", KERNEL)
 @pytest.mark.parametrize("stages", [0, 7])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -266,6 +266,7 @@ def test_no_zeros_where_there_is_a_part(stages: int, monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------- run to run
 
 
+@pytest.mark.covering(1)
 @over_plans
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 def test_whoever_is_late_results_are_the_same_to_the_bit(
@@ -292,6 +293,7 @@ def test_whoever_is_late_results_are_the_same_to_the_bit(
         assert all(map(torch.equal, first, again))
 
 
+@pytest.mark.covering(1)
 @over_plans
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_call_of_the_kernel_is_told(name: str, deterministic: bool) -> None:

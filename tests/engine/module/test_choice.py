@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -46,7 +47,6 @@ def policy(*_: Any) -> None: ...
 )
 def test_auto(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     installed: bool,
     pas: Any,
     config: dict[str, Any],
@@ -65,7 +65,7 @@ def test_auto(
 
         monkeypatch.setattr(nnscaler, "parallelize", lambda *args, **kwargs: "nnscaler")
     given = torch.nn.Linear(3, 3), {}, pas, ComputeConfig(2, 2, **config)
-    with caplog.at_level(logging.INFO, logger=parallel.__name__):
+    with TestCase().assertLogs(parallel.__name__, logging.INFO) as logged:
         if chosen == "nnscaler" and not installed:
             with pytest.raises(ModuleNotFoundError) as raised:
                 parallelize(*given, **options)
@@ -73,7 +73,7 @@ def test_auto(
             assert str(raised.value) == said
         else:
             assert parallelize(*given, **options) == chosen
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in logged.records]
     assert said == [f"parallelize: engine {chosen}, because {why}"]
 
 

@@ -90,10 +90,17 @@ def test_other_totals(two_ranks: Pool, policy: str) -> None:
 )
 @worlds(cpus=[2, 4], gpus=[])
 def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, settings: Any) -> None:
-    """The first of even totals is captured, then one graph for all of them; of uneven ones too."""
-    totals, new = [40, 48, 20, 80, 64], [True, True, False, False, False]
-    if ranks.size == 2:
-        totals, new = [*totals, 33, 45, 57, 61, 52], [*new, True, True, False, False, False]
+    """The first total is captured, then one graph for all of them."""
+    check_totals(ranks, [40, 48, 20, 80, 64], [True, True, False, False, False], how, settings)
+
+
+@pytest.mark.slow
+def test_a_graph_for_even_totals_and_one_for_uneven_ones(two_ranks: Pool) -> None:
+    totals, new = [40, 48, 33, 45, 57, 61, 52], [True, True, True, True, False, False, False]
+    check_totals(two_ranks, totals, new, {"window": -1}, {"hoist": False})
+
+
+def check_totals(ranks: Pool, totals: list[int], new: list[bool], how: Any, settings: Any) -> None:
     for steps in ranks.run(jobs.traced, totals, how, settings):
         errors, made, plans = zip(*steps, strict=True)
         assert max(errors) < 1e-10
@@ -101,7 +108,7 @@ def test_one_graph_for_totals_that_are_cut_as_evenly(ranks: Pool, how: Any, sett
         assert "one graph for other sizes of x" in plans[-1]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("window", "lowered"), [(None, False), (-1, True), (5, False)])
 def test_an_order_for_each_batch(two_ranks: Pool, window: int | None, lowered: bool) -> None:
     """Tokens are put in another order by each batch's own lengths, by one graph for all."""
@@ -119,9 +126,10 @@ def test_an_order_for_each_batch(two_ranks: Pool, window: int | None, lowered: b
     [(12, -1)]
     + [pytest.param(500, window, marks=pytest.mark.slow) for window in (None, -1, 3, 11)],
 )
-def test_random_documents(four_ranks: Pool, count: int, window: int | None) -> None:
+@worlds(cpus=[2, 4], gpus=[])
+def test_random_documents(ranks: Pool, count: int, window: int | None) -> None:
     """Also more ranks than documents, and all shorter than a rank's share."""
-    for error in four_ranks.run(jobs.random_steps, range(count), 37, window):
+    for error in ranks.run(jobs.random_steps, range(count), 37, window):
         assert error < 1e-10
 
 

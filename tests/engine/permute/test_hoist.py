@@ -75,7 +75,7 @@ def stem(name: str) -> str:
     return name.rstrip("_0123456789").removesuffix("_default")
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_rank_computes_the_same(form: str) -> None:
     """All of a rewritten graph on one rank, attention told of the order; its gradients too."""

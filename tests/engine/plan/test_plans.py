@@ -174,13 +174,15 @@ def test_verify_names_the_op_that_is_annotated_wrongly(two_ranks: Pool) -> None:
     assert found.startswith("running_sum (running_sum in the module) by itself result 0 differs")
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("op", ["ring", "varlen"])
+@pytest.mark.parametrize(
+    "op", ["loss", *(pytest.param(op, marks=pytest.mark.slow) for op in ("ring", "varlen"))]
+)
 def test_verify_of_ops_that_are_right(two_ranks: Pool, op: str) -> None:
-    for said in two_ranks.run(planning_jobs.verified_llama, op):
+    for said in two_ranks.run(planning_jobs.verified_ops, op):
         assert " the gradient of " in said and said.endswith("; each op by itself is right")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("policy", ["auto", {"head.weight": 0}])
 def test_verify_with_whole_numbers(two_ranks: Pool, policy: Any) -> None:
     assert two_ranks.run(planning_jobs.verified_integers, policy) == [True] * 2

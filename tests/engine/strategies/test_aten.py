@@ -58,7 +58,7 @@ class Call(torch.nn.Module):
         return self.function(*tensors, **self.options)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_make_the_whole(case: str) -> None:
     function, tensors, options, expected = CASES[case]

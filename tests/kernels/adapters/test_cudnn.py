@@ -139,6 +139,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return ops
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given_lse", [False, True], ids=["", "dlse"])
 @over_shapes
 def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool) -> None:
@@ -157,6 +158,7 @@ def test_against_the_specification(stand_in: StandIn, name: str, given_lse: bool
         assert_same(("out", "lse", "dq", "dk", "dv")[n], a, b, 2e-6)
 
 
+@pytest.mark.covering(1)
 @over_shapes
 def test_any_strides(stand_in: StandIn, name: str) -> None:
     """Of all operands, heads first in memory, and of out and dout alone."""

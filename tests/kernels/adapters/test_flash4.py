@@ -106,7 +106,7 @@ def used_blocks(library):
     return ["block_sparse_tensors" in given for _, given in library.calls]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -120,6 +120,7 @@ def test_values(library, monkeypatch, kind, way, scoring):
         assert set(used_blocks(library)) <= {way == "blocks"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_heads_and_batch(library, monkeypatch, kv_heads, batch):
@@ -137,7 +138,7 @@ def test_blocks_are_as_wide_as_the_library_wants(library, monkeypatch, widths):
     assert used_blocks(library) == [True, True]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_heads", [2, HEADS])
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (192, 128)])
 @pytest.mark.parametrize("way", WAYS)
@@ -151,7 +152,7 @@ def test_unequal_widths(library, monkeypatch, way, widths, kv_heads):
 
 
 @given(grids_of_bands(300, 300), st.sampled_from(list(WAYS)))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 def test_any_slices(drawn, way):
     with pytest.MonkeyPatch.context() as patch:
         make_library(patch)

@@ -425,7 +425,7 @@ def nothing_remembered():
         kernel.missing.cache_clear()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_libraries
 @over_kinds
 @pytest.mark.parametrize("widths", [(8, 8), (16, 8), (8, 24)], ids=str)

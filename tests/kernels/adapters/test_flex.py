@@ -160,6 +160,7 @@ def for_dense(scoring: Scoring, mask: AttnMask) -> dict[str, Any]:
     }
 
 
+@pytest.mark.covering(1)
 @over_masks
 @over_scorings
 @pytest.mark.usefixtures("stand_in")
@@ -171,7 +172,7 @@ def test_forward(mask: AttnMask, scoring: Scoring) -> None:
     assert_same("lse", lse, want[1])
 
 
-@pytest.mark.thin(10)
+@pytest.mark.covering(1)
 @over_masks
 @over_scorings
 @pytest.mark.parametrize("widths", [(8, 8), (20, 12)])
@@ -217,7 +218,7 @@ def test_rows_of_many_intervals_take_several_calls() -> None:
 
 
 @given(grids_of_bands(40, 40), st.integers(1, 12))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_blocks_are_those_that_torch_would_list(drawn: tuple[Slices, int, int], block: int) -> None:
     """Where its ``create_block_mask`` is given the mask: a block that the ends of q or k cut short
     is never full."""

@@ -58,7 +58,7 @@ def masks(draw):
 
 
 @given(masks(), st.booleans(), st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_calls_attend_each_pair_once(mask, gaps, wide_right):
     slices, rows, keys = mask
     calls = assert_lowers(slices, rows, keys, gaps=gaps, wide_right=wide_right)
@@ -73,7 +73,7 @@ def test_calls_attend_each_pair_once(mask, gaps, wide_right):
 
 
 @given(masks())
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=60)
 def test_join_keeps_pairs_and_bounds_tight(mask):
     slices, rows, keys = mask
     joined = join(slices)
@@ -191,7 +191,7 @@ def test_thousands_of_documents_are_one_call_in_no_time(window):
 
 
 @given(masks())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=60)
 def test_lengths_hold_every_token_of_a_call(mask):
     slices, _, _ = mask
     for call in lower(slices):

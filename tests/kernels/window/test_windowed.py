@@ -36,7 +36,7 @@ def check(pairs, q, k, v, dout, dlse=None, scoring=SCORING, library=None, limits
     return forward_calls
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @over_kinds
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -66,7 +66,7 @@ def parts_of_a_band(draw):
 
 
 @given(parts_of_a_band(), st.integers(1, 2), st.booleans(), st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 def test_parts_of_a_band(mask, batch, gaps, wide_right):
     slices, rows, keys = mask
     q, k, v, dout, dlse = draw(batch, rows, keys)
@@ -82,6 +82,7 @@ def strided(t):
     yield t.repeat_interleave(2, dim=1)[:, ::2]
 
 
+@pytest.mark.covering(1)
 @over_kinds
 @pytest.mark.parametrize("way", range(3))
 def test_strides_are_free(kind, way):

@@ -7,6 +7,7 @@ import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -142,15 +143,13 @@ def test_fakes_of_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fake_is_like_real(MOVES[name], monkeypatch)
 
 
-def test_a_group_of_the_users_own_is_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger=engine.__name__):
+def test_a_group_of_the_users_own_is_dropped(tmp_path: Path) -> None:
+    with TestCase().assertLogs(engine.__name__, logging.WARNING) as logged:
         codes = jobs.generate(training(models.ring_with_a_group, plan=2), tmp_path, ranks=2)
     assert [models.groups_of(code) for code in codes] == 2 * [{(0, 1)}]
     name = "customized_ops.ring_attention.ring_attn.wrap_ring_attn_func"
     said = f"{name}: process_group is the engine's to fill in; dropped"
-    assert [record.getMessage() for record in caplog.records].count(said) == 2
+    assert [record.getMessage() for record in logged.records].count(said) == 2
 
 
 def test_no_ring(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_every_constructor_is_here() -> None:
     assert public == set(MASKS)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "sizes", [(3,), pytest.param((1, 2, 4, 5, 6, 7, 8), marks=pytest.mark.slow)], ids=str
 )

@@ -90,7 +90,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_moves_the_halo(name: str, ranks: int) -> None:
@@ -115,6 +115,7 @@ DOCUMENTS = (0, 9, 10, 10, 30, 33, 64)
 PACKED = replace(BASE, op="packed window", batch=1, cu_seqlens=DOCUMENTS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("window", [(2, 0), (12, 0), (5, 6)])
 def test_documents_cut_the_halo(window: tuple[int, int], ranks: int) -> None:
@@ -134,6 +135,7 @@ def test_documents_that_end_at_shards_move_nothing() -> None:
 STREAMING = replace(BASE, op="streaming", window=(5, -1), sink_tokens=3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("window", "sinks"), [(5, 3), (0, 1), (20, 10), (4, 0), (30, 30)])
 def test_streaming_moves_the_window_and_the_sinks(ranks: int, window: int, sinks: int) -> None:

@@ -85,6 +85,7 @@ def test_gradcheck_through_out_and_lse(name: str, sink: bool) -> None:
     assert torch.autograd.gradcheck(both, leaves)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("name", SCORED)
 def test_gradients_through_out_and_lse_across_ranks(name: str, ranks: int) -> None:
@@ -179,6 +180,7 @@ def test_a_sink_far_below_is_none_and_one_far_above_takes_all() -> None:
 DROPPED = Case("ring", 24, dropout=0.4, heads=(8, 8), dims=(4, 3), batch=2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_dropout_draws_the_same_on_any_number_of_ranks(ranks: int, layout: str) -> None:
@@ -479,6 +481,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("given", "message"), INVALID, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("op", OPS)
 def test_invalid_options_are_refused_before_anything_is_sent(
@@ -496,6 +499,7 @@ def test_invalid_options_are_refused_before_anything_is_sent(
             assert said.startswith(op)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", ["yes", None, 2, np.array([1, 0])], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_deterministic_is_a_switch(op: str, given: Any) -> None:

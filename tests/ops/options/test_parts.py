@@ -188,6 +188,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("how", "message"), REFUSALS)
 def test_refusals(op: str, how: dict[str, Any], message: str) -> None:

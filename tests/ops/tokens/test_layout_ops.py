@@ -82,6 +82,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
         assert a.is_contiguous()
 
 
+@pytest.mark.covering(1)
 @TRIP
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_shuffle_and_back(name: str, dim: int) -> None:
@@ -109,6 +110,7 @@ def test_shuffle_and_back(name: str, dim: int) -> None:
         same(gradients, shards(source, weight))
 
 
+@pytest.mark.covering(1)
 @TRIP
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_shard_and_unshard(name: str, dim: int) -> None:
@@ -136,7 +138,7 @@ def test_shard_and_unshard(name: str, dim: int) -> None:
         torch.testing.assert_close(got, layout.shard(added, rank, dim), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.covering(1)
 @TRIP
 @pytest.mark.parametrize("rounds", [0, 1, -1, -3])
 @pytest.mark.parametrize("beyond", [0, 1, -1, 4])
@@ -232,7 +234,7 @@ def test_on_one_rank_they_are_the_identity() -> None:
 numbers = st.integers(0, 12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(
     sizes=st.lists(numbers, min_size=1, max_size=5),
     shifts=st.integers(-30, 30),

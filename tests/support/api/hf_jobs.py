@@ -134,9 +134,11 @@ def parallelized(
     return on_cpu(next(answers)), on_cpu(next(answers)), str(module.plan)
 
 
-def packed_steps(lengths: Sequence[Sequence[int]]) -> tuple[list[tuple[Answer, Answer]], str]:
+def packed_steps(
+    lengths: Sequence[Sequence[int]], layers: int
+) -> tuple[list[tuple[Answer, Answer]], str]:
     """One parallelized Llama on batches of these documents, each alone and over the ranks."""
-    model = hf_models.tiny("llama", layers=2).to(device())
+    model = hf_models.tiny("llama", layers=layers).to(device())
     model.set_attn_implementation("seqshard")
     batches = []
     for each in lengths:

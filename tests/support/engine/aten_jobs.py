@@ -40,9 +40,7 @@ class Convolved(nn.Module):
 def convolutions(policy: str) -> str:
     x = _randn(2, 30, 16)
     plans = [
-        _plan(Convolved(groups), x, policy, lowered)
-        for groups in (1, 16)
-        for lowered in (True, False)
+        _plan(Convolved(groups), x, policy, lowered) for groups, lowered in ((1, True), (16, False))
     ]
     return plans[-1]
 

@@ -81,15 +81,14 @@ def heads_then_sequence(ops: Any, config: ComputeConfig) -> dict[str, str]:
     return {op.name: "l" if n else "g" for n, op in enumerate(attention)}
 
 
-def counted_and_planned_bytes() -> tuple[int, int, int, int]:
-    """Received bytes as counted by the op's comm and as the plan says: forward, then backward."""
-    ranks = dist.get_world_size()
-    parallel = parallelize(
-        tiny_llama("ring"), sample("ring", 1, 64), "cp", ComputeConfig(ranks, ranks)
-    )
+def counted_and_planned_bytes() -> tuple[int, int, int, int, str]:
+    """Received bytes as counted by the op's comm and as the plan says, forward, then backward; and
+    the plan's text."""
+    ranks, given = dist.get_world_size(), sample("ring", 1, 33)
+    parallel = parallelize(tiny_llama("ring"), given, "cp", ComputeConfig(ranks, ranks))
     for _, comm in groups._by_name.values():
         comm.counters.received_bytes = 0
-    loss = parallel(**sample("ring", 1, 64))
+    loss = parallel(**given)
 
     def received() -> int:
         return sum(comm.counters.received_bytes for _, comm in groups._by_name.values())
@@ -97,7 +96,8 @@ def counted_and_planned_bytes() -> tuple[int, int, int, int]:
     forward = received()
     loss.backward()
     row = next(row for row, _ in parallel.plan.rows if row.op == "wrap_ring_attn_func")
-    return forward, received() - forward, row.forward_bytes, row.backward_bytes
+    backward, plan = received() - forward, str(parallel.plan)
+    return forward, backward, row.forward_bytes, row.backward_bytes, plan
 
 
 class Losses(nn.Module):
@@ -455,16 +455,10 @@ def parts_of_q(what: str, policy: Any) -> tuple[float, dict[str, Tensor], str]:
 
 
 def heads_of_q(ops: Any, config: ComputeConfig) -> dict[str, str]:
-    """A policy: the heads of q, more than those of k."""
+    """A policy: the heads of q, more than those of k where there are more ranks than these."""
     (attention,) = ops
-    assert attention.splits == ("l", "qh")
-    return {attention.name: "qh"}
-
-
-def to_qh(ops: Any, config: ComputeConfig) -> dict[str, str]:
-    """The same where heads of k could be cut too."""
-    (attention,) = ops
-    assert attention.splits == ("b", "l", "g", "qh")
+    cut = ("b", "l", "g", "qh") if config.plan_ngpus == 2 else ("l", "qh")
+    assert attention.splits == cut
     return {attention.name: "qh"}
 
 

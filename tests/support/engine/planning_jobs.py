@@ -280,8 +280,8 @@ def constants(policy: Any, differ: bool) -> tuple[float, float] | str:
 
 def a_file_that_only_rank_0_has(folder: str) -> list[str]:
     """What becomes of a plan's file, and of files that are missing or no plans."""
-    given = engine_jobs.sample("ring", 1, 16)
-    model, told = engine_jobs.tiny_llama("ring", 1), config(2, (2,))
+    given = engine_jobs.loss_inputs()
+    model, told = engine_jobs.Losses("sum"), config(2, (2,))
     first = parallelize(model, given, "cp", told).plan
     own = Path(folder) / f"{dist.get_rank()}.json"
     if dist.get_rank() == 0:
@@ -345,10 +345,14 @@ def verified_annotation(policy: Any) -> str:
     return ""
 
 
-def verified_llama(op: str) -> str:
-    """What ``verify`` says where all ops are right, and gradients are lost after them."""
+def verified_ops(op: str) -> str:
+    """What ``verify`` says where all ops are right, and gradients are lost after them: of a Llama
+    with this attention, or of attention and a loss."""
     ranks = dist.get_world_size()
-    model, given = engine_jobs.tiny_llama(op), engine_jobs.sample(op, 1, 30)
+    if op == "loss":
+        model, given = engine_jobs.Losses("sum"), engine_jobs.loss_inputs()
+    else:
+        model, given = engine_jobs.tiny_llama(op), engine_jobs.sample(op, 1, 30)
     config = ComputeConfig(ranks, ranks, pas_config={"hoist": True})
     with mock.patch.object(engine_module.ParallelModule, "sync_grad", lambda self: None):
         try:

@@ -68,13 +68,15 @@ class Attention(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """Embedding, two recurrent layers around one of attention, loss."""
+    """Embedding, layers, loss. The layers: "d" of the delta rule, "g" of gates alone, "a" of
+    attention."""
 
-    def __init__(self, dim: int = 16) -> None:
+    def __init__(self, layers: str, dim: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(32, dim), nn.Linear(dim, 32)
-        self.layers = nn.ModuleList([Mixer(dim, True), Attention(dim), Mixer(dim, False)])
+        made = (Attention(dim) if kind == "a" else Mixer(dim, kind == "d") for kind in layers)
+        self.layers = nn.ModuleList(made)
         self.double()
 
     def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -100,6 +102,7 @@ def _answer(loss: Tensor, module: nn.Module) -> Answer:
 
 def parallelized(
     policy: Any,
+    layers: str,
     batch: int,
     lengths: tuple[int, ...],
     options: dict[str, Any],
@@ -108,11 +111,12 @@ def parallelized(
     """Loss and gradients alone and by the engine, and its plan.
 
     Args:
+        layers: as :class:`Hybrid` takes them.
         lengths: of documents; none for a batch of 24 tokens a row.
         options: the config's ``pas_config``.
     """
     given = inputs(batch, 24, lengths)
-    model, ranks = Hybrid().to(device()), dist.get_world_size()
+    model, ranks = Hybrid(layers).to(device()), dist.get_world_size()
     loss = model(**given)
     loss.backward()
     alone = _answer(loss, model)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_jobs import Branches, sample, tiny_llama
+from engine_jobs import Branches, Losses, loss_inputs, sample, tiny_llama
 from rank_groups import device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,11 +186,13 @@ def gradients_that_are_old(plan: int, overlap: bool) -> dict[str, list[Tensor]]:
 
 
 def guarded(mistakes: Sequence[str]) -> dict[str, list[str]]:
-    """What is said of trainings of one module that go wrong otherwise, one after the other."""
+    """What is said of trainings of one module that go wrong otherwise, one after the other. Before
+    them, it is trained beside the original."""
     ranks = dist.get_world_size()
-    model, given = tiny_llama("ring"), sample("ring", 1, 16)
+    model, given = Losses("sum"), loss_inputs()
     before = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel = parallelize(model, given, "cp", ComputeConfig(ranks, ranks))
+    _beside_the_original(model, parallel, given)
     after = torch.optim.SGD(parallel.parameters(), lr=0.1)
     said = {}
     for what in mistakes:
@@ -219,11 +221,10 @@ def _trained(
     return said + [str(warning.message) for warning in caught]
 
 
-def beside_the_original() -> None:
+def _beside_the_original(
+    model: nn.Module, parallel: ParallelModule, given: dict[str, Tensor]
+) -> None:
     """Both may be trained; a step where nothing is due is no error, nor is one after sync_grad."""
-    ranks = dist.get_world_size()
-    model, given = tiny_llama("ring"), sample("ring", 1, 16)
-    parallel = parallelize(model, given, "cp", ComputeConfig(ranks, ranks))
     for module in (model, parallel):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         optimizer.step()
