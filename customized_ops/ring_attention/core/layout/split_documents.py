@@ -95,7 +95,7 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
         of_line[in_order] = sparse_density + _expected(
             lacking[in_order], ends[0], ends[1] - sparse_density * ends[0]
         )
-        largest = [np.inf, np.inf]
+        largest: list[float] = []
         for n in range(DENSITY_ROUNDS):
             filled = ranks.copy()
             _place_sparse(filled, sparse, tokens, density, of_line, mean)
@@ -104,7 +104,7 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
             largest.append(max(filled.area))
             if largest[-1] < max(best.area):
                 best = filled
-            if largest[-1] <= EVEN * mean or largest[-1] in largest[-3:-1]:
+            if largest[-1] <= EVEN * mean or largest[-3:] == 3 * largest[-1:]:
                 break
             if n % 3:
                 of_line = found
