@@ -88,8 +88,8 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
         line = _place_dense(ranks, is_dense.nonzero()[0], documents, mean * fits, sparse_density)
         line = line[np.argsort(-density[line], kind="stable")]
         ends = np.cumsum([tokens[line], area[line]], axis=1)  # of documents on the line
-        room = np.array(ranks.room)
-        lacking = np.maximum(mean - np.array(ranks.area) - sparse_density * room, 0.0)
+        held = np.array(ranks.area) + sparse_density * np.array(ranks.room)
+        lacking = np.maximum(mean - held, 0.0) * (sizes > 0)
         in_order = np.argsort(-lacking, kind="stable")
         of_line = np.full(len(sizes), np.inf)
         of_line[in_order] = sparse_density + _expected(
@@ -106,7 +106,7 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
                 best = filled
             if largest[-1] <= EVEN * mean or largest[-3:] == 3 * largest[-1:]:
                 break
-            if n % 3:
+            if n % 3:  # neither way settles everywhere
                 of_line = found
             else:
                 of_line[in_order] = _expected(lacks[in_order], *ends)
@@ -175,7 +175,8 @@ def _place_sparse(
         part = length
         if part * cost + lacks > too_many[rank] and -lacks >= LEAST_PART * cost:
             part = int(-lacks / cost)
-        part = min(part, room[rank])
+        if part > room[rank]:
+            part = room[rank]
         if part < length:
             insort(waiting, (length - part, document, first + part, own))
         if part == 0:  # the rank is full, though it may lack area: never look at it again
