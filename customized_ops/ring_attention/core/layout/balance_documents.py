@@ -43,12 +43,16 @@ def assign_documents(weighted: Weighted, total: int, group_size: int) -> Documen
         return None
     bounds = even_bounds(total, group_size)
     sizes = np.diff(bounds)
-    mean_pairs = documents.area.sum() / (group_size * sum(weight for _, weight in weighted))
-    enough = [max(AS_EVEN, 1 + CALL_PAIRS / mean_pairs), AS_EVEN]
-    for table, limit in zip(
-        [whole_documents(documents, sizes, enough[0]), in_order(bounds)], enough, strict=True
-    ):
-        if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= limit:
+    mean = documents.area.sum() / group_size
+    enough = max(AS_EVEN, 1 + CALL_PAIRS * sum(weight for _, weight in weighted) / mean)
+    table = whole_documents(documents, sizes, enough)
+    if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
+        return DocumentAssignment(table, imbalance, True)
+    # Of the ranks that a document in order is on at the most, one attends so much at the least.
+    least = (documents.area / (2 + (documents.tokens - 2) // sizes[0])).max()
+    if least <= AS_EVEN * mean:
+        table = in_order(bounds)
+        if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
     table = split_documents(documents, sizes)
     imbalance = _imbalance(weighted, table, group_size)

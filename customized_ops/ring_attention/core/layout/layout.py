@@ -147,9 +147,10 @@ class Layout(LayoutValue):
                 return Layout.contiguous(total, group_size)
             if documents.good:
                 layout = Layout(documents.table, group_size)
-                in_order = tables.joined(tables.in_order(tables.even_bounds(total, group_size)))
-                is_contiguous = np.array_equal(layout.table, in_order)
-                return Layout.contiguous(total, group_size) if is_contiguous else layout
+                if len(layout.table) > group_size:
+                    return layout
+                contiguous = Layout.contiguous(total, group_size)
+                return contiguous if layout == contiguous else layout
             chunk = max(1, total // (16 * group_size))
             chunk -= chunk % 128 if chunk >= 128 else 0
         chunk = whole("Layout.balanced: chunk", chunk, 1)

@@ -13,7 +13,8 @@ of the alias method is (Walker, 1977):
    its tokens when it has taken, from the line, what makes up its area. One that fits nowhere is
    split.
 4. Each rank takes as many tokens from the line as it lacks. So tokens are exact, and areas as even
-   as the density in step 2 was right. Steps 3 and 4 are done again with the density that was found.
+   as the density in step 2 was right. Steps 3 and 4 are done again with the density of stretches
+   whose areas are what ranks still lacked, and if need be with the density that was taken.
 
 A document on the line is on consecutive ranks, as few as can be, so that few keys cross ranks. A
 stretch of it is from both of its ends where its area is uneven: tokens are counted first, last,
@@ -23,6 +24,7 @@ second, last but one, ..., so that each stretch has the same density.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +45,7 @@ LEAST_PART = 64
 # Times that densities are found anew.
 DENSITY_ROUNDS = 8
 
-INFINITE = float("inf")
+INFINITE, TINY = float("inf"), 1e-9
 
 Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
 
@@ -77,28 +79,37 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
     density = area / tokens
     mean = float(area.sum()) / np.count_nonzero(sizes)
     is_dense = density >= (1 - 1e-9) * area.sum() / tokens.sum()
-    sparse = np.flatnonzero(~is_dense)
+    (sparse,) = (~is_dense).nonzero()
+    sparse = sparse[np.argsort(tokens[sparse], kind="stable")]
     sparse_density = float(area[sparse].sum()) / max(int(tokens[sparse].sum()), 1)
     best = _Ranks(sizes.tolist(), [np.inf] * len(sizes))
     for fits in FITS:
         ranks = _Ranks(sizes.tolist(), [0.0] * len(sizes))
-        line = _place_dense(ranks, np.flatnonzero(is_dense), documents, mean * fits, sparse_density)
+        line = _place_dense(ranks, is_dense.nonzero()[0], documents, mean * fits, sparse_density)
         line = line[np.argsort(-density[line], kind="stable")]
+        ends = np.cumsum([tokens[line], area[line]], axis=1)  # of documents on the line
         held = np.array(ranks.area) + sparse_density * np.array(ranks.room)
         lacking = np.maximum(mean - held, 0.0) * (sizes > 0)
         in_order = np.argsort(-lacking, kind="stable")
-        expected = np.full(len(sizes), np.inf)
-        excess = density[line] - sparse_density
-        expected[in_order] = _expected(lacking[in_order], tokens[line], excess) + sparse_density
-        of_line = expected.tolist()
-        for _ in range(DENSITY_ROUNDS):
+        of_line = np.full(len(sizes), np.inf)
+        of_line[in_order] = sparse_density + _expected(
+            lacking[in_order], ends[0], ends[1] - sparse_density * ends[0]
+        )
+        largest: list[float] = []
+        for n in range(DENSITY_ROUNDS):
             filled = ranks.copy()
             _place_sparse(filled, sparse, tokens, density, of_line, mean)
-            of_line = _cut_line(filled, line, tokens, density, in_order)
-            if max(filled.area) < max(best.area):
+            lacks = np.where(lacking > 0, np.maximum(mean - np.array(filled.area), 0.0), 0.0)
+            found = _cut_line(filled, line, tokens, density, in_order)
+            largest.append(max(filled.area))
+            if largest[-1] < max(best.area):
                 best = filled
-            if max(best.area) <= EVEN * mean:
+            if largest[-1] <= EVEN * mean or largest[-3:] == 3 * largest[-1:]:
                 break
+            if n % 3:  # neither way settles everywhere
+                of_line = found
+            else:
+                of_line[in_order] = _expected(lacks[in_order], *ends)
         if max(best.area) <= ACCEPTED * mean:
             break
     return _ranges(best.runs, documents)
@@ -125,88 +136,75 @@ def _place_dense(
     return np.array(line, dtype=np.int64)
 
 
-def _expected(lacking: Floats, tokens: Ints, excess: Floats) -> Floats:
-    """Step 2: the density, above that of sparse tokens, of the stretches of a line whose excess of
-    area is as ``lacking``; infinite where a rank lacks nothing."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ends = np.cumsum(lacking) * ((tokens * excess).sum() / lacking.sum())
-        at = np.interp(
-            np.concatenate([[0.0], ends]),
-            np.concatenate([[0.0], np.cumsum(tokens * excess)]),
-            np.concatenate([[0], np.cumsum(tokens)]),
-        )
-        density = np.diff(ends, prepend=0.0) / np.diff(at)
-    return np.where(np.isfinite(density) & (density > 0), density, np.inf)
+def _expected(lacking: Floats, tokens: Floats, area: Floats) -> Floats:
+    """Step 2: the density of the stretches of a line whose areas are as ``lacking``; infinite where
+    a rank lacks nothing.
+
+    Args:
+        tokens, area: float64[n], of the line up to the end of each of its documents.
+    """
+    stretches = lacking.cumsum()
+    if len(tokens) == 0 or stretches[-1] <= 0:
+        return np.full(len(lacking), np.inf)
+    stretches *= area[-1] / stretches[-1]
+    at = np.interp(stretches, np.append(0.0, area), np.append(0.0, tokens))
+    stretches[1:], at[1:] = stretches[1:] - stretches[:-1], at[1:] - at[:-1]
+    density = stretches / np.maximum(at, TINY)
+    return np.where(density > 0, density, np.inf)
 
 
 def _place_sparse(
-    ranks: _Ranks,
-    sparse: Ints,
-    tokens: Ints,
-    density: Floats,
-    of_line: list[float],
-    mean: float,
+    ranks: _Ranks, sparse: Ints, tokens: Ints, density: Floats, of_line: Floats, mean: float
 ) -> None:
     """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``."""
     room, area, runs = ranks.room, ranks.area, ranks.runs
-    lacking = [  # less than 0: room
-        (max(mean - held, 0.0) / dense - left, rank)
-        for rank, (left, held, dense) in enumerate(zip(room, area, of_line, strict=True))
-    ]
-    heapq.heapify(lacking)
-    lengths, densities = tokens[sparse], density[sparse]
-    waiting = list(
-        zip(
-            (-lengths).tolist(), sparse.tolist(), [0] * len(sparse), densities.tolist(), strict=True
-        )
-    )
-    heapq.heapify(waiting)
+    # Tokens of the line that an area is, and what is too many of them; 0 and any without a line.
+    of_area = 1 / of_line
+    too_many = np.where(of_area > 0, OVER * mean * of_area, np.inf).tolist()
+    # Less than 0: room.
+    lacking = np.maximum(mean - np.array(area), 0.0) * of_area - np.array(room)
+    least = list(zip(lacking.tolist(), range(len(room)), strict=True))
+    heapq.heapify(least)
+    spared = of_area.tolist()
+    each = tokens[sparse].tolist(), sparse.tolist(), [0] * len(sparse), density[sparse].tolist()
+    waiting = list(zip(*each, strict=True))  # the longest last
     while waiting:
-        length, document, first, own = heapq.heappop(waiting)
-        lacks, rank = lacking[0]
-        part, dense = -length, of_line[rank]
-        cost = 1 - own / dense  # room that a token takes: it spares some of the line
-        over = (part * cost + lacks) * dense if dense < INFINITE else 0.0
-        if over > OVER * mean and -lacks / cost >= LEAST_PART:
-            part = min(int(-lacks / cost), part)
-        part = min(part, room[rank])
+        length, document, first, own = waiting.pop()
+        lacks, rank = least[0]
+        cost = 1 - own * spared[rank]  # room that a token takes: it spares some of the line
+        part = length
+        if part * cost + lacks > too_many[rank] and -lacks >= LEAST_PART * cost:
+            part = int(-lacks / cost)
+        if part > room[rank]:
+            part = room[rank]
+        if part < length:
+            insort(waiting, (length - part, document, first + part, own))
         if part == 0:  # the rank is full, though it may lack area: never look at it again
-            heapq.heapreplace(lacking, (INFINITE, rank))
-            heapq.heappush(waiting, (length, document, first, own))
+            heapq.heapreplace(least, (INFINITE, rank))
             continue
-        if part < -length:
-            heapq.heappush(waiting, (length + part, document, first + part, own))
         room[rank] -= part
         area[rank] += part * own
         runs.append((rank, document, first, first + part))
-        heapq.heapreplace(lacking, (lacks + part * cost, rank))
+        heapq.heapreplace(least, (lacks + part * cost, rank))
 
 
-def _cut_line(
-    ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order: Ints
-) -> list[float]:
+def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order: Ints) -> Floats:
     """Step 4; returns the density of what each rank took, infinite where it took nothing."""
-    taken, area = [0] * len(in_order), [0.0] * len(in_order)
-    left = list(
-        zip(
-            line.tolist(),
-            [0] * len(line),
-            tokens[line].tolist(),
-            density[line].tolist(),
-            strict=True,
-        )
-    )
+    had, room = np.array(ranks.area), np.array(ranks.room)
+    left = list(zip(line.tolist(), tokens[line].tolist(), density[line].tolist(), strict=True))
     left.reverse()
+    first = 0
     for rank in in_order.tolist():
         while ranks.room[rank] > 0 and left:
-            document, first, length, dense = left.pop()
-            part = min(ranks.room[rank], length)
+            document, length, dense = left[-1]
+            part = min(ranks.room[rank], length - first)
             ranks.take(rank, document, first, part, dense)
-            taken[rank] += part
-            area[rank] += part * dense
-            if part < length:
-                left.append((document, first + part, length - part, dense))
-    return [held / part if part else INFINITE for held, part in zip(area, taken, strict=True)]
+            first += part
+            if first == length:
+                left.pop()
+                first = 0
+    taken = room - np.array(ranks.room)
+    return np.where(taken > 0, (np.array(ranks.area) - had) / np.maximum(taken, 1), INFINITE)
 
 
 def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:

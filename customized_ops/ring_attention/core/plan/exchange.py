@@ -19,6 +19,7 @@ from ..mask.intervals import joined, spread, touched
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
 Moves = Ints  # int64[n, 5]
 NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
+NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,8 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
     Args:
         local: whether what the rank holds itself is received too, as a copy.
     """
+    if len(moves) == 0:
+        return Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)
     into = moves[moves[:, RECV] == rank // team_size]
     into = into[local | (into[:, SEND] != rank)]
     into = into[np.argsort(into[:, TOKEN0], kind="stable")]

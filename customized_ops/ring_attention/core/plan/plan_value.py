@@ -107,34 +107,18 @@ class PlanValue:
         rows = moves.own_and_others(q0, q1, ranks, self.q_layout)
         keys = moves.own_and_others(k0, k1, ranks, self.k_layout)
         kinds = np.zeros((2, 2, self.group_size), dtype=bool)
-        for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            kinds[n, m, ranks[rows[n] & keys[m]]] = True
+        row, key, *which = (np.stack(rows)[:, None] & np.stack(keys)).nonzero()
+        kinds[row, key, ranks[tuple(which)]] = True
         return kinds
 
-    @cached_property
-    def area_over_own_keys(self) -> Ints:
-        """int64[P]: pairs of :attr:`area` whose keys the rank holds itself, where heads are not
-        split."""
-        pieces, team = self.k_layout.pieces, self.work[:, TEAM]
-        own = pieces[np.argsort(pieces[:, 0], kind="stable")]
-        # One number line for all: a stride from a rank's tokens to the next rank's.
-        stride = self.k_layout.total
-        tiles = own[:, 1:3] + stride * own[:, :1]
-        on_line = self.work[:, :TEAM] + np.outer(stride * team, [0, 0, 1, 1, 1, 1])
-        x, _, parts = cut_keys(on_line, tiles)
-        pairs = np.zeros(self.group_size, dtype=np.int64)
-        np.add.at(pairs, team[x], areas(parts))
-        return pairs
-
-    @cached_property
-    def rows_over_others_keys(self) -> Ints:
-        """int64[P]: rows of slices with keys that the rank does not hold, where heads are not
-        split; a row of several slices counts for each."""
-        q0, q1, k0, k1 = self.work[:, [Q0, Q1, K0, K1]].T
-        team = self.work[:, TEAM]
-        _, others = moves.own_and_others(k0, k1, team[:, None], self.k_layout)
-        rows = (q1 - q0) * others[:, 0]
-        return np.bincount(team, rows, minlength=self.group_size).astype(np.int64)
+    def by_holder_of_keys(self, rank: int) -> tuple[int, int]:
+        """Of a rank, where heads are not split: pairs whose keys it holds itself, and rows of
+        slices with keys that it does not hold; a row of several slices counts for each."""
+        slices = self.work[self.work[:, TEAM] == rank, :TEAM]
+        x, _, parts = cut_keys(slices, self.k_layout.places(rank)[:, :2])
+        held = np.bincount(x, parts[:, K1] - parts[:, K0], minlength=len(slices))
+        rows = (slices[:, Q1] - slices[:, Q0])[held < slices[:, K1] - slices[:, K0]]
+        return int(areas(parts).sum()), int(rows.sum())
 
     def calls(self, kv_heads: int) -> Ints:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each

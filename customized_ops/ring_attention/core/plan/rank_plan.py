@@ -251,6 +251,8 @@ def joined_keys(slices: Slices) -> Slices:
         & (right[:, HI] >= edge - 1 - q0)  # and neither band cuts into the other
         & (left[:, LO] <= edge - q1 + 1)
     )
+    if not joins.any():
+        return slices
     heads, lasts = runs(~joins, len(slices))
     out = slices[heads]
     out[:, K1], out[:, HI] = slices[lasts, K1], slices[lasts, HI]

@@ -20,11 +20,13 @@ def join(slices: Slices) -> Slices:
     any other documents as they are.
     """
     unchanged = 0
-    for along in cycle(DIRECTIONS):
-        joined = _join_along(along, slices)
-        unchanged = unchanged + 1 if len(joined) == len(slices) else 1
-        slices = joined
-        if unchanged == len(DIRECTIONS) or _are_apart(slices):
+    for along in () if _are_apart(slices) else cycle(DIRECTIONS):
+        unchanged += 1
+        while len(joined := _joined_once(along, slices)) < len(slices):
+            slices, unchanged = joined, 1
+            if _are_apart(slices):
+                return slices
+        if unchanged == len(DIRECTIONS):
             break
     return slices
 
@@ -37,26 +39,22 @@ def _are_apart(slices: Slices) -> bool:
     return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
 
 
-def _join_along(along: str, slices: Slices) -> Slices:
+def _joined_once(along: str, slices: Slices) -> Slices:
     """Each slice once at a time, so that the blocks of a staircase all grow together."""
-    while not _are_apart(slices):
-        a, b = _neighbours(along, slices)
-        if len(a) == 0:
-            break
-        hulls = _hulls(slices[a], slices[b])
-        wide = hulls[:, LO] < hulls[:, HI]
-        pairs, of_hulls = np.split(areas(np.concatenate([slices, hulls])), [len(slices)])
-        exact = np.flatnonzero(wide & (of_hulls == pairs[a] + pairs[b]))
-        gone = np.zeros(len(slices), dtype=bool)
-        chosen = []
-        for n, first, second in zip(exact, a[exact], b[exact], strict=True):
-            if not (gone[first] or gone[second]):
-                gone[[first, second]] = True
-                chosen.append(n)
-        if not chosen:
-            break
-        slices = np.concatenate([slices[~gone], hulls[chosen]])
-    return slices
+    a, b = _neighbours(along, slices)
+    if len(a) == 0:
+        return slices
+    hulls = _hulls(slices[a], slices[b])
+    wide = hulls[:, LO] < hulls[:, HI]
+    pairs, of_hulls = np.split(areas(np.concatenate([slices, hulls])), [len(slices)])
+    exact = np.flatnonzero(wide & (of_hulls == pairs[a] + pairs[b]))
+    gone = np.zeros(len(slices), dtype=bool)
+    chosen = []
+    for n, first, second in zip(exact, a[exact], b[exact], strict=True):
+        if not (gone[first] or gone[second]):
+            gone[[first, second]] = True
+            chosen.append(n)
+    return np.concatenate([slices[~gone], hulls[chosen]]) if chosen else slices
 
 
 def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from ..cost import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
@@ -40,13 +38,16 @@ def best_head_groups(
     counts = [n for n in COUNTS if n <= heads[1]]
     link = passes[0].link + passes[1].link
     compute = passes[0].compute + passes[1].compute
-    if len(counts) == 1 or (1 - FASTER) * compute.max() > link.max():
+    busiest, heaviest = int(link.argmax()), int(compute.argmax())
+    if len(counts) == 1 or (1 - FASTER) * compute[heaviest] > link[busiest]:
         return 1  # nothing to hide
-    ranks = {int(np.argmax(link)), int(np.argmax(compute))}
-    parts = [RankTimes.of(plan, rank, costs, heads) for rank in ranks]
-    seconds = [max(part.seconds(n) for part in parts) for n in counts]
+    parts = [RankTimes.of(plan, rank, costs, heads) for rank in {busiest, heaviest}]
+    alone = max(part.seconds(1) for part in parts)
+    if compute[heaviest] >= FASTER * alone:
+        return 1
+    seconds = [alone, *(max(part.seconds(n) for part in parts) for n in counts[1:])]
     least = min(seconds)
-    if least >= FASTER * seconds[0]:
+    if least >= FASTER * alone:
         return 1
     return next(n for n, each in zip(counts, seconds, strict=True) if each <= 1.01 * least)
 
@@ -77,7 +78,8 @@ class RankTimes(NamedTuple):
         """What ``rank`` does for a plan."""
         sizes = Sizes.usual(heads)
         row_bytes, key_bytes = sizes.q_bytes(heads[0]), sizes.kv_bytes(heads[1])
-        area_here = 0 if plan.gathered else int(plan.area_over_own_keys[rank])
+        over_own_keys, waiting_rows = plan.by_holder_of_keys(rank)
+        area_here = 0 if plan.gathered else over_own_keys
         areas = [area_here, int(plan.area[rank]) - area_here]
         forward, backward = (
             each.tolist()
@@ -92,7 +94,7 @@ class RankTimes(NamedTuple):
             (forward[1], backward[1]),
             int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
             int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes,
-            2 * int(plan.rows_over_others_keys[rank]) * row_bytes / MEMORY_BYTES,
+            2 * waiting_rows * row_bytes / MEMORY_BYTES,
         )
 
     def seconds(self, count: int) -> float:

@@ -18,7 +18,7 @@ AS_FAST = 0.95
 # What a plan works out of its work and its layouts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
-    *("kinds_of_calls", "area_over_own_keys", "rows_over_others_keys"),
+    "kinds_of_calls",
 )
 
 
