@@ -21,6 +21,7 @@ from annotations.rules import LateOrder, Order
 
 from ..capture.capture import Captured
 from ..capture.nodes import call, is_getitem, resolve, tensor_inputs, with_inputs
+from ..capture.open_sizes import NotOpen
 from .token_axes import Along, SequenceDim
 
 
@@ -37,6 +38,13 @@ class SequencePermutation:
     order: Order | LateOrder
     ways: Mapping[str, Along]
     arguments: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def of_any_length(self) -> bool:
+        """Whether a batch tells the order, and no size beside the sequence's is part of it."""
+        dims = [dim for way in self.ways.values() for dim in (*way.inputs, *way.outputs) if dim]
+        alone = all(dim.outer == dim.inner == 1 for dim in dims)
+        return isinstance(self.order, LateOrder) and alone
 
 
 def permuted(captured: Captured, permutation: SequencePermutation) -> Captured:
@@ -131,9 +139,22 @@ class _Rewriting:
         """A call that makes it of what the batch says."""
         by, (namespace, name) = self.nodes[order.by], order.make.split("::")
         op = getattr(getattr(torch.ops, namespace), name).default
-        how = order.name, order.length, at.outer, at.inner, back, like.device.type
-        with self._graph.inserting_after(max(by, self._last_input)):
+        length = self._length(order, like.shape[at.dim])
+        how = order.name, length, at.outer, at.inner, back, like.device.type
+        after = by if isinstance(length, int) else max(by, length)
+        with self._graph.inserting_after(max(after, self._last_input)):
             return call(self._graph, op, by, *how)
+
+    def _length(self, order: LateOrder, size: int | torch.SymInt) -> int | Node:
+        """Of the order: where sizes are open, that of the input that has the same."""
+        if isinstance(size, int):
+            return order.length
+        for node in self._graph.find_nodes(op="placeholder"):
+            for dim, other in enumerate(getattr(node.meta["val"], "shape", ())):
+                if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                    with self._graph.inserting_after(self._last_input):
+                        return call(self._graph, torch.ops.aten.sym_size.int, node, dim)
+        raise NotOpen("tokens are brought in another order where no input has as many")
 
     def _first(self, node: Node) -> None:
         """Let a node, and what it is made of, come before all other calls."""

@@ -63,10 +63,10 @@ class Planned:
         return functools.reduce(permuted, self.permutations, captured)
 
     def refuse_open_sizes(self, captured: Captured) -> None:
-        """Raises NotOpen where the plan permutes tokens, or the graph drops elements: both are by
-        the number of all tokens."""
-        if self.permutations:
-            raise NotOpen("the plan brings tokens in another order")
+        """Raises NotOpen where the plan permutes tokens in an order of fixed length, or the graph
+        drops elements: both are by the number of all tokens."""
+        if not all(each.of_any_length for each in self.permutations):
+            raise NotOpen("the plan brings tokens in an order that is for one length")
         if captured.draws:
             raise NotOpen("elements are dropped at random")
 

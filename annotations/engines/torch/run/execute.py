@@ -179,9 +179,10 @@ class _Run:
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
             if strategy.local and isinstance(result, Tensor):
-                whole, mesh = value_of(node, n), self._program.mesh
-                form = strategy.outputs[n], whole.shape, whole.stride()
-                result = _Wrap.apply(result, mesh, *form)
+                placements, mesh = strategy.outputs[n], self._program.mesh
+                replicated_here = all(p.is_replicate() for p in placements)
+                whole = result if replicated_here else value_of(node, n)
+                result = _Wrap.apply(result, mesh, placements, whole.shape, whole.stride())
             self._values[node, n] = result
 
     def whole(self, x: Any) -> Any:
