@@ -14,11 +14,12 @@ emit      wrap_ring_attn_func(q=..., process_group=[2, 3])                    ge
 from annotations.codegen import public_call
 
 from .generated_code import emit
-from .op_node import OpNode, make_node, register, see_every_call
+from .op_node import OpNode, cut_however_small, make_node, register, see_every_call
 from .parallelization import as_config, parallelize, plan_with_ours
 
 register()
 see_every_call()
+cut_however_small()
 plan_with_ours()
 public_call.on_declare(register)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+from nnscaler.autodist.cube_operator import CubeOperator
 from nnscaler.graph.function.dimops import IRDimops, OpAnno
 from nnscaler.graph.parser.register import CustomizedOps
 from nnscaler.graph.tracer.operator_patcher import OperatorPatcher, OperatorPatcherContext
@@ -58,6 +59,15 @@ def _register_timed(signature: str, name: str, call: PublicCall) -> None:
 
 
 _rewritten = OperatorPatcher.patch_func_helper
+
+
+def cut_however_small() -> None:
+    """Have autodist cut ops of ours however small they are. It replicates small ops that no
+    parameter feeds, and a shuffle of labels would not be in the order of the tokens then."""
+    CubeOperator.has_batch_dim = property(
+        lambda self: isinstance(self.ir_cell, OpNode) or self.__dict__["fed"],
+        lambda self, fed: self.__dict__.update(fed=fed),
+    )
 
 
 def see_every_call() -> None:

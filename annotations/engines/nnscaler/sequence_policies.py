@@ -63,7 +63,16 @@ def _identifier(node: OpNode, cut: tuple[int, int]) -> str:
 
 
 def follow_policy(graph: Any, cfg: Any) -> Iterator[Any]:
-    """Attention is cut on its sequence; all other ops follow their neighbours, without a search."""
+    """Attention is cut on its sequence; all other ops follow their neighbours, without a search.
+
+    Raises:
+        ValueError: ops are to be cut over fewer ranks than all, which nnscaler has no plan for.
+    """
+    if ranks_of_an_op(cfg) != cfg.plan_ngpus:
+        raise ValueError(
+            f"pas_policy 'cp_follow' cuts ops over all {cfg.plan_ngpus} ranks; leave out "
+            f"max_partition_degree, got {ranks_of_an_op(cfg)}"
+        )
     nodes = nnscaler.policies.get_pas_ops(graph)
     cuts = follow(nodes, cuts_inside(graph, cfg.plan_ngpus), cfg.plan_ngpus)
     for node, cut in cuts.items():

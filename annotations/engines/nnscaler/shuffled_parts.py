@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import nnscaler.policies
@@ -145,6 +147,12 @@ class _TracedCall(Call):
             return why_not
         inputs = [_dim(shape, name) for shape in shapes.read]
         inputs += [None] * (len(self.inputs) - len(inputs))
+        shown = [not shape.ignore for shape in shapes.read]
+        shown += [False] * (len(self.inputs) - len(shown))
+        tokens = self.inputs[slot].shape[dim]
+        for tensor, known in zip(self.inputs, shown, strict=True):
+            if self.rule is None and not known and _may_have(tensor.shape, tokens):
+                return f"nnscaler does not show how it goes along {tensor.name}, which is as long"
         return TokenDims(
             inputs, [_dim(shape, name) for shape in shapes.made], name if taken else ""
         )
@@ -170,6 +178,12 @@ def _rule_and_arguments(node: OpNode) -> tuple[PartitionRule, dict[str, Any]]:
             own = value.parent if isinstance(value, IRTensor) else restored(traced(value))
             found[node.call.names.get(name, name)] = own
     return record.rule, found
+
+
+def _may_have(shape: Sequence[int], tokens: int) -> bool:
+    """Whether a tensor may have so many tokens, in one dim or in several."""
+    ends = range(len(shape) + 1)
+    return any(prod(shape[a:b]) == tokens for a, b in combinations(ends, 2))
 
 
 def _dim(shape: Any, name: str) -> int | None:

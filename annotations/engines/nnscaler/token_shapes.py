@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from nnscaler.graph.function.dimops import IRDimops, OpAnno
 from nnscaler.graph.function.pyfunc import IRPyFunc
+from nnscaler.graph.parser.register import CustomizedOps
 from nnscaler.ir.cten import IRTensor
 
 from annotations.rules import PartitionRule
@@ -66,6 +67,8 @@ def token_shapes(node: Any, rule: PartitionRule | None) -> TokenShapes | str:
     Args:
         rule: of an op of this package.
     """
+    if rule is None and node.signature in CustomizedOps.kOpEmit:
+        return "it was registered with nnscaler with an emit_fn, and may do more than it shows"
     if isinstance(node, IRDimops):
         read = _of_tensors(node.anno.inputs(), node.inputs())
         made = _of_tensors(node.anno.outputs(), node.outputs())

@@ -116,7 +116,7 @@ def check_tensors(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
                 raise ArgumentError(
                     f"{op}: nnscaler traces into this call, which it does not see as an op. Have "
                     "the model, or a function that it calls, make the call, not compiled code "
-                    "(map, functools.reduce); and import annotations.engines.nnscaler"
+                    "(map, functools.reduce)"
                 )
             raise ArgumentError(f"{op}: {name} must be a tensor, got {kind.__name__}")
     for name, t in (("k", k), ("v", v)):

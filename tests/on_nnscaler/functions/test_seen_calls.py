@@ -43,7 +43,7 @@ def test_a_call_by_compiled_code_is_refused(tmp_path: Path) -> None:
     assert str(raised.value) == (
         "wrap_ring_attn_func: nnscaler traces into this call, which it does not see as an op. Have "
         "the model, or a function that it calls, make the call, not compiled code (map, "
-        "functools.reduce); and import annotations.engines.nnscaler"
+        "functools.reduce)"
     )
 
 
@@ -58,6 +58,13 @@ def test_a_policy_that_finds_no_attention(tmp_path: Path, policy: str) -> None:
         "    expected: a wrap_*_attn_func called in the model's modules or in functions that they "
         "call; calls made by compiled code (map, functools.reduce) are not seen"
     )
+
+
+def test_ops_are_cut_over_all_ranks_by_cp_follow(tmp_path: Path) -> None:
+    config = {"pas_config": {"max_partition_degree": 2}}
+    job = training(call_models.no_attention, "cp_follow", plan=4, config=config)
+    with pytest.raises(ValueError, match="cuts ops over all 4 ranks; leave out max_partition_deg"):
+        jobs.generate(job, tmp_path, ranks=4)
 
 
 KNOWN = """

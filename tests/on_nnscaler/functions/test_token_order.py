@@ -12,7 +12,7 @@ from annotations.errors import PartitionError
 from on_nnscaler.models import shuffle_models
 from on_nnscaler.models.attention_models import calls_of
 from on_nnscaler.models.shuffle_models import cut_only, training
-from on_nnscaler.support import jobs
+from on_nnscaler.support import autodist, jobs
 
 pytestmark = pytest.mark.nnscaler
 
@@ -48,7 +48,7 @@ def test_whole_keys_without_a_shuffle(two_ranks: Pool) -> None:
     "form",
     [
         *("copied documents", "listed documents", "streaming", "tokens", "shapes"),
-        *("uncut", "normalised as read", "shuffled labels"),
+        *("uncut", "normalised as read", "shuffled labels", "short, not shown"),
     ],
 )
 def test_in_other_words(two_ranks: Pool, form: str) -> None:
@@ -111,6 +111,10 @@ REFUSED = {
     "flipped": "flip in the module: nnscaler has no annotation for it",
     "of several results": "frexp in the module: nnscaler runs it as a Python function",
     "tokens as classes": "cross_entropy in the module: nnscaler does not cut it on its tokens",
+    "natural by keyword": "atan2 in the module: nnscaler does not show how it goes along ",
+    "natural, not shown": "added in the module: nnscaler does not show how it goes along tanh",
+    "attention of a user's own": "it was registered with nnscaler with an emit_fn",
+    "natural labels": "its operands have tokens in different orders",
     "shuffled whole keys": "it mixes tokens or depends on their places: ",
     "natural operand": "its operands have tokens in different orders",
     "returned inside": "the module returns tokens",
@@ -126,6 +130,15 @@ def test_refused_by_name(tmp_path: Any, form: str) -> None:
     said = str(raised.value)
     order = "zigzag" if form.startswith("to zigzag") else "zigzag by document"
     assert REFUSED[form] in said and order in said and "expected: " in said, said
+
+
+def test_shuffled_labels_under_autodist(two_ranks: Pool, tmp_path: Any) -> None:
+    """They are smaller than what a norm makes, and would be replicated for that."""
+    job = training("shuffled labels", "cp", config={"pas_config": autodist.settings(tmp_path)})
+    ranks = two_ranks.run(jobs.train, job)
+    jobs.assert_equals_alone(ranks, job)
+    for rank in ranks:
+        assert all("layout_by_document(" in call for call in calls_of(rank.code))
 
 
 def test_a_layout_of_ranks_is_refused(tmp_path: Any) -> None:

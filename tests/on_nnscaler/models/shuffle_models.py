@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import nnscaler
 import torch
 import torch.nn.functional as F
 from nnscaler.policies import OpPartition, OpPlan, get_pas_ops
@@ -23,6 +24,7 @@ from customized_ops.ring_attention import (
     wrap_unshuffle_func,
     wrap_zigzag_allgather_attn_varlen_func,
 )
+from customized_ops.ring_attention.ring_attn_varlen import flash_attention_anno
 
 from ..support.jobs import Training
 from ..support.policies import place_of
@@ -55,6 +57,34 @@ def unbound(x: Tensor) -> Tensor:
 
 def flipped(x: Tensor) -> Tensor:
     return torch.flip(x, (1,))
+
+
+@nnscaler.register_op("l d, ? -> l d")
+def added(x: Tensor, bias: Tensor) -> Tensor:
+    """An op that does not say how it goes along its bias."""
+    return x + bias
+
+
+def _emit_attention(node: Any, args: list[str], kwargs: dict[str, str], *_: int) -> str:
+    ranks = node.input(0).parent.shape[0] // node.input(0).shape[0]
+    group = f"process_group={list(range(ranks))}"
+    given = [*args, *(f"{name}={value}" for name, value in kwargs.items())]
+    return f"{node.signature}({', '.join([*given, group] if ranks > 1 else given)})"
+
+
+@nnscaler.register_op(flash_attention_anno, emit_fn=_emit_attention)
+def attention_of_a_users_own(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None = None,
+    process_group: Any = None,
+) -> Tensor:
+    return wrap_ring_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, causal=True, process_group=process_group
+    )
 
 
 def of_several_results(x: Tensor) -> Tensor:
@@ -100,6 +130,8 @@ class Shuffling(nn.Module):
         if self.form == "dense":
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             return wrap_ring_attn_func(q, k, v, causal=True).squeeze(0)
+        if self.form == "attention of a user's own":
+            return attention_of_a_users_own(q, k, v, cu, cu, None)
         if self.form == "whole keys":
             k, v = wrap_maybe_unshuffle(k, cu), wrap_maybe_unshuffle(v, cu)
         if self.form == "streaming":
@@ -130,8 +162,15 @@ class Shuffling(nn.Module):
             x = wrap_shuffle_func(natural.unsqueeze(0), "zigzag").squeeze(0)
         else:
             x = wrap_maybe_shuffle(natural, LISTED if self.form == "listed documents" else cu)
+        natural_too = (sample["tokens"] + 1).double().unsqueeze(-1)
+        if self.form == "natural by keyword":
+            x = torch.atan2(x, other=natural_too)
+        if self.form in ("natural, not shown", "short, not shown"):
+            x = added(x, torch.tanh(natural if self.form.startswith("natural") else self.slopes[0]))
         if self.form in BETWEEN:
             x = BETWEEN[self.form](x)
+        if self.form == "natural labels":
+            return F.cross_entropy(self.head(x), sample["targets"])
         if self.form == "natural operand":
             x = x + natural
         for _ in range(2):
@@ -149,6 +188,8 @@ class Shuffling(nn.Module):
         if self.form == "shuffled labels":
             targets = wrap_maybe_shuffle(sample["targets"], sample["cu_seqlens"])
             return F.cross_entropy(self.head(x), targets, ignore_index=IGNORED)
+        if self.form == "natural by keyword":
+            x = x + 0 * wrap_maybe_shuffle(natural_too, cu)
         if not zigzag:
             x = wrap_maybe_unshuffle(x, LISTED if self.form == "listed documents" else cu)
         elif "natural labels" not in self.form:
