@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .after_import import constant_when_compiled
 
 
 class GroupError(ValueError):
@@ -25,7 +26,7 @@ _by_ranks: dict[tuple[int, ...], Any] = {}
 _times_made: dict[tuple[int, ...], int] = {}
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace how groups are made
+@constant_when_compiled  # torch.compile cannot trace how groups are made
 def name_of_ranks(ranks: Sequence[int]) -> str:
     """The name of the group of these global ranks; ``""`` for a single one.
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..after_import import import_with
 from ..binding import BoundAnnotation, torn_dim
 from ..grammar import Shape
 from ..registry import AnnotatedOp, OpRecord, annotated_ops
 from ..rules import Arguments, SplitSite
-from .after_import import import_with
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from annotations.after_import import COMPILER, call_with
 from annotations.codegen.public_call import PublicCall, declare_call, qualified, without_data
 from annotations.registry import OpRecord
 from annotations.rules import SplitSite
@@ -18,6 +19,7 @@ from annotations.rules import SplitSite
 from .core.comm.comm_groups import FakeComm
 from .core.layout import Layout
 from .core.mask import AttnMask
+from .core.plan import Plan
 from .core.plan import make_plan as make_plan_uncompiled
 from .layout_ops import (
     wrap_roll_func,
@@ -52,6 +54,8 @@ from .zigzag_allgather_attn_varlen import (
     wrap_zigzag_allgather_attn_varlen_func,
 )
 from .zigzag_attn import ZIGZAG_ATTN, wrap_zigzag_attn_func
+
+T = TypeVar("T")
 
 
 def _attention(
@@ -249,7 +253,11 @@ _REASON = (
     "masks, layouts and plans are numpy's: make and read them outside of what is compiled as one "
     "graph"
 )
-_left_alone = partial(torch.compiler.disable, reason=_REASON)
+
+
+def _left_alone(function: Callable[..., T]) -> Callable[..., T]:
+    found: Callable[..., T] = torch.compiler.disable(function, reason=_REASON)
+    return found
 
 
 def _leave_alone(cls: type, *methods: str) -> None:
@@ -269,6 +277,19 @@ def _leave_alone(cls: type, *methods: str) -> None:
             setattr(cls, name, _left_alone(static))
 
 
-_leave_alone(AttnMask, "union", "shift", "restrict", "area", "to_dense", "picture")
-_leave_alone(Layout, "positions")
-make_plan = _left_alone(make_plan_uncompiled)
+@wraps(make_plan_uncompiled)
+def make_plan(*args: Any, **kwargs: Any) -> Plan:
+    return _make_plan(*args, **kwargs)
+
+
+_make_plan = make_plan_uncompiled
+
+
+def _tell_the_compiler() -> None:
+    global _make_plan
+    _leave_alone(AttnMask, "union", "shift", "restrict", "area", "to_dense", "picture")
+    _leave_alone(Layout, "positions")
+    _make_plan = _left_alone(make_plan_uncompiled)
+
+
+call_with(COMPILER, _tell_the_compiler)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from annotations.after_import import constant_when_compiled
+
 from ..core.comm import Comm
 from ..core.layout import Layout
 from ..core.mask import AttnMask
@@ -172,7 +174,7 @@ def _mask_from_bytes(slices: bytes, q_len: int, k_len: int) -> AttnMask:
 _slices_tensors: dict[bytes, Tensor] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _slices_tensor(slices: bytes) -> Tensor:
     """The slices of a mask, int64[n, 6]: from bytes, which torch.compile takes for a constant."""
     known = _slices_tensors.get(slices)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from annotations.after_import import constant_when_compiled
+
 from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.layout import Layout
@@ -91,7 +93,7 @@ def check_degree(title: str, name: str, degree: object) -> None:
         raise ArgumentError(f"{title}: {name} must be a number of ranks, 1 or more, got {degree!r}")
 
 
-@torch.compiler.assume_constant_result  # its arguments are, and numpy is not to be traced
+@constant_when_compiled  # its arguments are, and numpy is not to be traced
 def layout_of(
     ring_impl_type: str, total: int, ulysses_degree: int, ring_degree: int, use_ulysses_low: bool
 ) -> Layout:

@@ -1,16 +1,23 @@
-"""Importing an engine as soon as a program has imported what it works with."""
+"""What is done as soon as a program has imported a package, and not before, as that takes long."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+COMPILER = "torch._dynamo"
+F = TypeVar("F", bound=Callable[..., Any])
 
 _asked: set[tuple[str, str]] = set()
+_waiting: dict[str, list[Callable[[], Any]]] = {}  # by package
 
 
 def import_with(package: str, engine: str) -> None:
@@ -18,13 +25,26 @@ def import_with(package: str, engine: str) -> None:
 
     A failure is a warning: a program that imports both need not use them together.
     """
-    if (package, engine) in _asked:
-        return
-    _asked.add((package, engine))
+    if (package, engine) not in _asked:
+        _asked.add((package, engine))
+        call_with(package, partial(_import, package, engine))
+
+
+def call_with(package: str, function: Callable[[], Any]) -> None:
+    """Call a function now if ``package`` is imported already, else right after it is."""
     if package in sys.modules:
-        _import(package, engine)
-    else:
-        sys.meta_path.insert(0, _AfterImport(package, engine))
+        function()
+        return
+    if package not in _waiting:
+        sys.meta_path.insert(0, _AfterImport(package))
+    _waiting.setdefault(package, []).append(function)
+
+
+def constant_when_compiled(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports the compiler: that takes any process
+    a second, so it is done once the compiler is imported."""
+    call_with(COMPILER, lambda: torch.compiler.assume_constant_result(function))
+    return function
 
 
 def _import(package: str, engine: str) -> None:
@@ -41,10 +61,10 @@ def _import(package: str, engine: str) -> None:
 
 class _AfterImport:
     """A finder of the import system, for one package. It finds what the other finders find, and has
-    the engine imported once the package has run."""
+    the functions that wait for the package called once it has run."""
 
-    def __init__(self, package: str, engine: str) -> None:
-        self._package, self._engine = package, engine
+    def __init__(self, package: str) -> None:
+        self._package = package
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,9 +78,10 @@ class _AfterImport:
             loader: Any = spec.loader
             run = loader.exec_module
 
-            def run_and_import(module: ModuleType) -> None:
+            def run_and_call(module: ModuleType) -> None:
                 run(module)
-                _import(self._package, self._engine)
+                for function in _waiting.pop(self._package, []):
+                    function()
 
-            loader.exec_module = run_and_import
+            loader.exec_module = run_and_call
         return spec

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from annotations.codegen import after_import
-from annotations.codegen.after_import import import_with
+from annotations import after_import
+from annotations.after_import import import_with
 
 PACKAGE, ENGINE = "imported_package", "engine_of_it"
 
