@@ -104,13 +104,15 @@ def capture(
             random numbers or nests graphs.
     """
     bound = bound_arguments(module, dummy_forward_args)
-    captured = _captured(module, bound.signature, by_name(bound), mode)
+    given = by_name(bound)
+    exported = _exported(module, given, mode)
+    calls = _calls(exported.graph)
+    captured = _captured(module, bound.signature, given, exported)
     inputs = captured.inputs
     if not inputs.repeatable:
         return captured
-    # A number of documents may also be a constant of the graph: seen by capturing one more.
-    longer = _captured(module, bound.signature, inputs.one_longer(), mode)
-    if _calls(longer.graph) == _calls(captured.graph):
+    # A number of documents may also be a constant of the graph: seen by exporting one more.
+    if _calls(_exported(module, inputs.one_longer(), mode).graph) == calls:
         return captured
     return replace(captured, inputs=replace(inputs, repeatable=frozenset()))
 
@@ -127,25 +129,41 @@ def capture_open(
     """
     bound = bound_arguments(module, example)
     given = by_name(bound)
-    return _captured(module, bound.signature, given, None, dims, left_open(given, dims, multiple))
+    exported = _exported(module, given, None, left_open(given, dims, multiple))
+    return _captured(module, bound.signature, given, exported, dims)
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    with warnings.catch_warnings(), checkpointed.marked(), _no_values():
+        # torch.export's own use of a name that torch deprecates.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
+def _exported(
+    module: torch.nn.Module,
+    arguments: dict[str, Any],
+    mode: FakeTensorMode | None,
+    sizes: Any = None,
+) -> torch.export.ExportedProgram:
+    """The module as torch.export traces it, in torch's own ops of all kinds."""
+    given = arguments if mode is None else _without_data(mode, arguments)
+    with _tracing():
+        exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
+    _refuse_gradients_off(exported)
+    return exported
 
 
 def _captured(
     module: torch.nn.Module,
     signature: inspect.Signature,
     arguments: dict[str, Any],
-    mode: FakeTensorMode | None,
+    exported: torch.export.ExportedProgram,
     dims: Dims = frozenset(),
-    sizes: Any = None,
 ) -> Captured:
-    with warnings.catch_warnings():
-        # torch.export's own use of a name that torch deprecates.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        given = arguments if mode is None else _without_data(mode, arguments)
-        with checkpointed.marked(), _no_values():
-            exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
-            _refuse_gradients_off(exported)
-            exported = exported.run_decompositions({})
+    with _tracing():
+        exported = exported.run_decompositions({})
     graph = exported.graph_module.graph
     seed = dropout.dropped_by_place(graph)
     _refuse_unsupported(exported)
