@@ -158,6 +158,7 @@ RING = ("--enable_ring_attn", "--enable_diff_attn")
 CHUNKED = ("--enable_chunk_loss", "--attn_implementation", "eager")
 OURS = "customized_ops.ring_attention.ring_attn.wrap_ring_attn_func(q="
 TOLERANCE = 0.002  # in bf16; measured 0.0006
+LOSS_TOLERANCE = 0.01  # where autodist may cut all else; measured 0.0025. Steps differ by 0.045
 
 
 def with_constraints(program: Path, installed: str) -> None:
@@ -199,7 +200,9 @@ def test_chunked_loss(tmp_path: Path, example: Example) -> None:
     losses = example.train(program, 2, CHUNKED)
     name = "customized_ops.chunk_linear_cross_entropy.chunk_linear_cross_entropy("
     assert name in generated(program, 0)
-    assert losses == pytest.approx(example.of_one_process(tmp_path / "one", CHUNKED), abs=TOLERANCE)
+    assert losses == pytest.approx(
+        example.of_one_process(tmp_path / "one", CHUNKED), abs=LOSS_TOLERANCE
+    )
 
 
 def generated(program: Path, rank: int) -> str:
