@@ -1,9 +1,11 @@
-"""An engine is imported with the package that it works with, whichever of the two comes first."""
+"""An engine is imported with the package that it works with, whichever of the two comes first; and
+the compiler only where a program imports it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -70,3 +72,33 @@ def test_an_engine_that_fails(folder: Path, order: str) -> None:
         f"{PACKAGE} does not know the functions of this package, and would trace into them: "
         f"import {ENGINE} fails with ZeroDivisionError: division by zero"
     )
+
+
+UNCOMPILED = """
+import sys
+import torch
+from customized_ops.ring_attention import AttnMask, Layout, make_plan
+assert "torch._dynamo" not in sys.modules, "imported with the package"
+from annotations.groups import name_of_ranks
+
+def planned(x):
+    mask = AttnMask.causal(8)
+    plan = make_plan(mask, Layout.contiguous(8, 2))
+    return x * plan.group_size * mask.area
+
+compiled = torch.compile(planned, backend="eager")
+assert name_of_ranks._dynamo_marked_constant
+assert float(compiled(torch.ones(()))) == 2 * 36
+torch.compiler.reset()
+try:
+    torch.compile(planned, backend="eager", fullgraph=True)(torch.ones(()))
+except Exception as error:
+    assert "masks, layouts and plans are numpy's" in str(error), error
+else:
+    raise AssertionError("planning is part of the graph")
+"""
+
+
+def test_the_compiler_is_told_what_to_leave_alone_once_it_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", UNCOMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -32,7 +32,6 @@ def compare(name: str, ranks: int) -> None:
         assert_same(what, a, b)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_four_ranks(name: str) -> None:
     compare(name, 4)

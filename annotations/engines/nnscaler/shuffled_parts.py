@@ -181,9 +181,11 @@ def _rule_and_arguments(node: OpNode) -> tuple[PartitionRule, dict[str, Any]]:
 
 
 def _may_have(shape: Sequence[int], tokens: int) -> bool:
-    """Whether a tensor may have so many tokens, in one dim or in several."""
+    """Whether a tensor may have so many tokens: in a dim, also beside others there, or in several
+    dims."""
     ends = range(len(shape) + 1)
-    return any(prod(shape[a:b]) == tokens for a, b in combinations(ends, 2))
+    several = (prod(shape[a:b]) == tokens for a, b in combinations(ends, 2))
+    return any(size % tokens == 0 for size in shape) or any(several)
 
 
 def _dim(shape: Any, name: str) -> int | None:

@@ -26,7 +26,6 @@ def request(mask: AttnMask, layout: Layout, costs: CostModel = H200) -> PlanRequ
     return PlanRequest(mask, layout, layout, "auto", None, (32, 8), None, None, costs)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_are_given_once_and_work_is_even(seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -65,7 +65,7 @@ def test_documents_of_other_number_and_lengths(
 
 def test_a_model_that_counts_documents(two_ranks: Pool) -> None:
     """A graph for each number of documents, as it is a constant there."""
-    how = {"counts": True}
+    how = {"counts": "as a number"}
     results = two_ranks.run(jobs.steps, DOCUMENTS[:3], "cp", 2, how)
     check(results, DOCUMENTS[:3], how)
     assert [len(made) for _, made in results] == [2, 2]
@@ -234,5 +234,6 @@ def test_lengths_that_the_model_counts_are_a_shape() -> None:
     assert inputs.fitted(inputs.flatten((), jobs.batch((1, 2, 3, 4)))) is None
     grown = inputs.grown(inputs.flatten((), jobs.batch((1,) * 10)))
     assert grown["cu_seqlens"].tolist() == [*range(11), *[10] * 6]
-    counting = inputs_of(jobs.Packed(counts=True), (4, 4, 2))
-    assert inputs.repeatable == {1} and not counting.repeatable
+    assert inputs.repeatable == {1}
+    for how in ("as a number", "in a tensor", "under autocast"):
+        assert not inputs_of(jobs.Packed(counts=how), (4, 4, 2)).repeatable

@@ -1,5 +1,6 @@
 """The kernel "flash4" over a dense stand-in for its library, and on GPUs over the library."""
 
+import pickle
 import sys
 
 import pytest
@@ -211,6 +212,17 @@ def test_lists_are_made_once(library, monkeypatch):
     flash4.forward(ForwardOperands(*tensors[:3]), pairs, SCORINGS["plain"], None)
     mods = [given["mask_mod"] for _, given in library.calls]
     assert len(mods) == 3 and len(set(mods)) == 1, "another object is another kernel to compile"
+
+
+def test_lists_that_were_made_ahead_travel(library, monkeypatch):
+    monkeypatch.setattr(flash4_choice, *WAYS["blocks"])
+    pairs = pairs_of("streaming")
+    flash4.prepare(pairs)
+    monkeypatch.setattr(flash4_blocks, "block_lists", None)
+    monkeypatch.setattr(flash4_choice, "blocks_touched", None)
+    arrived = pickle.loads(pickle.dumps(pairs))
+    check(arrived, *draw(arrived))
+    assert used_blocks(library) == [True, True]
 
 
 def test_every_argument_is_probed(library, monkeypatch):

@@ -29,7 +29,7 @@ from customized_ops.ring_attention import (
 )
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.kernels.window import library_calls
-from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan import Plan, make_plan, plan_value
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.run import call_pairs
@@ -129,7 +129,8 @@ def test_attention_finds_the_plans_that_were_made_ahead(
 def test_the_calls_of_a_library_travel_with_a_batch(
     rank: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step only sends their tables to the device. (No library of the CPU's takes windows.)"""
+    """And the mask's class, and what the peers receive: a step only sends tables to the device. (No
+    library of the CPU's takes windows.)"""
     pack = PackDocuments(3, rank, HEADS, layout=layout)
     made = [pack(documents) for documents in BATCHES]
     sent = pickle.dumps(made)
@@ -137,9 +138,14 @@ def test_the_calls_of_a_library_travel_with_a_batch(
     refuse = mock.Mock(side_effect=AssertionError("this was to be worked out ahead"))
     monkeypatch.setattr(call_pairs, "Pairs", refuse)
     monkeypatch.setattr(library_calls, "lower", refuse)
+    monkeypatch.setattr(call_pairs, "shape_class", refuse)
+    monkeypatch.setattr(plan_value, "exchange", refuse)
     tables = 0
     for batch, before in zip(pickle.loads(sent), made, strict=True):
         assert batch.plan is not before.plan
+        assert call_pairs.mask_class(batch.plan) == call_pairs.mask_class(before.plan)
+        for peer in range(3):
+            batch.plan.exchanges(peer).prepare()
         for n, stage in enumerate(batch.plan.rank(rank).stages):
             for remote in [
                 side for side, own in ((False, stage.own), (True, stage.remote)) if len(own)

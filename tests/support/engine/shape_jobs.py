@@ -29,11 +29,10 @@ from customized_ops.ring_attention.core.plan import plan as plans
 
 
 class Packed(nn.Module):
-    """Attention over packed documents between two matrices."""
+    """Attention over packed documents between two matrices. ``counts``: how the loss depends on the
+    number of documents."""
 
-    def __init__(
-        self, shuffles: bool = False, counts: bool = False, window: int | None = None
-    ) -> None:
+    def __init__(self, shuffles: bool = False, counts: str = "", window: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.shuffles, self.counts = shuffles, counts
@@ -50,7 +49,13 @@ class Packed(nn.Module):
         y = self.out(y.flatten(1))
         y = wrap_maybe_unshuffle(y, cu_seqlens) if self.shuffles else y
         loss = (y * x).square().sum()
-        return loss * cu_seqlens.shape[0] if self.counts else loss
+        count = cu_seqlens.shape[0]
+        if self.counts == "in a tensor":
+            return loss * torch.tensor(float(count))
+        if self.counts == "under autocast":
+            with torch.autocast(x.device.type):
+                return loss * count
+        return loss * count if self.counts else loss
 
 
 def batch(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -106,13 +106,14 @@ def capture(
     bound = bound_arguments(module, dummy_forward_args)
     given = by_name(bound)
     exported = _exported(module, given, mode)
-    calls = _calls(exported.graph)
+    calls = _calls(exported)
     captured = _captured(module, bound.signature, given, exported)
     inputs = captured.inputs
     if not inputs.repeatable:
         return captured
     # A number of documents may also be a constant of the graph: seen by exporting one more.
-    if _calls(_exported(module, inputs.one_longer(), mode).graph) == calls:
+    longer = _exported(module, inputs.one_longer(), mode)
+    if _calls(longer) == calls and _equal_constants(longer, exported):
         return captured
     return replace(captured, inputs=replace(inputs, repeatable=frozenset()))
 
@@ -208,9 +209,20 @@ def _join_equal_integers(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _calls(graph: Graph) -> list[str]:
-    """The graph's ops and their arguments, but no shapes."""
-    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
+def _calls(exported: torch.export.ExportedProgram) -> list[str]:
+    """The ops and their arguments, but no shapes; also of what is a graph of its own, as a block
+    under autocast is."""
+    parts = exported.graph_module.modules()
+    nodes = [node for part in parts if isinstance(part, GraphModule) for node in part.graph.nodes]
+    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in nodes]
+
+
+def _equal_constants(a: torch.export.ExportedProgram, b: torch.export.ExportedProgram) -> bool:
+    """Whether tensors that the module makes of numbers are the same."""
+    if a.constants.keys() != b.constants.keys():
+        return False
+    pairs = [(a.constants[name], b.constants[name]) for name in a.constants]
+    return all(x is y or (isinstance(x, Tensor) and torch.equal(x, y)) for x, y in pairs)
 
 
 def _without_data(mode: FakeTensorMode, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 
 import torch
 
@@ -26,14 +25,9 @@ COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packe
 COMMON_DIM = 128  # of heads; smaller ones have the same blocks
 
 
-@cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
 def prepare(pairs: Pairs) -> None:
     """Make the block lists of the commonest head dims, where there is the library to take them."""
-    if len(lowered(pairs)) > 1 and _is_installed():
+    if len(lowered(pairs)) > 1 and importlib.util.find_spec("flash_attn") is not None:
         _touched(pairs, COMMON_DIM)
         flash4_blocks.lists(pairs, COMMON_DIM)
 
