@@ -79,14 +79,12 @@ def send(tables: Iterable[IndexTable], device: torch.device) -> None:
         return
     ends = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    memory = host.numpy()
     for array, start in zip(arrays, ends[:-1], strict=True):
-        _as(host, start, array).copy_(array)
+        memory[start : start + array.nbytes] = array.numpy().reshape(-1).view(np.uint8)
     buffer = host.to(device, non_blocking=True)  # torch keeps ``host`` until it was read
     sent = Sent(buffer)
+    of_dtype = {dtype: buffer.view(dtype) for dtype in {array.dtype for array in arrays}}
     for table, array, start in zip(missing, arrays, ends[:-1], strict=True):
-        table._on[device] = _as(buffer, start, array), sent
-
-
-def _as(buffer: torch.Tensor, start: int, array: torch.Tensor) -> torch.Tensor:
-    """The bytes of a buffer from ``start`` on that hold ``array``, with its shape and dtype."""
-    return buffer[start : start + array.nbytes].view(array.dtype).view(array.shape)
+        flat = of_dtype[array.dtype].narrow(0, start // array.itemsize, array.numel())
+        table._on[device] = flat.view(array.shape), sent

@@ -221,6 +221,11 @@ def test_lists_that_were_made_ahead_travel(library, monkeypatch):
     monkeypatch.setattr(flash4_blocks, "block_lists", None)
     monkeypatch.setattr(flash4_choice, "blocks_touched", None)
     arrived = pickle.loads(pickle.dumps(pairs))
+    ahead = flash4_choice.COMMON_DIM
+    made = flash4_blocks.lists(arrived, ahead)
+    assert made is not None
+    assert set(map(id, made.tables)) <= set(map(id, flash4.tables(arrived)))
+    assert not flash4_blocks.known_tables(arrived, 2 * ahead)  # nor are they made for that
     check(arrived, *draw(arrived))
     assert used_blocks(library) == [True, True]
 

@@ -14,7 +14,6 @@ from customized_ops.ring_attention.core.kernels.window.lowering import (
     WindowCall,
     join,
     lower,
-    tiles,
 )
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, clip, normalise, to_dense
@@ -228,4 +227,4 @@ def test_tiles_are_those_attended(mask):
             pad = [(0, -length % TILE) for length in attended.shape]
             cut = np.pad(attended, pad).reshape(-(-(b - a) // TILE), TILE, -1, TILE)
             want += cut.any(axis=(1, 3)).sum()
-        assert tiles(big) == want
+        assert big.tiles == want

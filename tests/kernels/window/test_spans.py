@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,6 +53,6 @@ def test_gradients_add_up(parts: list[tuple[int, int]]) -> None:
 def test_one_part_of_everything_is_kept_as_it_is(cut: bool) -> None:
     """Unless it comes in batch entries."""
     part, like = torch.ones(1, 3, 1, 8), torch.zeros(1, 3, 1, 8)
-    gradient = Gradient(like, Spans.of([(0, 3)], 3, cut=cut))
+    gradient = Gradient(like, replace(Spans.of([(0, 3)], 3), whole=not cut))
     gradient.add(0, part, gradient.total)
     assert (gradient.total is part) != cut and torch.equal(gradient.total, part)

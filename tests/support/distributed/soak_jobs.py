@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import resource
 import sys
@@ -49,8 +50,8 @@ def cached() -> dict[str, tuple[int, int | None]]:
             if isinstance(value, Mapping | list | set | deque):
                 inner = list(value.values()) if isinstance(value, Mapping) else []
                 count = len(value) + sum(len(x) for x in inner if isinstance(x, dict | list))
-                sizes[f"{module_name}.{name}"] = count, None
-            elif hasattr(value, "cache_info"):
+                sizes[f"{module_name}.{name}"] = count, getattr(value, "maxlen", None)
+            elif isinstance(value, functools._lru_cache_wrapper):
                 info = value.cache_info()
                 sizes[f"{module_name}.{name}"] = info.currsize, info.maxsize
     return sizes

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..index_table import IndexTable
 from ..layout import Layout
-from ..mask.intervals import joined, spread, touched
+from ..mask.intervals import joined, runs, spread, touched
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
@@ -105,12 +105,15 @@ class Exchanges(NamedTuple):
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
     where = {}
-    for peer in np.unique(ranges[:, 0]).tolist():
-        start, count = ranges[ranges[:, 0] == peer, 1:].T
-        if (start[1:] == start[:-1] + count[:-1]).all():
-            where[peer] = Where(int(start[0]), int(count.sum()))
+    peers, starts, counts = ranges[ranges[:, 0].argsort(kind="stable")].T
+    heads, lasts = runs(peers[1:] != peers[:-1], len(peers))
+    for head, last in zip(heads.tolist(), lasts.tolist(), strict=True):
+        start, count = starts[head : last + 1], counts[head : last + 1]
+        stop, peer = start + count, int(peers[head])
+        if (start[1:] == stop[:-1]).all():
+            where[peer] = Where(int(start[0]), int(stop[-1] - start[0]))
         else:
-            _, indices = spread(start, start + count)
+            _, indices = spread(start, stop)
             where[peer] = Where(0, len(indices), indices)
     return where
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..kernels import KERNELS, Pairs
 from ..kernels.speeds import needs_window, shape_class
-from ..kernels.window.library_calls import lowered
+from ..kernels.window import library_calls
 from ..plan.plan_value import PlanValue
 from ..plan.rank_plan import Range
 
@@ -59,8 +59,7 @@ def prepare(plan: PlanValue, rank: int) -> None:
         for remote, slices in ((False, stage.own), (True, stage.remote)):
             if len(slices):
                 _, pairs = stage_pairs(plan, rank, n, remote)
-                for call in lowered(pairs):
-                    call.prepare()
+                library_calls.prepare(pairs)
                 for kernel in KERNELS.values():
                     if kernel_prepare := getattr(kernel, "prepare", None):
                         kernel_prepare(pairs)

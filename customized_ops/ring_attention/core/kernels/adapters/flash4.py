@@ -124,7 +124,10 @@ def _go_together(head_dim: int, v_dim: int, *, grouped: bool) -> bool:
 
 
 def tables(pairs: Pairs) -> list[IndexTable]:
-    return library_calls.tables(pairs, LIMITS)
+    """Those of its window calls, and of block lists that were made ahead: which of the two a call
+    takes depends on its operands."""
+    ahead = flash4_blocks.known_tables(pairs, flash4_choice.COMMON_DIM)
+    return [*library_calls.tables(pairs, LIMITS), *ahead]
 
 
 def forward(

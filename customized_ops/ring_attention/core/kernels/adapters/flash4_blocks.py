@@ -79,7 +79,17 @@ def lists(pairs: Pairs, head_dim: int) -> Lists | None:
         of_rows, of_keys = (_tables(side) for side in sides)
         return Lists(of_rows, of_keys, size, IndexTable(bounds), intervals)
 
-    return pairs.made(HostKey("block lists", (block_k(head_dim),)), make)
+    return pairs.made(_key(head_dim), make)
+
+
+def known_tables(pairs: Pairs, head_dim: int) -> list[IndexTable]:
+    """Those of the lists of ``pairs``, if they have been made."""
+    known: Lists | None = pairs.known(_key(head_dim))
+    return [] if known is None else known.tables
+
+
+def _key(head_dim: int) -> HostKey:
+    return HostKey("block lists", (block_k(head_dim),))
 
 
 def forward(given: ForwardOperands, made: Lists, scoring: Scoring) -> OutLse:

@@ -9,7 +9,7 @@ import torch
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from ..window.block_lists import blocks_touched
 from ..window.library_calls import lowered
-from ..window.lowering import WindowCall, tiles
+from ..window.lowering import WindowCall
 from . import flash4_blocks
 
 # Measured on an H200 in bf16 with head dim 128; only their ratios decide anything. The block-sparse
@@ -48,7 +48,7 @@ def blocks_if_faster(
         flops = 2.0 * 128 * 128 * q.shape[0] * q.shape[2] * (q.shape[-1] + v.shape[-1])
         flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
         windows = sum(
-            max(CALL_SECONDS, tiles(call) * flops / WINDOW_FLOPS[backward])
+            max(CALL_SECONDS, call.tiles * flops / WINDOW_FLOPS[backward])
             + _merged_bytes(call, given, backward=backward) / COPY_BYTES
             for call in calls
         )

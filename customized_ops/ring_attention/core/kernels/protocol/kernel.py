@@ -51,6 +51,10 @@ class Pairs:
             self._made[key] = make()
         return self._made[key]
 
+    def known(self, key: Hashable) -> Any:
+        """What was made for ``key``; None if nothing was."""
+        return self._made.get(key)
+
 
 class ForwardOperands(NamedTuple):
     """The tensors that a forward is given; shapes are those of :class:`Kernel`.

@@ -7,7 +7,7 @@ out once for the pairs; a call then only makes views of the tensors that it is g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -160,9 +160,9 @@ class LibraryCalls:
             of_batch = _Batch(batch, flat, device, limits.least if batch == 1 else 0)
             each = (of_batch.calls(n, window, pairs) for n, window in enumerate(windows))
             calls = tuple(chain.from_iterable(each))
-            cut = len(calls) > len(windows)
-            rows = Spans.of([window.rows for window in windows], pairs.q_len, cut=cut)
-            keys = Spans.of([window.keys for window in windows], pairs.k_len, cut=cut)
+            rows, keys = _covered(pairs, limits)
+            if len(calls) > len(windows):  # batch entries come one by one
+                rows, keys = replace(rows, whole=False), replace(keys, whole=False)
             return cls(calls, rows, keys, tuple(of_batch.used))
 
         found = pairs.made((cls, limits, batch, flat, device), make)
@@ -176,6 +176,24 @@ def lowered(pairs: Pairs, limits: CallLimits = UNLIMITED) -> tuple[WindowCall, .
     gaps, wide_right, _ = limits
     make = lambda: lower(pairs.slices, gaps=gaps, wide_right=wide_right)  # noqa: E731
     return pairs.made(HostKey("lowered", (gaps, wide_right)), make)
+
+
+def prepare(pairs: Pairs) -> None:
+    """Work out now, without a device, the calls of a library that takes any windows."""
+    for call in lowered(pairs):
+        call.prepare()
+    _covered(pairs, UNLIMITED)
+
+
+def _covered(pairs: Pairs, limits: CallLimits) -> tuple[Spans, Spans]:
+    """Which rows and which keys the window calls cover, worked out once."""
+
+    def make() -> tuple[Spans, Spans]:
+        windows = lowered(pairs, limits)
+        rows = Spans.of([window.rows for window in windows], pairs.q_len)
+        return rows, Spans.of([window.keys for window in windows], pairs.k_len)
+
+    return pairs.made(HostKey("covered", limits[:2]), make)
 
 
 def tables(pairs: Pairs, limits: CallLimits = UNLIMITED) -> list[IndexTable]:

@@ -79,9 +79,22 @@ class WindowCall:
         lengths = self.lengths()
         return bool((lengths[:, 0] == lengths[:, 1]).all())
 
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles of TILE x TILE, counted from each segment's start, in which the call attends
+        something: what its time is about proportional to."""
+        rows, keys = (self.segments[:, 1::2] - self.segments[:, ::2]).T
+        segment, tile = spread(np.zeros_like(rows), -(-rows // TILE))
+        rows, keys, start = rows[segment], keys[segment], TILE * tile
+        stop = np.minimum(start + TILE, rows)
+        left, right = self.window
+        first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)
+        last = keys if right < 0 else np.minimum(stop + keys - rows + right, keys)
+        return int((-(-last // TILE) - first // TILE).sum())
+
     def prepare(self) -> None:
-        """Work out now what a library's call is made of."""
-        for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square"):
+        """Work out now what a library's call is made of, and chosen by."""
+        for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square", "tiles"):
             getattr(self, name)
 
     def lengths(self) -> Ints:
@@ -126,19 +139,6 @@ def lower(slices: Slices, *, gaps: bool = True, wide_right: bool = True) -> tupl
     if len(calls) > 1 and len(cut := _cut_below(joined, _last_key(joined))) > len(joined):
         calls = min(calls, _chain(cut, gaps, wide_right), key=len)
     return tuple(sorted(calls, key=lambda call: call.rows[0] - call.rows[1]))
-
-
-def tiles(call: WindowCall) -> int:
-    """Tiles of TILE x TILE, counted from each segment's start, in which a call attends something:
-    what its time is about proportional to."""
-    rows, keys = (call.segments[:, 1::2] - call.segments[:, ::2]).T
-    segment, tile = spread(np.zeros_like(rows), -(-rows // TILE))
-    rows, keys, start = rows[segment], keys[segment], TILE * tile
-    stop = np.minimum(start + TILE, rows)
-    left, right = call.window
-    first = np.zeros_like(start) if left < 0 else np.maximum(start + keys - rows - left, 0)
-    last = keys if right < 0 else np.minimum(stop + keys - rows + right, keys)
-    return int((-(-last // TILE) - first // TILE).sum())
 
 
 def _last_key(slices: Slices) -> Ints:

@@ -26,9 +26,8 @@ class Spans:
     most: int  # the largest number of calls that share a token
 
     @classmethod
-    def of(cls, ranges: list[Range], length: int, *, cut: bool = False) -> Spans:
-        """Of ``ranges`` in [0, length), none of them empty. ``cut``: whether a call's batch entries
-        come one by one."""
+    def of(cls, ranges: list[Range], length: int) -> Spans:
+        """Of ``ranges`` in [0, length), none of them empty."""
         starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         fresh = tuple(
             not ((starts[:n] < stop) & (stops[:n] > start)).any()
@@ -39,8 +38,7 @@ class Spans:
             if start > done:
                 outside.append((done, start))
             done = stop
-        whole = not cut and ranges == [(0, length)]
-        return cls(whole, fresh, tuple(outside), depth(starts, stops))
+        return cls(ranges == [(0, length)], fresh, tuple(outside), depth(starts, stops))
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the calls' results, of ``dtype``, are added up.
