@@ -6,12 +6,12 @@
 
 A step is the forward and backward of four attention ops. A list of batches, drawn from the lengths
 of a long-context corpus, is run as "new", where each step makes layout and plan itself, and again
-as "known". Another list is run as "ahead", planned by the workers of a DataLoader while the GPU
-works, and again as "same, known". Steps are not waited for, as in a training; times are
-milliseconds a step, the median and the span of the rounds. "slowest" is the longest time of the
-host in a step of an "ahead" list. "compiled" counts kernels that were compiled after ``warm_up``,
-"syncs" the times that the host waited for the GPU in a step. Outside of torchrun, with ``--ranks``,
-this is one rank that computes as if it had peers.
+as "known". Another list comes from a DataLoader, "ahead", whose workers plan it while the GPU
+works, and comes from it again, "again": what receiving batches from workers costs is in both. Steps
+are not waited for, as in a training; times are milliseconds a step, the median and the span of the
+rounds. "slowest" is the longest time of the host in a step of an "ahead" list. "compiled" counts
+kernels that were compiled after ``warm_up``, "syncs" the times that the host waited for the GPU in
+a step. Outside of torchrun, with ``--ranks``, this is one rank that computes as if it had peers.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main() -> None:
         given.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(given.device)
     given.dtype = torch.bfloat16 if given.device.type == "cuda" else torch.float32
-    columns = ["tokens", "layout", "warm-up s", "known", "new", "same, known", "ahead"]
+    columns = ["tokens", "layout", "warm-up s", "known", "new", "again", "ahead"]
     columns += ["slowest", "compiled", "syncs", "MiB"]
     say = print if rank == 0 or "RANK" not in os.environ else lambda *_, **__: None
     say("".join(f"{column:>20}" for column in columns))
@@ -165,12 +165,13 @@ def main() -> None:
                     num_workers=WORKERS,
                     pin_memory=steps.cuda,
                 )
-                batches = iter(loader)
+                batches, made = iter(loader), []
                 steps.run([next(batches)])
-                made, steps.slowest = [], 0.0
+                steps.slowest = 0.0
                 ahead = steps.run(made.append(each) or each for each in batches)
-                slowest = max(slowest, steps.slowest)
-                times.append((known, new, steps.run(made), ahead))
+                slowest, batches = max(slowest, steps.slowest), iter(loader)
+                steps.run([next(batches)])
+                times.append((known, new, steps.run(batches), ahead))  # plans in ``made`` are known
             shown = [f"{np.median(t):.2f} ({min(t):.2f}-{max(t):.2f})" for t in np.transpose(times)]
             counted = [f"{slowest:.1f}", compiled_kernels() - compiled, steps.syncs]
             most = torch.cuda.max_memory_reserved() >> 20 if given.device.type == "cuda" else 0
