@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from benchmark.documents import document_bounds
@@ -101,6 +103,20 @@ def test_it_is_as_good_as_the_search_and_does_not_search(
             assert (plan.kv_tokens() == best.kv_tokens()).all() and not plan.rows_move
         elif ranks > 2:
             assert plan.imbalance(32, 8) <= 1.02
+
+
+def test_of_plans_that_are_as_fast_one_of_even_work_is_taken() -> None:
+    """One document is most of the tokens, and ranks hold its keys next to one another: a plan that
+    spares their links and loads ranks with 1.6 times the mean would take as long."""
+    tokens, ranks = 1 << 21, 256
+    mask = AttnMask.varlen(document_bounds(tokens, 24), causal=True)
+    asked = request(mask, Layout.contiguous(tokens, ranks))
+    rates = Rates(H200, (32, 8))
+    plan = search.searched_plan(Plan, asked, rates)
+    assert plan.imbalance(32, 8) <= 1.02
+    others = [replace(asked, team_size=size) for size in (8, 32)]
+    fastest = min(rates.seconds(search.searched_plan(Plan, each, rates)) for each in others)
+    assert rates.seconds(plan) <= 1.05 * fastest
 
 
 def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

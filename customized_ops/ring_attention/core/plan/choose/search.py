@@ -107,13 +107,19 @@ def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
 def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
     """Of the plans that are the fastest within a twentieth, those whose busiest link is well
     hidden behind kernels or hardly busier than the least busy one; of those one with the fewest
-    calls, and of these the one with the least busy link. (Two H200s, contiguous shards of a
-    causal mask: a call less was worth 0.6 to 6 % from 8k tokens to 64k, and 1.3 times the bytes
-    cost nothing.)"""
+    calls, and of these the one with the least busy link, if there is one among those of even work.
+    (Two H200s, contiguous shards of a causal mask: a call less was worth 0.6 to 6 % from 8k tokens
+    to 64k, and 1.3 times the bytes cost nothing.)"""
     seconds = [rates.seconds(plan) for plan in plans]
     link = [sum(float(each.link.max()) for each in rates.passes(plan)) for plan in plans]
     fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
     least = min(link[n] for n in fast)
     most = min(max(least / FEWER_BYTES, HIDDEN * min(seconds)), BUSIER * least)
     light = [n for n in fast if link[n] <= most]
-    return plans[min(light, key=lambda n: (plans[n].calls(rates.heads[1]).max(), link[n]))]
+
+    def cost(n: int) -> tuple[int, bool, float]:
+        plan = plans[n]
+        uneven = not _is_even(plan.work, plan.group_size // plan.team_size)
+        return plan.calls(rates.heads[1]).max(), uneven, link[n]
+
+    return plans[min(light, key=cost)]
