@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rank_groups import device
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -73,10 +74,13 @@ def cut_under_fsdp() -> tuple[Tensor, Tensor, int]:
     def see(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
         masks.append(given["attention_mask"])
 
+    # Without a mesh it would take GPUs, where there are some, of which gloo knows nothing.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kind = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)}
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+        fully_shard(layer, **kind)
         layer.self_attn.register_forward_pre_hook(see, with_kwargs=True)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    fully_shard(model, **kind)
     shard = seqshard.shard_batch(given, group, "zigzag")
     with shard.context():
         loss = model(**shard.inputs).loss
