@@ -21,6 +21,7 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.choose import head_groups
 from customized_ops.ring_attention.core.plan.choose.head_groups import RankTimes
+from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
@@ -82,6 +83,18 @@ def test_slow_links_and_long_shards_are_worth_groups():
     ids=["NVLink", "NCCL", "little work", "one key head", "teams", "nothing moves"],
 )
 def test_one_group_elsewhere(plan):
+    assert plan.head_groups == 1
+
+
+def test_groups_that_the_passes_are_slower_with_are_not_taken():
+    """Two ranks' times say that they would pay; the passes' count every call of the host."""
+    tokens, slow = 4096, CostModel(link_bytes=25e9, step_seconds=48e-6)
+    given = AttnMask.dense(tokens), Layout.contiguous(tokens, 2)
+    one, plan = (make_plan(*given, costs=slow, head_groups=count) for count in (1, None))
+    rates = Rates(slow, HEADS)
+    count = head_groups.best_head_groups(one, rates.passes(one), slow, HEADS)
+    grouped = make_plan(*given, costs=slow, head_groups=count)
+    assert rates.seconds(grouped) > 1.1 * rates.seconds(one)
     assert plan.head_groups == 1
 
 

@@ -50,10 +50,7 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
     plan = home
     if not (_is_even(home) and rates.is_fast(_staged(home, request, rates))):
         plan = _evened(home, request, rates)
-    plan = _staged(plan, request, rates)
-    grouped = rates.in_head_groups(plan, request.head_groups)
-    slower = request.head_groups is None and rates.seconds(grouped) > rates.seconds(plan)
-    return plan if slower else grouped
+    return rates.in_head_groups(_staged(plan, request, rates), request.head_groups)
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:

@@ -90,6 +90,9 @@ class Rates:
         """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
         if plan.team_size > 1 or not plan.keys_move:
             return plan
-        if count is None:
-            count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
-        return plan if count == 1 else _variant(plan, head_groups=count)
+        if count is not None:
+            return plan if count == 1 else _variant(plan, head_groups=count)
+        count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
+        grouped = plan if count == 1 else _variant(plan, head_groups=count)
+        # The passes do not count what groups hide, but each of their calls.
+        return plan if self.seconds(grouped) > self.seconds(plan) else grouped
