@@ -16,7 +16,7 @@ from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .rates import AS_FAST, AnyPlan, Rates, team_sizes
+from .rates import AnyPlan, Rates, is_even, team_sizes
 from .request import PlanRequest
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
@@ -48,7 +48,7 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
     size = request.team_size or 1
     home = _plan_of(make, request, owned(request.mask.slices, request.q_layout, size), size)
     plan = home
-    if not (_is_even(home) and rates.is_fast(_staged(home, request, rates))):
+    if not (is_even(home.area) and rates.is_fast(_staged(home, request, rates))):
         plan = _evened(home, request, rates)
     return rates.in_head_groups(_staged(plan, request, rates), request.head_groups)
 
@@ -69,10 +69,6 @@ def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: i
 
 def _staged(plan: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
     return rates.staged_or_gathered(plan) if request.stages is None else plan
-
-
-def _is_even(plan: PlanValue) -> bool:
-    return bool(plan.area.max() * AS_FAST <= plan.area.mean())
 
 
 def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ...arrays import Floats, Ints
 from ..cost import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
@@ -27,6 +28,11 @@ def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
     other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
+
+
+def is_even(area: Ints | Floats) -> bool:
+    """Whether the largest of these areas, of ranks or of teams, is about the mean."""
+    return bool(area.max(initial=0) * AS_FAST <= area.mean())
 
 
 def team_sizes(ranks: int, heads: tuple[int, int]) -> Iterator[int]:

@@ -9,7 +9,7 @@ from ...mask.slices import Slices
 from ..assign.even_work import evened, shared
 from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from .document_plan import document_plan, is_good, is_of_documents
-from .rates import AS_FAST, AnyPlan, Rates, team_sizes
+from .rates import AnyPlan, Rates, is_even, team_sizes
 from .request import PlanRequest
 
 Works = list[Work]
@@ -35,17 +35,13 @@ def _nearest(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost
 def _auto(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
     at_home = owned(slices, q_layout, team)
     near = nearest(at_home, k_layout, team, cost)
-    even = [work for work in (at_home, near) if _is_even(work, q_layout.group_size // team)]
+    teams = q_layout.group_size // team
+    even = [work for work in (at_home, near) if is_even(area_per_team(work, teams))]
     if even and even[0] is at_home:  # made even it is as fast, with more calls and bytes
         return _distinct(even)
     both = shared(at_home, q_layout, k_layout, team)
     evens = [evened(work, q_layout, team) for work in _distinct([at_home, near, both])]
     return _distinct([at_home, *evens])
-
-
-def _is_even(work: Work, teams: int) -> bool:
-    area = area_per_team(work, teams)
-    return bool(area.max(initial=0) * AS_FAST <= area.mean())
 
 
 def _distinct(works: Works) -> Works:
@@ -118,8 +114,6 @@ def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
     light = [n for n in fast if link[n] <= most]
 
     def cost(n: int) -> tuple[int, bool, float]:
-        plan = plans[n]
-        uneven = not _is_even(plan.work, plan.group_size // plan.team_size)
-        return plan.calls(rates.heads[1]).max(), uneven, link[n]
+        return plans[n].calls(rates.heads[1]).max(), not is_even(plans[n].area), link[n]
 
     return plans[min(light, key=cost)]
