@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
-
 import numpy as np
 
 from ...arrays import Ints
@@ -19,15 +17,8 @@ def join(slices: Slices) -> Slices:
     They do not become a single diagonal: documents of one token look like that, and they go with
     any other documents as they are.
     """
-    unchanged = 0
-    for along in () if _are_apart(slices) else cycle(DIRECTIONS):
-        unchanged += 1
-        while len(joined := _joined_once(along, slices)) < len(slices):
-            slices, unchanged = joined, 1
-            if _are_apart(slices):
-                return slices
-        if unchanged == len(DIRECTIONS):
-            break
+    while not _are_apart(slices) and len(joined := _joined_once(slices)) < len(slices):
+        slices = joined
     return slices
 
 
@@ -39,9 +30,10 @@ def _are_apart(slices: Slices) -> bool:
     return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
 
 
-def _joined_once(along: str, slices: Slices) -> Slices:
+def _joined_once(slices: Slices) -> Slices:
     """Each slice once at a time, so that the blocks of a staircase all grow together."""
-    a, b = _neighbours(along, slices)
+    found = [_neighbours(along, slices) for along in DIRECTIONS]
+    a, b = (np.concatenate(n) for n in zip(*found, strict=True))
     if len(a) == 0:
         return slices
     hulls = _hulls(slices[a], slices[b])
