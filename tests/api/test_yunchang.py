@@ -29,7 +29,7 @@ from customized_ops.ring_attention.api.yunchang import (
 from customized_ops.ring_attention.api.yunchang import degrees as sequence_parallel
 from customized_ops.ring_attention.api.yunchang.degrees import SequenceParallel
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
-from customized_ops.ring_attention.core.comm.messages import Pending
+from customized_ops.ring_attention.core.comm.pending import Pending
 from customized_ops.ring_attention.core.cost import H200
 from customized_ops.ring_attention.op import bound
 

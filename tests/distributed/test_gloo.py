@@ -79,3 +79,17 @@ def test_random_packed_batches(ranks: Pool, seeds: range) -> None:
         some = range(start, min(start + 50, seeds.stop))
         for rank, error in enumerate(ranks.run(packed_jobs.random_batches, some)):
             assert error < 1e-10, f"rank {rank}, seeds {some}"
+
+
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+@worlds(cpus=[4], gpus=[])
+@pytest.mark.parametrize("hosts", ["2x2", "3,1"])
+def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str) -> None:
+    for rank, error in enumerate(ranks.run(packed_jobs.random_batches, range(8), hosts)):
+        assert error < 1e-10, f"rank {rank}"
+
+
+@worlds(cpus=[4], gpus=[])
+def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
+    with pytest.raises(JobFailed, match=r"SEQSHARD_HOSTS=2x3 has 6 ranks, there are 4"):
+        ranks.run(packed_jobs.random_batches, range(1), "2x3")

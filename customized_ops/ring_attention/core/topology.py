@@ -1,32 +1,15 @@
-"""Which ranks share a host, and how fast the links are inside a host and between hosts."""
+"""Which ranks share a host."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import groupby
 
 import numpy as np
 
 from .arrays import Ints
-
-
-@dataclass(frozen=True)
-class Link:
-    """The links of one level.
-
-    Attributes:
-        bytes_per_second: that a rank sends, and as many that it receives meanwhile.
-        latency_seconds: time before the first byte of an exchange arrives.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float
-
-
-# Two H200s over NVLink, one-sided writes; and 400 Gbit/s a GPU between hosts, with NCCL's latency.
-NVLINK = Link(390e9, 12e-6)
-INFINIBAND = Link(50e9, 48e-6)
 
 
 @dataclass(frozen=True)
@@ -35,11 +18,9 @@ class Topology:
 
     Attributes:
         hosts: ranks of each host; hosts may differ.
-        levels: links inside a host, and between hosts.
     """
 
     hosts: tuple[int, ...]
-    levels: tuple[Link, Link] = (NVLINK, INFINIBAND)
 
     @cached_property
     def size(self) -> int:
@@ -51,7 +32,39 @@ class Topology:
         """int64[P]: the host of each rank."""
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
 
-    @cached_property
-    def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each host."""
-        return tuple(accumulate(self.hosts[:-1], initial=0))
+    @property
+    def relays(self) -> bool:
+        """Whether there are several hosts, one of several ranks: what crosses can cross once."""
+        return len(self.hosts) > 1 and max(self.hosts) > 1
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it: ``8x4``, or ``4,4,2`` where hosts differ."""
+        if len(set(self.hosts)) == 1:
+            return f"{len(self.hosts)}x{self.hosts[0]}"
+        return ",".join(map(str, self.hosts))
+
+    @staticmethod
+    def of(hosts: Sequence[Hashable]) -> Topology | None:
+        """From the host of each rank, by any name; None where there is one, or where its ranks do
+        not follow one another: then links count as alike."""
+        runs = [len(list(same)) for _, same in groupby(hosts)]
+        return Topology(tuple(runs)) if 1 < len(runs) == len(set(hosts)) else None
+
+    @staticmethod
+    def parse(text: str) -> Topology:
+        """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            if "x" in text:
+                count, each = map(int, text.split("x"))
+                hosts = (each,) * count
+            else:
+                hosts = tuple(map(int, text.split(",")))
+        except ValueError:
+            hosts = ()
+        if not hosts or min(hosts) < 1:
+            raise ValueError(f"hosts are given as 8x4 or 4,4,2, not {text!r}")
+        return Topology(hosts)

@@ -19,6 +19,7 @@ from ..core.cost import H200, CostModel
 from ..core.kernels import FEATURES, LARGE, Kernel, Request, Scoring, choose
 from ..core.kernels.speeds import bucket
 from ..core.plan import Plan, make_plan
+from ..core.plan.heads import largest_share
 from ..core.run import te_cp
 from ..core.run.call_pairs import mask_class
 from .arguments import ArgumentError, check_tensors
@@ -215,7 +216,7 @@ class AttentionCall:
         needs["lse gradient"] = self.options.return_lse
         needs["deterministic"] = self.options.deterministic
         needs["64-bit indices"] = most_elements(plan, q, v, kv_heads) >= LARGE
-        share = plan.largest_share(q_heads, kv_heads)
+        share = largest_share(q_heads, kv_heads, plan.team_size)
         return Request(
             device=q.device,
             dtype=q.dtype,
@@ -234,7 +235,7 @@ def most_elements(plan: Plan, q: TensorSpec, v: TensorSpec, kv_heads: int) -> in
     own tokens count with all heads, because its share is a view of them; received tokens count with
     the share only."""
     q_heads = q.shape[-2]
-    share, team = plan.largest_share(q_heads, kv_heads), plan.team_size > 1
+    share, team = largest_share(q_heads, kv_heads, plan.team_size), plan.team_size > 1
     sizes = []
     for held, moved, heads, of_share in (
         (plan.q_layout, plan.q_tokens(), q_heads, share.q_heads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
-from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
+from customized_ops.ring_attention.core.comm.dist_comm import HELD, HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.topology import Topology
 
 HEADS = (4, 2)
 # What a step costs decides whether rows are given away, and whether ranks share out heads; of
@@ -47,12 +50,19 @@ def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, Any]]:
     return [[7] * n for n in lengths.tolist()], int(draw.integers(1, 9)), how
 
 
-def random_batches(seeds: Sequence[int]) -> float:
-    """The largest error of this rank's rows of a result or gradient, over drawn batches."""
+def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
+    """The largest error of this rank's rows of a result or gradient, over drawn batches; with
+    ``hosts``, as ``SEQSHARD_HOSTS`` has them, of ranks that count as on so many."""
     size, rank, largest = dist.get_world_size(), dist.get_rank(), 0.0
+    group, of_hosts = dist.group.WORLD, None
+    if hosts:
+        group = dist.new_group(list(range(size)))
+        with patch.dict(os.environ, {HOSTS: hosts, HELD: "0.5"}):
+            of_hosts = comm_by_name(group.group_name).costs
+        assert of_hosts.topology == Topology.parse(hosts)
     for seed in seeds:
         given, _, how = drawn(seed)
-        costs = COSTS[seed % len(COSTS)]
+        costs = of_hosts or COSTS[seed % len(COSTS)]
         packed = {"ranks": size, "rank": rank, "heads": HEADS, "costs": costs, **how}
         batch = next(packed_batches([given], **packed))
         whole, cu, lay = tensors(batch, seed), batch.cu_seqlens, batch.layout
@@ -61,7 +71,7 @@ def random_batches(seeds: Sequence[int]) -> float:
         for cut in (False, True):
             leaves = [lay.shard(t, rank, dim=0) if cut else t.clone() for t in whole]
             q, k, v = (t.requires_grad_() for t in leaves)
-            where = {"process_group": dist.group.WORLD, "layout": lay} if cut else {}
+            where = {"process_group": group, "layout": lay} if cut else {}
             with patch.object(DistComm, "costs", costs):
                 out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, **masked, **where)
                 out.square().sum().backward()

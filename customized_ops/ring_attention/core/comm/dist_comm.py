@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.cost import H200_NCCL
+from ..plan.cost import H200_NCCL, HELD_SHARDS
+from ..topology import Topology
 from .messages import Comm, Messages, Reduction
 from .patience import Patience
+
+HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
+HELD = "SEQSHARD_HELD_SHARDS"  # and that of CostModel.held_shards
 
 
 class DistComm(Comm):
@@ -29,6 +36,29 @@ class DistComm(Comm):
             # NCCL connects a group at its first operation and wants all ranks there; an exchange
             # may leave some out. All ranks of a group come here at their first op over it.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        if (topology := self._topology()) is not None:
+            held = float(os.environ.get(HELD, HELD_SHARDS))
+            self.costs = replace(self.costs, topology=topology, held_shards=held)
+
+    def _topology(self) -> Topology | None:
+        """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` names those of the whole world, as
+        :meth:`.Topology.parse` reads them.
+
+        Raises:
+            ValueError: it names more ranks than there are, or fewer.
+        """
+        if HOSTS in os.environ:
+            world = Topology.parse(os.environ[HOSTS])
+            if world.size != dist.get_world_size():
+                raise ValueError(
+                    f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
+                )
+            return Topology.of(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
+        # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
+        local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        if self._patience is None if local is None else local != every:
+            return Topology.of(self.all_gather_object(socket.gethostname()))
+        return None
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.

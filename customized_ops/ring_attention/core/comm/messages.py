@@ -14,16 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..merge.merge import accumulation_dtype
 from ..plan.cost import H200
 from ..plan.exchange import Exchange
-from .transfer_side import Dims, Put, TransferSide, copy, place
+from .pending import Counters, Pending
+from .transfer_side import Dims, Put, TransferSide, add, copy, place
 
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
@@ -39,30 +40,6 @@ class Coming(NamedTuple):
     target: TransferSide
     arrive: Arrive
     placed: Any = None
-
-
-@dataclass
-class Counters:
-    """Bytes sent to and received from other ranks; of an all-reduce, those of a ring."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-
-class Pending:
-    """Something that is on its way; ``wait()`` returns it, once. ``placed`` is its place in memory
-    that peers write to, if it has one."""
-
-    def __init__(self, finish: Callable[[], Any], placed: Any = None) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self.placed = placed
-
-    def wait(self) -> Any:
-        """Block until it is here (on a GPU: until the stream may use it), and free what was kept
-        for it."""
-        finish, self._finish = self._finish, None
-        assert finish is not None, "it was waited for before"
-        return finish()
 
 
 class Comm(ABC):
@@ -153,8 +130,34 @@ class Comm(ABC):
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
+        straight, buffers = self._fetch(exchange, tensors, dims, seen_by)
+        if exchange.relay is None:
+            return straight
+        cross, spread = exchange.relay
+        coming, _ = self._fetch(cross, tensors, dims)
+        inside = [dim.of_share for dim in dims]
+        last: list[Pending] = []
+
+        def go_on() -> None:
+            last.append(self._fetch(spread, coming.wait(), inside, into=buffers)[0])
+
+        def finish() -> Sequence[Tensor]:
+            last.pop().wait()
+            return straight.wait()  # type: ignore[no-any-return]
+
+        return Pending(finish, go_on=go_on)
+
+    def _fetch(
+        self,
+        exchange: Exchange,
+        tensors: Sequence[Tensor],
+        dims: Sequence[Dims],
+        seen_by: SeenBy | None = None,
+        into: Sequence[Tensor] | None = None,
+    ) -> tuple[Pending, Sequence[Tensor]]:
+        """:meth:`fetch` without its relay, and the tensors that it fills: ``into`` if given."""
         source = TransferSide(tensors, dims, exchange.sent)
-        target, arrive, placed = self._start_fetch(exchange, source, seen_by)
+        target, arrive, placed = self._start_fetch(exchange, source, seen_by, into)
         if self.rank in exchange.sent:  # what the rank holds itself is part of the buffers
             copy(source.of(self.rank), target.of(self.rank))
 
@@ -163,13 +166,17 @@ class Comm(ABC):
                 place(target.of(peer), parts)
             return target.tensors
 
-        return Pending(finish, placed)
+        return Pending(finish, placed), target.tensors
 
     def _start_fetch(
-        self, exchange: Exchange, source: TransferSide, seen_by: SeenBy | None
+        self,
+        exchange: Exchange,
+        source: TransferSide,
+        seen_by: SeenBy | None,
+        into: Sequence[Tensor] | None,
     ) -> Coming:
         """The part of :meth:`fetch` in which peers take part."""
-        buffers = [
+        buffers = into or [
             tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
             for tensor, dim in zip(source.tensors, source.dims, strict=True)
         ]
@@ -202,6 +209,43 @@ class Comm(ABC):
             over: a fetch of this pass whose tokens are not read from here on, so that what comes
                 home may come into their memory; on every rank, or on none.
         """
+        straight = self._send_home(exchange, results, into, dims, put, dtype, seen_by, over)
+        if exchange.relay is None:
+            return straight
+        assert put is add, "results of relayed tokens are added up on their way"
+        cross, spread = exchange.relay
+        own = [dim.of_share for dim in dims]
+        sums = [
+            result.new_zeros(
+                dim.shape(result, cross.tokens, self.rank), dtype=accumulation_dtype(result.dtype)
+            )
+            for result, dim in zip(results, own, strict=True)
+        ]
+        near = self._send_home(spread, results, sums, own, add, dtype)
+        last: list[Pending] = []
+
+        def go_on() -> None:
+            near.wait()
+            last.append(self._send_home(cross, sums, into, dims, add, dtype or results[0].dtype))
+
+        def finish() -> None:
+            straight.wait()
+            last.pop().wait()
+
+        return Pending(finish, go_on=go_on)
+
+    def _send_home(
+        self,
+        exchange: Exchange,
+        results: Sequence[Tensor],
+        into: Into,
+        dims: Sequence[Dims],
+        put: Put,
+        dtype: torch.dtype | None,
+        seen_by: SeenBy | None = None,
+        over: Pending | None = None,
+    ) -> Pending:
+        """:meth:`send_home` without the exchange's relay."""
         source = TransferSide(results, [dim.of_share for dim in dims], exchange.received)
         target = TransferSide(results, dims, exchange.sent)
         arrive = self._start_home(exchange, source, target, dtype, seen_by, over)

@@ -26,12 +26,15 @@ last. Then ranks first say when they have read those:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..plan.exchange import Exchange
-from .messages import Arrive, Coming, Comm, PeerParts, Pending, SeenBy
+from .messages import Arrive, Coming, Comm, PeerParts, SeenBy
+from .pending import Pending
 from .placement import DONE, Arena, Memory, Placed, Placement
 from .transfer_side import TokenBlock, TransferSide, copy
 
@@ -87,10 +90,14 @@ class OneSidedComm(Comm):
         return self._arena.used_bytes
 
     def _start_fetch(
-        self, exchange: Exchange, source: TransferSide, seen_by: SeenBy | None
+        self,
+        exchange: Exchange,
+        source: TransferSide,
+        seen_by: SeenBy | None,
+        into: Sequence[Tensor] | None,
     ) -> Coming:
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
-            return super()._start_fetch(exchange, source, seen_by)
+            return super()._start_fetch(exchange, source, seen_by, into)
         placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
 

@@ -127,8 +127,10 @@ def _unreachable(comm: DistComm, device: torch.device) -> str | None:
     here = torch.cuda.get_device_properties(device).uuid
     gpus = range(torch.cuda.device_count())
     visible = {str(torch.cuda.get_device_properties(n).uuid): n for n in gpus}
+    if comm.costs.topology is not None:
+        return "the ranks are on several hosts"
     places = comm.all_gather_object((socket.gethostname(), str(here)))
-    if len({host for host, _ in places}) > 1:
+    if len({host for host, _ in places}) > 1:  # in any order
         return "the ranks are on several hosts"
     if len(set(places)) < len(places):
         return "several ranks share a GPU"

@@ -6,6 +6,7 @@ matters here, so the constants need to be right within a factor of two or so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Numbers
+from ..arrays import Floats, Ints, Numbers
 from ..mask.slices import areas
+from ..topology import Topology
 from .exchange import Exchange
 from .heads import Sizes
 from .plan_value import PlanValue
+from .token_bytes import TokenBytes
 
 Seconds = Floats
 
@@ -79,6 +82,12 @@ class CostModel:
         step_seconds: time before the first byte of an exchange arrives.
         call_seconds: time of the host for one kernel call and what is sent and merged on its
             account, hidden behind longer kernels; 0 where calls are replayed from a CUDA graph.
+        topology: hosts of the ranks; None: one host, or links that are alike. What is above holds
+            inside a host.
+        between_bytes, between_seconds: the same as link_bytes and step_seconds between hosts
+            (by default 400 Gbit/s a rank).
+        held_shards: keys of others that a rank may hold at once, in shards of the largest rank; of
+            few tokens it may be more, up to HELD_BYTES.
     """
 
     forward_flops: float = 650e12
@@ -86,6 +95,10 @@ class CostModel:
     link_bytes: float = 390e9
     step_seconds: float = 12e-6
     call_seconds: float = 200e-6
+    topology: Topology | None = None
+    between_bytes: float = 50e9
+    between_seconds: float = 48e-6
+    held_shards: float = math.inf
 
     def attend_seconds(
         self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int
@@ -97,11 +110,31 @@ class CostModel:
     def _start_seconds(self, plan: PlanValue) -> Seconds:
         """float64[P]: time before the exchanges of one pass start to arrive: rows and keys come at
         once, and the results of rows go home."""
-        keys = plan.kv_tokens().any(axis=1)
+        keys, step = plan.kv_tokens().any(axis=1), self.step_seconds
+        if plan.topology is not None:  # those with the longest way, whoever they are
+            step += self.between_seconds
         if not plan.rows_move:
-            return np.where(keys, self.step_seconds, 0.0)
+            return np.where(keys, step, 0.0)
         rows = plan.q_tokens().any(axis=1)
-        return np.add(keys | rows, rows, dtype=np.float64) * self.step_seconds
+        return np.add(keys | rows, rows, dtype=np.float64) * step
+
+    def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> Seconds:
+        """float64[P]: time on the links inside a host or on those between hosts, whichever are
+        busy for longer; ``of`` are the bytes of a token."""
+        keys, rows = plan.crossings
+        seconds = []
+        for level, rate in ((0, self.link_bytes), (1, self.between_bytes)):
+            moved = _both_ways(keys[level], of.key_out, of.key_back)
+            moved = moved + _both_ways(rows[level], of.row_out, of.row_back)
+            seconds.append(moved.max(axis=1) / rate)
+        return np.maximum(*seconds)
+
+    def key_seconds(self, plan: PlanValue, rank: int, key_bytes: int) -> float:
+        """Time on a link of ``rank`` for keys, of ``key_bytes`` each, to arrive or to leave."""
+        if plan.topology is None:
+            return int(plan.kv_tokens()[rank].max()) * key_bytes / self.link_bytes
+        inside, across = (int(level[rank].max()) * key_bytes for level in plan.crossings[0])
+        return max(inside / self.link_bytes, across / self.between_bytes)
 
     def passes(
         self,
@@ -118,8 +151,15 @@ class CostModel:
         heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
         start = self._start_seconds(plan)
-        there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
-        back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes + start
+        if plan.topology is None:
+            there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+            back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes
+            back = back + start
+        else:
+            of, shares = Sizes(*sizes), plan.heads_of_ranks(q_heads, kv_heads)
+            home = plan.home_itemsize(of, reduce_itemsize)
+            there = start + self._level_seconds(plan, TokenBytes.forward(of, shares))
+            back = start + self._level_seconds(plan, TokenBytes.backward(of, shares, home))
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1
         return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
@@ -145,7 +185,8 @@ class CostModel:
         def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Numbers) -> float:
             """When it is complete."""
             nonlocal link_free
-            bytes_ = _moved_bytes(what, rank, token_bytes)
+            parts = what.parts if what is not None else ()
+            bytes_ = sum(_moved_bytes(part, rank, token_bytes) for part in parts)
             if not bytes_:
                 return now
             start = max(now, link_free)
@@ -177,16 +218,21 @@ class CostModel:
         return spans
 
 
-def _moved_bytes(exchange: Exchange | None, rank: int, token_bytes: Numbers) -> int:
+def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
+    """int64[P, 2]: bytes sent and received, of tokens sent and received, there and back."""
+    return tokens * out[:, None] + tokens[:, ::-1] * back[:, None]
+
+
+def _moved_bytes(exchange: Exchange, rank: int, token_bytes: Numbers) -> int:
     """What a rank sends to others, or receives from them, whichever is more;
     ``token_bytes``, number[P], are of a token as each rank computes it."""
-    if exchange is None:
-        return 0
     out, into = (each[each[:, 0] != rank] for each in (exchange.send, exchange.recv))
     sent = int((out[:, 2] * token_bytes[out[:, 0]]).sum())
     return max(sent, int(into[:, 2].sum() * token_bytes[rank]))
 
 
+# What a rank may hold of others' keys: between several hosts, and in any case.
+HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
 H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6)

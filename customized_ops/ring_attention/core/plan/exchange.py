@@ -49,6 +49,7 @@ class Exchange:
         tokens: length of the receive buffer. A rank may be its own peer (a local copy).
         team_size: ranks that share out the heads: of each token a peer is sent, and this rank
             receives, its share.
+        relay: how the tokens of the buffer that are not in ``recv`` come, if there are some.
     """
 
     send: Ints
@@ -56,6 +57,7 @@ class Exchange:
     places: Ints
     tokens: int
     team_size: int = 1
+    relay: Relay | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """In a pickled plan: without an index for each token, soon made again."""
@@ -65,6 +67,11 @@ class Exchange:
     def empty(self) -> bool:
         """Nothing to send and nothing to receive."""
         return len(self.send) == 0 and len(self.recv) == 0
+
+    @property
+    def parts(self) -> tuple[Exchange, ...]:
+        """It, and those of its relay."""
+        return (self, *(self.relay or ()))
 
     @cached_property
     def sent(self) -> dict[int, Where]:
@@ -84,8 +91,21 @@ class Exchange:
     @property
     def tables(self) -> list[IndexTable]:
         """Where scattered tokens are sent from and received, for devices."""
-        sides = *self.sent.values(), *self.received.values()
+        sides = [w for e in self.parts for w in (*e.sent.values(), *e.received.values())]
         return [where.table for where in sides if where.indices is not None]
+
+
+class Relay(NamedTuple):
+    """Tokens that come to a rank of a host and go on from there (see :mod:`.relays`).
+
+    Attributes:
+        cross: from their holders into buffers of ranks that relay them.
+        spread: from these buffers to the places of the exchange's own; also what a rank relays for
+            itself, a copy.
+    """
+
+    cross: Exchange
+    spread: Exchange
 
 
 class Exchanges(NamedTuple):
@@ -98,8 +118,8 @@ class Exchanges(NamedTuple):
     def prepare(self) -> None:
         """Work out now what a step looks up, not in the step."""
         for each in (self.q, *self.kv):
-            if each is not None:
-                _ = each.sent, each.received
+            for part in each.parts if each is not None else ():
+                _ = part.sent, part.received
 
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:

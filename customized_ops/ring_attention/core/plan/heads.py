@@ -129,6 +129,11 @@ def heads_of_ranks(q_heads: int, kv_heads: int, team_size: int, ranks: int) -> I
     return heads
 
 
+def largest_share(q_heads: int, kv_heads: int, team_size: int) -> HeadShare:
+    """The heads of a team's rank with the most; errors are those of :func:`head_shares`."""
+    return max(head_shares(q_heads, kv_heads, team_size), key=lambda share: share.q_heads)
+
+
 def _even_ranges(count: int, parts: int) -> list[tuple[int, int]]:
     """Ranges (start, stop) of 0 .. count - 1, of lengths that differ by one at most."""
     return list(pairwise(n * count // parts for n in range(parts + 1)))

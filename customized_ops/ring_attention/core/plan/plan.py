@@ -34,7 +34,10 @@ _LAST: deque[Plan] = deque(maxlen=64)
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
-MADE = "work", "team_size", "steps", "head_groups", "_ranks", "_exchanges", "planning_seconds"
+MADE = (
+    *("work", "team_size", "steps", "head_groups", "topology", "most_keys"),
+    *("_ranks", "_exchanges", "planning_seconds"),
+)
 # What a step looks up, of that which a plan works out when it is first asked.
 LOOKED_UP = "rows_move", "keys_move", "one_call_each", "_tokens"
 # And what the executor has worked out for it without a device (``run/call_pairs.py``).

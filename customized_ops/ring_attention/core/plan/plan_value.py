@@ -13,12 +13,17 @@ from ..arrays import Bools, Ints
 from ..layout import Layout
 from ..mask import AttnMask
 from ..mask.intervals import union
-from ..mask.slices import K0, K1, Q0, Q1, areas, cut_keys
+from ..mask.slices import K0, K1, Q0, Q1
+from ..topology import Topology
 from . import moves
+from .arrivals import Arrivals, arrivals
 from .assign.work import TEAM, Work, area_per_team
 from .exchange import NO_MOVES, Exchanges, exchange
-from .heads import HeadShare, Sizes, head_shares, heads_of_ranks
+from .heads import Sizes, heads_of_ranks
+from .key_exchanges import key_exchanges
 from .rank_plan import RankPlan, Stage, over_keys, over_rows
+from .relays import Crossing, crossing, relayed_crossing
+from .token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +36,11 @@ class PlanValue:
             Team t is ranks t * team_size and following; the n-th of a team has the n-th share
             (:func:`.heads.head_shares`).
         steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
-            once; else in how many steps they arrive.
+            once; else in how many steps they arrive, if :attr:`arrivals` does not say.
         head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
             of fewer key heads, each is a group.
+        topology: hosts of the ranks; None: links are alike.
+        most_keys: that a host, or without a topology a rank, may receive in one step; 0: any.
         made: what the executor has worked out for this plan; goes with it.
     """
 
@@ -44,6 +51,8 @@ class PlanValue:
     team_size: int
     steps: int
     head_groups: int = 1
+    topology: Topology | None = None
+    most_keys: int = 0
     made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
     _exchanges: dict[int, Exchanges] = field(default_factory=dict, repr=False)
@@ -81,7 +90,33 @@ class PlanValue:
     @cached_property
     def n_stages(self) -> int:
         """Stages that each rank runs; all ranks run the same number, empty ones included."""
-        return 1 if self.gathered or not self.keys_move else 1 + self.steps
+        if self.gathered or not self.keys_move:
+            return 1
+        return 1 + (self.steps if self.arrivals is None else self.arrivals.steps)
+
+    @cached_property
+    def relays(self) -> bool:
+        """Whether keys that several ranks of a host need cross to it once."""
+        return self.topology is not None and self.topology.relays and self.team_size == 1
+
+    @cached_property
+    def arrivals(self) -> Arrivals | None:
+        """Steps by hosts, or so that ranks hold few keys; None: by ring distance, as many as
+        :attr:`steps`."""
+        received = int(self.kv_tokens()[:, 1].max(initial=0))
+        too_many = 0 < self.most_keys < received
+        if not (self.relays or too_many):
+            return None
+        units = np.arange(self.group_size) // self.team_size
+        if self.relays:
+            assert self.topology is not None
+            units = self.topology.host_of
+        most = self.most_keys or self.k_layout.total
+        if self.gathered:
+            most = self.k_layout.total
+        elif self.steps > 1:
+            most = min(most, -(-received // self.steps))
+        return arrivals(self.kv_needed, self.k_layout, self.team_size, units, most)
 
     @cached_property
     def shared_rows(self) -> bool:
@@ -111,22 +146,16 @@ class PlanValue:
         kinds[row, key, ranks[tuple(which)]] = True
         return kinds
 
-    def by_holder_of_keys(self, rank: int) -> tuple[int, int]:
-        """Of a rank, where heads are not split: pairs whose keys it holds itself, and rows of
-        slices with keys that it does not hold; a row of several slices counts for each."""
-        slices = self.work[self.work[:, TEAM] == rank, :TEAM]
-        x, _, parts = cut_keys(slices, self.k_layout.places(rank)[:, :2])
-        held = np.bincount(x, parts[:, K1] - parts[:, K0], minlength=len(slices))
-        rows = (slices[:, Q1] - slices[:, Q0])[held < slices[:, K1] - slices[:, K0]]
-        return int(areas(parts).sum()), int(rows.sum())
-
     def calls(self, kv_heads: int) -> Ints:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
         over own keys and over those of others; what attends keys of others is a call for each group
         of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are made, with
         keys as if they came in one step. A call of many slices may be several of a library."""
         own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
-        groups = min(self.head_groups, kv_heads)
+        groups = np.full(self.group_size, min(self.head_groups, kv_heads))
+        if self.n_stages > 2 and self.most_keys:  # about as many as have keys for the rank
+            received = -(-2 * self.kv_tokens()[:, 1] // self.most_keys)
+            groups = groups * np.minimum(received, self.n_stages - 1)
         if self.gathered:
             return groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
         own_keys, keys_of_others = own_rows + rows_of_others
@@ -151,11 +180,6 @@ class PlanValue:
         """
         return heads_of_ranks(q_heads, kv_heads, self.team_size, self.group_size)
 
-    def largest_share(self, q_heads: int, kv_heads: int) -> HeadShare:
-        """The heads of the rank that has the most; errors are those of :meth:`heads_of_ranks`."""
-        shares = head_shares(q_heads, kv_heads, self.team_size)
-        return max(shares, key=lambda share: share.q_heads)
-
     def imbalance(self, q_heads: int, kv_heads: int) -> float:
         """Pairs times heads of the largest rank over the mean; 1 where there are none."""
         work = self.area * self.heads_of_ranks(q_heads, kv_heads)[:, 0]
@@ -179,16 +203,13 @@ class PlanValue:
         moved = self.rows_move
         rows = moves.of_rank(self.q_needed, self.q_layout, rank, size) if moved else NO_MOVES
         q = exchange(rows, rank, size, local=False)
-        kv_moves = moves.of_rank(self.kv_needed, self.k_layout, rank, size)
-        if self.gathered:  # the rank's own keys are copied beside those that it receives
-            return Exchanges(q, (exchange(kv_moves, rank, size, local=True),))
-        stage_of = moves.ring_stage(kv_moves, self.group_size, max(self.steps, 1), size)
-        # A rank with nothing to do in a stage still has it.
-        later = (
-            exchange(kv_moves[stage_of == n], rank, size, local=False)
-            for n in range(1, self.n_stages)
-        )
-        return Exchanges(q, (None, *later))
+        if self.n_stages == 1 and not self.gathered:
+            return Exchanges(q, (None,))
+        of_keys = self.kv_needed, self.k_layout, rank, size
+        steps = self.arrivals or max(self.steps, 1)
+        if self.gathered:
+            return Exchanges(q, tuple(key_exchanges(*of_keys, steps, self.relays, local=True)))
+        return Exchanges(q, (None, *key_exchanges(*of_keys, steps, self.relays, local=False)))
 
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)
@@ -210,6 +231,19 @@ class PlanValue:
         return self._tokens[1]
 
     @cached_property
+    def crossings(self) -> tuple[Crossing, Crossing]:
+        """What moves inside hosts and between them, of keys and of rows; there is a topology."""
+        assert self.topology is not None
+        units, none = self.topology.host_of, np.zeros((self.group_size, 2), dtype=np.int64)
+        if self.relays:
+            keys = relayed_crossing(self.kv_needed, self.k_layout, units)
+        else:
+            keys = crossing(self.kv_needed, self.k_layout, self.team_size, units)
+        if not self.rows_move:
+            return keys, Crossing(none, none)
+        return keys, crossing(self.q_needed, self.q_layout, self.team_size, units)
+
+    @cached_property
     def _tokens(self) -> tuple[Ints, Ints]:
         keys = moves.counts(self.kv_needed, self.k_layout, self.team_size)
         if not self.rows_move:
@@ -226,15 +260,11 @@ class PlanValue:
     def forward_bytes(
         self, q_heads: int, kv_heads: int, head_dim: int, v_dim: int | None, itemsize: int
     ) -> Ints:
-        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1: keys
-        and values go out; rows go out, their output and lse come back."""
-        h, g = self.heads_of_ranks(q_heads, kv_heads).T
+        """int64[P, 2]: bytes that each rank sends and receives in the forward pass, batch 1 (see
+        :meth:`.TokenBytes.forward`), where each fetches what it needs by itself."""
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        keys = self._kv_bytes(sizes.kv_bytes(g))
-        if not self.rows_move:
-            return keys
-        rows, results = self._q_bytes(sizes.q_bytes(h)), self._q_bytes(sizes.result_bytes(h))
-        return keys + rows + results[:, ::-1]
+        heads = self.heads_of_ranks(q_heads, kv_heads)
+        return self._moved_bytes(TokenBytes.forward(sizes, heads))
 
     def backward_bytes(
         self,
@@ -247,34 +277,32 @@ class PlanValue:
         *,
         lse_gradient: bool = False,
     ) -> Ints:
-        """int64[P, 2]: bytes that each rank sends and receives in the backward pass, batch 1.
-
-        k and v go out again, dk and dv come home; rows of q, out and dout with their lse go out, dq
-        comes home.
+        """The same of the backward pass (see :meth:`.TokenBytes.backward`).
 
         Args:
             reduce_itemsize: bytes per element of gradients that come home; None is that of the
                 inputs where :attr:`one_call_each`, else 4, or 8 beside fp64.
             lse_gradient: whether the gradient of lse goes out with the rows.
         """
-        h, g = self.heads_of_ranks(q_heads, kv_heads).T
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        wide = sizes.wide_itemsize
-        home = reduce_itemsize or (itemsize if self.one_call_each else wide)
-        gradients = sizes._replace(itemsize=home)
-        keys = self._kv_bytes(sizes.kv_bytes(g))
-        keys = keys + self._kv_bytes(gradients.kv_bytes(g))[:, ::-1]
+        heads = self.heads_of_ranks(q_heads, kv_heads)
+        home = self.home_itemsize(sizes, reduce_itemsize)
+        return self._moved_bytes(TokenBytes.backward(sizes, heads, home, lse_gradient=lse_gradient))
+
+    def home_itemsize(self, sizes: Sizes, reduce_itemsize: int | None = None) -> int:
+        """Bytes per element of gradients that come home; see :meth:`backward_bytes`."""
+        return reduce_itemsize or (sizes.itemsize if self.one_call_each else sizes.wide_itemsize)
+
+    def _moved_bytes(self, of: TokenBytes) -> Ints:
+        """int64[P, 2]: bytes that each rank sends and receives, of a token as each attends it."""
+
+        def moved(needed: Ints, tokens: Ints, out: Ints, back: Ints) -> Ints:
+            there = moves.sizes(needed, tokens, out, self.team_size)
+            if not back.any():
+                return there
+            return there + moves.sizes(needed, tokens, back, self.team_size)[:, ::-1]
+
+        keys = moved(self.kv_needed, self.kv_tokens(), of.key_out, of.key_back)
         if not self.rows_move:
             return keys
-        row = sizes.q_bytes(h) + sizes.result_bytes(h)
-        row = row + h * (sizes.v_dim * itemsize + lse_gradient * wide)
-        return keys + self._q_bytes(row) + self._q_bytes(gradients.q_bytes(h))[:, ::-1]
-
-    def _kv_bytes(self, size: Ints) -> Ints:
-        """int64[P, 2]: bytes that each rank sends and receives if of each key token that rank r
-        is to attend it receives ``size[r]``."""
-        return moves.sizes(self.kv_needed, self.kv_tokens(), size, self.team_size)
-
-    def _q_bytes(self, size: Ints) -> Ints:
-        """The same of query rows."""
-        return moves.sizes(self.q_needed, self.q_tokens(), size, self.team_size)
+        return keys + moved(self.q_needed, self.q_tokens(), of.row_out, of.row_back)

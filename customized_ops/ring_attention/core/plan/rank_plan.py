@@ -141,7 +141,9 @@ class RankPlan:
             if stage.kv is None:
                 parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.remote)]
             else:
-                parts += _sent(stage.kv.send, stage.kv.send[:, 0])
+                straight, *relay = stage.kv.parts
+                for send in (straight.send, *(part.send for part in relay[:1])):
+                    parts += _sent(send, send[:, 0])
         return _most_parts(parts)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
-from ..comm.messages import Pending
+from ..comm.pending import Pending
 from ..comm.transfer_side import Dims, add
 from ..kernels import BackwardOperands
 from ..merge.merge import Sum, span_of
@@ -31,7 +33,9 @@ class BackwardPass(RankPass):
         # What the second stream adds up for the rank's own rows and keys.
         self._late_dq = Sum(span_of(self._q, 1, *self.late_rows), row_parts)
         self._late_dk, self._late_dv = Sum(k, key_parts), Sum(v, key_parts)
-        self._going_home: list[Pending] = []
+        self._going_home: deque[Pending] = deque()
+        # Whether gradients of keys that are on their way are waited for, but for the last ones.
+        self._few_at_once = self._plan.arrivals is not None
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of the rank's tokens."""
@@ -47,9 +51,12 @@ class BackwardPass(RankPass):
         if own_last:
             self._attend_local()
         self.streams.join()
-        self._add_late()  # 5.
-        for home in self._going_home:
-            home.wait()
+        if not self._few_at_once:
+            self._add_late()  # 5.
+        while self._going_home:
+            self._going_home.popleft().wait()
+        if self._few_at_once:  # these have some of what came home
+            self._add_late()
         self.end()
         grads = self._dq.result(), self._dk.result(), self._dv.result()
         self.leave()
@@ -100,7 +107,11 @@ class BackwardPass(RankPass):
     def _give_keys(self, n: int, stage: Stage, heads: RankHeads, dk: Sum, dv: Sum) -> None:
         """Send gradients of received keys home; add up those of the rank's own keys."""
         if stage.kv is not None:
-            self._add_at_home([dk, dv], [self._dk, self._dv], heads.keys, n)
+            late = self._few_at_once
+            totals = [self._late_dk, self._late_dv] if late else [self._dk, self._dv]
+            self._add_at_home([dk, dv], totals, heads.keys, n)
+            if late:
+                self._end_older_homes()
         elif len(stage.remote):
             self.share.add(self._late_dk, dk.so_far(), self.share.keys)
             self.share.add(self._late_dv, dv.so_far(), self.share.keys)
@@ -117,6 +128,13 @@ class BackwardPass(RankPass):
         over = None if stage is None else self.last
         home = self._comm.send_home(exchange, results, into, every, add, self._wire, seen_by, over)
         self._going_home.append(home)
+
+    def _end_older_homes(self) -> None:
+        """Keep no more on its way home than the last two."""
+        if len(self._going_home) > 1:
+            self._going_home[-2].go_on()
+        while len(self._going_home) > 2:
+            self._going_home.popleft().wait()
 
     def _add_late(self) -> None:
         if not self._late_dq.empty:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..comm.messages import Pending
+from ..comm.pending import Pending
 from ..comm.transfer_side import merge, place
 from ..kernels import ForwardOperands
 from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..comm import Comm
-from ..comm.messages import Pending, SeenBy
+from ..comm.messages import SeenBy
+from ..comm.pending import Pending
 from ..index_table import IndexTable
 from ..kernels import Kernel
 from ..plan import Plan
@@ -107,7 +108,9 @@ class RankPass:
         def ask() -> None:
             n, heads = waiting.popleft()
             exchange, seen_by = self.exchange(n)
-            coming.append(self._comm.fetch(exchange, [k, v], [heads.keys] * 2, seen_by))
+            dims = [heads.keys] * 2
+            peers = None if self._plan.relays else seen_by  # what is relayed comes by messages
+            coming.append(self._comm.fetch(exchange, [k, v], dims, peers))
 
         def arriving(stage: Stage) -> Iterator[Keys]:
             if stage.kv is None:
@@ -117,11 +120,14 @@ class RankPass:
                 here = coming.popleft()
                 if waiting:
                     ask()
+                if coming:
+                    coming[0].go_on()
                 keys, values = here.wait()
                 self.last = None if coming else here
                 yield Keys(heads, keys, values)
 
-        for _ in range(min(self._comm.ahead, len(waiting))):
+        # Relayed keys have a second part of their way, for which the next ones are on their first.
+        for _ in range(min(self._comm.ahead + self._plan.relays, len(waiting))):
             ask()
         return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
 

@@ -16,7 +16,7 @@ from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .rates import AnyPlan, Rates, is_even, team_sizes
+from .rates import AnyPlan, Rates, is_even
 from .request import PlanRequest
 
 # Kernel calls of a pass in which rows are given away: own rows and those of others, over own keys
@@ -64,7 +64,7 @@ def is_good(plan: PlanValue, rates: Rates) -> bool:
 
 def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: int) -> AnyPlan:
     layout = request.q_layout
-    return make(request.mask, layout, layout, work, team_size, request.steps(team_size))
+    return make(request.mask, layout, layout, work, team_size, **request.arrangement(team_size))
 
 
 def _staged(plan: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
@@ -116,7 +116,7 @@ def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
     # gradients, twice as wide, come back; rows go out with dout and results, gradients come back.
     keys = np.array([key * most, key * (2 * most + least)])
     rows = np.array([row + result, 2 * row + result + 2 * row]) * max(home.q_layout.sizes)
-    of = list(team_sizes(home.group_size, rates.heads))
+    of = list(rates.team_sizes(home.group_size))
     split = np.array(of)[:, None]
     link = keys / np.minimum(split, max(kv_heads, 1)) + rows * (split - 1) / split
     calls = np.where(split > 1, CALLS, CALLS - 1) * rates.costs.call_seconds

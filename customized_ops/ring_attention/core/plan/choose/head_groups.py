@@ -15,6 +15,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from ...mask.slices import K0, K1, Q0, Q1, areas, cut_keys
+from ..assign.work import TEAM
 from ..cost import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
@@ -78,7 +82,7 @@ class RankTimes(NamedTuple):
         """What ``rank`` does for a plan."""
         sizes = Sizes.usual(heads)
         row_bytes, key_bytes = sizes.q_bytes(heads[0]), sizes.kv_bytes(heads[1])
-        over_own_keys, waiting_rows = plan.by_holder_of_keys(rank)
+        over_own_keys, waiting_rows = _by_holder_of_keys(plan, rank)
         area_here = 0 if plan.gathered else over_own_keys
         areas = [area_here, int(plan.area[rank]) - area_here]
         forward, backward = (
@@ -93,7 +97,7 @@ class RankTimes(NamedTuple):
             (forward[0], backward[0]),
             (forward[1], backward[1]),
             int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
-            int(plan.kv_tokens()[rank].max()) * key_bytes / costs.link_bytes,
+            costs.key_seconds(plan, rank, key_bytes),
             2 * waiting_rows * row_bytes / MEMORY_BYTES,
         )
 
@@ -127,3 +131,13 @@ class RankTimes(NamedTuple):
         calls = self.own_rows[0] + self.others_rows[0]
         calls += count * (self.own_rows[1] + self.others_rows[1])
         return max(now, home, calls * self.costs.call_seconds)
+
+
+def _by_holder_of_keys(plan: PlanValue, rank: int) -> tuple[int, int]:
+    """Of a rank, where heads are not split: pairs whose keys it holds itself, and rows of slices
+    with keys that it does not hold; a row of several slices counts for each."""
+    slices = plan.work[plan.work[:, TEAM] == rank, :TEAM]
+    x, _, parts = cut_keys(slices, plan.k_layout.places(rank)[:, :2])
+    held = np.bincount(x, parts[:, K1] - parts[:, K0], minlength=len(slices))
+    rows = (slices[:, Q1] - slices[:, Q0])[held < slices[:, K1] - slices[:, K0]]
+    return int(areas(parts).sum()), int(rows.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -35,14 +36,6 @@ def is_even(area: Ints | Floats) -> bool:
     return bool(area.max(initial=0) * AS_FAST <= area.mean())
 
 
-def team_sizes(ranks: int, heads: tuple[int, int]) -> Iterator[int]:
-    """How many ranks may share out the heads of the same work."""
-    q_heads, kv_heads = heads
-    # A team shares out whole groups of heads; q cut on its heads alone has none.
-    most = min(ranks, q_heads) if kv_heads and q_heads % kv_heads == 0 else 1
-    return (n for n in range(1, max(most, 1) + 1) if ranks % n == 0)
-
-
 @dataclass(frozen=True)
 class Rates:
     """What plans are compared by: times for so many query and key heads."""
@@ -50,6 +43,15 @@ class Rates:
     costs: CostModel
     heads: tuple[int, int]
     _passes: dict[PlanValue, tuple[Pass, Pass]] = field(default_factory=dict)
+
+    def team_sizes(self, ranks: int) -> Iterator[int]:
+        """How many ranks may share out the heads of the same work, all of them of one host."""
+        q_heads, kv_heads = self.heads
+        # A team shares out whole groups of heads; q cut on its heads alone has none.
+        most = min(ranks, q_heads) if kv_heads and q_heads % kv_heads == 0 else 1
+        hosts = self.costs.topology.hosts if self.costs.topology is not None else (ranks,)
+        together = math.gcd(*hosts)
+        return (n for n in range(1, max(most, 1) + 1) if together % n == 0)
 
     def passes(self, plan: PlanValue) -> tuple[Pass, Pass]:
         """Forward and backward pass, counted once for each plan."""
@@ -87,6 +89,8 @@ class Rates:
 
     def staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
+        if plan.n_stages != 2 and plan.arrivals is not None:
+            return plan  # for the memory
         if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only spares calls
         gathered = _variant(plan, steps=0)
@@ -98,6 +102,8 @@ class Rates:
             return plan
         if count is not None:
             return plan if count == 1 else _variant(plan, head_groups=count)
+        if plan.arrivals is not None and plan.n_stages > 2:
+            return plan  # while keys of one step are attended, those of the next arrive
         count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
         grouped = plan if count == 1 else _variant(plan, head_groups=count)
         # The passes do not count what groups hide, but each of their calls.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from ...layout import Layout, LayoutError
 from ...mask import AttnMask
-from ..cost import CostModel
-from ..heads import head_shares
+from ..cost import HELD_BYTES, CostModel
+from ..heads import Sizes, head_shares
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class PlanRequest:
             known = ", ".join(assignments)
             raise ValueError(f"assignment must be one of {known}, got {self.assignment!r}")
         self._check_heads()
+        self._check_topology()
 
     def _check_heads(self) -> None:
         (q_heads, kv_heads), ranks = self.heads, self.q_layout.group_size
@@ -62,7 +65,27 @@ class PlanRequest:
             )
         head_shares(*self.heads, max(groups, size or 1))
 
-    def steps(self, team_size: int) -> int:
-        """In how many steps keys arrive, for ranks in teams, unless gathering them is faster."""
+    def _check_topology(self) -> None:
+        topology, ranks = self.costs.topology, self.q_layout.group_size
+        if topology is not None and topology.size != ranks:
+            raise ValueError(f"hosts {topology} have {topology.size} ranks, the layout {ranks}")
+
+    def arrangement(self, team_size: int) -> dict[str, Any]:
+        """How keys arrive at ranks in teams, as fields of a plan: in how many steps, unless
+        gathering them is faster, over which hosts, and how many at once."""
         teams = self.q_layout.group_size // team_size
-        return min(1 if self.stages is None else self.stages, max(teams - 1, 1))
+        steps = min(1 if self.stages is None else self.stages, max(teams - 1, 1))
+        topology = self.costs.topology
+        if topology is not None and (
+            len(topology.hosts) == 1 or math.gcd(*topology.hosts) % team_size
+        ):
+            topology = None  # nothing crosses, or teams do
+        if math.isinf(self.costs.held_shards):
+            return {"steps": steps, "topology": topology}
+        key_bytes = Sizes.usual(self.heads).kv_bytes(max(self.heads[1] // team_size, 1))
+        shard = max(self.k_layout.sizes)
+        held = max(int(self.costs.held_shards * shard), HELD_BYTES // key_bytes)
+        # Those of a step that is attended and of the next; of each of these, up to half are held
+        # twice where they are relayed.
+        relays = topology is not None and topology.relays and team_size == 1
+        return {"steps": steps, "topology": topology, "most_keys": held // (3 if relays else 2)}

@@ -9,7 +9,7 @@ from ...mask.slices import Slices
 from ..assign.even_work import evened, shared
 from ..assign.work import FEWER_BYTES, Work, area_per_team, nearest, owned
 from .document_plan import document_plan, is_good, is_of_documents
-from .rates import AnyPlan, Rates, is_even, team_sizes
+from .rates import AnyPlan, Rates, is_even
 from .request import PlanRequest
 
 Works = list[Work]
@@ -87,13 +87,13 @@ def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     (q_heads, kv_heads), ranks = request.heads, q_layout.group_size
     plans: list[AnyPlan] = []
-    for size in [request.team_size] if request.team_size else team_sizes(ranks, request.heads):
+    for size in [request.team_size] if request.team_size else rates.team_sizes(ranks):
         if plans and rates.is_fast(*plans):
             break
         row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
         works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
-        steps = request.steps(size)
-        plans += [make(mask, q_layout, k_layout, work, size, steps) for work in works]
+        arranged = request.arrangement(size)
+        plans += [make(mask, q_layout, k_layout, work, size, **arranged) for work in works]
     if request.stages is None:
         plans = [rates.staged_or_gathered(plan) for plan in plans]
     plans = [rates.in_head_groups(plan, request.head_groups) for plan in plans]

@@ -1,0 +1,190 @@
+"""In which step keys of other ranks arrive, so that a rank holds few of them at once.
+
+Ranks are in units: the ranks of a host, or each team by itself where all links are alike. Keys
+arrive at all ranks of a unit in the same step, so that a key that several of them need can cross to
+the unit once. The unit's own keys come first, then those of the other units by distance, as in a
+ring, in steps of so many keys as any one of the unit's ranks has room for:
+
+    step       1              2        3        4           5
+    keys of    the unit       next,    next,    the two after that
+               itself         a half   a half
+
+Where a distance has more than a step may hold, what the unit needs of each shard is cut into equal
+slices, so that all its holders send in every step. What a holder is asked for is all that says
+where its slices end: so a sender and a receiver find the same ones, each from what it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Ints
+from ..layout import Layout
+from ..mask.intervals import spread, touched, union
+from .exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves
+from .moves import counts, located
+
+# Up to so many ranges of needed keys it is counted in how few slices they can come.
+MOST_COUNTED = 50_000
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Steps of all ranks.
+
+    Attributes:
+        unit_of: int64[P], the unit of each rank.
+        first: int64[U, U]: of keys that a unit, by row, receives from another, by column, the first
+            step.
+        slices: int64[U, U]: into how many slices they are cut, a step for each.
+        steps: how many there are, from 1 on, of the unit that has most.
+    """
+
+    unit_of: Ints
+    first: Ints
+    slices: Ints
+    steps: int
+
+    def cut(self, moves: Moves, receiver: Ints) -> tuple[Moves, Ints]:
+        """``moves`` cut where a step ends, and the step of each.
+
+        Args:
+            moves: of each unit and holder all, or none.
+            receiver: int64[n], the unit that receives each.
+        """
+        pair = receiver, self.unit_of[moves[:, SEND]]
+        parts, x, n = _in_slices(moves, receiver, self.slices[pair])
+        return parts, self.first[pair][x] + n
+
+
+def arrivals(needed: Ints, layout: Layout, team_size: int, unit_of: Ints, most: int) -> Arrivals:
+    """Steps in which no rank receives more than about ``most`` keys.
+
+    Args:
+        needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team,
+            by team.
+        unit_of: int64[P], rising; the ranks of a team are in one unit.
+    """
+    units = int(unit_of[-1]) + 1
+    wanted = _wanted(needed, layout, team_size, unit_of)
+    of_unit = union(unit_of[needed[:, 0] * team_size], needed[:, 1], needed[:, 2])
+    of_all = _held_by_units(of_unit, units, layout, unit_of)
+    # A slice of what is needed of a shard may be a token longer than a share of it.
+    room = np.maximum(most - np.bincount(unit_of), 1)
+    slices = np.where(wanted > most, -(-of_all // room), 1)
+    least = np.maximum(-(-wanted // most), 1)
+    _cut_less(slices, least, needed, layout, team_size, unit_of, most)
+    numbers = np.arange(units)
+    first, step, filled = np.ones_like(slices), np.ones_like(numbers), np.zeros_like(numbers)
+    for distance in range(units):
+        pair = numbers, (numbers + distance) % units
+        begins = (filled > 0) & (filled + wanted[pair] > most)
+        first[pair] = step + begins
+        step = first[pair] + slices[pair] - 1
+        filled = np.where(slices[pair] > 1, most, wanted[pair] + filled * ~begins)
+    return Arrivals(unit_of, first, slices, int(step.max()))
+
+
+def _wanted(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:
+    """int64[U, U]: keys of each unit, by column, that some rank of a unit, by row, receives at the
+    most."""
+    units, teams = int(unit_of[-1]) + 1, layout.group_size // team_size
+    of_team, team_unit = _held_by_units(needed, teams, layout, unit_of), unit_of[::team_size]
+    if team_size == 1:  # what a rank holds itself it does not receive
+        received = counts(needed, layout, team_size)[:, 1]
+        of_team[np.arange(teams), team_unit] -= of_team.sum(axis=1) - received
+    most = np.zeros((units, units), dtype=np.int64)
+    np.maximum.at(most, team_unit, of_team)
+    return most
+
+
+def _held_by_units(needed: Ints, count: int, layout: Layout, unit_of: Ints) -> Ints:
+    """int64[count, U]: of what each of ``count`` needs, int64[n, 3], how much each unit holds."""
+    units, pieces = int(unit_of[-1]) + 1, layout.pieces
+    holder = unit_of[pieces[:, 0]]
+    before = np.zeros((len(pieces) + 1, units), dtype=np.int64)  # of each unit, up to each piece
+    before[np.arange(len(pieces)) + 1, holder] = pieces[:, 2] - pieces[:, 1]
+    np.cumsum(before, axis=0, out=before)
+
+    def up_to(token: Ints) -> Ints:
+        """int64[n, U]: keys of each unit before each token."""
+        piece = np.minimum(pieces[:, 2].searchsorted(token, side="right"), len(pieces) - 1)
+        found = before[piece]
+        found[np.arange(len(token)), holder[piece]] += token - pieces[piece, 1]
+        return found
+
+    who, start, stop = needed.T
+    held = np.zeros((count, units), dtype=np.int64)
+    np.add.at(held, who, up_to(stop) - up_to(start))
+    return held
+
+
+def _cut_less(
+    slices: Ints,
+    least: Ints,
+    needed: Ints,
+    layout: Layout,
+    team_size: int,
+    unit_of: Ints,
+    most: int,
+) -> None:
+    """Lower ``slices``, int64[U, U], which are enough, to the first from ``least`` on for which no
+    rank receives more than ``most``; where there are few ranges to count."""
+    pieces, units = layout.pieces, len(slices)
+    open_ = (slices > least).reshape(-1)
+    first, last = touched(needed[:, 1], needed[:, 2], pieces[:, 1:3])
+    if not open_.any() or (last - first).sum() > MOST_COUNTED:
+        return
+    moves = located(needed, pieces)
+    receiver = unit_of[moves[:, RECV] * team_size]
+    pair = receiver * units + unit_of[moves[:, SEND]]
+    flat, tried = slices.reshape(-1), least.reshape(-1).copy()
+    while open_.any():
+        some = open_[pair]
+        moves, pair, receiver = moves[some], pair[some], receiver[some]
+        parts, x, n = _in_slices(moves, receiver, tried[pair])
+        mine = (team_size == 1) & (parts[:, RECV] == parts[:, SEND])
+        parts, x, n = parts[~mine], x[~mine], n[~mine]
+        key = (parts[:, RECV] * units + unit_of[parts[:, SEND]]) * (int(tried.max()) + 1) + n
+        at, which = np.unique(key, return_inverse=True)
+        tokens = np.bincount(which, parts[:, TOKEN1] - parts[:, TOKEN0], minlength=len(at))
+        full = np.zeros(len(flat), dtype=bool)
+        full[pair[x][(tokens > most)[which]]] = True
+        fits = open_ & ~full
+        flat[fits] = tried[fits]
+        tried += 1
+        open_ = full & (tried < flat)
+
+
+def _in_slices(moves: Moves, receiver: Ints, slices: Ints) -> tuple[Moves, Ints, Ints]:
+    """``moves`` cut where slices end: the parts, and of each the number of its move and of its
+    slice. What a unit needs of a rank is cut into as many slices as ``slices``, int64[n], says.
+
+    Args:
+        receiver: int64[n], the unit that receives each.
+    """
+    holder, start = moves[:, SEND], moves[:, SEND_OFFSET]
+    stop = start + moves[:, TOKEN1] - moves[:, TOKEN0]
+    pair = receiver * (int(holder.max(initial=0)) + 1) + holder
+    of_pair, begin, end = union(pair, start, stop).T
+    length = end - begin
+    before = np.cumsum(length) - length
+    heads = of_pair.searchsorted(pair)
+    # Where a move starts among all that the unit needs of the holder, and how much that is.
+    line = int(end.max(initial=0)) + 1
+    at = (of_pair * line + begin).searchsorted(pair * line + start, side="right") - 1
+    first = before[at] - before[heads] + start - begin[at] if len(at) else start
+    total = np.bincount(of_pair, length)[pair].astype(np.int64) if len(at) else start
+    last = first + stop - start
+    x, n = spread(first * slices // total, ((last - 1) * slices) // total + 1)
+    cut0 = np.maximum(first[x], -(-n * total[x] // slices[x]))
+    cut1 = np.minimum(last[x], -(-(n + 1) * total[x] // slices[x]))
+    some = cut0 < cut1
+    x, n, cut0, cut1 = x[some], n[some], cut0[some], cut1[some]
+    parts = moves[x]
+    parts[:, TOKEN0] += cut0 - first[x]
+    parts[:, TOKEN1] = parts[:, TOKEN0] + cut1 - cut0
+    parts[:, SEND_OFFSET] += cut0 - first[x]
+    return parts, x, n

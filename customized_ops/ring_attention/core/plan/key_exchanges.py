@@ -1,0 +1,62 @@
+"""The exchanges of a rank's keys, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..arrays import Ints
+from ..layout import Layout
+from . import moves
+from .arrivals import Arrivals
+from .exchange import RECV, Exchange, exchange
+from .relays import relayed
+
+
+def key_exchanges(
+    needed: Ints,
+    layout: Layout,
+    rank: int,
+    team_size: int,
+    steps: Arrivals | int,
+    relays: bool,
+    *,
+    local: bool,
+) -> Iterator[Exchange]:
+    """What ``rank`` sends and receives in each step.
+
+    Args:
+        needed: int64[n, 3]: team, start, stop of the keys that it attends; disjoint within a team.
+        steps: which keys come when; a number: as many by ring distance.
+        relays: whether keys cross to each unit of ``steps`` once.
+        local: whether what the rank holds itself is received too, as a copy, in one step with all
+            others.
+    """
+    if not isinstance(steps, Arrivals):
+        some = moves.of_rank(needed, layout, rank, team_size)
+        step_of = moves.ring_stage(some, layout.group_size, steps, team_size)
+        for n in [slice(None)] if local else [step_of == n for n in range(1, steps + 1)]:
+            yield exchange(some[n], rank, team_size, local=local)
+        return
+    some, step_of = _by_arrival(needed, layout, rank, team_size, steps)
+    order = np.argsort(step_of, kind="stable")
+    some, ends = some[order], np.cumsum(np.bincount(step_of, minlength=steps.steps + 1))
+    # A rank with nothing to do in a step still has it.
+    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        if relays:
+            yield relayed(some[begin:end], rank, steps.unit_of, local=local)
+        else:
+            yield exchange(some[begin:end], rank, team_size, local=local)
+
+
+def _by_arrival(
+    needed: Ints, layout: Layout, rank: int, team_size: int, steps: Arrivals
+) -> tuple[moves.Moves, Ints]:
+    """The moves that concern ``rank``, and the step of each: of all that its unit needs, and of
+    what others need of its own keys."""
+    own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
+    into = moves.located(needed[own], layout.pieces)
+    out = moves.located(needed[~own], layout.pieces[layout.pieces[:, 0] == rank])
+    some = np.concatenate([into, out])
+    return steps.cut(some, steps.unit_of[some[:, RECV] * team_size])

@@ -1,0 +1,180 @@
+"""Keys that cross to a host once, however many of its ranks need them.
+
+A range of keys that several ranks of a host need is cut into as many parts, and each of these ranks
+receives one from the holder, for all of them. Then they exchange the parts inside the host:
+
+    holder  [ 1 | 2 | 3 ]       cross:  1 to rank 4,  2 to rank 5,  3 to rank 6
+                                spread: ranks 4, 5 and 6 send one another their parts
+
+So a rank relays only what it needs itself, and all ranks, with all their network cards, take part.
+Keys that one rank of a host needs come to it straight. In the backward the same steps are reversed:
+ranks add up the gradients of the parts that they relayed, and send the sums to the holder.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Ints, columns
+from ..layout import Layout
+from ..mask.intervals import spread, touched, union
+from .exchange import (
+    NO_RANGES,
+    RECV,
+    SEND,
+    SEND_OFFSET,
+    TOKEN0,
+    TOKEN1,
+    Exchange,
+    Moves,
+    Relay,
+    exchange,
+)
+from .moves import counts, located
+
+
+def relayed(moves: Moves, rank: int, unit_of: Ints, *, local: bool) -> Exchange:
+    """``rank``'s side of the moves of one step, where teams are of one rank each.
+
+    Args:
+        moves: all those into its unit, and all of its own keys.
+        unit_of: int64[P], the host of each rank.
+        local: whether what the rank holds itself is received too, as a copy.
+    """
+    ranks = len(unit_of)
+    unit = unit_of[moves[:, RECV]]
+    crosses = unit != unit_of[moves[:, SEND]]
+    near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
+    alone, parts, every = _parts(moves[crosses], unit[crosses])
+    cross = exchange(parts, rank, 1, local=False)
+    inside = every[unit_of[every[:, RECV]] == unit_of[rank]]
+    # Where the relaying rank has a part among those that it receives in this step.
+    at = np.lexsort((parts[:, TOKEN0], parts[:, RECV]))
+    size = (parts[:, TOKEN1] - parts[:, TOKEN0])[at]
+    ends = np.cumsum(size)
+    of_relay = np.searchsorted(parts[at, RECV], np.arange(ranks))
+    before = np.append(0, ends)[of_relay]
+    offset = np.empty(len(parts), dtype=np.int64)
+    offset[at] = ends - size - before[parts[at, RECV]]
+    inside = inside.copy()
+    inside[:, SEND_OFFSET] = offset[inside[:, SEND_OFFSET]]
+    # Relayed keys as if they came from other ranks than those that relay them.
+    virtual = inside.copy()
+    virtual[:, SEND] += ranks
+    whole = exchange(np.concatenate([near, alone, virtual]), rank, 1, local=True)
+    straight = whole.recv[:, 0] < ranks
+    if straight.all() and cross.empty:
+        return whole
+    from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
+    sent = exchange(inside, rank, 1, local=True).send
+    spread_ = Exchange(sent, from_relays, NO_RANGES, whole.tokens)
+    return Exchange(
+        whole.send, whole.recv[straight], whole.places, whole.tokens, 1, Relay(cross, spread_)
+    )
+
+
+def _parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
+    """Moves that cross, to int64[n] units: those of keys that one rank of the unit needs; the parts
+    of all others, as moves to the ranks that relay them; and a move of each part from there to each
+    rank that needs it, with the number of the part as its offset."""
+    total = int(moves[:, TOKEN1].max(initial=0)) + 1
+    line = unit * total
+    start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
+    bounds = np.unique(np.concatenate([start, stop]))
+    x, segment = spread(bounds.searchsorted(start), bounds.searchsorted(stop))
+    order = np.lexsort((moves[x, RECV], segment))
+    x, segment = x[order], segment[order]
+    needers = np.bincount(segment, minlength=len(bounds))
+    place = np.arange(len(x)) - (np.cumsum(needers) - needers)[segment]  # among those that need it
+    count = needers[segment]
+    token = bounds[segment] - line[x]
+    length = (bounds[1:] - bounds[:-1])[segment] if len(x) else segment
+    # Ranges of few keys begin with another rank each, so that all relay some.
+    turn = (place + token) % np.maximum(count, 1)
+    first, last = length * turn // np.maximum(count, 1), length * (turn + 1) // np.maximum(count, 1)
+    offset = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
+    cut = columns(moves[x, RECV], moves[x, SEND], token + first, token + last, offset + first)
+    alone, some = count == 1, (count > 1) & (first < last)
+    number = np.cumsum(some) - 1
+    # Each part goes to all that need its segment: those from its first row of them on.
+    part, other = spread(
+        (np.arange(len(x)) - place)[some], (np.arange(len(x)) - place + count)[some]
+    )
+    parts = cut[some]
+    every = columns(
+        cut[other, RECV],
+        parts[part, RECV],
+        parts[part, TOKEN0],
+        parts[part, TOKEN1],
+        number[some][part],
+    )
+    return cut[alone], parts, every
+
+
+class Crossing(NamedTuple):
+    """Tokens that each rank sends and receives, int64[P, 2] each.
+
+    Attributes:
+        inside: from and to ranks of its host.
+        across: from and to those of other hosts.
+    """
+
+    inside: Ints
+    across: Ints
+
+
+def crossing(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Crossing:
+    """What moves inside hosts and across where every rank fetches what it needs by itself.
+
+    Args:
+        needed: int64[n, 3]: team, start, stop; disjoint within a team.
+        unit_of: int64[P], the host of each rank; those of a team have one.
+    """
+    every = counts(needed, layout, team_size)
+    sent, received = _inside(needed, layout, team_size, unit_of)
+    inside = columns(sent, received)
+    return Crossing(inside, every - inside)
+
+
+def relayed_crossing(needed: Ints, layout: Layout, unit_of: Ints) -> Crossing:
+    """The same where keys cross once and are relayed; who of a host receives how much of what
+    crosses is taken to go by what each needs."""
+    plain = crossing(needed, layout, 1, unit_of)
+    of_unit = union(unit_of[needed[:, 0]], needed[:, 1], needed[:, 2])
+    moves = located(of_unit, layout.pieces)
+    moves = moves[unit_of[moves[:, SEND]] != moves[:, RECV]]
+    tokens = moves[:, TOKEN1] - moves[:, TOKEN0]
+    ranks, units = len(unit_of), int(unit_of[-1]) + 1
+    sent = np.bincount(moves[:, SEND], tokens, minlength=ranks).astype(np.int64)
+    into = np.bincount(moves[:, RECV], tokens, minlength=units)
+    wanted = np.bincount(unit_of, plain.across[:, 1], minlength=units)
+    share = into / np.maximum(wanted, 1)
+    received = np.rint(plain.across[:, 1] * share[unit_of]).astype(np.int64)
+    spread_in = plain.across[:, 1] - received
+    spread_out = (np.bincount(unit_of, spread_in) / np.bincount(unit_of))[unit_of]
+    inside = plain.inside + columns(np.rint(spread_out).astype(np.int64), spread_in)
+    return Crossing(inside, columns(sent, received))
+
+
+def _inside(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> tuple[Ints, Ints]:
+    """int64[P] each: tokens that each rank sends to, and receives from, others of its unit."""
+    ranks, pieces, total = layout.group_size, layout.pieces, layout.total
+    # The pieces of a unit, once for each of its teams, on a number line for each team.
+    team_unit = unit_of[::team_size]
+    order = np.lexsort((pieces[:, 1], unit_of[pieces[:, 0]]))
+    of_piece = unit_of[pieces[order, 0]]
+    first, last = (of_piece.searchsorted(team_unit, side) for side in ("left", "right"))
+    team, piece = spread(first, last)
+    piece = order[piece]
+    tiles = pieces[piece, 1:3] + (team * total)[:, None]
+    begin, end = needed[:, 1] + needed[:, 0] * total, needed[:, 2] + needed[:, 0] * total
+    x, at = spread(*touched(begin, end, tiles))
+    tokens = np.minimum(end[x], tiles[at, 1]) - np.maximum(begin[x], tiles[at, 0])
+    holder, reader = pieces[piece[at], 0], team[at]
+    own = holder // team_size == reader
+    sent = np.bincount(holder, tokens * (team_size - own), minlength=ranks)
+    received = np.bincount(reader, tokens, minlength=ranks // team_size).repeat(team_size)
+    received = received - np.bincount(holder[own], tokens[own], minlength=ranks)
+    return sent.astype(np.int64), received.astype(np.int64)

@@ -1,0 +1,182 @@
+"""Keys that cross to a host once, and arrive in steps that hold few of them: exchanges followed
+token by token, as ranks carry them out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
+from customized_ops.ring_attention.core.plan.exchange import Exchange, Where
+from customized_ops.ring_attention.core.topology import Topology
+
+HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
+Part = Callable[[Exchange], Exchange | None]
+
+
+def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:
+    return CostModel(
+        link_bytes=H200_NCCL.link_bytes, topology=Topology(hosts), held_shards=held_shards
+    )
+
+
+def bounded(plan: Plan, most_keys: int) -> Plan:
+    """The same plan with a bound of few keys, which are too few to be one by default."""
+    given = (plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
+    return Plan(*given, topology=plan.topology, most_keys=most_keys)
+
+
+def indices(where: Where) -> np.ndarray:
+    return (
+        np.arange(where.start, where.start + where.count)
+        if where.indices is None
+        else where.indices
+    )
+
+
+class Carried:
+    """The exchanges of a plan carried out: -1 is where nothing has arrived."""
+
+    def __init__(self, plan: Plan, hosts: tuple[int, ...]) -> None:
+        self.plan, self.host_of = plan, Topology(hosts).host_of
+        self.ranks = range(plan.group_size)
+        self.into: list[list[int]] = [[] for _ in hosts]  # tokens that crossed
+        self.at_once: list[int] = []  # of each rank and step
+        for step, first in enumerate(plan.exchanges(0).kv):
+            if first is not None:
+                self.carry_out([plan.exchanges(rank).kv[step] for rank in self.ranks])
+
+    def carry_out(self, exchanges: list[Exchange]) -> None:
+        own = [self.plan.k_layout.positions(rank) for rank in self.ranks]
+        buffers = [np.full(e.tokens, -1) for e in exchanges]
+        relayed = [np.full(e.relay.cross.tokens if e.relay else 0, -1) for e in exchanges]
+        self.move([e for e in exchanges], own, buffers)
+        self.move([e.relay.cross if e.relay else None for e in exchanges], own, relayed)
+        self.move([e.relay.spread if e.relay else None for e in exchanges], relayed, buffers)
+        for buffer, exchange in zip(buffers, exchanges, strict=True):
+            assert (buffer == exchange.indices).all()
+            self.at_once.append(len(buffer))
+
+    def move(
+        self, exchanges: list[Exchange | None], source: list[np.ndarray], target: list[np.ndarray]
+    ) -> None:
+        for rank, exchange in enumerate(exchanges):
+            for peer, where in exchange.received.items() if exchange else ():
+                sender = exchanges[peer]
+                assert sender is not None
+                tokens = source[peer][indices(sender.sent[rank])]
+                assert len(tokens) == where.count
+                assert (tokens >= 0).all()
+                assert (target[rank][indices(where)] == -1).all(), "a place is filled twice"
+                target[rank][indices(where)] = tokens
+                if self.host_of[peer] != self.host_of[rank]:
+                    self.into[self.host_of[rank]] += tokens.tolist()
+
+
+def drawn(source: random.Random, ranks: int) -> tuple[AttnMask, Layout]:
+    total = source.randrange(ranks, 200)
+    cuts = sorted({0, total, *(source.randrange(1, total) for _ in range(source.randrange(6)))})
+    masks = [
+        lambda: AttnMask.dense(total, causal=True),
+        lambda: AttnMask.dense(total),
+        lambda: AttnMask.varlen(cuts, causal=True),
+    ]
+    bounds = sorted(source.randrange(total + 1) for _ in range(ranks - 1))
+    layouts = [
+        lambda: Layout.contiguous(total, ranks),
+        lambda: Layout.zigzag(total, ranks),
+        lambda: Layout.striped(total, ranks),
+        lambda: Layout.from_sizes(np.diff([0, *bounds, total]).tolist()),
+    ]
+    return source.choice(masks)(), source.choice(layouts)()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_key_arrives_and_crosses_once(seed: int) -> None:
+    source = random.Random(seed)
+    hosts = source.choice(HOSTS)
+    mask, layout = drawn(source, sum(hosts))
+    plan = make_plan(
+        mask,
+        layout,
+        stages=source.choice([None, 0, 1, 2]),
+        assignment=source.choice(["owner", "balanced", "auto"]),
+        costs=costs_over(hosts),
+    )
+    most = source.choice([0, max(10, mask.q_len // 8)])
+    carried = Carried(bounded(plan, most), hosts)
+    for into in carried.into:
+        if plan.relays:
+            assert len(into) == len(set(into))
+    if most and not plan.gathered:
+        assert max(carried.at_once, default=0) <= most
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_what_crosses_is_what_the_model_counts(hosts: tuple[int, ...]) -> None:
+    for seed in range(8):
+        mask, layout = drawn(random.Random(seed), sum(hosts))
+        plan = make_plan(mask, layout, assignment="owner", costs=costs_over(hosts))
+        carried = Carried(plan, hosts)
+        inside, across = plan.crossings[0]
+        received = np.bincount(Topology(hosts).host_of, across[:, 1])
+        rounding = max(hosts) if plan.relays else 0
+        for counted, tokens in zip(received, carried.into, strict=True):
+            assert abs(counted - len(tokens)) <= rounding
+        assert (inside + across)[:, 1].sum() == plan.kv_tokens()[:, 1].sum()
+
+
+def test_64_ranks_on_8_hosts() -> None:
+    """Every host needs all keys of a full causal mask: each of them crosses to it once."""
+    total, hosts = 64 * 512, (8,) * 8
+    mask, layout = AttnMask.dense(total, causal=True), Layout.zigzag(total, 64)
+    plan = make_plan(mask, layout, costs=costs_over(hosts))
+    into = np.bincount(Topology(hosts).host_of, plan.crossings[0].across[:, 1])
+    assert into.max() == pytest.approx(total * 7 / 8, rel=1e-3)
+    alone = make_plan(mask, layout, costs=costs_over((1,) * 64))
+    apart = alone.crossings[0].across[:, 1]
+    assert np.bincount(Topology(hosts).host_of, apart).max() > 7 * total
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_received_keys_do_not_grow_with_ranks(ranks: int) -> None:
+    total, hosts = ranks * 8192, (8,) * (ranks // 8)
+    mask, layout = AttnMask.dense(total, causal=True), Layout.zigzag(total, ranks)
+    plan = make_plan(mask, layout, costs=costs_over(hosts))
+    tokens = [each.tokens for each in plan.exchanges(ranks // 2).kv if each is not None]
+    relayed = [
+        each.relay.cross.tokens for each in plan.exchanges(ranks // 2).kv if each and each.relay
+    ]
+    assert sum(tokens) > ranks / 2 * 8192
+    assert 2 * max(tokens) + 2 * max(relayed) <= 4 * 8192
+
+
+def test_few_keys_come_at_once() -> None:
+    """A bound that holds anyway changes nothing."""
+    mask, layout = AttnMask.dense(4096, causal=True), Layout.zigzag(4096, 8)
+    one_host = CostModel(held_shards=4.0)
+    assert make_plan(mask, layout, costs=one_host).n_stages == make_plan(mask, layout).n_stages
+
+
+def test_hosts_of_another_group_are_refused() -> None:
+    mask, layout = AttnMask.dense(64), Layout.contiguous(64, 4)
+    with pytest.raises(ValueError, match="hosts 2x4 have 8 ranks, the layout 4"):
+        make_plan(mask, layout, costs=costs_over((4, 4)))
+
+
+@pytest.mark.parametrize(("text", "hosts"), [("2x3", (3, 3)), ("4,4,2", (4, 4, 2)), ("5", (5,))])
+def test_hosts_as_text(text: str, hosts: tuple[int, ...]) -> None:
+    assert Topology.parse(text) == Topology(hosts)
+    assert Topology.parse(str(Topology(hosts))) == Topology(hosts)
+
+
+@pytest.mark.parametrize("text", ["", "two", "0x4", "2x", "4,-1"])
+def test_no_hosts(text: str) -> None:
+    with pytest.raises(ValueError, match="hosts are given as 8x4 or 4,4,2"):
+        Topology.parse(text)

@@ -1,0 +1,141 @@
+"""Ranks in several hosts, in process: the same results as on one device, and what crosses."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from executed import LAYOUTS, MASKS, STRIDES, Shape, check
+
+from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.topology import Topology
+
+HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
+LAYOUTS_BY_RANKS = [Layout.contiguous, Layout.zigzag, Layout.striped]
+
+
+def drawn(source: random.Random, hosts: tuple[int, ...]) -> Plan:
+    """A plan with a bound that splits it in many steps."""
+    mask, ranks = source.choice(list(MASKS.values())), sum(hosts)
+    q_layout = source.choice(LAYOUTS_BY_RANKS)(mask.q_len, ranks)
+    k_layout = source.choice(LAYOUTS_BY_RANKS)(mask.k_len, ranks)
+    plan = make_plan(
+        mask,
+        q_layout,
+        q_layout if mask.q_len == mask.k_len and source.random() < 0.7 else k_layout,
+        stages=source.choice([None, 0, 1, 2]),
+        assignment=source.choice(["owner", "balanced", "auto", "shared", "nearest"]),
+        heads=Shape().heads,
+        head_groups=source.choice([None, None, 2]),
+        costs=CostModel(topology=Topology(hosts), held_shards=4.0),
+    )
+    given = (mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
+    options = {"head_groups": plan.head_groups, "most_keys": source.choice([0, 3, 8])}
+    return Plan(*given, topology=plan.topology, **options)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=len
+)
+def test_same_as_one_device(seeds: range) -> None:
+    for seed in seeds:
+        source = random.Random(seed)
+        plan = drawn(source, source.choice(HOSTS))
+        strides = source.choice(list(STRIDES.values()))
+        check(plan, Shape().draw(plan.mask, seed), strides=strides)
+
+
+def test_steps_without_hosts() -> None:
+    """Few keys at once where links are alike: by ring distance."""
+    mask = MASKS["causal"]
+    plan = make_plan(mask, LAYOUTS["zigzag 8"](mask.q_len), heads=Shape().heads)
+    given = (mask, plan.q_layout, plan.k_layout, plan.work, 1, 1)
+    few = Plan(*given, most_keys=7)
+    assert few.n_stages > 3
+    assert max(kv.tokens for kv in few.exchanges(7).kv if kv) <= 7
+    check(few, Shape().draw(mask))
+
+
+@pytest.fixture
+def crossed(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that each rank of 2 hosts of 2 sends to the other host."""
+    bytes_: dict[int, int] = dict.fromkeys(range(4), 0)
+    start = InProcessComm.start
+
+    def counting(self, send, receive):
+        for peer, messages in send.items():
+            if peer // 2 != self.rank // 2:
+                bytes_[self.rank] += sum(message.nbytes for message in messages)
+        return start(self, send, receive)
+
+    monkeypatch.setattr(InProcessComm, "start", counting)
+    monkeypatch.setattr(
+        InProcessComm, "costs", CostModel(topology=Topology((2, 2)), held_shards=4.0)
+    )
+    return bytes_
+
+
+def test_bytes_that_cross(crossed: dict[int, int]) -> None:
+    """Keys and values of a causal mask cross once; so do the sums of their gradients."""
+    total, heads, dim = 64, 2, 4
+    layout = Layout.zigzag(total, 4)
+    q, k, v = (torch.randn(1, total, heads, dim, dtype=torch.float64) for _ in range(3))
+
+    def body(comm):
+        mine = [layout.shard(t, comm.rank).requires_grad_() for t in (q, k, v)]
+        out = wrap_ring_attn_func(*mine, causal=True, process_group=comm, layout=layout)
+        forward = crossed[comm.rank]
+        comm.all_gather_object(None)
+        out.sum().backward()
+        return forward
+
+    forward = sum(run_ranks(4, body))
+    plan = make_plan(
+        AttnMask.dense(total, causal=True),
+        layout,
+        assignment="auto",
+        heads=(heads, heads),
+        costs=InProcessComm.costs,
+    )
+    tokens = plan.crossings[0].across[:, 1].sum()
+    assert not plan.rows_move
+    assert forward == tokens * 2 * heads * dim * 8
+    # The first host lacks 32 keys, the second one as many, less those after its last row.
+    assert tokens <= total
+    assert sum(crossed.values()) == 3 * forward
+
+
+def test_packed_documents(crossed: dict[int, int]) -> None:
+    """Through the function that users call, with lengths that change."""
+    generator = np.random.default_rng(0)
+    for _ in range(6):
+        total = int(generator.integers(20, 90))
+        ends = np.sort(generator.integers(0, total + 1, 5)).tolist()
+        bounds = torch.tensor([0, *ends, total], dtype=torch.int32)
+        q, k, v = (torch.randn(total, 2, 4, dtype=torch.float64) for _ in range(3))
+        layout = Layout.contiguous(total, 4)
+
+        def body(comm, bounds=bounds, qkv=(q, k, v), layout=layout):
+            mine = [layout.shard(t, comm.rank, 0).requires_grad_() for t in qkv]
+            lengths = int(bounds.diff().max())
+            out = wrap_ring_attn_varlen_func(
+                *mine, bounds, bounds, None, causal=True, process_group=comm, layout=layout
+            )
+            assert lengths > 0
+            out.square().sum().backward()
+            return out.detach(), *(t.grad for t in mine)
+
+        cut = [torch.cat(parts) for parts in zip(*run_ranks(4, body), strict=True)]
+        alone = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = wrap_ring_attn_varlen_func(*alone, bounds, bounds, None, causal=True)
+        out.square().sum().backward()
+        for got, want in zip(cut, [out, *(t.grad for t in alone)], strict=True):
+            torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
+    assert sum(crossed.values()) > 0
