@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ from annotations.progress import counted, stage
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
-from ..core.plan import make_plan
+from ..core.plan import Plan, make_plan
 from ..core.plan.choose.search import ASSIGNMENTS
+from ..core.plan.cost import H200, HELD_SHARDS, CostModel
+from ..core.plan.heads import Sizes
+from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw
 from ..core.report import report
+from ..core.topology import Topology
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 MOST = 1 << 28  # tokens whose sums fit a small machine
@@ -41,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
+    add("--hosts", type=_positive, default=1, metavar="N", help="with as many ranks each")
+    add("--json", action="store_true", help="figures of hosts and times as one JSON object")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
     masks = parser.add_argument_group("options of masks")
     add = masks.add_argument
@@ -60,6 +68,12 @@ def plan_report(options: argparse.Namespace) -> str:
     mask = _mask(options)
     with stage(f"layout {options.layout}"):
         layout = _layout(options, mask)
+    if options.ranks % options.hosts:
+        raise ValueError(f"--hosts {options.hosts} does not divide --ranks {options.ranks}")
+    costs = H200
+    if options.hosts > 1:
+        topology = Topology((options.ranks // options.hosts,) * options.hosts)
+        costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
     with stage("planning"):
         plan = make_plan(
             mask,
@@ -69,13 +83,25 @@ def plan_report(options: argparse.Namespace) -> str:
             heads=options.heads,
             team_size=options.team_size,
             head_groups=options.head_groups,
+            costs=costs,
         )
+    q_heads, kv_heads = options.heads
+    sizes = Sizes.of(q_heads, kv_heads, options.head_dim, options.v_dim, options.itemsize)
+    if options.json and options.draw is None:
+        return _json(plan, costs, sizes)
     for rank in counted(range(options.ranks), "plans of ranks"):
         plan.rank(rank)
-    sizes = (*options.heads, options.head_dim, options.v_dim, options.itemsize)
     if options.draw is not None:
         draw(plan, options.draw, *sizes)
-    return report(plan, *sizes)
+    if options.json:
+        return _json(plan, costs, sizes)
+    return report(plan, *sizes, costs)
+
+
+def _json(plan: Plan, costs: CostModel, sizes: Sizes) -> str:
+    forward, backward = costs.passes(plan, *sizes)
+    times = {"forward_seconds": forward.seconds, "backward_seconds": backward.seconds}
+    return json.dumps({**asdict(host_figures(plan)), **times})
 
 
 def _varlen(

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -119,6 +120,33 @@ def test_documents_of_a_file(capsys, tmp_path, text, tokens, cumulative):
     got = printed(capsys, f"--mask varlen --documents-file {path} --ranks 2 {tokens}")
     mask = AttnMask.varlen(cumulative, causal=True)
     assert got == planned(mask, Layout.contiguous(cumulative[-1], 2))
+
+
+def test_figures_of_hosts(capsys):
+    """A full causal mask on 64 ranks: each host gets all that it lacks once, a rank few at once."""
+    asked = "--tokens 512K --ranks 64 --layout zigzag --heads 64:8 --json"
+    figures = json.loads(printed(capsys, f"{asked} --hosts 8"))
+    assert (
+        figures["tokens_into_host"] == figures["tokens_into_host_at_least"] == (512 << 10) * 7 / 8
+    )
+    assert figures["received_tokens_at_once"] <= 4 * 8192
+    one_host = json.loads(printed(capsys, asked))
+    assert one_host["tokens_into_host"] == 0
+    assert one_host["received_tokens_at_once"] > 60 * 8192
+    for name in ("forward_seconds", "backward_seconds"):
+        assert figures[name] < 1.03 * one_host[name]
+
+
+def test_a_plan_over_hosts(capsys):
+    text = printed(capsys, "--tokens 64K --ranks 8 --hosts 2 --layout zigzag")
+    assert "hosts     2x4; 0.5 of all keys cross into the busiest, each once (at least 0.5)" in text
+    assert "between hosts 50 GB/s, 48 us to start" in text
+
+
+def test_hosts_of_unlike_numbers_of_ranks(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--tokens", "64", "--ranks", "8", "--hosts", "3"])
+    assert "--hosts 3 does not divide --ranks 8" in capsys.readouterr().err
 
 
 def test_draws(capsys, tmp_path):

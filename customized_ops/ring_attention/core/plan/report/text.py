@@ -13,6 +13,7 @@ from ...layout.layout_arguments import shorten
 from ..cost import H200, CostModel, Pass
 from ..plan_value import PlanValue
 from .figures import Measures, measures
+from .hosts import host_figures
 
 # Up to so many ranks have a line each; of more, those at both ends and the busiest do.
 ALL_RANKS = 16
@@ -68,11 +69,25 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list
         "attended",
         "computed": f"{1 - away:.1%} of the pairs by the holder of the row, {away:.1%} by another",
     }
+    if plan.topology is not None:
+        lines["hosts"] = _hosts(plan)
     if plan.team_size == 1:
         del lines["teams"]
     if plan.head_groups == 1:
         del lines["groups"]
     return [f"{name:<10}{text}" for name, text in lines.items()]
+
+
+def _hosts(plan: PlanValue) -> str:
+    """What crosses, and what is held."""
+    figures, total = host_figures(plan), max(plan.mask.k_len, 1)
+    once = ", each once" if plan.relays else ""
+    return (
+        f"{plan.topology}; {figures.tokens_into_host / total:.3g} of all keys cross into the "
+        f"busiest{once} (at least {figures.tokens_into_host_at_least / total:.3g}); a rank holds "
+        f"at most {figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1):.3g} shards of "
+        "others' keys at once"
+    )
 
 
 def _table(figures: Measures) -> list[str]:
@@ -129,7 +144,8 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         f"backward  {_times(figures.backward)}",
         f"          at {costs.forward_flops / 1e12:.0f} and {costs.backward_flops / 1e12:.0f} "
         f"TFLOP/s, {costs.link_bytes / 1e9:.0f} GB/s a rank and way, "
-        f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call",
+        f"{costs.step_seconds * 1e6:.0f} us to start, {costs.call_seconds * 1e6:.0f} us a call"
+        + _between(costs),
         f"received  {format_bytes(received.sum())} by all ranks; "
         + _at_least(format_bytes(bounds.total), figures.bytes_gap)
         + " for these pairs a rank",
@@ -139,6 +155,15 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         + _at_least(str(bounds.pairs), figures.pairs_gap),
         f"imbalance (largest / mean): {figures.imbalance:.3f}",
     ]
+
+
+def _between(costs: CostModel) -> str:
+    if costs.topology is None:
+        return ""
+    return (
+        f"; between hosts {costs.between_bytes / 1e9:.0f} GB/s, "
+        f"{costs.between_seconds * 1e6:.0f} us to start"
+    )
 
 
 def _at_least(least: str, ratio: float) -> str:
