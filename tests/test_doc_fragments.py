@@ -126,6 +126,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/packed_training.py": lambda given: packed_training.parse(given),
     "examples/benchmark/parts/kernel_speed.py": lambda given: beside("speed.arguments", given),
     "examples/benchmark/parts/awake_links.py": lambda given: beside("awake_links", given),
+    "examples/benchmark/parts/held_keys.py": lambda given: beside("held_keys", given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
     "annotations.engines.torch": lambda given: engine_command(given),
 }
