@@ -15,6 +15,7 @@ from ranks import JobFailed, Pool, worlds
 from verdicts import check
 
 from customized_ops.ring_attention import wrap_ring_attn_func
+from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.fuzz import processes
 
 
@@ -93,3 +94,8 @@ def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str) -> None:
 def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
     with pytest.raises(JobFailed, match=r"SEQSHARD_HOSTS=2x3 has 6 ranks, there are 4"):
         ranks.run(packed_jobs.random_batches, range(1), "2x3")
+
+
+@worlds(cpus=[4], gpus=[])
+def test_hosts_are_found(ranks: Pool) -> None:
+    assert ranks.run(packed_jobs.hosts_found) == [(Topology((2, 2)), 4.0)] * 4

@@ -180,3 +180,9 @@ def test_hosts_as_text(text: str, hosts: tuple[int, ...]) -> None:
 def test_no_hosts(text: str) -> None:
     with pytest.raises(ValueError, match="hosts are given as 8x4 or 4,4,2"):
         Topology.parse(text)
+
+
+def test_hosts_by_name() -> None:
+    assert Topology.of(["a", "a", "b"]) == Topology((2, 1))
+    assert Topology.of(["a", "a"]) is None
+    assert Topology.of(["a", "b", "a"]) is None  # its ranks do not follow one another

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -84,3 +85,13 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
                 scale = max(1.0, one.abs().max().item())
                 largest = max(largest, (here - wanted).abs().max().item() / scale)
     return largest
+
+
+def hosts_found() -> tuple[Topology | None, float]:
+    """The hosts of a group whose ranks are on two, as torchrun and their names say, and how many
+    shards they may hold."""
+    rank, group = dist.get_rank(), dist.new_group(list(range(dist.get_world_size())))
+    names = patch.object(socket, "gethostname", lambda: f"host {rank // 2}")
+    with names, patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}):
+        costs = comm_by_name(group.group_name).costs
+    return costs.topology, costs.held_shards

@@ -120,8 +120,8 @@ class RankPass:
                 here = coming.popleft()
                 if waiting:
                     ask()
-                if coming:
-                    coming[0].go_on()
+                for each in (here, *list(coming)[:1]):
+                    each.go_on()
                 keys, values = here.wait()
                 self.last = None if coming else here
                 yield Keys(heads, keys, values)
