@@ -34,12 +34,15 @@ def key_exchanges(
             others.
     """
     if not isinstance(steps, Arrivals):
-        some = moves.of_rank(needed, layout, rank, team_size)
+        own = needed[:, 0] == rank // team_size
+        some = moves.of_rank(needed, own, layout, rank)
         step_of = moves.ring_stage(some, layout.group_size, steps, team_size)
         for n in [slice(None)] if local else [step_of == n for n in range(1, steps + 1)]:
             yield exchange(some[n], rank, team_size, local=local)
         return
-    some, step_of = _by_arrival(needed, layout, rank, team_size, steps)
+    own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
+    some = moves.of_rank(needed, own, layout, rank)
+    some, step_of = steps.cut(some, steps.unit_of[some[:, RECV] * team_size])
     order = np.argsort(step_of, kind="stable")
     some, ends = some[order], np.cumsum(np.bincount(step_of, minlength=steps.steps + 1))
     # A rank with nothing to do in a step still has it.
@@ -48,15 +51,3 @@ def key_exchanges(
             yield relayed(some[begin:end], rank, steps.unit_of, local=local)
         else:
             yield exchange(some[begin:end], rank, team_size, local=local)
-
-
-def _by_arrival(
-    needed: Ints, layout: Layout, rank: int, team_size: int, steps: Arrivals
-) -> tuple[moves.Moves, Ints]:
-    """The moves that concern ``rank``, and the step of each: of all that its unit needs, and of
-    what others need of its own keys."""
-    own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
-    into = moves.located(needed[own], layout.pieces)
-    out = moves.located(needed[~own], layout.pieces[layout.pieces[:, 0] == rank])
-    some = np.concatenate([into, out])
-    return steps.cut(some, steps.unit_of[some[:, RECV] * team_size])

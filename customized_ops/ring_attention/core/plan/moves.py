@@ -31,9 +31,9 @@ def located(needed: Ints, pieces: Ints) -> Moves:
     return columns(needed[n, 0], pieces[p, 0], token0, token1, offset)
 
 
-def of_rank(needed: Ints, layout: Layout, rank: int, team_size: int) -> Moves:
-    """The moves that ``rank`` has a part in: what its team needs, and what others need of it."""
-    own = needed[:, 0] == rank // team_size
+def of_rank(needed: Ints, own: Bools, layout: Layout, rank: int) -> Moves:
+    """The moves that ``rank`` has a part in: those of ``own``, bool[n], which its team or its host
+    needs, and what others need of it."""
     pieces = layout.pieces
     into = located(needed[own], pieces)
     out = located(needed[~own], pieces[pieces[:, 0] == rank])

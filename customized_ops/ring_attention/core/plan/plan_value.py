@@ -40,7 +40,7 @@ class PlanValue:
         head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
             of fewer key heads, each is a group.
         topology: hosts of the ranks; None: links are alike.
-        most_keys: that a host, or without a topology a rank, may receive in one step; 0: any.
+        most_keys: that a rank may receive in one step; 0: any.
         made: what the executor has worked out for this plan; goes with it.
     """
 
@@ -200,8 +200,10 @@ class PlanValue:
 
     def _exchanges_of(self, rank: int) -> Exchanges:
         size = self.team_size
-        moved = self.rows_move
-        rows = moves.of_rank(self.q_needed, self.q_layout, rank, size) if moved else NO_MOVES
+        rows = NO_MOVES
+        if self.rows_move:
+            own = self.q_needed[:, 0] == rank // size
+            rows = moves.of_rank(self.q_needed, own, self.q_layout, rank)
         q = exchange(rows, rank, size, local=False)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
