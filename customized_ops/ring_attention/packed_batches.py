@@ -112,7 +112,7 @@ class PackDocuments:
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
             ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
-        costs: rates that plans are chosen by; give those that a group on these machines has.
+        costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
     """
 
     ranks: int

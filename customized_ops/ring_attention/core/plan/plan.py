@@ -84,7 +84,8 @@ class Plan(PlanValue):
             planning: add a line that says what making the plan took, as for a batch of new lengths.
         """
         sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
-        table = text.report(self, *sizes, reduce_itemsize=reduce_itemsize)
+        costs = self.request.costs if self.request is not None else H200
+        table = text.report(self, *sizes, costs, reduce_itemsize)
         took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
         return table + took * planning
 
