@@ -113,6 +113,7 @@ class PackDocuments:
         whole: give every rank all tokens in order, for what cuts them itself: a module of
             ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
         costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
+        head_dim: of the model. Where it or the rates are others, attention plans again in the step.
     """
 
     ranks: int
@@ -123,6 +124,7 @@ class PackDocuments:
     layout: str = "balanced"
     whole: bool = False
     costs: CostModel = H200
+    head_dim: int = 128
 
     def __post_init__(self) -> None:
         if self.layout not in PACKED_LAYOUTS:
@@ -147,7 +149,10 @@ class PackDocuments:
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
             layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
-        plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
+        dims = self.head_dim, self.head_dim
+        plan = RING_ATTN_VARLEN.plan(
+            Problem(mask, layout, layout), self.heads, dims, costs=self.costs
+        )
         prepare(plan, self.rank)  # made here, not in the step
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
@@ -202,6 +207,7 @@ def packed_batches(
     layout: str = "balanced",
     whole: bool = False,
     costs: CostModel = H200,
+    head_dim: int = 128,
     ahead: int = 2,
 ) -> Iterator[PackedBatch]:
     """Batches of packed documents, planned ahead in a thread.
@@ -221,7 +227,7 @@ def packed_batches(
     """
     if ahead < 1:
         raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
-    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs)
+    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, head_dim)
     return _ahead(loader, pack, ahead)
 
 

@@ -11,8 +11,11 @@ from dense import assert_same
 from op_cases import Case, expected, gather, run_rank
 from op_table import TABLE, UNEVEN
 
-from customized_ops.ring_attention import wrap_ring_attn_varlen_func
+from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -162,3 +165,27 @@ def test_cu_seqlens_changed_after_the_forward_do_not_reach_the_backward() -> Non
             cu[1] = 2
         grads.append(torch.autograd.grad(out.square().sum(), q)[0])
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_are_of_the_dims_of_the_call(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is chosen by the heads that there are, times the batch."""
+    asked: list[PlanRequest] = []
+    best = plans.best_plan
+    monkeypatch.setattr(
+        plans, "best_plan", lambda make, request: asked.append(request) or best(make, request)
+    )
+    shape = (48,) if packed else (3, 16)
+    cu = [0, 31, 96]
+
+    def body(comm: Comm) -> None:
+        q, k = torch.randn(*shape, 4, 10), torch.randn(*shape, 2, 10)
+        v, where = torch.randn(*shape, 2, 6), {"causal": True, "process_group": comm}
+        if packed:
+            wrap_ring_attn_varlen_func(q, k, v, cu, cu, **where)
+        else:
+            wrap_ring_attn_func(q, k, v, **where)
+
+    run_ranks(2, body)
+    batch = 1 if packed else 3
+    assert {request.head_dims for request in asked} == {(10 * batch, 6 * batch)}

@@ -97,7 +97,8 @@ def test_attention_finds_the_plans_that_were_made_ahead(
     """Also those that came from another process; results are those of one device."""
     plans._PLANS.clear()
     of_ranks = [
-        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS)) for rank in range(ranks)
+        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS, head_dim=8))
+        for rank in range(ranks)
     ]
     sent = pickle.dumps(of_ranks)
     plans._PLANS.clear()

@@ -114,6 +114,9 @@ def make_plan(
     assignment: str = "auto",
     stages: int | None = None,
     heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    v_dim: int | None = None,
+    batch: int = 1,
     team_size: int | None = 1,
     head_groups: int | None = None,
     costs: CostModel = H200,
@@ -138,6 +141,9 @@ def make_plan(
             than waiting for the keys.
         heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
             bound ``team_size``.
+        head_dim, v_dim, batch: of a call: with little to compute, other plans are the fastest.
+            ``v_dim`` is ``head_dim`` if None. Attention finds a plan that was made ahead only where
+            these are its own.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
             arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
             query heads. Shares may differ in size, and ranks may share a key head. None takes the
@@ -150,8 +156,9 @@ def make_plan(
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
         ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
-            ranks or is too large, heads that are split are no multiple of one another, or
-            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split.
+            ranks or is too large, heads that are split are no multiple of one another,
+            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split, or a head
+            dim or the batch is below 1.
     """
     request = PlanRequest(
         mask,
@@ -163,6 +170,7 @@ def make_plan(
         team_size,
         head_groups,
         costs,
+        (batch * head_dim, batch * (head_dim if v_dim is None else v_dim)),
     )
     request.check(ASSIGNMENTS)
     return _make_plan(request)
