@@ -14,8 +14,11 @@ from op_table import TABLE, UNEVEN
 from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
+from customized_ops.ring_attention.op.arguments import ArgumentError
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -189,3 +192,36 @@ def test_plans_are_of_the_dims_of_the_call(packed: bool, monkeypatch: pytest.Mon
     run_ranks(2, body)
     batch = 1 if packed else 3
     assert {request.head_dims for request in asked} == {(10 * batch, 6 * batch)}
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+def test_balanced_by_name(window: tuple[int, int]) -> None:
+    """It is Layout.balanced of the mask of the call."""
+    cu, ranks, how = [0, 40, 47, 47, 90], 3, {"causal": True, "window_size": window}
+    layout = Layout.balanced(AttnMask.varlen(cu, causal=True, window=window), ranks)
+    whole = [torch.randn(cu[-1], heads, 8).double() for heads in (4, 2, 2)]
+
+    def body(comm: Comm) -> list[torch.Tensor]:
+        mine = [layout.shard(t, comm.rank, dim=0) for t in whole]
+        where = [{"layout": each, "process_group": comm} for each in (layout, "balanced")]
+        return [wrap_ring_attn_varlen_func(*mine, cu, cu, **how, **each) for each in where]
+
+    for one, other in run_ranks(ranks, body):
+        assert torch.equal(one, other)
+
+
+def test_balanced_by_name_is_of_documents() -> None:
+    q = torch.randn(1, 16, 2, 8)
+    with pytest.raises(ArgumentError, match='layout="balanced" is of packed documents'):
+        run_ranks(
+            2, lambda comm: wrap_ring_attn_func(q, q, q, process_group=comm, layout="balanced")
+        )
+
+    def two_lengths(comm: Comm) -> None:
+        ends, where = ([0, 4, 32], [0, 6, 32]), {"process_group": comm, "layout": "balanced"}
+        wrap_ring_attn_varlen_func(q[0], q[0], q[0], *ends, **where)
+
+    with pytest.raises(ArgumentError, match="for q and k of the same lengths"):
+        run_ranks(2, two_lengths)
+    with pytest.raises(ArgumentError, match="layout must be a Layout or None"):
+        wrap_ring_attn_func(q, q, q, layout="zigzag")

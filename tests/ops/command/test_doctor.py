@@ -27,6 +27,7 @@ def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("- ")
 
 
+@pytest.mark.slow
 def test_links_of_a_run() -> None:
     launch = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
