@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
+from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, layout_by_lengths
@@ -142,6 +144,7 @@ class PackDocuments:
         each = [_row(n, document) for n, document in enumerate(documents)]
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
+        started = perf_counter()
         lengths = np.array([len(row) for row in each])
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         mask = AttnMask.varlen(bounds, causal=self.causal, window=self.window_size)
@@ -154,6 +157,7 @@ class PackDocuments:
             Problem(mask, layout, layout), self.heads, dims, costs=self.costs
         )
         prepare(plan, self.rank)  # made here, not in the step
+        expect(plan, perf_counter() - started)
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX

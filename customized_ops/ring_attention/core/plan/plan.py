@@ -11,8 +11,9 @@ once, and only where a slice needs them; so does a row.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from threading import Lock
 from time import perf_counter
@@ -31,6 +32,8 @@ from .report import picture, text
 # ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
 _PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
 _LAST: deque[Plan] = deque(maxlen=64)
+# Of plans made ahead, those that no call has found yet, by mask and layouts.
+_AHEAD: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
@@ -53,7 +56,8 @@ class Plan(PlanValue):
 
     Attributes:
         request: what it was made for; None of a plan that :func:`make_plan` did not return.
-        planning_seconds: what making it took, where it was made; a batch of new lengths costs that.
+        planning_seconds: what making it took, where it was made; of a batch planned ahead, with its
+            mask, its layout and the rank's own part. A batch of new lengths costs that.
     """
 
     request: PlanRequest | None = field(default=None, repr=False)
@@ -179,7 +183,10 @@ def make_plan(
 def _make_plan(request: PlanRequest) -> Plan:
     """The plan for a request, made once for all layers of a batch; by any thread."""
     plan = _PLANS.get(request)
+    ahead = _AHEAD.pop(request.over, None)
     if plan is None:
+        if ahead is not None and ahead.request is not None:
+            _warn_of_other(ahead.request, request)
         started = perf_counter()
         plan = best_plan(Plan, request)
         object.__setattr__(plan, "request", request)
@@ -188,12 +195,34 @@ def _make_plan(request: PlanRequest) -> Plan:
     return plan
 
 
+def expect(plan: Plan, seconds: float = 0.0) -> None:
+    """A plan was made ahead, in so many seconds with all that belongs to it: a call over its mask
+    and layouts that asks for another is told."""
+    object.__setattr__(plan, "planning_seconds", max(seconds, plan.planning_seconds))
+    if plan.request is not None:
+        _AHEAD[plan.request.over] = plan
+
+
+def _warn_of_other(made: PlanRequest, asked: PlanRequest) -> None:
+    names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
+    there, here = (
+        ", ".join(f"{name}={getattr(request, name)}" for name in names) for request in (made, asked)
+    )
+    warnings.warn(
+        f"attention plans again in the step: the plan of this batch was made ahead for {there}, "
+        f"and the call is of {here}; give packed_batches, or PackDocuments, the model's heads and "
+        "head_dim, and costs=group_costs(process_group)",
+        stacklevel=2,
+    )
+
+
 def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
     """A plan that was made elsewhere, known from now on."""
     plan = _PLANS.get(request)
     if plan is None:
         plan = Plan(request.mask, request.q_layout, request.k_layout, **made, request=request)
         _keep(request, plan)
+    expect(plan)
     return plan
 
 
@@ -203,6 +232,7 @@ def _after_fork() -> None:
     global _PLANS, _LOCK
     _OF_PARENTS.append(list(_PLANS.values()))
     _LAST.clear()
+    _AHEAD.clear()
     _PLANS, _LOCK = WeakValueDictionary(), Lock()
 
 
