@@ -198,7 +198,8 @@ class PlanValue:
         for, all are made."""
         if rank not in self._exchanges:
             if self._exchanges and self.arrivals is None:
-                self._exchanges.update(enumerate(self._all_exchanges()))
+                others = dict(enumerate(self._all_exchanges()))
+                self._exchanges.update({**others, **self._exchanges})  # what is used stays
             else:
                 self._exchanges[rank] = self._exchanges_of(rank)
         return self._exchanges[rank]
