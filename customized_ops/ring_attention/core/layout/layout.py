@@ -21,6 +21,7 @@ import numpy as np
 
 from ..arrays import Ints
 from ..mask import AttnMask
+from ..topology import Topology
 from . import balance, balance_documents
 from . import layout_tables as tables
 from .layout_arguments import (
@@ -107,6 +108,8 @@ class Layout(LayoutValue):
         mask: AttnMask | Sequence[tuple[AttnMask, float]],
         group_size: int,
         chunk: int | None = None,
+        *,
+        topology: Topology | None = None,
     ) -> Layout:
         """Tokens assigned to ranks so that each rank's attend the same number of pairs.
 
@@ -142,7 +145,7 @@ class Layout(LayoutValue):
         slices = [(each.slices, weight) for each, weight in weighted]
         documents = None
         if chunk is None:
-            documents = balance_documents.assign_documents(slices, total, group_size)
+            documents = balance_documents.assign_documents(slices, total, group_size, topology)
             if documents is None:
                 return Layout.contiguous(total, group_size)
             if documents.good:
