@@ -24,7 +24,7 @@ from .layout_ops import (
 from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .op.arguments import ArgumentError
-from .packed_batches import PackDocuments, PackedBatch, packed_batches
+from .packed_batches import PackDocuments, PackedBatch, group_costs, packed_batches
 from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
@@ -48,6 +48,7 @@ __all__ = [
     "PeerFailed",
     "Plan",
     "compiled_kernels",
+    "group_costs",
     "make_plan",
     "packed_batches",
     "run_ranks",

@@ -1,5 +1,5 @@
-"""Documents on ranks: whole where that is even, else in order where that is, else the largest of
-them split over a few ranks."""
+"""Documents on ranks: whole where that is even, else by hosts, else in order where that is even, else
+the largest of them split over a few ranks."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def assign_documents(
     sizes = np.diff(bounds)
     mean = documents.area.sum() / group_size
     enough = max(AS_EVEN, 1 + CALL_PAIRS * sum(weight for _, weight in weighted) / mean)
+    table = whole_documents(documents, sizes, enough)
+    if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
+        return DocumentAssignment(table, imbalance, True)
     if topology is not None and len(topology.hosts) > 1:
         table = _by_hosts(weighted, documents, sizes, topology, enough)
         if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):
             return DocumentAssignment(table, imbalance, True)
-    table = whole_documents(documents, sizes, enough)
-    if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
-        return DocumentAssignment(table, imbalance, True)
     # Of the ranks that a document in order is on at the most, one attends so much at the least.
     least = (documents.area / (2 + (documents.tokens - 2) // sizes[0])).max()
     if least <= AS_EVEN * mean:
@@ -88,9 +88,7 @@ def _by_hosts(
         if len(own) == 0:
             continue
         mine, of_ranks = parts.some(own, EVEN_PART), sizes[host_of == host]
-        table = whole_documents(mine, of_ranks, enough) if mine.area.any() else None
-        if table is None:
-            table = split_documents(mine, of_ranks)
+        table = _on_ranks(mine, of_ranks, enough)
         # From tokens of the host to those of the sequence.
         part = np.searchsorted(mine.bounds, table[:, 1], side="right") - 1
         table[:, 1:] += (held[own, 1] - mine.bounds[:-1])[part][:, None]
@@ -100,6 +98,18 @@ def _by_hosts(
     n = np.searchsorted(documents.bounds, start, side="right") - 1
     is_whole = stop - start == documents.tokens[n]
     return columns(rank, start, stop)[np.lexsort((start, is_whole, rank))]
+
+
+def _on_ranks(documents: DocumentAreas, sizes: Ints, enough: float) -> Ints:
+    """A table of what a host holds on its ranks, documents whole where that is even."""
+    if documents.area.any():
+        table = whole_documents(documents, sizes, enough)
+        if table is not None:
+            of = documents.bounds.searchsorted(table[:, 1])
+            area = np.bincount(table[:, 0], documents.area[of], minlength=len(sizes))
+            if area.max() <= enough * area.mean():
+                return table
+    return split_documents(documents, sizes)
 
 
 def _imbalance(weighted: Weighted, table: Ints, group_size: int) -> float:

@@ -148,37 +148,51 @@ def documents_on_hosts(documents: DocumentAreas, sizes: Ints, areas: Floats) -> 
     """
     falling = np.argsort(-documents.area, kind="stable")
     tokens, area = documents.tokens[falling], documents.area[falling]
-    # Area of a token of a document and of those after it.
-    mean = area[::-1].cumsum()[::-1] / tokens[::-1].cumsum()[::-1]
     least = float(areas[sizes > 0].min())
     large = int(np.count_nonzero(area > SMALL * least))
-    waiting = list(zip(falling.tolist(), tokens.tolist(), area.tolist(), mean.tolist(), strict=True))
-    sparse = area / tokens < area.sum() / tokens.sum()
-    usual = float(area[sparse].sum() / max(tokens[sparse].sum(), 1))
-    over = WHOLE_OVER * least
+    # Area of a token of a document and of those after it.
+    mean = area[::-1].cumsum()[::-1] / tokens[::-1].cumsum()[::-1]
+    each = falling.tolist(), tokens.tolist(), area.tolist(), mean.tolist()
+    waiting = list(zip(*each, strict=True))
+    is_sparse = area / tokens < area.sum() / tokens.sum()
+    usual = float(area[is_sparse].sum() / max(tokens[is_sparse].sum(), 1))
     for part in RESERVES:
         hosts = _Hosts(sizes.copy(), (1 + OVER) * areas, 0 * sizes)
         for document, length, own, after in waiting[:large]:
             reserve = part * min(after, usual)
-            fit = hosts.lacks - reserve * hosts.room >= own - reserve * length - over
-            host = hosts.densest(fit & (hosts.room >= length), after)
+            spare = own - reserve * length - WHOLE_OVER * least
+            fit = (hosts.room >= length) & (hosts.lacks - reserve * hosts.room >= spare)
+            host = hosts.densest(fit, after)
             if host is None:
-                hosts = _split(hosts, documents, document, reserve, over)
+                hosts = _split(hosts, documents, document, reserve, WHOLE_OVER * least)
             else:
                 hosts.take(host, _Left.of(documents, document), length, 0)
-        if _fills(hosts, tokens[large:], area[large:], over):
+        if _fill_evenly(hosts, tokens[large:], area[large:], WHOLE_OVER * least):
             break
-    for document, length, _, after in waiting[large:]:
-        left = _Left.of(documents, document)
-        host = hosts.densest(hosts.room >= length, after)
-        while host is None:
-            most = int(hosts.room.argmax())
-            part = int(hosts.room[most])
-            hosts.take(most, left, part, part // 2 if left.both_ends else 0)
-            host = hosts.densest(hosts.room >= left.tokens, after)
-        hosts.take(host, left, left.tokens, 0)
+    _place_small(hosts, documents, waiting[large:])
     ranges = np.array(hosts.ranges, dtype=np.int64)
     return ranges[np.argsort(ranges[:, 1])]
+
+
+def _place_small(
+    hosts: _Hosts, documents: DocumentAreas, waiting: list[tuple[int, int, float, float]]
+) -> None:
+    """Step 2, for documents with their tokens, their area, and that of a token from there on."""
+    bounds, room, lacks = documents.bounds.tolist(), hosts.room, hosts.lacks
+    for document, length, own, after in waiting:
+        best: int | None = int((lacks - after * room).argmax())
+        if room[best] < length:
+            best = hosts.densest(room >= length, after)
+        if best is not None:
+            hosts.ranges.append((best, bounds[document], bounds[document + 1]))
+            room[best] -= length
+            lacks[best] -= own
+            continue
+        left = _Left.of(documents, document)
+        while left.tokens:
+            most = int(room.argmax())
+            part = min(int(room[most]), left.tokens)
+            hosts.take(most, left, part, part // 2 if left.both_ends else 0)
 
 
 def _split(
@@ -218,12 +232,14 @@ def _fill(hosts: _Hosts, left: _Left, reserve: float, over: float, share: float)
         hosts.take(host, left, tokens, end)
 
 
-def _fills(hosts: _Hosts, tokens: Ints, area: Floats, over: float) -> bool:
-    """Whether small documents fill up hosts evenly, the smallest those that lack the least area for
-    their room."""
+def _fill_evenly(hosts: _Hosts, tokens: Ints, area: Floats, over: float) -> bool:
+    """Whether small documents can make hosts even: whether those that lack the least area for their
+    room have no more than that, and ``over``, if they get the smallest documents."""
     (some,) = hosts.room.nonzero()
-    room, lacks = hosts.room[some], hosts.lacks[some]
+    if hosts.lacks.min() < -over:
+        return False
+    room, lacks = hosts.room[some], hosts.lacks[some] + over
     order, rising = np.argsort(lacks / room), np.argsort(area / tokens)
     before = np.append(0, tokens[rising].cumsum()), np.append(0.0, area[rising].cumsum())
     filled = np.interp(room[order].cumsum(), *before)
-    return bool(hosts.lacks.min() >= -over and (filled <= lacks[order].cumsum() + over * np.arange(1,len(some)+1)).all())
+    return bool((filled <= lacks[order].cumsum()).all())

@@ -124,6 +124,10 @@ class Layout(LayoutValue):
         may also differ by what a kernel call more would take. A rank holds its parts of split
         documents first, then its whole documents, both in the order of the sequence.
 
+        Over several hosts documents are assigned to hosts first, so that few keys cross between
+        them (:mod:`.host_documents`), then to the ranks of each; where that does not come out
+        within 5%, hosts do not count.
+
         Other masks are left contiguous if that is as even, or assigned in chunks by a search
         (:func:`.balance.assign`), so that few keys cross ranks: within 1% of the mean, or the least
         that can be, where such an assignment is found; where not, or where that is not proven, a
@@ -135,11 +139,19 @@ class Layout(LayoutValue):
             chunk: tokens per chunk, the last may be shorter; documents are then cut at chunks too.
                 None assigns documents where that is even, else chunks of about
                 total / (16 * group_size), a multiple of 128 from there on.
+            topology: hosts of the ranks, as ``CostModel.topology`` has them, for documents; chunks
+                are assigned as if links were alike. None: one host.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
-                that is not positive; ``group_size`` or ``chunk`` is not positive.
+                that is not positive; ``group_size`` or ``chunk`` is not positive; ``topology`` has another
+                number of ranks.
         """
         group_size = whole("Layout.balanced: group_size", group_size, 1)
+        if topology is not None and topology.size != group_size:
+            raise LayoutError(
+                f"Layout.balanced: topology {topology} has {topology.size} ranks, group_size is "
+                f"{group_size}"
+            )
         weighted = weighted_masks(mask)
         total = weighted[0][0].q_len
         slices = [(each.slices, weight) for each, weight in weighted]
