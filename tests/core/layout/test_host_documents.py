@@ -53,8 +53,8 @@ def drawn(ranks: int, hosts: int, seed: int, *, by_hosts: bool) -> Draw:
 def test_64_ranks_on_8_hosts() -> None:
     """At most 0.15 of all tokens enter a host, but in one draw: a document of 0.21 of all tokens
     and 0.66 of all work is on six hosts there, at least. To receive no more than 0.15 they would
-    have to hold so many of its tokens that one had more than its part of all work with this document
-    alone (:func:`least_work`), and it has room for others, too."""
+    have to hold so many of its tokens that one had more than its part of all work with this
+    document alone (:func:`least_work`), and it has room for others, too."""
     draws = [drawn(64, 8, seed, by_hosts=True) for seed in range(20)]
     flat = [drawn(64, 8, seed, by_hosts=False) for seed in range(20)]
     assert max(draw.work for draw in draws) <= 1.05
@@ -108,7 +108,9 @@ def test_less_crosses_at_any_size(ranks: int, hosts: int) -> None:
         name = "by hosts" if by_hosts else "as if links were alike"
         for figure, values in zip(Draw._fields, each.T, strict=True):
             median, worst = np.median(values), values.max()
-            print(f"{ranks} ranks on {hosts} hosts, {name}: {figure} {median:.3f}, worst {worst:.3f}")
+            print(
+                f"{ranks} ranks on {hosts} hosts, {name}: {figure} {median:.3f}, worst {worst:.3f}"
+            )
     assert draws[True][:, 2].max() <= 1.05
     for quantile in (0.5, 1.0):
         before, after = (np.quantile(draws[key][:, :2], quantile, axis=0) for key in (False, True))
@@ -153,6 +155,24 @@ def test_documents_that_fit_hosts_stay_whole() -> None:
     )
     assert plan.imbalance(1, 1) <= 1.05
     assert plan.keys_move and not plan.crossings[0].across.any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        AttnMask.varlen(document_bounds(1 << 16, 1), causal=True, window=(511, 0)),
+        AttnMask.dense(1 << 16, window=(2047, 0)),
+    ],
+    ids=["documents", "one sequence"],
+)
+def test_chunks_of_a_window(mask: AttnMask) -> None:
+    """Hosts hold neighbours: little more than a window crosses at each of their ends."""
+    topology = Topology((4, 4))
+    layout = Layout.balanced(mask, 8, topology=topology)
+    assert layout.sizes == (1 << 13,) * 8
+    plan = make_plan(mask, layout, assignment="owner", costs=CostModel(topology=topology))
+    assert plan.imbalance(1, 1) <= 1.03
+    assert plan.crossings[0].across[:, 1].sum() <= 4 * 2048
 
 
 drawn_documents = given(

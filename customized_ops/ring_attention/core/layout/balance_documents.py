@@ -1,5 +1,5 @@
-"""Documents on ranks: whole where that is even, else by hosts, else in order where that is even, else
-the largest of them split over a few ranks."""
+"""Documents on ranks: whole where that is even, else by hosts, if there are several; else in order
+where that is even, else the largest of them split over a few ranks."""
 
 from __future__ import annotations
 

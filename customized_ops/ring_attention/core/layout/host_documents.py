@@ -1,23 +1,22 @@
 """Packed documents on hosts, so that few tokens cross between them.
 
 A host must hold its number of tokens and its part of the area, as a rank must
-(:mod:`.split_documents`). Here it matters more that a document stays whole, or is on few hosts:
+(:mod:`.split_documents`). Here it matters more that a document is on few hosts. Documents are
+placed the largest area first:
 
-1. Documents of more than a little area, the largest first, go whole to the host that lacks the
-   most area. One that is more than any host lacks is split: it fills one host after the other, and
-   its rest goes to a host that lacks as much.
-2. Small documents, which have most of the tokens, fill the hosts up: the largest first, each to the
-   host that lacks the most area beside what the others will bring.
-
-So a host that step 1 has filled gets the smallest documents. They still have some area: for each
-token that a host has room for, step 1 leaves out a reserve. It is raised from 0, and step 1 done
-again, until the smallest documents there are do not overfill these hosts.
+1. Each goes whole to a host that lacks so much area; of these to the one that lacks the most beside
+   what its room is worth at the mean density of the documents to come. One that is more than any
+   host lacks is split: it fills hosts one after the other, and its rest goes to one with as much
+   left. The tokens that a host has room for will be filled by sparser documents and have some area
+   too. So much is reserved: a part of their mean density, as some hosts get sparser ones than
+   others. A small part leaves the fewest documents split; it is raised until the small documents
+   can make all hosts even.
+2. Small documents, which have most of the tokens, are not split for their area.
 
 A stretch of a document is from both ends of what is left of it, as with ranks. Under a causal mask
 the host of the last rows needs all keys, and receives all that it does not hold. So it takes more
-from the front, and so do the next ones, until none receives more than SHARE_OF_FIRST of that. Those
-who compute the front are then asked for more; with five hosts or more, as many keys leave the first
-as come to it.
+from the front, and so do the next ones, until none receives more than SHARE_OF_FIRST of what the
+first would receive otherwise. That has a price: keys at the front are sent to all others.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .documents import DocumentAreas
 # What a host may have too much area, in parts of its own: in all, and by one whole document.
 OVER, WHOLE_OVER = 0.01, 0.003
 # Documents of less are small, in parts of the area of a host.
-SMALL = .05
-# Times that step 1 is done at the most.
+SMALL = 0.05
+# Parts of the mean density of sparser documents that are reserved for a host's room.
 RESERVES = (0.25, 0.5, 0.75)
 # What enters a host, over what would enter that of the last rows if all stretches had even ends.
 SHARE_OF_FIRST = 0.88
@@ -119,7 +118,7 @@ class _Hosts:
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
 
     def copy(self) -> _Hosts:
-        return _Hosts(*(each.copy() for each in (self.room, self.lacks, self.entered, self.ranges)))
+        return _Hosts(self.room.copy(), self.lacks.copy(), self.entered.copy(), self.ranges.copy())
 
     def densest(self, fit: Bools, mean: float) -> int | None:
         """Of the hosts that ``fit`` the one that lacks the most area beside what its room is worth
