@@ -128,10 +128,11 @@ def _within(ranges: Ints, total: int) -> Bools:
 def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
     """The least y with ``rows[y] + keys * y >= wanted``; ``len(rows)`` where there is none."""
     low, high = np.zeros_like(keys), np.full_like(keys, len(rows))
-    while (low < high).any():
-        middle = (low + high) // 2
+    while (left := low < high).any():
+        middle = np.minimum((low + high) // 2, len(rows) - 1)
         enough = rows[middle] + keys * middle >= wanted
-        low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
+        low = np.where(left & ~enough, middle + 1, low)
+        high = np.where(left & enough, middle, high)
     return low
 
 
