@@ -178,6 +178,7 @@ def _place_small(
 ) -> None:
     """Step 2, for documents with their tokens, their area, and that of a token from there on."""
     bounds, room, lacks = documents.bounds.tolist(), hosts.room, hosts.lacks
+    lacks[room == 0] = -np.inf  # never looked at again
     for document, length, own, after in waiting:
         best: int | None = int((lacks - after * room).argmax())
         if room[best] < length:
@@ -185,7 +186,7 @@ def _place_small(
         if best is not None:
             hosts.ranges.append((best, bounds[document], bounds[document + 1]))
             room[best] -= length
-            lacks[best] -= own
+            lacks[best] = lacks[best] - own if room[best] else -np.inf
             continue
         left = _Left.of(documents, document)
         while left.tokens:
