@@ -28,16 +28,17 @@ from .core.mask import AttnMask
 from .core.plan import Plan
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
+from .core.topology import Topology
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, layout_by_lengths
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
-LayoutOf = Callable[[AttnMask, int], Layout]
+LayoutOf = Callable[[AttnMask, int, Topology | None], Layout]
 PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
-    "balanced": Layout.balanced,
-    "contiguous": lambda mask, ranks: Layout.contiguous(mask.q_len, ranks),
+    "balanced": lambda mask, ranks, topology: Layout.balanced(mask, ranks, topology=topology),
+    "contiguous": lambda mask, ranks, topology: Layout.contiguous(mask.q_len, ranks),
 }
 
 
@@ -114,8 +115,10 @@ class PackDocuments:
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
             ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
-        costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
-        head_dim: of the model. Where it or the rates are others, attention plans again in the step.
+        costs: rates that plans are chosen by, and hosts, which "balanced" layouts go by too; give
+            those of the group, :func:`.group_costs`, or attention plans again in the step. (With
+            ``whole``, "balanced" is the order of an engine, which does not know hosts.)
+        head_dim: of the model. Attention of other heads plans again in the step.
     """
 
     ranks: int
@@ -134,6 +137,12 @@ class PackDocuments:
             raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
+        topology = self.costs.topology
+        if topology is not None and topology.size != self.ranks:
+            raise ValueError(
+                f"packed_batches: costs are of hosts {topology}, {topology.size} ranks, but ranks "
+                f"is {self.ranks}"
+            )
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
@@ -151,7 +160,7 @@ class PackDocuments:
         if self.whole and self.layout == "balanced":  # as engines lay out documents
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
-            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
+            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks, self.costs.topology)
         dims = self.head_dim, self.head_dim
         plan = RING_ATTN_VARLEN.plan(
             Problem(mask, layout, layout), self.heads, dims, costs=self.costs

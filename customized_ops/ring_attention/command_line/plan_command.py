@@ -66,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_report(options: argparse.Namespace) -> str:
     """Make the plan, draw it if asked to, and return its report."""
     mask = _mask(options)
-    with stage(f"layout {options.layout}"):
-        layout = _layout(options, mask)
     if options.ranks % options.hosts:
         raise ValueError(f"--hosts {options.hosts} does not divide --ranks {options.ranks}")
     costs = H200
     if options.hosts > 1:
         topology = Topology((options.ranks // options.hosts,) * options.hosts)
         costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
+    with stage(f"layout {options.layout}"):
+        layout = _layout(options, mask, costs.topology)
     with stage("planning"):
         plan = make_plan(
             mask,
@@ -181,7 +181,7 @@ def _documents(options: argparse.Namespace) -> list[int]:
     return [*ends[ends < tokens].tolist(), tokens]
 
 
-def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
+def _layout(options: argparse.Namespace, mask: AttnMask, topology: Topology | None) -> Layout:
     if options.layout not in LAYOUTS:
         if not re.fullmatch(r"\d+[KM]?(,\d+[KM]?)*", options.layout.upper()):
             names = ", ".join(LAYOUTS)
@@ -193,7 +193,12 @@ def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
                 f"{options.ranks} ranks and {mask.q_len} tokens"
             )
         return Layout.from_sizes(sizes)
-    known = {"total": mask.q_len, "mask": mask, "group_size": options.ranks}
+    known = {
+        "total": mask.q_len,
+        "mask": mask,
+        "group_size": options.ranks,
+        "topology": topology,
+    }
     make = LAYOUTS[options.layout]
     # What other layouts call a chunk is a block of a striped layout.
     name = "block" if "block" in inspect.signature(make).parameters else "chunk"

@@ -14,6 +14,9 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.plan.exchange import Exchange, Where
+from customized_ops.ring_attention.core.plan.heads import Sizes
+from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into
+from customized_ops.ring_attention.core.plan.token_bytes import TokenBytes
 from customized_ops.ring_attention.core.topology import Topology
 
 HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
@@ -186,3 +189,38 @@ def test_hosts_by_name() -> None:
     assert Topology.of(["a", "a", "b"]) == Topology((2, 1))
     assert Topology.of(["a", "a"]) is None
     assert Topology.of(["a", "b", "a"]) is None  # its ranks do not follow one another
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_must_enter_hosts_is_no_more_than_what_does(seed: int) -> None:
+    """Whichever way work is assigned, for every host."""
+    source = random.Random(seed)
+    hosts = source.choice(HOSTS)
+    mask, layout = drawn(source, sum(hosts))
+    topology, sizes = Topology(hosts), Sizes(4, source.choice([1, 2, 4]), 8, 8, 2)
+    heads = TokenBytes.forward(sizes, np.array([sizes[:2]] * sum(hosts)))
+    for assignment in ("owner", "balanced", "nearest", "shared", "zigzag"):
+        plan = make_plan(mask, layout, assignment=assignment, costs=costs_over(hosts))
+        if plan.topology is None:
+            continue
+        keys, rows = (each.across[:, 1] for each in plan.crossings)
+        received = keys * heads.key_out + rows * heads.row_out
+        into = np.bincount(topology.host_of, received)
+        for host, entering in enumerate(into.tolist()):
+            # Counts of what is relayed are rounded for each rank.
+            rounding = hosts[host] * sizes.kv_bytes(sizes.kv_heads) * plan.relays
+            assert least_into(plan, host, sizes) <= entering + rounding
+
+
+def test_what_must_enter_is_known_exactly() -> None:
+    """Half of all pairs, of which the half are at home: all other rows, or as many keys, which are
+    twice as large."""
+    plan = make_plan(AttnMask.dense(16), Layout.contiguous(16, 2), costs=costs_over((1, 1)))
+    sizes = Sizes(1, 1, 8, 8, 2)
+    figures = host_bytes(plan, sizes)
+    assert figures.at_least == 8 * sizes.q_bytes(1)
+    assert figures.forward == 8 * sizes.kv_bytes(1)
+    assert figures.backward == 2 * figures.forward
+    assert "enter the busiest in the forward pass; at least 1.0 KiB (+100.0%)" in plan.report(
+        4, 4, 16
+    )

@@ -143,6 +143,13 @@ def test_a_plan_over_hosts(capsys):
     assert "between hosts 50 GB/s, 48 us to start" in text
 
 
+def test_documents_are_balanced_over_hosts(capsys):
+    """Each of two documents stays on a host."""
+    asked = "--mask varlen --cu-seqlens 0,32K,64K --ranks 8 --layout balanced --json --hosts"
+    assert json.loads(printed(capsys, f"{asked} 2"))["tokens_into_host"] == 0
+    assert json.loads(printed(capsys, f"{asked} 4"))["tokens_into_host"] > 0
+
+
 def test_hosts_of_unlike_numbers_of_ranks(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--tokens", "64", "--ranks", "8", "--hosts", "3"])

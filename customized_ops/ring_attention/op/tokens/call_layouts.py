@@ -13,6 +13,7 @@ from ...core.comm import Comm
 from ...core.layout import Layout
 from ...core.layout import layout_tables as tables
 from ...core.mask import AttnMask
+from ...core.topology import Topology
 from ..arguments import ArgumentError, compares_calls
 from .lengths import has_data, on_host
 
@@ -39,11 +40,11 @@ def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def balanced_layout(mask: AttnMask, ranks: int) -> Layout:
+def balanced_layout(mask: AttnMask, ranks: int, topology: Topology | None = None) -> Layout:
     """What :data:`BALANCED_NAME` stands for; for all layers of a batch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a batch that cannot be even
-        return Layout.balanced(mask, ranks)
+        return Layout.balanced(mask, ranks, topology=topology)
 
 
 @lru_cache(maxsize=64)
