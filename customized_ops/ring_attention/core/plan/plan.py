@@ -24,8 +24,10 @@ from ..mask import AttnMask
 from .choose.request import PlanRequest
 from .choose.search import ASSIGNMENTS, best_plan
 from .cost import H200, CostModel
+from .heads import Sizes
 from .plan_value import PlanValue
 from .report import picture, text
+from .simulate import Timeline, simulate
 
 # Plans are known for as long as somebody holds them, as a batch planned ahead does, and the last
 # ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
@@ -103,6 +105,21 @@ class Plan(PlanValue):
     ) -> None:
         """Draw the plan to a PNG or SVG file; see :func:`.picture.draw`."""
         picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize)
+
+    def simulate(
+        self,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        v_dim: int | None = None,
+        itemsize: int = 2,
+        reduce_itemsize: int | None = None,
+        batch: int = 1,
+        costs: CostModel = H200,
+    ) -> Timeline:
+        """When every rank does what in a forward and a backward; see :func:`.simulate`."""
+        sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        return simulate(self, sizes, costs, reduce_itemsize, batch)
 
 
 def make_plan(

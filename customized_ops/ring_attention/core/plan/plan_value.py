@@ -18,7 +18,7 @@ from ..topology import Topology
 from . import moves
 from .arrivals import Arrivals, arrivals
 from .assign.work import TEAM, Work, area_per_team
-from .exchange import NO_MOVES, Exchanges, exchange
+from .exchange import NO_MOVES, Exchange, Exchanges, exchange
 from .heads import Sizes, heads_of_ranks
 from .key_exchanges import key_exchanges
 from .rank_plan import RankPlan, Stage, over_keys, over_rows
@@ -198,13 +198,16 @@ class PlanValue:
             self._exchanges[rank] = self._exchanges_of(rank)
         return self._exchanges[rank]
 
-    def _exchanges_of(self, rank: int) -> Exchanges:
-        size = self.team_size
+    def row_exchange(self, rank: int) -> Exchange:
+        """What ``rank`` sends and receives of rows."""
         rows = NO_MOVES
         if self.rows_move:
-            own = self.q_needed[:, 0] == rank // size
+            own = self.q_needed[:, 0] == rank // self.team_size
             rows = moves.of_rank(self.q_needed, own, self.q_layout, rank)
-        q = exchange(rows, rank, size, local=False)
+        return exchange(rows, rank, self.team_size, local=False)
+
+    def _exchanges_of(self, rank: int) -> Exchanges:
+        size, q = self.team_size, self.row_exchange(rank)
         if self.n_stages == 1 and not self.gathered:
             return Exchanges(q, (None,))
         of_keys = self.kv_needed, self.k_layout, rank, size

@@ -1,0 +1,189 @@
+"""The clocks of all ranks, and what a launch, a kernel and a message do to them.
+
+Every rank runs the same program, and what it does at one point of it depends on what ranks did at
+earlier points only. So the program is gone through once, and each event is one of all ranks.
+
+A rank has a host, which starts one kernel after the other; two streams on its GPU, of which the
+second one, which waits for peers, goes first and the first one fills the gaps; and links inside its
+host and between hosts, each busy in either direction on its own. What ranks send in one exchange
+shares a link, so it is all there at one time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Bools, Floats, Ints
+from ..cost import CostModel
+from .counts import Sent
+from .timeline import BETWEEN, HOST, INSIDE, KERNEL, WAITS, PassTimeline, Spans
+
+
+class Arrival(NamedTuple):
+    """When what a rank receives in an exchange is there, float64[2, P] inside its host and from
+    others (0 where nothing comes), and how many bytes, float64[P]."""
+
+    at: Floats
+    received: Floats
+
+
+class Ranks:
+    """All ranks in a pass, which all of them begin at 0.
+
+    Args:
+        host_of: int64[P], the host of each rank.
+        one_sided: whether ranks write into one another's memory, so that only the sender need be
+            ready; else both have to be, and each carries out one exchange after the other.
+    """
+
+    def __init__(self, costs: CostModel, host_of: Ints, *, one_sided: bool) -> None:
+        self.costs, self._host_of, self.one_sided = costs, host_of, one_sided
+        ranks = len(host_of)
+        self._spans: list[Spans] = []
+        self._waits = np.zeros((len(WAITS), ranks))
+        # Until when each is busy: hosts, second streams, kernels of these, messages, links by level
+        # and direction.
+        self._host, self._stream, self._kernel, self._messages = np.zeros((4, ranks))
+        self._links = np.zeros((2, 2, ranks))
+        self._late = np.zeros(ranks, dtype=np.int64)  # what moved the second stream last, of WAITS
+        self._local, self._local_from = np.zeros((2, ranks))  # seconds that the first stream has
+
+    def _span(
+        self,
+        resource: str,
+        what: str,
+        stage: int,
+        start: Floats,
+        stop: Floats,
+        *,
+        sends: bool = False,
+    ) -> None:
+        if (stop > start).any():
+            self._spans.append(Spans(resource, what, sends, stage, start, stop))
+
+    def _launch(self, what: str, stage: int, called: Bools) -> Floats:
+        """When each host turns to a call; what it starts may begin at once, and what is sent and
+        merged on its account comes after."""
+        began = self._host
+        self._host = began + self.costs.call_seconds * called
+        self._span(HOST, what, stage, began, self._host)
+        return began
+
+    def begin_local(self, seconds: Floats) -> None:
+        """A kernel call on the first stream."""
+        self._local_from = self._launch("own", 0, seconds > 0)
+        self._local = seconds
+
+    def attend(self, what: str, stage: int, seconds: Floats) -> None:
+        """A kernel call on the second stream, of the ranks for which it takes some time."""
+        began, some = self._launch(what, stage, seconds > 0), seconds > 0
+        late = some & (began > self._stream)
+        self._late[late] = WAITS.index(HOST)
+        self._stream = np.where(late, began, self._stream)
+        self._run(what, stage, seconds)
+
+    def move_memory(self, stage: int, nbytes: Floats) -> None:
+        """Read and write so many bytes on the second stream."""
+        self._run("merge", stage, nbytes / self.costs.memory_bytes)
+
+    def _run(self, what: str, stage: int, seconds: Floats) -> None:
+        some = seconds > 0
+        self._fill(np.where(some, self._stream, self._kernel))
+        start, self._stream = self._stream, self._stream + seconds
+        self._kernel = np.where(some, self._stream, self._kernel)
+        self._span(KERNEL, what, stage, start, self._stream)
+
+    def _fill(self, until: Floats) -> None:
+        """Let the first stream run while the second one has no kernel, up to a time; the rest of
+        that is idle."""
+        start = np.minimum(np.maximum(self._kernel, self._local_from), until)
+        took = np.minimum(until - start, self._local)
+        self._local = self._local - took
+        self._span(KERNEL, "own", 0, start, start + took)
+        idle = until - self._kernel - took
+        self._waits[self._late, np.arange(len(idle))] += np.maximum(idle, 0.0)
+        self._kernel = np.maximum(self._kernel, until)
+
+    def wait(self, stage: int, *arrivals: Arrival) -> None:
+        """Let the second streams wait; what came by messages is copied to its place."""
+        for at, received in arrivals:
+            for level, each in enumerate(at):
+                late = each > self._stream
+                self._late[late] = WAITS.index((INSIDE, BETWEEN)[level])
+                self._stream = np.where(late, each, self._stream)
+            if not self.one_sided:
+                self.move_memory(stage, 2 * received)
+
+    def send(self, what: str, stage: int, messages: Sent) -> Arrival:
+        """Send messages once the second streams and the hosts are here."""
+        ranks, (sender, receiver, nbytes) = len(self._host), messages
+        ready = np.maximum(self._host, self._stream)
+        if not self.one_sided:
+            ready = np.maximum(ready, self._messages)
+        at, done = np.zeros((2, ranks)), ready.copy()
+        across = self._host_of[sender] != self._host_of[receiver]
+        rates = self.costs.link_bytes, self.costs.between_bytes
+        latencies = self.costs.step_seconds, self.costs.between_seconds
+        for level, some in enumerate((~across, across)):
+            if some.any():
+                seconds = nbytes[some] / rates[level]
+                sent, at[level] = self._send(
+                    what, stage, level, ready, sender[some], receiver[some], seconds
+                )
+                here = at[level] > 0
+                at[level, here] += latencies[level]
+                done = np.maximum(np.maximum(done, sent), 0 if self.one_sided else at[level])
+        if self.one_sided:
+            self._stream = np.maximum(self._stream, done)  # copies are on it
+        else:
+            some_part = np.zeros(ranks, dtype=bool)
+            some_part[sender] = some_part[receiver] = True
+            self._messages = np.where(some_part, done, self._messages)
+        return Arrival(at, np.bincount(receiver, nbytes, minlength=ranks))
+
+    def _send(
+        self,
+        what: str,
+        stage: int,
+        level: int,
+        ready: Floats,
+        sender: Ints,
+        receiver: Ints,
+        seconds: Floats,
+    ) -> tuple[Floats, Floats]:
+        """When all is sent and when all is received, by links of one level; 0 where nothing is.
+
+        Args:
+            ready: float64[P].
+            seconds: that each message takes by itself.
+        """
+        ranks = len(ready)
+        begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
+        takes = np.array([np.bincount(r, seconds, minlength=ranks) for r in (sender, receiver)])
+        first = np.full((2, ranks), np.inf)
+        np.minimum.at(first[0], sender, begin)
+        np.minimum.at(first[1], receiver, begin)
+        some = takes > 0
+        over = np.where(some, np.maximum(first, self._links[level]) + takes, 0.0)
+        np.maximum.at(over[0], sender, begin + seconds)
+        np.maximum.at(over[1], receiver, over[0, sender])
+        self._links[level] = np.where(some, over, self._links[level])
+        name = (INSIDE, BETWEEN)[level]
+        for way in (0, 1):
+            self._span(name, what, stage, over[way] - takes[way], over[way], sends=way == 0)
+        return over[0], over[1]
+
+    def join(self) -> None:
+        """Let the first stream end, and both go on from there."""
+        rest = np.maximum(self._kernel, self._local_from) + self._local
+        self._fill(np.where(self._local > 0, rest, self._kernel))
+        self._stream = np.maximum(self._stream, self._kernel)
+
+    def end(self) -> PassTimeline:
+        """What has happened until each rank has what it waits for, and its host is done."""
+        stop = np.maximum(self._stream, self._host)
+        self._late[self._host > self._stream] = WAITS.index(HOST)
+        self._fill(stop)
+        return PassTimeline(tuple(self._spans), stop, self._waits)

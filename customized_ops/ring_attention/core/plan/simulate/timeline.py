@@ -1,0 +1,103 @@
+"""What a simulation finds: when each rank does what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Floats
+
+KERNEL, HOST = "kernel", "host launch"
+INSIDE, BETWEEN = "link inside", "link between hosts"
+WAITS = (HOST, INSIDE, BETWEEN)  # what a rank may wait for
+
+
+class Spans(NamedTuple):
+    """Something that ranks do at the same point of their programs, each at its own time.
+
+    Attributes:
+        resource: what is busy: KERNEL, HOST, INSIDE or BETWEEN.
+        what: "own" or "remote" (whose rows are attended), "merge", "keys", "relayed keys", "rows",
+            "results" or "gradients".
+        sends: of links, whether it is the way out of a rank.
+        stage: of the plan; 0 for rows.
+        start, stop: float64[P], seconds; equal where a rank has nothing to do.
+    """
+
+    resource: str
+    what: str
+    sends: bool
+    stage: int
+    start: Floats
+    stop: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class PassTimeline:
+    """A forward or a backward of all ranks, from the time on when all of them begin.
+
+    Attributes:
+        spans: in the order of the ranks' programs.
+        stop: float64[P]: when each rank has its results and its host is done.
+        waits: float64[3, P]: seconds for which each rank's kernels idle because of each of WAITS,
+            before the rank stops.
+    """
+
+    spans: tuple[Spans, ...]
+    stop: Floats
+    waits: Floats
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return float(self.stop.max())
+
+    @cached_property
+    def idle(self) -> Floats:
+        """float64[P]: seconds in which each rank's kernels do nothing, until all ranks stop."""
+        return self.seconds - self.busy(KERNEL)
+
+    def busy(self, resource: str, *, sends: bool = False) -> Floats:
+        """float64[P]: seconds for which a resource of each rank is busy; of a link, one way."""
+        took = [s.stop - s.start for s in self.spans if (s.resource, s.sends) == (resource, sends)]
+        return np.sum(took, axis=0) if took else np.zeros_like(self.stop)
+
+    @property
+    def slowest_waits_for(self) -> tuple[str, float]:
+        """What the rank that stops last waits for the longest, and for how many seconds."""
+        waits = self.waits[:, self.stop.argmax()]
+        return WAITS[waits.argmax()], float(waits.max())
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A plan's forward and backward in time.
+
+    Attributes:
+        rank_flops: floating-point operations of the forward, mean over the ranks; a backward has
+            2.5 times as many.
+    """
+
+    forward: PassTimeline
+    backward: PassTimeline
+    rank_flops: float
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of the slowest rank."""
+        return self.forward.seconds
+
+    @property
+    def backward_seconds(self) -> float:
+        """Of the slowest rank."""
+        return self.backward.seconds
+
+    @property
+    def tflops_per_rank(self) -> tuple[float, float]:
+        """10^12 floating-point operations a second and rank, forward and backward."""
+        forward, backward = self.forward.seconds, self.backward.seconds
+        flops = self.rank_flops / 1e12
+        return flops / forward if forward else 0.0, 2.5 * flops / backward if backward else 0.0
