@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from ..core.plan.cost import H200, HELD_SHARDS, CostModel
 from ..core.plan.heads import Sizes
 from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw
+from ..core.plan.simulate import Timeline, simulate
 from ..core.report import report
 from ..core.topology import Topology
 
@@ -48,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
     add("--hosts", type=_positive, default=1, metavar="N", help="with as many ranks each")
+    add("--between", type=_rate, metavar="GB/S", help="of a rank between hosts; 50 if not given")
+    add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
     masks = parser.add_argument_group("options of masks")
@@ -74,6 +78,8 @@ def plan_report(options: argparse.Namespace) -> str:
     if options.hosts > 1:
         topology = Topology((options.ranks // options.hosts,) * options.hosts)
         costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
+    if options.between is not None:
+        costs = replace(costs, between_bytes=options.between)
     with stage("planning"):
         plan = make_plan(
             mask,
@@ -87,20 +93,27 @@ def plan_report(options: argparse.Namespace) -> str:
         )
     q_heads, kv_heads = options.heads
     sizes = Sizes.of(q_heads, kv_heads, options.head_dim, options.v_dim, options.itemsize)
-    if options.json and options.draw is None:
-        return _json(plan, costs, sizes)
+    if options.draw is not None:
+        draw(plan, options.draw, *sizes, costs)
+    timeline = None
+    if options.simulate:
+        with stage("simulating"):
+            timeline = simulate(plan, sizes, costs)
+    if options.json:
+        return _json(plan, costs, sizes, timeline)
+    if timeline is not None:
+        return str(timeline)
     for rank in counted(range(options.ranks), "plans of ranks"):
         plan.rank(rank)
-    if options.draw is not None:
-        draw(plan, options.draw, *sizes)
-    if options.json:
-        return _json(plan, costs, sizes)
     return report(plan, *sizes, costs)
 
 
-def _json(plan: Plan, costs: CostModel, sizes: Sizes) -> str:
+def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:
     forward, backward = costs.passes(plan, *sizes)
     times = {"forward_seconds": forward.seconds, "backward_seconds": backward.seconds}
+    if timeline is not None:
+        times["simulated_forward_seconds"] = timeline.forward_seconds
+        times["simulated_backward_seconds"] = timeline.backward_seconds
     return json.dumps({**asdict(host_figures(plan)), **times})
 
 
@@ -239,6 +252,17 @@ def _positive(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return size
+
+
+def _rate(text: str) -> float:
+    """'50' -> 50e9."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"must be GB/s, more than 0, got {text}")
+    return rate * 1e9
 
 
 def _reach(text: str) -> int | tuple[int, int]:

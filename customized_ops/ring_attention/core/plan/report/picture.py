@@ -17,7 +17,6 @@ from ..heads import Sizes
 from ..plan_value import PlanValue
 from ..simulate import PassTimeline, simulate
 from ..simulate.timeline import HOST, KERNEL
-from .figures import measures
 from .paint import PALE, PIXELS, Image, paint, parts_by_step
 from .text import format_bytes, format_seconds
 
@@ -74,12 +73,12 @@ def draw(
     _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
     _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, sizes))
     _draw_times(figure.add_subplot(grid[1, 1]), simulate(plan, sizes, costs).forward, colors)
-    figure.suptitle(_title(plan, sizes, costs), fontsize=14, x=0.03, y=0.975, ha="left")
+    figure.suptitle(_title(plan, sizes), fontsize=14, x=0.03, y=0.975, ha="left")
     figure.savefig(path)
 
 
-def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
-    mask, figures = plan.mask, measures(plan, *sizes, costs)
+def _title(plan: PlanValue, sizes: Sizes) -> str:
+    mask, received = plan.mask, plan.forward_bytes(*sizes)[:, 1]
     names = [layout.spec.partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
     if plan.q_layout != plan.k_layout:
@@ -89,9 +88,9 @@ def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
     return (
         f"{_tokens(mask.q_len)} queries × {_tokens(mask.k_len)} keys ({density:.1%} attended) on "
         f"{plan.group_size} ranks{teams}, {layout}\n"
-        f"largest rank computes {figures.imbalance:.2f} × the mean;  "
-        f"{format_bytes(figures.received_bytes.sum())} move in the forward pass, at most "
-        f"{format_bytes(figures.received_bytes.max())} to a rank"
+        f"largest rank computes {plan.imbalance(sizes.q_heads, sizes.kv_heads):.2f} × the mean;  "
+        f"{format_bytes(received.sum())} move in the forward pass, at most "
+        f"{format_bytes(received.max())} to a rank"
     )
 
 

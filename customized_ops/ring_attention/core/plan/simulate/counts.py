@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import Floats, Ints, columns
+from ...arrays import Floats, Ints
 from ...mask.slices import Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
 from ..exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves
@@ -41,21 +41,21 @@ class Messages(NamedTuple):
     reader: Ints
     tokens: Ints
 
-    def out(self, token_bytes: Floats) -> Sent:
-        """Of so many bytes each, float64[P] as each rank reads them."""
-        return Sent(self.holder, self.reader, self.tokens * token_bytes[self.reader])
+    def out(self, token_bytes: Ints | Floats) -> Sent:
+        """Of so many bytes a token, number[P], as each rank reads it."""
+        return Sent(self.holder, self.reader, 1.0 * self.tokens * token_bytes[self.reader])
 
-    def back(self, token_bytes: Floats) -> Sent:
+    def back(self, token_bytes: Ints | Floats) -> Sent:
         """What is made of them, on its way back."""
-        return Sent(self.reader, self.holder, self.tokens * token_bytes[self.reader])
+        return Sent(self.reader, self.holder, 1.0 * self.tokens * token_bytes[self.reader])
 
 
 NO_MESSAGES = Messages(*np.zeros((3, 0), dtype=np.int64))
 
 
 class KeyStep(NamedTuple):
-    """The keys of one stage: straight to who attends them, or across to a rank that relays them, and
-    from there to all ranks of its host that attend them (:mod:`..relays`)."""
+    """The keys of one stage: straight to who attends them, or across to a rank that relays them,
+    and from there to all ranks of its host that attend them (:mod:`..relays`)."""
 
     straight: Messages
     cross: Messages = NO_MESSAGES
@@ -84,7 +84,7 @@ def counts(plan: PlanValue) -> Counts:
     """The counts of all ranks of ``plan``."""
     stages, ranks, size = plan.n_stages, plan.group_size, plan.team_size
     attended = np.zeros((2, stages, 2, ranks), dtype=np.int64)
-    rows: list[Ints] = []
+    rows: list[tuple[int, int, int]] = []
     found: list[list[Ints]] = [[] for _ in KeyStep._fields]
     unit_of_team = _unit_of(plan)[::size]
     for unit in range(int(unit_of_team[-1]) + 1):
@@ -95,13 +95,15 @@ def counts(plan: PlanValue) -> Counts:
             mine = moves[:, RECV] == team
             for rank in range(team * size, (team + 1) * size):
                 q = plan.row_exchange(rank)
-                rows.append(columns(q.recv[:, 0], 0 * q.recv[:, 0] + rank, q.recv[:, 2]))
+                rows += [(peer, rank, where.count) for peer, where in q.received.items()]
                 places = plan.q_layout.places(rank), q.places
                 _attended(plan, rank, moves[mine], stage[mine], places, attended[..., rank])
     ways = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
     keys = [KeyStep(*each) for each in zip(*ways, strict=True)]
     of_stages = keys if plan.gathered else [None, *keys[1:]]
-    return Counts(Messages(*np.concatenate(rows).T), tuple(of_stages), *attended)
+    return Counts(
+        Messages(*np.array(rows, dtype=np.int64).reshape(-1, 3).T), tuple(of_stages), *attended
+    )
 
 
 def _unit_of(plan: PlanValue) -> Ints:

@@ -141,7 +141,9 @@ class Ranks:
             some_part = np.zeros(ranks, dtype=bool)
             some_part[sender] = some_part[receiver] = True
             self._messages = np.where(some_part, done, self._messages)
-        return Arrival(at, np.bincount(receiver, nbytes, minlength=ranks))
+        received = np.zeros(ranks)
+        np.add.at(received, receiver, nbytes)
+        return Arrival(at, received)
 
     def _send(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...arrays import Floats
+from ...arrays import Floats, Ints
 from ..plan_value import PlanValue
 from ..token_bytes import TokenBytes
 from .counts import OWN, REMOTE, Counts, KeyStep, Sent
@@ -107,7 +107,7 @@ class Schedule:
         self._ranks.move_memory(n, rows * (beside + merged))
         self._had[whose] |= some
 
-    def _send_home(self, what: str, n: int, step: KeyStep, nbytes: Floats) -> None:
+    def _send_home(self, what: str, n: int, step: KeyStep, nbytes: Ints | Floats) -> None:
         self._homes.append(Home(self._ranks, what, n, step, nbytes, self._work.add))
 
     def _end_older_homes(self) -> None:
@@ -122,9 +122,11 @@ class Schedule:
 
 
 class Fetch:
-    """Rows or keys on their way to who attends them; ``nbytes``: float64[P], of a token there."""
+    """Rows or keys on their way to who attends them; ``nbytes``: number[P], of a token there."""
 
-    def __init__(self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Floats) -> None:
+    def __init__(
+        self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats
+    ) -> None:
         self._ranks, self._given = ranks, (what, n)
         self._arrivals = [ranks.send(what, n, step.straight.out(nbytes))]
         self._cross = ranks.send(what, n, step.cross.out(nbytes))
@@ -147,7 +149,7 @@ class Home:
     """What was made of rows or keys on its way back; see :class:`Fetch`."""
 
     def __init__(
-        self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Floats, add: float
+        self, ranks: Ranks, what: str, n: int, step: KeyStep, nbytes: Ints | Floats, add: float
     ) -> None:
         self._ranks, self._given, self._add = ranks, (what, n), add
         self._arrivals = [ranks.send(what, n, step.straight.back(nbytes))]

@@ -25,8 +25,8 @@ def simulate(
 
     Ranks follow the executor's program. Kernels wait for keys and rows, messages for their senders
     (and, where they are not one-sided writes, for their receivers), a link carries one exchange
-    after the other, and hosts start one kernel call after the other. A pass is over when the slowest
-    rank has its results. Each rank's pairs, and each pair of ranks' bytes, are those of the plan.
+    after the other, and hosts start one kernel call after the other. A pass is over when the
+    slowest rank has its results. Each rank's pairs and messages are those of the plan.
 
     Args:
         costs: rates; its topology, or else the plan's, says which links are between hosts.
@@ -40,12 +40,12 @@ def simulate(
     host_of = np.zeros(plan.group_size, np.int64) if topology is None else topology.host_of
     one_sided = costs.one_sided and not host_of.any()
     groups, counted = min(plan.head_groups, int(shares[:, 1].max())), counts(plan)
-    passes = (
+    forward, backward = (
         Schedule(plan, counted, groups, work, Ranks(costs, host_of, one_sided=one_sided)).run()
         for work in _work(plan, sizes, costs, reduce_itemsize, batch)
     )
     flops = 2.0 * (sizes.head_dim + sizes.v_dim) * sizes.q_heads * plan.mask.area * batch
-    return Timeline(*passes, flops / plan.group_size)
+    return Timeline(forward, backward, flops / plan.group_size)
 
 
 def _work(
@@ -55,7 +55,8 @@ def _work(
     shares = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     home = plan.home_itemsize(sizes, reduce_itemsize)
     narrow, wide, (_, _, dim, v_dim, _) = sizes.itemsize, sizes.wide_itemsize, sizes
-    h, seconds = shares[:, 0], costs.attend_seconds(batch, shares[:, 0], dim, v_dim)
+    h = shares[:, 0].astype(np.float64)
+    seconds = costs.attend_seconds(batch, h, dim, v_dim)
     forward = PassWork(
         pair_seconds=seconds[0],
         token_bytes=_of_batch(TokenBytes.forward(sizes, shares), batch),

@@ -12,6 +12,7 @@ from ...arrays import Floats
 
 KERNEL, HOST = "kernel", "host launch"
 INSIDE, BETWEEN = "link inside", "link between hosts"
+ATTENDS = ("own", "remote")  # whose rows a kernel attends
 WAITS = (HOST, INSIDE, BETWEEN)  # what a rank may wait for
 
 
@@ -20,8 +21,8 @@ class Spans(NamedTuple):
 
     Attributes:
         resource: what is busy: KERNEL, HOST, INSIDE or BETWEEN.
-        what: "own" or "remote" (whose rows are attended), "merge", "keys", "relayed keys", "rows",
-            "results" or "gradients".
+        what: in kernels one of ATTENDS, or "merge" (of results and gradients, and copies of what
+            arrived); on links "keys", "rows", "results" (of others' rows) or "gradients" (of keys).
         sends: of links, whether it is the way out of a rank.
         stage: of the plan; 0 for rows.
         start, stop: float64[P], seconds; equal where a rank has nothing to do.
@@ -66,6 +67,15 @@ class PassTimeline:
         return np.sum(took, axis=0) if took else np.zeros_like(self.stop)
 
     @property
+    def kernel_share(self) -> float:
+        """Seconds in attention kernels, mean over the ranks, of those of the pass: what is kept of
+        the kernel's rate."""
+        attends = [
+            s.stop - s.start for s in self.spans if s.what in ATTENDS and s.resource == KERNEL
+        ]
+        return float(np.sum(attends) / self.stop.size / self.seconds) if attends else 0.0
+
+    @property
     def slowest_waits_for(self) -> tuple[str, float]:
         """What the rank that stops last waits for the longest, and for how many seconds."""
         waits = self.waits[:, self.stop.argmax()]
@@ -101,3 +111,17 @@ class Timeline:
         forward, backward = self.forward.seconds, self.backward.seconds
         flops = self.rank_flops / 1e12
         return flops / forward if forward else 0.0, 2.5 * flops / backward if backward else 0.0
+
+    def __str__(self) -> str:
+        """A table of the two passes."""
+        lines = [
+            f"{'pass':<9}{'ms':>10}{'TFLOP/s a rank':>16}{'of the kernel':>15}  slowest waits for"
+        ]
+        passes = {"forward": self.forward, "backward": self.backward}
+        for (name, each), tflops in zip(passes.items(), self.tflops_per_rank, strict=True):
+            what, seconds = each.slowest_waits_for
+            lines.append(
+                f"{name:<9}{1e3 * each.seconds:>10.3f}{tflops:>16.0f}{each.kernel_share:>15.1%}  "
+                f"{what}, {1e3 * seconds:.3f} ms"
+            )
+        return "\n".join(lines)
