@@ -79,6 +79,8 @@ def plan_report(options: argparse.Namespace) -> str:
         topology = Topology((options.ranks // options.hosts,) * options.hosts)
         costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
     if options.between is not None:
+        if options.hosts == 1:
+            raise ValueError("--between is for --hosts 2 or more")
         costs = replace(costs, between_bytes=options.between)
     with stage("planning"):
         plan = make_plan(

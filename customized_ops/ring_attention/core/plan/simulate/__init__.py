@@ -5,7 +5,7 @@ launch or a message does to the clocks of all ranks, and :mod:`.schedule` in whi
 executor has them. A :class:`.Timeline` is what comes out.
 """
 
-from .simulate import simulate
+from .simulation import simulate
 from .timeline import PassTimeline, Spans, Timeline
 
 __all__ = ["PassTimeline", "Spans", "Timeline", "simulate"]

@@ -20,6 +20,8 @@ from ..cost import CostModel
 from .counts import Sent
 from .timeline import BETWEEN, HOST, INSIDE, KERNEL, WAITS, PassTimeline, Spans
 
+LEVELS = INSIDE, BETWEEN
+
 
 class Arrival(NamedTuple):
     """When what a rank receives in an exchange is there, float64[2, P] inside its host and from
@@ -79,14 +81,17 @@ class Ranks:
     def attend(self, what: str, stage: int, seconds: Floats) -> None:
         """A kernel call on the second stream, of the ranks for which it takes some time."""
         began, some = self._launch(what, stage, seconds > 0), seconds > 0
-        late = some & (began > self._stream)
-        self._late[late] = WAITS.index(HOST)
-        self._stream = np.where(late, began, self._stream)
+        self._hold_up(HOST, np.where(some, began, 0.0))
         self._run(what, stage, seconds)
 
     def move_memory(self, stage: int, nbytes: Floats) -> None:
         """Read and write so many bytes on the second stream."""
         self._run("merge", stage, nbytes / self.costs.memory_bytes)
+
+    def _hold_up(self, why: str, until: Floats) -> None:
+        """Let the second streams do nothing up to a time, because of one of WAITS."""
+        self._late[until > self._stream] = WAITS.index(why)
+        self._stream = np.maximum(self._stream, until)
 
     def _run(self, what: str, stage: int, seconds: Floats) -> None:
         some = seconds > 0
@@ -109,10 +114,8 @@ class Ranks:
     def wait(self, stage: int, *arrivals: Arrival) -> None:
         """Let the second streams wait; what came by messages is copied to its place."""
         for at, received in arrivals:
-            for level, each in enumerate(at):
-                late = each > self._stream
-                self._late[late] = WAITS.index((INSIDE, BETWEEN)[level])
-                self._stream = np.where(late, each, self._stream)
+            for level, each in zip(LEVELS, at, strict=True):
+                self._hold_up(level, each)
             if not self.one_sided:
                 self.move_memory(stage, 2 * received)
 
@@ -136,7 +139,7 @@ class Ranks:
                 at[level, here] += latencies[level]
                 done = np.maximum(np.maximum(done, sent), 0 if self.one_sided else at[level])
         if self.one_sided:
-            self._stream = np.maximum(self._stream, done)  # copies are on it
+            self._hold_up(INSIDE, done)  # copies are on them
         else:
             some_part = np.zeros(ranks, dtype=bool)
             some_part[sender] = some_part[receiver] = True
@@ -172,9 +175,10 @@ class Ranks:
         np.maximum.at(over[0], sender, begin + seconds)
         np.maximum.at(over[1], receiver, over[0, sender])
         self._links[level] = np.where(some, over, self._links[level])
-        name = (INSIDE, BETWEEN)[level]
         for way in (0, 1):
-            self._span(name, what, stage, over[way] - takes[way], over[way], sends=way == 0)
+            self._span(
+                LEVELS[level], what, stage, over[way] - takes[way], over[way], sends=way == 0
+            )
         return over[0], over[1]
 
     def join(self) -> None:
@@ -185,7 +189,6 @@ class Ranks:
 
     def end(self) -> PassTimeline:
         """What has happened until each rank has what it waits for, and its host is done."""
-        stop = np.maximum(self._stream, self._host)
-        self._late[self._host > self._stream] = WAITS.index(HOST)
-        self._fill(stop)
-        return PassTimeline(tuple(self._spans), stop, self._waits)
+        self._hold_up(HOST, self._host)
+        self._fill(self._stream)
+        return PassTimeline(tuple(self._spans), self._stream, self._waits)

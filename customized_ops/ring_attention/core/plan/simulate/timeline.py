@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,13 +41,13 @@ class PassTimeline:
     """A forward or a backward of all ranks, from the time on when all of them begin.
 
     Attributes:
-        spans: in the order of the ranks' programs.
+        spans: in no order; none of them is of nothing on all ranks.
         stop: float64[P]: when each rank has its results and its host is done.
         waits: float64[3, P]: seconds for which each rank's kernels idle because of each of WAITS,
             before the rank stops.
     """
 
-    spans: tuple[Spans, ...]
+    spans: tuple[Spans, ...] = field(repr=False)
     stop: Floats
     waits: Floats
 
@@ -120,8 +120,9 @@ class Timeline:
         passes = {"forward": self.forward, "backward": self.backward}
         for (name, each), tflops in zip(passes.items(), self.tflops_per_rank, strict=True):
             what, seconds = each.slowest_waits_for
+            waits = f"{what}, {1e3 * seconds:.3f} ms" if seconds > 1e-6 else "nothing"
             lines.append(
                 f"{name:<9}{1e3 * each.seconds:>10.3f}{tflops:>16.0f}{each.kernel_share:>15.1%}  "
-                f"{what}, {1e3 * seconds:.3f} ms"
+                + waits
             )
         return "\n".join(lines)
