@@ -49,8 +49,10 @@ class Ranks:
         # and direction.
         self._host, self._stream, self._kernel, self._messages = np.zeros((4, ranks))
         self._links = np.zeros((2, 2, ranks))
-        self._late = np.zeros(ranks, dtype=np.int64)  # what moved the second stream last, of WAITS
-        self._local, self._local_from = np.zeros((2, ranks))  # seconds that the first stream has
+        self._late = np.zeros(
+            ranks, dtype=np.int64
+        )  # what held up the second streams last, of WAITS
+        self._local, self._local_from = np.zeros((2, ranks))  # seconds that first streams have
 
     def _span(
         self,
@@ -121,65 +123,46 @@ class Ranks:
 
     def send(self, what: str, stage: int, messages: Sent) -> Arrival:
         """Send messages once the second streams and the hosts are here."""
-        ranks, (sender, receiver, nbytes) = len(self._host), messages
         ready = np.maximum(self._host, self._stream)
         if not self.one_sided:
             ready = np.maximum(ready, self._messages)
-        at, done = np.zeros((2, ranks)), ready.copy()
-        across = self._host_of[sender] != self._host_of[receiver]
-        rates = self.costs.link_bytes, self.costs.between_bytes
+        at, done = np.zeros((2, len(ready))), np.zeros_like(ready)
+        across = self._host_of[messages.sender] != self._host_of[messages.receiver]
         latencies = self.costs.step_seconds, self.costs.between_seconds
         for level, some in enumerate((~across, across)):
             if some.any():
-                seconds = nbytes[some] / rates[level]
-                sent, at[level] = self._send(
-                    what, stage, level, ready, sender[some], receiver[some], seconds
-                )
-                here = at[level] > 0
-                at[level, here] += latencies[level]
-                done = np.maximum(np.maximum(done, sent), 0 if self.one_sided else at[level])
+                of_level = Sent(*(column[some] for column in messages))
+                sent, received = self._over_links(what, stage, level, ready, of_level)
+                at[level] = np.where(received > 0, received + latencies[level], 0.0)
+                done = np.maximum(done, sent if self.one_sided else np.maximum(sent, at[level]))
         if self.one_sided:
-            self._hold_up(INSIDE, done)  # copies are on them
+            self._hold_up(INSIDE, done)  # copies are on the second streams
         else:
-            some_part = np.zeros(ranks, dtype=bool)
-            some_part[sender] = some_part[receiver] = True
-            self._messages = np.where(some_part, done, self._messages)
-        received = np.zeros(ranks)
-        np.add.at(received, receiver, nbytes)
-        return Arrival(at, received)
+            self._messages = np.maximum(self._messages, done)
+        return Arrival(at, _sums(messages.receiver, messages.nbytes, len(ready)))
 
-    def _send(
-        self,
-        what: str,
-        stage: int,
-        level: int,
-        ready: Floats,
-        sender: Ints,
-        receiver: Ints,
-        seconds: Floats,
+    def _over_links(
+        self, what: str, stage: int, level: int, ready: Floats, messages: Sent
     ) -> tuple[Floats, Floats]:
-        """When all is sent and when all is received, by links of one level; 0 where nothing is.
-
-        Args:
-            ready: float64[P].
-            seconds: that each message takes by itself.
-        """
-        ranks = len(ready)
+        """When all is sent, and when all is received, over links of one level by ranks that are
+        ``ready``, float64[P]; 0 where nothing is."""
+        sender, receiver, nbytes = messages
+        rate = (self.costs.link_bytes, self.costs.between_bytes)[level]
         begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
-        takes = np.array([np.bincount(r, seconds, minlength=ranks) for r in (sender, receiver)])
-        first = np.full((2, ranks), np.inf)
-        np.minimum.at(first[0], sender, begin)
-        np.minimum.at(first[1], receiver, begin)
-        some = takes > 0
-        over = np.where(some, np.maximum(first, self._links[level]) + takes, 0.0)
-        np.maximum.at(over[0], sender, begin + seconds)
-        np.maximum.at(over[1], receiver, over[0, sender])
-        self._links[level] = np.where(some, over, self._links[level])
-        for way in (0, 1):
-            self._span(
-                LEVELS[level], what, stage, over[way] - takes[way], over[way], sends=way == 0
-            )
-        return over[0], over[1]
+        ways = []
+        over = begin + nbytes / rate  # of a message by itself
+        for way, rank in enumerate((sender, receiver)):
+            first, last = np.full(len(ready), np.inf), np.zeros_like(ready)
+            np.minimum.at(first, rank, begin)
+            takes = _sums(rank, nbytes / rate, len(ready))
+            stop = np.maximum(first, self._links[level, way]) + takes
+            np.maximum.at(last, rank, over)
+            stop = np.where(takes > 0, np.maximum(stop, last), 0.0)
+            self._links[level, way] = np.maximum(self._links[level, way], stop)
+            self._span(LEVELS[level], what, stage, stop - takes, stop, sends=way == 0)
+            over = stop[sender]  # what arrives is sent whole before
+            ways.append(stop)
+        return ways[0], ways[1]
 
     def join(self) -> None:
         """Let the first stream end, and both go on from there."""
@@ -192,3 +175,10 @@ class Ranks:
         self._hold_up(HOST, self._host)
         self._fill(self._stream)
         return PassTimeline(tuple(self._spans), self._stream, self._waits)
+
+
+def _sums(rank: Ints, of_each: Floats, ranks: int) -> Floats:
+    """float64[ranks]: what there is of each rank, added up."""
+    sums = np.zeros(ranks)
+    np.add.at(sums, rank, of_each)
+    return sums
