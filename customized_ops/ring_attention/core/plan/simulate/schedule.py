@@ -142,7 +142,7 @@ class Fetch:
     def wait(self) -> None:
         """Let the second stream wait until all is there."""
         self.go_on()
-        self._ranks.wait(self._given[1], *self._arrivals)
+        self._ranks.wait(self._given[1], *reversed(self._arrivals))
 
 
 class Home:
