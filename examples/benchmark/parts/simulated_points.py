@@ -41,7 +41,7 @@ HEAD = ("case", "source", "measured", "simulated", "misfit", "why")
 
 SHORT = "kernels have one rate here, and are slower with short documents and shards"
 OLD_PLAN = "measured over an older plan, whose gradients came home in fp32"
-ROOM = "messages of NCCL wait for room beside attention, which is not simulated"
+ROOM = "presumably messages of NCCL wait for room beside attention, which is not simulated"
 OWN_RING = "presumably that ring corrects fp32 results in kernels of its own after each of 8 steps"
 HOST = "presumably the peer's loop costs its host more than a call costs here"
 SOCKETS = "measured over an older plan, whose bytes are not known"
