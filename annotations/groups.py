@@ -102,10 +102,20 @@ def group_of_ranks(ranks: tuple[int, ...]) -> Any:
         if ranks == tuple(range(dist.get_world_size())):
             known = dist.group.WORLD
         else:
-            with _name_from(ranks), _not_split():
-                known = dist.new_group(list(ranks), use_local_synchronization=True)
+            known = another_group(ranks)
         _by_ranks[ranks] = known
     return known
+
+
+def another_group(ranks: tuple[int, ...], options: Any = None) -> Any:
+    """A new group of these global ranks, which all of them make together.
+
+    Args:
+        options: of NCCL, as ``dist.ProcessGroupNCCL.Options``, which is its backend then.
+    """
+    chosen = {} if options is None else {"backend": "nccl", "pg_options": options}
+    with _name_from(ranks), _not_split():
+        return dist.new_group(list(ranks), use_local_synchronization=True, **chosen)
 
 
 @contextmanager

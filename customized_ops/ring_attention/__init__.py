@@ -8,6 +8,7 @@ Same names, arguments and order as nnscaler's ``customized_ops.ring_attention``.
 from annotations.consistency import DisagreementError
 from annotations.groups import GroupError
 
+from .core.comm.comm_groups import group_costs
 from .core.comm.inprocess import run_ranks
 from .core.comm.patience import PeerFailed
 from .core.kernels import KernelError
@@ -48,6 +49,7 @@ __all__ = [
     "PeerFailed",
     "Plan",
     "compiled_kernels",
+    "group_costs",
     "make_plan",
     "packed_batches",
     "run_ranks",

@@ -3,12 +3,14 @@
 python -m customized_ops.ring_attention plan --mask causal --tokens 1M --ranks 64 --heads 64:8
 python -m customized_ops.ring_attention kernels
 python -m customized_ops.ring_attention doctor
+torchrun --nproc-per-node 2 -m customized_ops.ring_attention doctor
 python -m customized_ops.ring_attention fuzz --cases 5000 --seed 1
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,9 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exits with status 2 and a message where the arguments do not fit."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        said = options.run(options)
     except (ValueError, OSError, ImportError) as error:
         options.parser.error(str(error))
+    if os.environ.get("RANK", "0") == "0":
+        print(said)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
+from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, layout_by_lengths
@@ -112,7 +114,8 @@ class PackDocuments:
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
             ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
-        costs: rates that plans are chosen by; give those that a group on these machines has.
+        costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
+        head_dim: of the model. Where it or the rates are others, attention plans again in the step.
     """
 
     ranks: int
@@ -123,6 +126,7 @@ class PackDocuments:
     layout: str = "balanced"
     whole: bool = False
     costs: CostModel = H200
+    head_dim: int = 128
 
     def __post_init__(self) -> None:
         if self.layout not in PACKED_LAYOUTS:
@@ -140,6 +144,7 @@ class PackDocuments:
         each = [_row(n, document) for n, document in enumerate(documents)]
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
+        started = perf_counter()
         lengths = np.array([len(row) for row in each])
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         mask = AttnMask.varlen(bounds, causal=self.causal, window=self.window_size)
@@ -147,8 +152,12 @@ class PackDocuments:
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
             layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
-        plan = RING_ATTN_VARLEN.plan(Problem(mask, layout, layout), self.heads, self.costs)
+        dims = self.head_dim, self.head_dim
+        plan = RING_ATTN_VARLEN.plan(
+            Problem(mask, layout, layout), self.heads, dims, costs=self.costs
+        )
         prepare(plan, self.rank)  # made here, not in the step
+        expect(plan, perf_counter() - started)
         tokens = np.concatenate(each)
         targets = np.append(tokens[1:], IGNORE_INDEX)
         targets[bounds[1:][lengths > 0] - 1] = IGNORE_INDEX
@@ -202,6 +211,7 @@ def packed_batches(
     layout: str = "balanced",
     whole: bool = False,
     costs: CostModel = H200,
+    head_dim: int = 128,
     ahead: int = 2,
 ) -> Iterator[PackedBatch]:
     """Batches of packed documents, planned ahead in a thread.
@@ -221,7 +231,7 @@ def packed_batches(
     """
     if ahead < 1:
         raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
-    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs)
+    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, head_dim)
     return _ahead(loader, pack, ahead)
 
 

@@ -43,7 +43,9 @@ def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:
         how = {"assignment": "owner"}
     elif is_zigzag(case, layout):
         how = {"assignment": "zigzag"}
-    return make_plan(case.mask, layout, heads=case.heads, costs=costs, **how)
+    return make_plan(
+        case.mask, layout, heads=case.heads, head_dim=case.head_dim, costs=costs, **how
+    )
 
 
 def is_zigzag(case: Case, layout: Layout) -> bool:

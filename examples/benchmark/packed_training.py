@@ -203,13 +203,13 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     """One route, from nothing."""
     dtype = getattr(torch, args.dtype)
     heads = config.heads, config.kv_heads
-    pack = PackDocuments(ranks.size, ranks.rank, heads, whole=route.whole)
+    attends = {"heads": heads, "head_dim": config.head_dim, "whole": route.whole}
+    pack = PackDocuments(ranks.size, ranks.rank, **attends)
 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:
         drawn = Documents(count, args.tokens, config.vocab, seed)
         made = DataLoader(drawn, batch_size=None, collate_fn=pack, num_workers=2, pin_memory=True)
-        given = {"ranks": pack.ranks, "rank": pack.rank, "heads": heads, "whole": route.whole}
-        for batch in packed_batches(made, **given):
+        for batch in packed_batches(made, ranks=pack.ranks, rank=pack.rank, **attends):
             yield batch.to(ranks.device)
 
     [first] = new(0, 1)

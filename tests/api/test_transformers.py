@@ -409,7 +409,7 @@ def test_a_loader_plans_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("this was to be planned ahead")
 
-    how: Any = {"ranks": 2, "heads": (4, 2), "whole": True}
+    how: Any = {"ranks": 2, "heads": (4, 2), "head_dim": 8, "whole": True}
     made = [list(packed_batches([documents], rank=rank, **how)) for rank in range(2)]
     monkeypatch.setattr(plans, "best_plan", refuse)
 

@@ -29,6 +29,7 @@ from customized_ops.ring_attention import (
     wrap_unshard_func,
     wrap_unshuffle_func,
 )
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
 from customized_ops.ring_attention.op.tokens.order_ops import DOCUMENT_ORDER
 
 
@@ -308,3 +309,18 @@ def test_new_lengths_compile_no_more() -> None:
         expected = wrap_ring_attn_varlen_func(q, q, q, ends, ends, causal=True).square().sum()
         assert torch.equal(loss(q, cu), expected)
     assert counter.frame_count == 2
+
+
+def test_balanced_by_name_compiles_no_more() -> None:
+    """A layout is a constant of a graph; the name of one is the same for all lengths."""
+    counter, comm = CompileCounter(), FakeComm(0, 2)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(q: Tensor, cu: Tensor) -> Tensor:
+        where: Any = {"layout": "balanced", "process_group": comm}
+        return wrap_ring_attn_varlen_func(q, q, q, cu, cu, causal=True, **where)
+
+    q = torch.randn(16, 2, 8)
+    for ends in ([0, 32], [0, 3, 32], [0, 1, 2, 32], [0, 5, 9, 30, 32], [0, 0, 7, 7, 8, 32]):
+        attend(q, torch.tensor(ends, dtype=torch.int32))
+    assert counter.frame_count <= 2

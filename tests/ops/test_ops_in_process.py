@@ -11,8 +11,14 @@ from dense import assert_same
 from op_cases import Case, expected, gather, run_rank
 from op_table import TABLE, UNEVEN
 
-from customized_ops.ring_attention import wrap_ring_attn_varlen_func
+from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
+from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
+from customized_ops.ring_attention.op.arguments import ArgumentError
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -162,3 +168,60 @@ def test_cu_seqlens_changed_after_the_forward_do_not_reach_the_backward() -> Non
             cu[1] = 2
         grads.append(torch.autograd.grad(out.square().sum(), q)[0])
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_are_of_the_dims_of_the_call(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is chosen by the heads that there are, times the batch."""
+    asked: list[PlanRequest] = []
+    best = plans.best_plan
+    monkeypatch.setattr(
+        plans, "best_plan", lambda make, request: asked.append(request) or best(make, request)
+    )
+    shape = (48,) if packed else (3, 16)
+    cu = [0, 31, 96]
+
+    def body(comm: Comm) -> None:
+        q, k = torch.randn(*shape, 4, 10), torch.randn(*shape, 2, 10)
+        v, where = torch.randn(*shape, 2, 6), {"causal": True, "process_group": comm}
+        if packed:
+            wrap_ring_attn_varlen_func(q, k, v, cu, cu, **where)
+        else:
+            wrap_ring_attn_func(q, k, v, **where)
+
+    run_ranks(2, body)
+    batch = 1 if packed else 3
+    assert {request.head_dims for request in asked} == {(10 * batch, 6 * batch)}
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+def test_balanced_by_name(window: tuple[int, int]) -> None:
+    """It is Layout.balanced of the mask of the call."""
+    cu, ranks, how = [0, 40, 47, 47, 90], 3, {"causal": True, "window_size": window}
+    layout = Layout.balanced(AttnMask.varlen(cu, causal=True, window=window), ranks)
+    whole = [torch.randn(cu[-1], heads, 8).double() for heads in (4, 2, 2)]
+
+    def body(comm: Comm) -> list[torch.Tensor]:
+        mine = [layout.shard(t, comm.rank, dim=0) for t in whole]
+        where = [{"layout": each, "process_group": comm} for each in (layout, "balanced")]
+        return [wrap_ring_attn_varlen_func(*mine, cu, cu, **how, **each) for each in where]
+
+    for one, other in run_ranks(ranks, body):
+        assert torch.equal(one, other)
+
+
+def test_balanced_by_name_is_of_documents() -> None:
+    q = torch.randn(1, 16, 2, 8)
+    with pytest.raises(ArgumentError, match='layout="balanced" is of packed documents'):
+        run_ranks(
+            2, lambda comm: wrap_ring_attn_func(q, q, q, process_group=comm, layout="balanced")
+        )
+
+    def two_lengths(comm: Comm) -> None:
+        ends, where = ([0, 4, 32], [0, 6, 32]), {"process_group": comm, "layout": "balanced"}
+        wrap_ring_attn_varlen_func(q[0], q[0], q[0], *ends, **where)
+
+    with pytest.raises(ArgumentError, match="for q and k of the same lengths"):
+        run_ranks(2, two_lengths)
+    with pytest.raises(ArgumentError, match="layout must be a Layout or None"):
+        wrap_ring_attn_func(q, q, q, layout="zigzag")

@@ -1,4 +1,7 @@
-"""What this machine has: GPUs, the links between them, kernels, packages; and what to install."""
+"""What this machine has: GPUs, the links between them, kernels, packages; and what to install.
+
+Under torchrun also how fast the links of a group of all ranks are, as its plans are told.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from importlib import metadata, util
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ..core.comm.comm_groups import group_comm
 from ..core.comm.symmetric import CHOICE
 from ..core.kernels import KERNELS
 from ..core.kernels.choice import UNPROVEN
@@ -67,6 +72,7 @@ def doctor() -> str:
             "",
             table([("kernel", "here"), *_kernels(device)]),
             "",
+            *_group(device),
             "to do:",
             *advice,
         ]
@@ -134,6 +140,35 @@ def _topology() -> Iterator[str]:
         return
     yield "links, by nvidia-smi topo -m:"
     yield from (line.rstrip() for line in done.stdout.splitlines() if "GPU" in line)
+
+
+def _group(device: torch.device) -> Iterator[str]:
+    """The links of all ranks of a run."""
+    if "WORLD_SIZE" not in os.environ:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    comm = group_comm(dist.group.WORLD)
+    costs, hosts = comm.costs, comm.costs.topology
+    rows = [
+        ("ranks of the run", "on", "messages by", "GB/s a rank and way", "us to start"),
+        (
+            f"{comm.size}, of a host" if hosts is not None else str(comm.size),
+            str(hosts or "one host"),
+            "one-sided writes" if comm.writes_to_peers else str(dist.get_backend()),
+            f"{costs.link_bytes / 1e9:.3g}",
+            f"{costs.step_seconds * 1e6:.3g}",
+        ),
+    ]
+    if hosts is not None:
+        rates = f"{costs.between_bytes / 1e9:.3g}", f"{costs.between_seconds * 1e6:.3g}"
+        rows.append(("between hosts", "", str(dist.get_backend()), *rates))
+    dist.destroy_process_group()
+    yield table(rows)
+    if device.type == "cpu":
+        yield "(links of CPUs are not measured: these are an H200's, by which plans are chosen)"
+    yield ""
 
 
 def _found(package: Package) -> tuple[str, str, str, str]:

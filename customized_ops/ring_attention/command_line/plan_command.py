@@ -89,6 +89,8 @@ def plan_report(options: argparse.Namespace) -> str:
             assignment=options.assignment,
             stages=options.stages,
             heads=options.heads,
+            head_dim=options.head_dim,
+            v_dim=options.v_dim,
             team_size=options.team_size,
             head_groups=options.head_groups,
             costs=costs,

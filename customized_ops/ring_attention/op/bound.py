@@ -195,6 +195,7 @@ def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) ->
     started = perf_counter()
     plan, positions = call.plan(comm)
     if comm.size > 1:
+        plan.rank(comm.rank)
         _PLANNING.add(perf_counter() - started)
     return BoundCall(
         call=call,

@@ -71,15 +71,24 @@ class AttentionOp:
         return record
 
     def plan(
-        self, problem: Problem, heads: tuple[int, int], costs: CostModel = H200, team_size: int = 0
+        self,
+        problem: Problem,
+        heads: tuple[int, int],
+        head_dims: tuple[int, int],
+        batch: int = 1,
+        costs: CostModel = H200,
+        team_size: int = 0,
     ) -> Plan:
-        """The plan of a call with so many heads of q and of k."""
+        """The plan of a call with so many heads of q and of k, and such dims of q and of v."""
         return make_plan(
             problem.mask,
             problem.q_layout,
             problem.k_layout,
             assignment=self.assignment,
             heads=heads if heads[1] else (1, 1),
+            head_dim=max(head_dims[0], 1),
+            v_dim=max(head_dims[1], 1),
+            batch=max(batch, 1),
             team_size=team_size or (None if self.split_heads else 1),
             costs=costs,
         )
@@ -179,7 +188,8 @@ class AttentionCall:
             parts = self.source.row_layout(options.layout, rows, options.row_parts)
             problem = rows_of(title, problem, options, self.q.shape[-3], slopes, parts)
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
-        plan = self.op.plan(problem, self.heads, comm.costs, options.team_size)
+        dims, batch = (self.q.shape[-1], self.v.shape[-1]), self.q.shape[:-3].numel()
+        plan = self.op.plan(problem, self.heads, dims, batch, comm.costs, options.team_size)
         return plan, problem.key_positions
 
     def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.TeCall:

@@ -266,7 +266,7 @@ def _cost(
     """Of the plan that a call split on ``l`` runs."""
     batch, h, g, d, e = _sizes(bound)
     layout, mask = _layout_at(site, given), op.source.decode(given).worst(site.size, site.size)
-    plan = op.plan(Problem(mask, layout, layout), (h, g))
+    plan = op.plan(Problem(mask, layout, layout), (h, g), (d, e), batch)
     wire = REDUCE_DTYPES[given["reduce_dtype"]]
     shape = h, g, d, e, itemsize
     backward_bytes = plan.backward_bytes(

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.layout import Layout
 from ..core.merge.merge import accumulation_dtype
 from .arguments import ArgumentError, flag_of, is_integer, require
+from .tokens.call_layouts import BALANCED_NAME
 
 
 class SharedOptions(TypedDict, total=False):
@@ -22,7 +23,7 @@ class SharedOptions(TypedDict, total=False):
     softcap: float
     sink: Tensor | None
     dropout_seed: int | Tensor | None
-    layout: Layout | None
+    layout: Layout | str | None
     kernel: str
     reduce_dtype: torch.dtype | None
     q_rows: tuple[int, int] | None
@@ -42,7 +43,7 @@ class Options(NamedTuple):
     k_layout: Layout | None = None
     use_cute: bool = False
     softcap: float = 0.0
-    layout: Layout | None = None
+    layout: Layout | str | None = None
     kernel: str = "auto"
     reduce_dtype: torch.dtype | None = None
     q_rows: tuple[int, int] | None = None
@@ -171,9 +172,11 @@ def _dropout(op: str, dropout_p: float) -> float:
     return _number(op, "dropout_p", dropout_p, lambda x: 0 <= x < 1, expected)
 
 
-def _spec(op: str, name: str, layout: Layout | None) -> str:
+def _spec(op: str, name: str, layout: Layout | str | None) -> str:
+    if name == "layout" and layout == BALANCED_NAME:
+        return BALANCED_NAME
     require(layout is None or isinstance(layout, Layout), op, name, "a Layout or None", layout)
-    return "" if layout is None else layout.spec
+    return "" if layout is None else layout.spec  # type: ignore[union-attr]
 
 
 def _team_size(op: str, team_size: int | None) -> int:

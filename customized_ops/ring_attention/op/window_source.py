@@ -17,7 +17,13 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from .arguments import ArgumentError, flag_of, tokens_of, window_bounds
 from .mask_source import Arguments, MaskSource, Problem, Shards
-from .tokens.call_layouts import by_lengths, layout_by_lengths, layout_of
+from .tokens.call_layouts import (
+    BALANCED_NAME,
+    balanced_layout,
+    by_lengths,
+    layout_by_lengths,
+    layout_of,
+)
 from .tokens.lengths import (
     CuSeqlens,
     as_tensor,
@@ -188,6 +194,9 @@ class PackedSequence(OneSequence):
                 check_total(op, f"cu_seqlens_{side}", ends, tokens)
         q_total, k_total = int(q_ends[-1]), int(k_ends[-1])
         spec, k_spec = shards.layout, shards.k_layout
+        mask = self._mask(q_ends.tolist(), k_ends.tolist())
+        if spec == BALANCED_NAME and np.array_equal(q_ends, k_ends):
+            spec = balanced_layout(mask, comm.size).spec
         if by_lengths(spec):
             spec, k_spec = (layout_by_lengths(spec, e, comm.size).spec for e in self._ends)
         if spec and not k_spec:
@@ -200,7 +209,6 @@ class PackedSequence(OneSequence):
             k_spec = spec
         q_layout = layout_of(op, comm, "layout", spec, shards.rows, q_total)
         k_layout = layout_of(op, comm, "k_layout", k_spec, shards.keys, k_total)
-        mask = self._mask(q_ends.tolist(), k_ends.tolist())
         positions = _key_positions(q_ends, k_ends) if shards.aligned else None
         return Problem(mask, q_layout, k_layout, positions)
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from customized_ops.ring_attention import Layout, wrap_ring_attn_func
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
-from customized_ops.ring_attention.core.comm.dist_comm import HELD, HOSTS
+from customized_ops.ring_attention.core.comm.dist_comm import COSTS, HOSTS
 from customized_ops.ring_attention.core.comm.symmetric import CHOICE
 
 STEPS = 5  # of a round; the first is not measured
@@ -37,7 +37,7 @@ def group_with(bound: str) -> dist.ProcessGroup:
     """A group of all ranks, each on a host of its own."""
     group = dist.new_group(list(range(dist.get_world_size())))
     hosts = ",".join(["1"] * dist.get_world_size())
-    with patch.dict(os.environ, {CHOICE: "nccl", HOSTS: hosts, HELD: bound}):
+    with patch.dict(os.environ, {CHOICE: "nccl", HOSTS: hosts, COSTS: f"held_shards={bound}"}):
         comm_by_name(group.group_name)
     return group
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from customized_ops.ring_attention.core.comm import Comm, symmetric
-from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
 from customized_ops.ring_attention.core.comm.symmetric import CHOICE, comm_over
 
 RANKS = 3
@@ -24,7 +24,7 @@ class Machine:
     Attributes:
         hosts, gpus: of each rank. visible: GPUs that a process sees. apart: pairs of GPUs that do
             not reach each other. broken: ranks that cannot have symmetric memory.
-        made: ranks that tried to.
+        made: ranks that tried to. connected: those that are about to send messages between GPUs.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,15 @@ class Machine:
         self.apart: set[tuple[int, int]] = set()
         self.broken: set[int] = set()
         self.made: list[int] = []
+        self.connected: list[int] = []
         self._thread = threading.local()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for torch and the operating system."""
         patch.setattr(symmetric, "DistComm", lambda comm: comm)
         patch.setattr(symmetric, "SymmetricComm", self._symmetric)
+        connect = lambda comm, device: self.connected.append(comm.rank)  # noqa: E731
+        patch.setattr(InProcessComm, "connect", connect, raising=False)
         patch.setattr(dist, "get_backend_config", lambda comm: self.backend)
         patch.setattr(symmetric.socket, "gethostname", lambda: self.hosts[self._thread.rank])
         patch.setattr(torch.cuda, "current_device", lambda: self.gpus[self._thread.rank])
@@ -97,6 +100,7 @@ def test_messages_alone_if_chosen(machine: Machine, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(CHOICE, "nccl")
     assert machine.connect() == ["messages"] * RANKS
     assert machine.made == []
+    assert sorted(machine.connected) == list(range(RANKS))
 
 
 @pytest.mark.parametrize("choice", ["", "NCCL", "nvshmem"])

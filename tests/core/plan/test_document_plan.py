@@ -19,6 +19,7 @@ from customized_ops.ring_attention.core.plan.choose.document_plan import is_of_d
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
 from customized_ops.ring_attention.core.plan.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan.heads import Sizes
 
 KINDS = [{"causal": True}, {}, {"causal": True, "window": (9, 0)}, {"window": (2, 5)}]
 
@@ -86,7 +87,7 @@ def test_it_is_as_good_as_the_search_and_does_not_search(
     ranks: int, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Predicted times of both passes, beside the fastest of the search's candidates."""
-    rates = Rates(H200, (32, 8))
+    rates = Rates(H200, Sizes(32, 8, 128, 128, 2))
     searched = search.searched_plan
     for seed in range(3):
         mask = AttnMask.varlen(document_bounds(tokens, seed), causal=True)
@@ -111,7 +112,7 @@ def test_of_plans_that_are_as_fast_one_of_even_work_is_taken() -> None:
     tokens, ranks = 1 << 21, 256
     mask = AttnMask.varlen(document_bounds(tokens, 24), causal=True)
     asked = request(mask, Layout.contiguous(tokens, ranks))
-    rates = Rates(H200, (32, 8))
+    rates = Rates(H200, Sizes(32, 8, 128, 128, 2))
     plan = search.searched_plan(Plan, asked, rates)
     assert plan.imbalance(32, 8) <= 1.02
     others = [replace(asked, team_size=size) for size in (8, 32)]
@@ -123,7 +124,7 @@ def test_where_links_are_too_slow_the_search_is_asked(monkeypatch: pytest.Monkey
     mask = AttnMask.varlen(document_bounds(1 << 17, 5002), causal=True)
     layout = Layout.contiguous(1 << 17, 8)
     asked = request(mask, layout, CostModel(link_bytes=50e9, step_seconds=48e-6))
-    rates = Rates(asked.costs, asked.heads)
+    rates = Rates(asked.costs, asked.sizes)
     best = rates.seconds(search.searched_plan(Plan, asked, rates))
     assert rates.seconds(search.best_plan(Plan, asked)) <= best
     monkeypatch.setattr(search, "is_good", lambda *_: True)

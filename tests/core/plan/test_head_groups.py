@@ -23,11 +23,13 @@ from customized_ops.ring_attention.core.plan.choose import head_groups
 from customized_ops.ring_attention.core.plan.choose.head_groups import RankTimes
 from customized_ops.ring_attention.core.plan.choose.rates import Rates
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.figures import measures
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
 
 BETWEEN_HOSTS = replace(H200_NCCL, link_bytes=50e9)
 HEADS = (32, 8)
+SIZES = Sizes(*HEADS, 128, 128, 2)
 
 
 def causal(per_rank: int, ranks: int = 2, costs: CostModel = BETWEEN_HOSTS, **options) -> Plan:
@@ -48,7 +50,7 @@ def test_two_ranks_by_hand():
     side_by_side = 2 * tokens * 32 * 128 * 2 / H200.memory_bytes
 
     def seconds(count: int, backward: bool) -> float:
-        return RankTimes.of(plan, 0, costs, HEADS).pass_seconds(count, backward=backward)
+        return RankTimes.of(plan, 0, costs, SIZES).pass_seconds(count, backward=backward)
 
     assert seconds(1, False) == pytest.approx(link + local)
     assert seconds(4, False) == pytest.approx(link + local / 4 + side_by_side / 4)
@@ -56,7 +58,7 @@ def test_two_ranks_by_hand():
     assert seconds(4, True) == pytest.approx(2 * link)  # never idle: keys come, gradients go
     slow_host = replace(costs, call_seconds=local)
     for count, calls in ((1, 2), (8, 9)):
-        hosts = RankTimes.of(plan, 0, slow_host, HEADS).pass_seconds(count, backward=False)
+        hosts = RankTimes.of(plan, 0, slow_host, SIZES).pass_seconds(count, backward=False)
         assert hosts >= calls * local
 
 
@@ -64,7 +66,7 @@ def test_slow_links_and_long_shards_are_worth_groups():
     plan = causal(8192)
     assert plan.head_groups > 1
     one = causal(8192, head_groups=1)
-    rank = RankTimes.of(plan, 0, BETWEEN_HOSTS, HEADS)
+    rank = RankTimes.of(plan, 0, BETWEEN_HOSTS, SIZES)
     seconds = [rank.seconds(count) for count in (1, plan.head_groups)]
     assert seconds[1] < head_groups.FASTER * seconds[0]
     assert (one.steps, one.head_groups) == (plan.steps, 1)
@@ -91,8 +93,8 @@ def test_groups_that_the_passes_are_slower_with_are_not_taken():
     tokens, slow = 4096, CostModel(link_bytes=25e9, step_seconds=48e-6)
     given = AttnMask.dense(tokens), Layout.contiguous(tokens, 2)
     one, plan = (make_plan(*given, costs=slow, head_groups=count) for count in (1, None))
-    rates = Rates(slow, HEADS)
-    count = head_groups.best_head_groups(one, rates.passes(one), slow, HEADS)
+    rates = Rates(slow, SIZES)
+    count = head_groups.best_head_groups(one, rates.passes(one), slow, SIZES)
     grouped = make_plan(*given, costs=slow, head_groups=count)
     assert rates.seconds(grouped) > 1.1 * rates.seconds(one)
     assert plan.head_groups == 1
@@ -105,7 +107,7 @@ def test_every_rank_chooses_the_same():
     passes = BETWEEN_HOSTS.passes(again, *HEADS, 128, 128, 2)
     for rank in (1, 0):
         again.rank(rank)
-        found = head_groups.best_head_groups(again, passes, BETWEEN_HOSTS, HEADS)
+        found = head_groups.best_head_groups(again, passes, BETWEEN_HOSTS, SIZES)
         assert found == chosen.head_groups
 
 

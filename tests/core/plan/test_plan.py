@@ -729,3 +729,33 @@ def test_heads_that_make_no_groups_are_not_split_among_teams(heads: tuple[int, i
     layout = Layout.contiguous(4096, 8)
     plan = make_plan(AttnMask.causal(4096), layout, heads=heads, team_size=None)
     assert plan.team_size == 1 and plan.area.sum() == 4096 * 4097 // 2
+
+
+@pytest.mark.parametrize(
+    "ranks, tokens, heads, batch, times",
+    [(8, 1024, (16, 16), 16, 2.1), (2, 1024, (32, 8), 16, 1.7)],
+)
+def test_other_plans_for_larger_batches(
+    ranks: int, tokens: int, heads: tuple[int, int], batch: int, times: float
+) -> None:
+    """With as much to compute, starting calls is no longer what takes time."""
+    mask, layout = (
+        AttnMask.dense(ranks * tokens, causal=True),
+        Layout.contiguous(ranks * tokens, ranks),
+    )
+    one, many = (make_plan(mask, layout, heads=heads, team_size=None, batch=n) for n in (1, batch))
+    seconds = [
+        sum(each.seconds for each in H200.passes(plan, *heads, 128 * batch, 128 * batch, 2))
+        for plan in (one, many)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(times, abs=0.05)
+    dims = {"head_dim": 64, "v_dim": 32, "batch": 2 * batch}
+    request = make_plan(mask, layout, heads=heads, team_size=None, **dims).request
+    assert request is not None
+    assert request.head_dims == (128 * batch, 64 * batch)
+
+
+@pytest.mark.parametrize("wrong", [{"head_dim": 0}, {"v_dim": -1}, {"batch": 0}])
+def test_wrong_head_dims(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="head dims times batch must be 1 or more"):
+        make_plan(AttnMask.dense(8), Layout.contiguous(8, 2), **wrong)

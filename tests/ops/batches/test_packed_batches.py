@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import re
 import threading
+import warnings
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -90,6 +92,45 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"head_dim": 128}, r"head_dims=\(128, 128\), and the call is of head_dims=\(8, 8\)"),
+        ({"heads": (4, 4)}, r"heads=\(4, 4\), and the call is of heads=\(4, 2\)"),
+        ({"costs": H200_NCCL}, r"costs=CostModel\(.*and the call is of costs="),
+        ({}, None),
+    ],
+    ids=["dims", "heads", "rates", "right"],
+)
+def test_a_plan_made_ahead_for_another_call_is_told(
+    wrong: dict[str, Any], said: str | None, sent: bool
+) -> None:
+    plans._PLANS.clear()
+    plans._AHEAD.clear()
+    made = {"heads": HEADS, "head_dim": 8, **wrong}
+    of_ranks = [[PackDocuments(2, rank, **made)(BATCHES[1])] for rank in range(2)]
+    if sent:
+        of_ranks = pickle.loads(pickle.dumps(of_ranks))
+    whole = [tensors(of_ranks[0][0], 0)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, lambda comm: attend(comm, of_ranks[comm.rank], whole))
+    texts = [str(w.message) for w in caught if "plans again in the step" in str(w.message)]
+    assert len(texts) == (said is not None)
+    assert said is None or re.search(said, texts[0])
+
+
+def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
+    plans._PLANS.clear()
+    batch = PackDocuments(4, 1, HEADS)(BATCHES[0])
+    seconds = batch.plan.planning_seconds
+    plans._PLANS.clear()
+    mask = AttnMask.varlen(batch.cu_seqlens.tolist(), causal=True)
+    alone = make_plan(mask, batch.layout, heads=HEADS, team_size=None).planning_seconds
+    assert seconds > alone > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_finds_the_plans_that_were_made_ahead(
     ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +138,8 @@ def test_attention_finds_the_plans_that_were_made_ahead(
     """Also those that came from another process; results are those of one device."""
     plans._PLANS.clear()
     of_ranks = [
-        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS)) for rank in range(ranks)
+        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS, head_dim=8))
+        for rank in range(ranks)
     ]
     sent = pickle.dumps(of_ranks)
     plans._PLANS.clear()

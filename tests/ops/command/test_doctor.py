@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,22 @@ def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     kernels = lines[lines.index(next(x for x in lines if x.startswith("kernel "))) + 1 :]
     assert [line.split()[0] for line in kernels[: len(KERNELS)]] == list(KERNELS)
     assert lines[-1].startswith("- ")
+
+
+@pytest.mark.slow
+def test_links_of_a_run() -> None:
+    launch = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        "--nproc-per-node=4",
+    ]
+    command = [*launch, "-m", "customized_ops.ring_attention", "doctor"]
+    costs = "link_bytes=2e9,between_bytes=1e9"
+    given = {**os.environ, "SEQSHARD_HOSTS": "3,1", "SEQSHARD_COSTS": costs}
+    text = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in text.splitlines()]
+    assert ["4,", "of", "a", "host", "3,1", "gloo", "2", "12"] in lines
+    assert ["between", "hosts", "gloo", "1", "48"] in lines
+    assert text.count("ranks of the run") == 1  # one rank speaks
 
 
 @pytest.fixture

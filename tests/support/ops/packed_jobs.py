@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
-from customized_ops.ring_attention.core.comm.dist_comm import HELD, HOSTS, DistComm
+from customized_ops.ring_attention.core.comm.dist_comm import COSTS as RATES
+from customized_ops.ring_attention.core.comm.dist_comm import HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -58,7 +59,7 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
     group, of_hosts = dist.group.WORLD, None
     if hosts:
         group = dist.new_group(list(range(size)))
-        with patch.dict(os.environ, {HOSTS: hosts, HELD: "0.5"}):
+        with patch.dict(os.environ, {HOSTS: hosts, RATES: "held_shards=0.5"}):
             of_hosts = comm_by_name(group.group_name).costs
         assert of_hosts.topology == Topology.parse(hosts)
     for seed in seeds:

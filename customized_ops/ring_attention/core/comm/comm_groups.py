@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from annotations.groups import name_of_ranks
 
+from ..plan.cost import CostModel
 from . import inprocess
 from .dist_comm import DistComm
 from .messages import Comm, Messages, Reduction
@@ -86,3 +87,12 @@ def fake_comm_by_name(name: str) -> FakeComm:
 def group_comm(process_group: GroupLike) -> Comm:
     """The Comm of what users pass as ``process_group``; see :func:`group_name`."""
     return comm_by_name(group_name(process_group))
+
+
+def group_costs(process_group: GroupLike) -> CostModel:
+    """Rates that attention over this group is planned by, the same on every rank. Plans that are
+    made ahead, as by ``packed_batches``, need them where links are not those of one host's NVLink.
+
+    All ranks of the group call this together where it is the first use of the group.
+    """
+    return group_comm(process_group).costs

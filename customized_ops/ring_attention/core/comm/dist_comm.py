@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from annotations.groups import another_group
+
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
+from .link_probe import measured
 from .messages import Comm, Messages, Reduction
 from .patience import Patience
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
-HELD = "SEQSHARD_HELD_SHARDS"  # and that of CostModel.held_shards
+COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
 
 
 class DistComm(Comm):
@@ -27,18 +30,31 @@ class DistComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
-        self._group = group
+        self._group = self._messages = group
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
         self._patience = Patience(group) if self.compares else None
         if "nccl" in backends:
             self.costs = H200_NCCL
-            # NCCL connects a group at its first operation and wants all ranks there; an exchange
-            # may leave some out. All ranks of a group come here at their first op over it.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         if (topology := self._topology()) is not None:
-            held = float(os.environ.get(HELD, HELD_SHARDS))
-            self.costs = replace(self.costs, topology=topology, held_shards=held)
+            self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
+        self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def connect(self, device: torch.device) -> None:
+        """Before the first messages between GPUs; all ranks call this together.
+
+        Messages have an NCCL group of their own, whose kernels start before those of attention that
+        wait for a place on the same GPU (two H100s, causal 128k whose keys come in two steps: 453
+        ms without this, 406 ms with it), and which no collective of the caller's holds up.
+        """
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self._messages = another_group(ranks, options)
+        # NCCL connects a group at its first operation and wants all ranks there; an exchange may
+        # leave some out.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._messages)
+        rates = measured(self, self.costs, device)
+        self.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
 
     def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` names those of the whole world, as
@@ -64,7 +80,7 @@ class DistComm(Comm):
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         ops = [
-            dist.P2POp(operation, message, group=self._group, group_peer=p)
+            dist.P2POp(operation, message, group=self._messages, group_peer=p)
             for operation, messages in ((dist.isend, send), (dist.irecv, receive))
             for p in sorted(messages, key=after)
             for message in messages[p]

@@ -3,8 +3,10 @@ memory. NVLink's multicast is not used."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from annotations.groups import group_of_ranks
 
 from ..plan.cost import H200
-from .dist_comm import DistComm
+from .dist_comm import COSTS, DistComm
 from .one_sided import OneSidedComm
 from .placement import Piece
 
@@ -87,7 +89,10 @@ class SymmetricComm(OneSidedComm, DistComm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(SymmetricMemory(group, device), group)
-        self.costs = H200
+        # All keys have their places in the arena, so there is no bound on what a rank holds.
+        self.costs = replace(
+            H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf
+        )
 
 
 def comm_over(group: dist.ProcessGroup) -> DistComm:
@@ -100,9 +105,12 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
     if choice not in ("auto", "nccl", "symmetric"):
         raise ValueError(f"{CHOICE} must be auto, nccl or symmetric, got {choice!r}")
     messages = DistComm(group)
-    if choice == "nccl" or "nccl" not in str(dist.get_backend_config(group)):
+    if "nccl" not in str(dist.get_backend_config(group)):
         return messages
     device = torch.device("cuda", torch.cuda.current_device())
+    if choice == "nccl":
+        messages.connect(device)
+        return messages
     comm: DistComm = messages
     problem = _first(messages, _unreachable(messages, device))
     if problem is None:  # on every rank, so all of them go on
@@ -114,6 +122,8 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
         problem = _first(messages, failure)
     if problem is not None and choice == "symmetric":
         raise RuntimeError(f"{CHOICE}=symmetric, but {problem}")
+    if problem is not None:
+        messages.connect(device)
     return comm if problem is None else messages
 
 

@@ -7,8 +7,9 @@ matters here, so the constants need to be right within a factor of two or so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +94,27 @@ class CostModel:
     one_sided: bool = True
     memory_bytes: float = 3e12
     held_shards: float = math.inf
+
+    def with_rates(self, text: str, name: str) -> CostModel:
+        """With the rates that ``text`` gives, as ``link_bytes=2e9,held_shards=8``.
+
+        Args:
+            name: of what the text is from, for errors.
+        Raises:
+            ValueError: it is not such a text, or a rate is not a number above 0.
+        """
+        rates = [f.name for f in fields(self) if f.name not in ("topology", "one_sided")]
+        given = dict(part.partition("=")[::2] for part in text.split(",") if part)
+        try:
+            found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
+        except ValueError:
+            found = {"": 0.0}
+        if not all(value > 0 for value in found.values()):
+            raise ValueError(
+                f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
+                f"not {text!r}"
+            )
+        return replace(self, **found)
 
     def attend_seconds(
         self, pairs: npt.ArrayLike, heads: npt.ArrayLike, head_dim: int, v_dim: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,27 +145,60 @@ def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchang
     Args:
         local: whether what the rank holds itself is received too, as a copy.
     """
+    (one,) = exchanges(moves, np.zeros(len(moves), dtype=np.int64), 1, rank, team_size, local=local)
+    return one
+
+
+def exchanges(
+    moves: Moves, step: Ints, steps: int, rank: int, team_size: int, *, local: bool
+) -> list[Exchange]:
+    """:func:`exchange` for each of ``steps`` steps; ``step``, int64[n], is that of each move."""
     if len(moves) == 0:
-        return Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)
-    into = moves[moves[:, RECV] == rank // team_size]
-    into = into[local | (into[:, SEND] != rank)]
-    into = into[np.argsort(into[:, TOKEN0], kind="stable")]
+        return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
+    numbers = np.arange(steps + 1)
+    mine = moves[:, RECV] == rank // team_size
+    if not local:
+        mine &= moves[:, SEND] != rank
+    into, at = moves[mine], step[mine]
+    order = np.lexsort((into[:, TOKEN0], at))
+    into, at = into[order], at[order]
     size = into[:, TOKEN1] - into[:, TOKEN0]
-    offset = np.cumsum(size) - size
-    out = moves[moves[:, SEND] == rank]
-    peers = (out[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-    out = np.repeat(out, team_size, axis=0)
-    going = local | (peers != rank)
-    peers, out = peers[going], out[going]
-    order = np.lexsort((out[:, TOKEN0], peers))
+    ends = np.append(0, size.cumsum())
+    of_recv = at.searchsorted(numbers)
+    begin = ends[of_recv]  # of each step, in all that is received
+    offset = ends[:-1] - begin[at]
+    recv = columns(into[:, SEND], offset, size)
+    places = joined(columns(into[:, TOKEN0], into[:, TOKEN1], offset))
+    # Each step's places start at 0, so none is joined to one of the step before.
+    some = numbers[:-1][begin[1:] > begin[:-1]]
+    of_places = some[(places[:, 2] == 0).cumsum() - 1].searchsorted(numbers)
+    out, at, peers = _to_each(moves, step, rank, team_size, local=local)
+    order = np.lexsort((out[:, TOKEN0], peers, at))
     peers, out = peers[order], out[order]
-    return Exchange(
-        send=columns(peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0]),
-        recv=columns(into[:, SEND], offset, size),
-        places=joined(columns(into[:, TOKEN0], into[:, TOKEN1], offset)),
-        tokens=int(size.sum()),
-        team_size=team_size,
-    )
+    send = columns(peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0])
+    of_send = at[order].searchsorted(numbers)
+    cuts = (each.tolist() for each in (of_send, of_recv, of_places, begin))
+    return [
+        Exchange(send[s0:s1], recv[r0:r1], places[p0:p1], b1 - b0, team_size)
+        for (s0, s1), (r0, r1), (p0, p1), (b0, b1) in zip(*map(pairwise, cuts), strict=True)
+    ]
+
+
+def _to_each(
+    moves: Moves, step: Ints, rank: int, team_size: int, *, local: bool
+) -> tuple[Moves, Ints, Ints]:
+    """What ``rank`` sends, with the steps and the peers: each rank of the teams that need it."""
+    sends = moves[:, SEND] == rank
+    out, step = moves[sends], step[sends]
+    if team_size == 1:
+        peers = out[:, RECV]
+    else:
+        peers = (out[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+        out, step = np.repeat(out, team_size, axis=0), np.repeat(step, team_size)
+    if local:
+        return out, step, peers
+    going = peers != rank
+    return out[going], step[going], peers[going]
 
 
 def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:

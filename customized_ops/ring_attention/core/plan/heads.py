@@ -43,11 +43,6 @@ class Sizes(NamedTuple):
         """With ``v_dim`` that is ``head_dim`` where it is None."""
         return Sizes(q_heads, kv_heads, head_dim, head_dim if v_dim is None else v_dim, itemsize)
 
-    @staticmethod
-    def usual(heads: tuple[int, int]) -> Sizes:
-        """Of heads of 128 in bf16, for which plans are compared."""
-        return Sizes(*heads, 128, 128, 2)
-
     @property
     def wide_itemsize(self) -> int:
         """Of lse and of sums: fp32, or fp64 beside fp64."""

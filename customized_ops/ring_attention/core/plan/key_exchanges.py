@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ..arrays import Ints
 from ..layout import Layout
 from . import moves
 from .arrivals import Arrivals
-from .exchange import RECV, Exchange, exchange
+from .exchange import RECV, Exchange, exchange, exchanges
 from .relays import relayed
 
 
@@ -43,11 +41,8 @@ def key_exchanges(
     own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
     some = moves.of_rank(needed, own, layout, rank)
     some, step_of = steps.cut(some, steps.unit_of[some[:, RECV] * team_size])
-    order = np.argsort(step_of, kind="stable")
-    some, ends = some[order], np.cumsum(np.bincount(step_of, minlength=steps.steps + 1))
     # A rank with nothing to do in a step still has it.
-    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        if relays:
-            yield relayed(some[begin:end], rank, steps.unit_of, local=local)
-        else:
-            yield exchange(some[begin:end], rank, team_size, local=local)
+    if relays:
+        yield from relayed(some, step_of - 1, steps.steps, rank, steps.unit_of, local=local)
+    else:
+        yield from exchanges(some, step_of - 1, steps.steps, rank, team_size, local=local)

@@ -11,8 +11,9 @@ once, and only where a slice needs them; so does a row.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from threading import Lock
 from time import perf_counter
@@ -33,6 +34,8 @@ from .simulate import Timeline, simulate
 # ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
 _PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
 _LAST: deque[Plan] = deque(maxlen=64)
+# Of plans made ahead, those that no call has found yet, by mask and layouts.
+_AHEAD: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
@@ -55,7 +58,8 @@ class Plan(PlanValue):
 
     Attributes:
         request: what it was made for; None of a plan that :func:`make_plan` did not return.
-        planning_seconds: what making it took, where it was made; a batch of new lengths costs that.
+        planning_seconds: what making it took, where it was made; of a batch planned ahead, with its
+            mask, its layout and the rank's own part. A batch of new lengths costs that.
     """
 
     request: PlanRequest | None = field(default=None, repr=False)
@@ -69,6 +73,11 @@ class Plan(PlanValue):
             plan = partial(Plan, self.mask, self.q_layout, self.k_layout, **made)
             return plan, (), worked_out
         return _known, (self.request, made), worked_out
+
+    @property
+    def costs(self) -> CostModel:
+        """What it was chosen by; an H200's where :func:`make_plan` did not return it."""
+        return self.request.costs if self.request is not None else H200
 
     def report(
         self,
@@ -86,7 +95,7 @@ class Plan(PlanValue):
             planning: add a line that says what making the plan took, as for a batch of new lengths.
         """
         sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
-        table = text.report(self, *sizes, reduce_itemsize=reduce_itemsize)
+        table = text.report(self, *sizes, self.costs, reduce_itemsize)
         took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
         return table + took * planning
 
@@ -104,7 +113,7 @@ class Plan(PlanValue):
         itemsize: int = 2,
     ) -> None:
         """Draw the plan to a PNG or SVG file; see :func:`.picture.draw`."""
-        picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize)
+        picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize, self.costs)
 
     def simulate(
         self,
@@ -115,11 +124,12 @@ class Plan(PlanValue):
         itemsize: int = 2,
         reduce_itemsize: int | None = None,
         batch: int = 1,
-        costs: CostModel = H200,
+        costs: CostModel | None = None,
     ) -> Timeline:
-        """When every rank does what in a forward and a backward; see :func:`.simulate`."""
+        """When every rank does what in a forward and a backward, by default at the rates that the
+        plan was chosen by; see :func:`.simulate`."""
         sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        return simulate(self, sizes, costs, reduce_itemsize, batch)
+        return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
 
 def make_plan(
@@ -130,6 +140,9 @@ def make_plan(
     assignment: str = "auto",
     stages: int | None = None,
     heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    v_dim: int | None = None,
+    batch: int = 1,
     team_size: int | None = 1,
     head_groups: int | None = None,
     costs: CostModel = H200,
@@ -154,6 +167,9 @@ def make_plan(
             than waiting for the keys.
         heads: query and key heads. Their ratio is what a row costs to move beside a key, and they
             bound ``team_size``.
+        head_dim, v_dim, batch: of a call: with little to compute, other plans are the fastest.
+            ``v_dim`` is ``head_dim`` if None. Attention finds a plan that was made ahead only where
+            these are its own.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
             arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
             query heads. Shares may differ in size, and ranks may share a key head. None takes the
@@ -166,8 +182,9 @@ def make_plan(
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
         ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
-            ranks or is too large, heads that are split are no multiple of one another, or
-            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split.
+            ranks or is too large, heads that are split are no multiple of one another,
+            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split, or a head
+            dim or the batch is below 1.
     """
     request = PlanRequest(
         mask,
@@ -179,6 +196,7 @@ def make_plan(
         team_size,
         head_groups,
         costs,
+        (batch * head_dim, batch * (head_dim if v_dim is None else v_dim)),
     )
     request.check(ASSIGNMENTS)
     return _make_plan(request)
@@ -187,7 +205,10 @@ def make_plan(
 def _make_plan(request: PlanRequest) -> Plan:
     """The plan for a request, made once for all layers of a batch; by any thread."""
     plan = _PLANS.get(request)
+    ahead = _AHEAD.pop(request.over, None)
     if plan is None:
+        if ahead is not None and ahead.request is not None:
+            _warn_of_other(ahead.request, request)
         started = perf_counter()
         plan = best_plan(Plan, request)
         object.__setattr__(plan, "request", request)
@@ -196,12 +217,34 @@ def _make_plan(request: PlanRequest) -> Plan:
     return plan
 
 
+def expect(plan: Plan, seconds: float = 0.0) -> None:
+    """A plan was made ahead, in so many seconds with all that belongs to it: a call over its mask
+    and layouts that asks for another is told."""
+    object.__setattr__(plan, "planning_seconds", max(seconds, plan.planning_seconds))
+    if plan.request is not None:
+        _AHEAD[plan.request.over] = plan
+
+
+def _warn_of_other(made: PlanRequest, asked: PlanRequest) -> None:
+    names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
+    there, here = (
+        ", ".join(f"{name}={getattr(request, name)}" for name in names) for request in (made, asked)
+    )
+    warnings.warn(
+        f"attention plans again in the step: the plan of this batch was made ahead for {there}, "
+        f"and the call is of {here}; give packed_batches, or PackDocuments, the model's heads and "
+        "head_dim, and costs=group_costs(process_group)",
+        stacklevel=2,
+    )
+
+
 def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
     """A plan that was made elsewhere, known from now on."""
     plan = _PLANS.get(request)
     if plan is None:
         plan = Plan(request.mask, request.q_layout, request.k_layout, **made, request=request)
         _keep(request, plan)
+    expect(plan)
     return plan
 
 
@@ -211,6 +254,7 @@ def _after_fork() -> None:
     global _PLANS, _LOCK
     _OF_PARENTS.append(list(_PLANS.values()))
     _LAST.clear()
+    _AHEAD.clear()
     _PLANS, _LOCK = WeakValueDictionary(), Lock()
 
 

@@ -21,7 +21,7 @@ from .assign.work import TEAM, Work, area_per_team
 from .exchange import NO_MOVES, Exchange, Exchanges, exchange
 from .heads import Sizes, heads_of_ranks
 from .key_exchanges import key_exchanges
-from .rank_plan import RankPlan, Stage, over_keys, over_rows
+from .rank_plan import RankPlan, Stage, over_rows, over_stages
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
@@ -221,11 +221,10 @@ class PlanValue:
         slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
         own = over_rows(slices, self.q_layout.places(rank))
         remote = over_rows(slices, q.places)
-        stages = []
-        for kv in of_stages:
-            keys = self.k_layout.places(rank) if kv is None else kv.places
-            stages.append(Stage(kv, over_keys(own, keys), over_keys(remote, keys)))
-        return RankPlan(rank, q, tuple(stages), self.shared_rows, self.head_groups)
+        places = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
+        sides = over_stages(own, places), over_stages(remote, places)
+        stages = tuple(map(Stage, of_stages, *sides))
+        return RankPlan(rank, q, stages, self.shared_rows, self.head_groups)
 
     def kv_tokens(self) -> Ints:
         """int64[P, 2]: keys that each rank sends and receives, for one share of the heads each."""

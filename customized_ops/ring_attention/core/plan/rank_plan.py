@@ -7,9 +7,10 @@ depends on what kind of mask it came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from .exchange import Exchange
 Range = tuple[int, int]  # start, stop
 START, STOP, OFFSET = range(3)  # columns of places
 NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
+NO_PLACES: Ints = np.zeros((0, 3), dtype=np.int64)
+# Slices times places up to which all stages are cut at once.
+AT_ONCE = 20_000
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,27 @@ def over_keys(parts: Slices, keys: Ints) -> Slices:
     if len(parts) == 0 or len(keys) == 0:
         return NO_SLICES
     return joined_keys(_over_keys(parts, keys))
+
+
+def over_stages(parts: Slices, stages: Sequence[Ints]) -> list[Slices]:
+    """:func:`over_keys` for the key buffer of each stage; no token is in two of them.
+
+    Few places are taken as those of one long buffer, so that numpy is called once; of many, those
+    of several stages may lie between one another, and cut slices into too many parts.
+    """
+    if len(parts) * sum(map(len, stages)) > AT_ONCE:
+        return [over_keys(parts, keys) for keys in stages]
+    keys = np.concatenate([NO_PLACES, *stages])
+    ends = keys[:, OFFSET] + keys[:, STOP] - keys[:, START]
+    stride = int(ends.max(initial=0)) + 1  # more than a buffer, so that none touches the next
+    numbers = np.arange(len(stages) + 1)
+    keys[:, OFFSET] += stride * numbers[:-1].repeat([len(places) for places in stages])
+    every = over_keys(parts, keys[keys[:, START].argsort()])
+    stage = every[:, K0] // stride
+    every[:, K0:] -= stride * stage[:, None]
+    order = stage.argsort(kind="stable")
+    cuts = stage[order].searchsorted(numbers).tolist()
+    return [every[order[a:b]] for a, b in pairwise(cuts)]
 
 
 def _over_keys(parts: Slices, keys: Ints) -> Slices:

@@ -13,6 +13,7 @@ ranks add up the gradients of the parts that they relayed, and send the sums to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,57 +31,65 @@ from .exchange import (
     Exchange,
     Moves,
     Relay,
-    exchange,
+    exchanges,
 )
 from .moves import counts, located
 
+STEP = 5  # a column of moves beside those of all
 
-def relayed(moves: Moves, rank: int, unit_of: Ints, *, local: bool) -> Exchange:
-    """``rank``'s side of the moves of one step, where teams are of one rank each.
+
+def relayed(
+    moves: Moves, step: Ints, steps: int, rank: int, unit_of: Ints, *, local: bool
+) -> Iterator[Exchange]:
+    """``rank``'s side of the moves of each step, where teams are of one rank each.
 
     Args:
         moves: all those into its unit, and all of its own keys.
+        step: int64[n], of each of them, from 0 on.
         unit_of: int64[P], the host of each rank.
         local: whether what the rank holds itself is received too, as a copy.
     """
     ranks = len(unit_of)
+    moves = np.column_stack([moves, step])
     unit = unit_of[moves[:, RECV]]
     crosses = unit != unit_of[moves[:, SEND]]
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
     alone, parts, every = relay_parts(moves[crosses], unit[crosses])
-    cross = exchange(parts, rank, 1, local=False)
-    inside = every[unit_of[every[:, RECV]] == unit_of[rank]]
+    inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
     # Where the relaying rank has a part among those that it receives in this step.
-    at = np.lexsort((parts[:, TOKEN0], parts[:, RECV]))
-    size = (parts[:, TOKEN1] - parts[:, TOKEN0])[at]
-    ends = np.cumsum(size)
-    of_relay = np.searchsorted(parts[at, RECV], np.arange(ranks))
-    before = np.append(0, ends)[of_relay]
+    relay = parts[:, STEP] * ranks + parts[:, RECV]
+    order = np.lexsort((parts[:, TOKEN0], relay))
+    size = (parts[:, TOKEN1] - parts[:, TOKEN0])[order]
+    before = size.cumsum() - size
     offset = np.empty(len(parts), dtype=np.int64)
-    offset[at] = ends - size - before[parts[at, RECV]]
-    inside = inside.copy()
+    offset[order] = before - before[relay[order].searchsorted(relay[order])]
     inside[:, SEND_OFFSET] = offset[inside[:, SEND_OFFSET]]
     # Relayed keys as if they came from other ranks than those that relay them.
     virtual = inside.copy()
     virtual[:, SEND] += ranks
-    whole = exchange(np.concatenate([near, alone, virtual]), rank, 1, local=True)
-    straight = whole.recv[:, 0] < ranks
-    if straight.all() and cross.empty:
-        return whole
-    from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
-    sent = exchange(inside, rank, 1, local=True).send
-    spread_ = Exchange(sent, from_relays, NO_RANGES, whole.tokens)
-    return Exchange(
-        whole.send, whole.recv[straight], whole.places, whole.tokens, 1, Relay(cross, spread_)
-    )
+
+    def of_rank(some: Moves, *, local: bool) -> list[Exchange]:
+        return exchanges(some, some[:, STEP], steps, rank, 1, local=local)
+
+    wholes = of_rank(np.concatenate([near, alone, virtual]), local=True)
+    crossing, inner = of_rank(parts, local=False), of_rank(inside, local=True)
+    for whole, cross, own in zip(wholes, crossing, inner, strict=True):
+        straight = whole.recv[:, 0] < ranks
+        if straight.all() and cross.empty:
+            yield whole
+            continue
+        from_relays = whole.recv[~straight] - np.array([ranks, 0, 0])
+        goes_on = Exchange(own.send, from_relays, NO_RANGES, whole.tokens)
+        recv, relay_ = whole.recv[straight], Relay(cross, goes_on)
+        yield Exchange(whole.send, recv, whole.places, whole.tokens, 1, relay_)
 
 
 def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
-    """Moves that cross, to int64[n] units: those of keys that one rank of the unit needs; the parts
-    of all others, as moves to the ranks that relay them; and a move of each part from there to each
-    rank that needs it, with the number of the part as its offset."""
+    """Moves that cross, to int64[n] units, of several steps: those of keys that one rank of the
+    unit needs; the parts of all others, as moves to the ranks that relay them; and a move of each
+    part from there to each rank that needs it, with the number of the part as its offset."""
     total = int(moves[:, TOKEN1].max(initial=0)) + 1
-    line = unit * total
+    line = (moves[:, STEP] * (int(unit.max(initial=0)) + 1) + unit) * total
     start, stop = moves[:, TOKEN0] + line, moves[:, TOKEN1] + line
     bounds = np.unique(np.concatenate([start, stop]))
     x, segment = spread(bounds.searchsorted(start), bounds.searchsorted(stop))
@@ -95,7 +104,16 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     turn = (place + token) % np.maximum(count, 1)
     first, last = length * turn // np.maximum(count, 1), length * (turn + 1) // np.maximum(count, 1)
     offset = moves[x, SEND_OFFSET] + token - moves[x, TOKEN0]
-    cut = columns(moves[x, RECV], moves[x, SEND], token + first, token + last, offset + first)
+    cut = np.column_stack(
+        [
+            moves[x, RECV],
+            moves[x, SEND],
+            token + first,
+            token + last,
+            offset + first,
+            moves[x, STEP],
+        ]
+    )
     alone, some = count == 1, (count > 1) & (first < last)
     number = np.cumsum(some) - 1
     # Each part goes to all that need its segment: those from its first row of them on.
@@ -103,13 +121,10 @@ def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
         (np.arange(len(x)) - place)[some], (np.arange(len(x)) - place + count)[some]
     )
     parts = cut[some]
-    every = columns(
-        cut[other, RECV],
-        parts[part, RECV],
-        parts[part, TOKEN0],
-        parts[part, TOKEN1],
-        number[some][part],
-    )
+    every = parts[part]
+    every[:, SEND] = every[:, RECV]
+    every[:, RECV] = cut[other, RECV]
+    every[:, SEND_OFFSET] = number[some][part]
     return cut[alone], parts, every
 
 

@@ -16,6 +16,8 @@ from ...core.mask import AttnMask
 from ..arguments import ArgumentError, compares_calls
 from .lengths import has_data, on_host
 
+# What users call Layout.balanced of the call's own mask, over the ranks of its group.
+BALANCED_NAME = "balanced"
 # Two names of layouts that are made from the call's own cu_seqlens, which a graph knows only when
 # it runs. "zigzag by document" is Layout.zigzag over the ranks. "balanced by document:4" is the
 # order of Layout.balanced over 4 ranks, whatever the number of ranks that hold it.
@@ -37,12 +39,18 @@ def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
 
 
 @lru_cache(maxsize=64)
+def balanced_layout(mask: AttnMask, ranks: int) -> Layout:
+    """What :data:`BALANCED_NAME` stands for; for all layers of a batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch that cannot be even
+        return Layout.balanced(mask, ranks)
+
+
+@lru_cache(maxsize=64)
 def _balanced(ends: bytes, parts: int, ranks: int) -> Layout:
     """For all layers of a batch; causal, as nearly all attention over packed documents is."""
     mask = AttnMask.varlen(np.frombuffer(ends, np.int64), causal=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a batch that cannot be even
-        return _contiguous_parts(Layout.balanced(mask, parts), ranks)
+    return _contiguous_parts(balanced_layout(mask, parts), ranks)
 
 
 def _contiguous_parts(order: Layout, ranks: int) -> Layout:
@@ -101,6 +109,11 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
         name: what the argument is called, ``layout`` or ``k_layout``.
     """
     known_from = ""
+    if spec == BALANCED_NAME:
+        raise ArgumentError(
+            f'{op}: {name}="balanced" is of packed documents, and for q and k of the same lengths; '
+            "give Layout.balanced(mask, ranks)"
+        )
     if not spec:
         if total is None:
             compare_lengths(op, comm, local)
@@ -131,12 +144,12 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
     return layout
 
 
-def refuse_layouts_of_ranks(op: str, **layouts: Layout | None) -> None:
+def refuse_layouts_of_ranks(op: str, **layouts: Layout | str | None) -> None:
     """A graph is one rank's program, and an engine that cuts it gives calls their layouts."""
     for name, layout in layouts.items():
-        if layout is not None and layout.group_size != 1:
+        if isinstance(layout, str) or (layout is not None and layout.group_size != 1):
             raise ArgumentError(
-                f"{op}: {name}={layout} is for {layout.group_size} ranks, but the call has no "
+                f"{op}: {name}={layout} is for the ranks of a group, but the call has no "
                 "process_group; under an engine that cuts the tokens leave it out: after "
                 "wrap_shuffle_func or wrap_maybe_shuffle it tells attention their order"
             )

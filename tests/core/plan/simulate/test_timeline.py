@@ -39,6 +39,7 @@ ROUND = CostModel(
 )
 PAIR, PAIR_BACK = 400 / 1e12, 1000 / 0.5e12
 ONE = Sizes(1, 1, 100, 100, 2)
+USUAL = Sizes(32, 8, 128, 128, 2)
 
 
 def spans_of(timeline: PassTimeline, rank: int) -> list[tuple[str, str, float, float]]:
@@ -263,8 +264,8 @@ def test_as_the_cost_model_says_where_all_is_hidden(ranks: int, batch: int) -> N
         AttnMask.causal(tokens), Layout.zigzag(tokens, ranks), stages=min(ranks - 1, 1)
     )
     costs = CostModel(memory_bytes=np.inf, link_bytes=4e12, step_seconds=0.0, call_seconds=1e-6)
-    found = simulate(plan, Sizes.usual((32, 8)), costs, batch=batch)
-    forward, backward = costs.passes(plan, *Sizes.usual((32, 8)))
+    found = simulate(plan, USUAL, costs, batch=batch)
+    forward, backward = costs.passes(plan, *USUAL)
     assert found.forward_seconds == pytest.approx(batch * forward.seconds, rel=1e-9)
     assert found.backward_seconds == pytest.approx(batch * backward.seconds, rel=1e-9)
 
@@ -278,7 +279,7 @@ def test_gathered_keys_are_waited_for() -> None:
 def test_a_plan_simulates_itself() -> None:
     plan = make_plan(AttnMask.causal(8192), Layout.zigzag(8192, 2))
     found = plan.simulate(q_heads=64, kv_heads=8, batch=2)
-    wanted = simulate(plan, Sizes.usual((64, 8)), CostModel(), batch=2)
+    wanted = simulate(plan, Sizes(64, 8, 128, 128, 2), CostModel(), batch=2)
     assert isinstance(found, Timeline)
     assert found.forward_seconds == wanted.forward_seconds
     assert found.backward_seconds == wanted.backward_seconds

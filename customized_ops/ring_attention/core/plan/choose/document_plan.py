@@ -14,7 +14,6 @@ import numpy as np
 from ...mask.slices import K0, K1, Q0, Q1, areas
 from ..assign.document_work import evened_documents
 from ..assign.work import TEAM, Work, owned
-from ..heads import Sizes
 from ..plan_value import PlanValue
 from .rates import AnyPlan, Rates, is_even
 from .request import PlanRequest
@@ -110,7 +109,7 @@ def _team_sizes(home: PlanValue, rates: Rates) -> list[int]:
     q_heads, kv_heads = rates.heads
     sent, received = _keys(home)
     most, least = max(sent, received), min(sent, received)
-    sizes = Sizes.usual(rates.heads)
+    sizes = rates.sizes
     key, row, result = sizes.kv_bytes(kv_heads), sizes.q_bytes(q_heads), sizes.result_bytes(q_heads)
     # Forward: keys go out; rows go out, their results come back. Backward: keys go out again, and
     # gradients, twice as wide, come back; rows go out with dout and results, gradients come back.

@@ -28,7 +28,7 @@ FASTER = 0.97  # of the time with one group: more groups only for less than that
 
 
 def best_head_groups(
-    plan: PlanValue, passes: tuple[Pass, Pass], costs: CostModel, heads: tuple[int, int]
+    plan: PlanValue, passes: tuple[Pass, Pass], costs: CostModel, sizes: Sizes
 ) -> int:
     """The count of groups that is the fastest, by the ranks with the busiest link and with the most
     work; 1 where no other spares 3 % of the time of a forward and a backward pass.
@@ -36,15 +36,15 @@ def best_head_groups(
     Args:
         plan: one whose keys move and whose heads are not split between ranks.
         passes: its times, by ``costs``.
-        heads: query and key heads.
+        sizes: those of ``passes``.
     """
-    counts = [n for n in COUNTS if n <= heads[1]]
+    counts = [n for n in COUNTS if n <= sizes.kv_heads]
     link = passes[0].link + passes[1].link
     compute = passes[0].compute + passes[1].compute
     busiest, heaviest = int(link.argmax()), int(compute.argmax())
     if len(counts) == 1 or (1 - FASTER) * compute[heaviest] > link[busiest]:
         return 1  # nothing to hide
-    parts = [RankTimes.of(plan, rank, costs, heads) for rank in {busiest, heaviest}]
+    parts = [RankTimes.of(plan, rank, costs, sizes) for rank in {busiest, heaviest}]
     alone = max(part.seconds(1) for part in parts)
     if compute[heaviest] >= FASTER * alone:
         return 1
@@ -77,16 +77,15 @@ class RankTimes(NamedTuple):
     merge: float
 
     @staticmethod
-    def of(plan: PlanValue, rank: int, costs: CostModel, heads: tuple[int, int]) -> RankTimes:
+    def of(plan: PlanValue, rank: int, costs: CostModel, sizes: Sizes) -> RankTimes:
         """What ``rank`` does for a plan."""
-        sizes = Sizes.usual(heads)
-        row_bytes, key_bytes = sizes.q_bytes(heads[0]), sizes.kv_bytes(heads[1])
+        q_heads, kv_heads, head_dim, v_dim, _ = sizes
+        row_bytes, key_bytes = sizes.q_bytes(q_heads), sizes.kv_bytes(kv_heads)
         over_own_keys, waiting_rows = _by_holder_of_keys(plan, rank)
         area_here = 0 if plan.gathered else over_own_keys
         areas = [area_here, int(plan.area[rank]) - area_here]
         forward, backward = (
-            each.tolist()
-            for each in costs.attend_seconds(areas, heads[0], sizes.head_dim, sizes.v_dim)
+            each.tolist() for each in costs.attend_seconds(areas, q_heads, head_dim, v_dim)
         )
         own_rows, others_rows = plan.kinds_of_calls[:, :, rank].tolist()
         return RankTimes(

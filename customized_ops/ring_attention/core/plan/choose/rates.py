@@ -38,11 +38,16 @@ def is_even(area: Ints | Floats) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """What plans are compared by: times for so many query and key heads."""
+    """What plans are compared by: times for heads of such sizes."""
 
     costs: CostModel
-    heads: tuple[int, int]
+    sizes: Sizes
     _passes: dict[PlanValue, tuple[Pass, Pass]] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and key heads."""
+        return self.sizes.q_heads, self.sizes.kv_heads
 
     def team_sizes(self, ranks: int) -> Iterator[int]:
         """How many ranks may share out the heads of the same work, all of them of one host."""
@@ -56,7 +61,7 @@ class Rates:
     def passes(self, plan: PlanValue) -> tuple[Pass, Pass]:
         """Forward and backward pass, counted once for each plan."""
         if plan not in self._passes:
-            self._passes[plan] = self.costs.passes(plan, *Sizes.usual(self.heads))
+            self._passes[plan] = self.costs.passes(plan, *self.sizes)
         return self._passes[plan]
 
     def seconds(self, plan: PlanValue) -> float:
@@ -79,7 +84,7 @@ class Rates:
 
     def attend_seconds(self, pairs: float) -> tuple[float, float]:
         """Of kernels over so many pairs of all heads, forward and backward."""
-        sizes = Sizes.usual(self.heads)
+        sizes = self.sizes
         times = self.costs.attend_seconds(pairs, sizes.q_heads, sizes.head_dim, sizes.v_dim)
         return float(times[0]), float(times[1])
 
@@ -104,7 +109,7 @@ class Rates:
             return plan if count == 1 else _variant(plan, head_groups=count)
         if plan.arrivals is not None and plan.n_stages > 2:
             return plan  # while keys of one step are attended, those of the next arrive
-        count = best_head_groups(plan, self.passes(plan), self.costs, self.heads)
+        count = best_head_groups(plan, self.passes(plan), self.costs, self.sizes)
         grouped = plan if count == 1 else _variant(plan, head_groups=count)
         # The passes do not count what groups hide, but each of their calls.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped

@@ -15,7 +15,12 @@ from ..heads import Sizes, head_shares
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for; the arguments of :func:`.plan.make_plan`."""
+    """What is asked for; the arguments of :func:`.plan.make_plan`.
+
+    Attributes:
+        head_dims: of q and k, and of v, times the entries of a batch: more of these take as long as
+            larger heads.
+    """
 
     mask: AttnMask
     q_layout: Layout
@@ -26,6 +31,17 @@ class PlanRequest:
     team_size: int | None
     head_groups: int | None
     costs: CostModel
+    head_dims: tuple[int, int] = (128, 128)
+
+    @property
+    def sizes(self) -> Sizes:
+        """By which plans are compared. Rates are of kernels with elements of 16 bits."""
+        return Sizes(*self.heads, *self.head_dims, 2)
+
+    @property
+    def over(self) -> tuple[AttnMask, Layout, Layout]:
+        """What is attended, and who holds it."""
+        return self.mask, self.q_layout, self.k_layout
 
     def check(self, assignments: Collection[str]) -> None:
         """Pass if there is such a plan, with one of these ``assignments``; errors are those of
@@ -43,6 +59,8 @@ class PlanRequest:
         if self.assignment not in assignments:
             known = ", ".join(assignments)
             raise ValueError(f"assignment must be one of {known}, got {self.assignment!r}")
+        if min(self.head_dims) < 1:
+            raise ValueError(f"head dims times batch must be 1 or more, got {self.head_dims}")
         self._check_heads()
         self._check_topology()
 
@@ -82,7 +100,7 @@ class PlanRequest:
             topology = None  # nothing crosses, or teams do
         if math.isinf(self.costs.held_shards):
             return {"steps": steps, "topology": topology}
-        key_bytes = Sizes.usual(self.heads).kv_bytes(max(self.heads[1] // team_size, 1))
+        key_bytes = self.sizes.kv_bytes(max(self.heads[1] // team_size, 1))
         shard = max(self.k_layout.sizes)
         held = max(int(self.costs.held_shards * shard), HELD_BYTES // key_bytes)
         # Those of a step that is attended and of the next; of each of these, up to half are held

@@ -73,7 +73,7 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     """A plan, an object of the class ``make``: of packed documents by construction, of other masks
     the best of all candidates; so also of documents where links are too slow for a construction
     that is about kernels, as other candidates send rows to the keys."""
-    rates = Rates(request.costs, request.heads)
+    rates = Rates(request.costs, request.sizes)
     if request.assignment != "auto" or not is_of_documents(request):
         return searched_plan(make, request, rates)
     plan = document_plan(make, request, rates)

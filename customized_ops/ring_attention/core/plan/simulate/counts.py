@@ -7,7 +7,6 @@ They are those of the exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ import numpy as np
 from ...arrays import Floats, Ints
 from ...mask.slices import Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
-from ..exchange import RECV, SEND, SEND_OFFSET, TOKEN0, TOKEN1, Moves
+from ..exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
 from ..moves import located, ring_stage
 from ..plan_value import PlanValue
 from ..rank_plan import over_rows
-from ..relays import relay_parts
+from ..relays import STEP, relay_parts
 
 OWN, REMOTE = 0, 1  # whose rows are attended: the rank's own, or received ones
 
@@ -88,16 +87,16 @@ def counts(plan: PlanValue) -> Counts:
     found: list[list[Ints]] = [[] for _ in KeyStep._fields]
     unit_of_team = _unit_of(plan)[::size]
     for unit in range(int(unit_of_team[-1]) + 1):
-        moves, stage = _arriving(plan, unit_of_team, unit)
-        for tables, moved in zip(found, _ways(plan, moves, stage), strict=True):
-            tables.append(_by_pair(*moved, size, ranks))
+        moves = _arriving(plan, unit_of_team, unit)
+        for tables, moved in zip(found, _ways(plan, moves), strict=True):
+            tables.append(_by_pair(moved, size, ranks))
         for team in np.flatnonzero(unit_of_team == unit).tolist():
-            mine = moves[:, RECV] == team
+            mine = moves[moves[:, RECV] == team]
             for rank in range(team * size, (team + 1) * size):
                 q = plan.row_exchange(rank)
                 rows += [(peer, rank, where.count) for peer, where in q.received.items()]
                 places = plan.q_layout.places(rank), q.places
-                _attended(plan, rank, moves[mine], stage[mine], places, attended[..., rank])
+                _attended(plan, rank, mine, places, attended[..., rank])
     ways = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
     keys = [KeyStep(*each) for each in zip(*ways, strict=True)]
     of_stages = keys if plan.gathered else [None, *keys[1:]]
@@ -112,49 +111,36 @@ def _unit_of(plan: PlanValue) -> Ints:
     return np.arange(plan.group_size) // plan.team_size
 
 
-def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> tuple[Moves, Ints]:
-    """The keys that the teams of a unit need, by holder, and the stage in which they arrive. A
-    rank's own are among them."""
+def _arriving(plan: PlanValue, unit_of_team: Ints, unit: int) -> Moves:
+    """The keys that the teams of a unit need, by holder, with a column STEP: the stage in which
+    they arrive. A rank's own are among them."""
     needed = plan.kv_needed[unit_of_team[plan.kv_needed[:, 0]] == unit]
     moves = located(needed, plan.k_layout.pieces)
     if plan.arrivals is not None:
         moves, stage = plan.arrivals.cut(moves, np.full(len(moves), unit))
     else:
         stage = ring_stage(moves, plan.group_size, max(plan.steps, 1), plan.team_size)
-    return moves, stage * (not plan.gathered)
+    return np.column_stack([moves, stage * (not plan.gathered)])
 
 
-def _ways(plan: PlanValue, moves: Moves, stage: Ints) -> Iterator[tuple[Moves, Ints]]:
-    """``moves`` into one unit, with their stages, in the three ways of :class:`KeyStep`."""
+def _ways(plan: PlanValue, moves: Moves) -> tuple[Moves, Moves, Moves]:
+    """``moves`` into one unit in the three ways of :class:`KeyStep`."""
     if not plan.relays:
-        yield moves, stage
-        yield from [(moves[:0], stage[:0])] * 2
-        return
+        return moves, moves[:0], moves[:0]
     assert plan.topology is not None
-    host_of = plan.topology.host_of
-    crosses = host_of[moves[:, RECV]] != host_of[moves[:, SEND]]
-    # Parts do not say of which stage they are, but where they start at the sender: so count there
-    # from another start in each stage.
-    line = plan.k_layout.total
-    marked = moves[crosses]
-    marked[:, SEND_OFFSET] = marked[:, TOKEN0] + stage[crosses] * line
-    alone, parts, every = relay_parts(marked, stage[crosses])
-    stage_of = parts[:, SEND_OFFSET] // line
-    yield (
-        np.concatenate([moves[~crosses], alone]),
-        np.concatenate([stage[~crosses], alone[:, SEND_OFFSET] // line]),
-    )
-    yield parts, stage_of
-    yield every, stage_of[every[:, SEND_OFFSET]]
+    into, holder = (plan.topology.host_of[moves[:, side]] for side in (RECV, SEND))
+    crosses = into != holder
+    alone, parts, every = relay_parts(moves[crosses], into[crosses])
+    return np.concatenate([moves[~crosses], alone]), parts, every
 
 
-def _by_pair(moves: Moves, stage: Ints, team_size: int, ranks: int) -> Ints:
+def _by_pair(moves: Moves, team_size: int, ranks: int) -> Ints:
     """int64[m, 2]: (stage * ranks + sender) * ranks + receiver, and the tokens that it is sent, by
     that; what a rank has itself is not sent."""
     receiver = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-    moves, stage = moves.repeat(team_size, axis=0), stage.repeat(team_size)
+    moves = moves.repeat(team_size, axis=0)
     away = receiver != moves[:, SEND]
-    key = ((stage * ranks + moves[:, SEND]) * ranks + receiver)[away]
+    key = ((moves[:, STEP] * ranks + moves[:, SEND]) * ranks + receiver)[away]
     order = key.argsort()
     key, tokens = key[order], (moves[:, TOKEN1] - moves[:, TOKEN0])[away][order]
     heads = np.flatnonzero(np.diff(key, prepend=-1))
@@ -170,16 +156,16 @@ def _by_stage(table: Ints, stages: int, ranks: int) -> list[Messages]:
 
 
 def _attended(
-    plan: PlanValue, rank: int, moves: Moves, stage: Ints, places: tuple[Ints, Ints], into: Ints
+    plan: PlanValue, rank: int, moves: Moves, places: tuple[Ints, Ints], into: Ints
 ) -> None:
     """Add to ``into``, int64[2, stages, 2], the pairs and the hulls of one rank.
 
     Args:
-        moves, stage: all keys of its team.
+        moves: all keys of its team, with their stages.
         places: of the rows that it holds, and of those that it receives.
     """
     work = plan.work[plan.work[:, TEAM] == rank // plan.team_size, :TEAM]
-    stage = np.where(moves[:, SEND] == rank, 0, stage)
+    stage = np.where(moves[:, SEND] == rank, 0, moves[:, STEP])
     pairs, hulls = into
     for whose in (OWN, REMOTE):
         _, key, parts = cut_keys(over_rows(work, places[whose]), moves[:, [TOKEN0, TOKEN1]])

@@ -1,0 +1,81 @@
+"""How fast links are, found by messages."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from customized_ops.ring_attention.core.comm import link_probe
+from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
+from customized_ops.ring_attention.core.comm.link_probe import measured
+from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], float]:
+    """Bytes a second from rank to rank, 1e9 where not set, by a clock of each rank that only
+    messages move. One takes 1 ms before."""
+    rates: dict[tuple[int, int], float] = {}
+    start, clock = InProcessComm.start, threading.local()
+
+    def timed(self, send, receive):
+        wait = start(self, send, receive)
+        for peer, messages in send.items():
+            seconds = sum(m.nbytes for m in messages) / rates.get((self.rank, peer), 1e9)
+            clock.now = now() + 1e-3 + seconds
+        return wait
+
+    def now() -> float:
+        return getattr(clock, "now", 0.0)
+
+    monkeypatch.setattr(InProcessComm, "start", timed)
+    monkeypatch.setattr(link_probe, "perf_counter", now)
+    return rates
+
+
+def test_one_host(links: dict[tuple[int, int], float]) -> None:
+    found = run_ranks(3, lambda comm: measured(comm, H200, CPU))
+    assert len(set(found)) == 1
+    costs = found[0]
+    assert (costs.link_bytes, costs.step_seconds) == (2.0**30, 2.0**-10)
+    assert (costs.between_bytes, costs.call_seconds) == (H200.between_bytes, H200.call_seconds)
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (2, 3), (1, 1, 2), (1, 1)])
+def test_hosts(links: dict[tuple[int, int], float], hosts: tuple[int, ...]) -> None:
+    of = Topology(hosts).host_of
+    ranks = range(len(of))
+    links.update({(a, b): 2.5e8 for a in ranks for b in ranks if of[a] != of[b]})
+    given = replace(H200, topology=Topology(hosts))
+    found = run_ranks(len(of), lambda comm: measured(comm, given, CPU))
+    assert len(set(found)) == 1
+    assert found[0].between_bytes == 2.0**28
+    if max(hosts) == 1:
+        assert found[0].link_bytes == H200.link_bytes
+    else:
+        assert found[0].link_bytes == 2.0**30
+
+
+def test_usual_rates_stay(links: dict[tuple[int, int], float]) -> None:
+    known = CostModel(link_bytes=7e8, step_seconds=3e-3)
+    assert run_ranks(2, lambda comm: measured(comm, known, CPU)) == [known] * 2
+
+
+def test_rates_as_text() -> None:
+    assert H200.with_rates("", "here") == H200
+    found = H200.with_rates("link_bytes=2e9,held_shards=8", "here")
+    assert found == replace(H200, link_bytes=2e9, held_shards=8.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["speed=1", "link_bytes", "link_bytes=fast", "link_bytes=0", "topology=8", "=", "x=1,"]
+)
+def test_wrong_rates(text: str) -> None:
+    with pytest.raises(ValueError, match="SEQSHARD_COSTS gives numbers above 0"):
+        H200.with_rates(text, "SEQSHARD_COSTS")
