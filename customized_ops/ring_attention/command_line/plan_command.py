@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
     add("--hosts", type=_positive, default=1, metavar="N", help="with as many ranks each")
-    add("--between", type=_rate, metavar="GB/S", help="of a rank between hosts; 50 if not given")
+    add("--costs", default="", metavar="RATE=N,...", help="rates, as between_bytes=25e9")
     add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
@@ -78,10 +77,7 @@ def plan_report(options: argparse.Namespace) -> str:
     if options.hosts > 1:
         topology = Topology((options.ranks // options.hosts,) * options.hosts)
         costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
-    if options.between is not None:
-        if options.hosts == 1:
-            raise ValueError("--between is for --hosts 2 or more")
-        costs = replace(costs, between_bytes=options.between)
+    costs = costs.with_rates(options.costs, "--costs")
     with stage("planning"):
         plan = make_plan(
             mask,
@@ -256,17 +252,6 @@ def _positive(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return size
-
-
-def _rate(text: str) -> float:
-    """'50' -> 50e9."""
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be GB/s, more than 0, got {text}")
-    return rate * 1e9
 
 
 def _reach(text: str) -> int | tuple[int, int]:

@@ -148,7 +148,7 @@ def test_a_plan_over_hosts(capsys):
 
 def test_simulates(capsys):
     asked = "--tokens 64K --ranks 8 --hosts 2 --layout zigzag --heads 64:8 --simulate"
-    text = printed(capsys, f"{asked} --between 25")
+    text = printed(capsys, f"{asked} --costs between_bytes=25e9")
     topology = Topology((4, 4))
     costs = replace(H200, topology=topology, held_shards=HELD_SHARDS, between_bytes=25e9)
     mask, layout = AttnMask.causal(65536), Layout.zigzag(65536, 8)
@@ -207,9 +207,8 @@ def test_draws(capsys, tmp_path):
         ("--head-dim 1000M", "must be at most"),
         ("--team-size 3", "team_size must divide the 4 ranks"),
         ("--stages -1", "stages must be 0 or more, got -1"),
-        ("--between 25", "--between is for --hosts 2 or more"),
-        ("--hosts 2 --between 0", "must be GB/s, more than 0, got 0"),
-        ("--hosts 2 --between fast", "must be GB/s, more than 0, got fast"),
+        ("--costs between_bytes=0", "--costs gives numbers above 0 for some of forward_flops"),
+        ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),
         ("--draw plan.xyz", "xyz"),
         ("--draw /nowhere/plan.png", "/nowhere/plan.png"),
         ("--window", "expected one argument"),
