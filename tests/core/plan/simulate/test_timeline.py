@@ -14,6 +14,7 @@ from customized_ops.ring_attention.core.cost import CostModel
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.simulate import PassTimeline, Timeline, simulate
 from customized_ops.ring_attention.core.plan.simulate.counts import counts
@@ -288,3 +289,15 @@ def test_a_plan_simulates_itself() -> None:
     assert str(make_plan(AttnMask.causal(64), Layout.contiguous(64, 1)).simulate(costs=ROUND))
     slow = str(plan.simulate(costs=CostModel(link_bytes=1e9))).splitlines()
     assert "%  link inside, " in slow[1]
+
+
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+def test_hosts_are_in_step_with_one_another(hosts: int) -> None:
+    """Under a causal mask early hosts need all keys of the others, late ones half of them: in as
+    many steps, or ranks with long steps hold up those with short ones."""
+    ranks = 4 * hosts
+    tokens, heads = 8192 * ranks, (64, 8)
+    costs = replace(H200_NCCL, topology=Topology((4,) * hosts), held_shards=4.0)
+    mask, layout = AttnMask.causal(tokens), Layout.zigzag(tokens, ranks)
+    found = make_plan(mask, layout, heads=heads, costs=costs).simulate(*heads)
+    assert found.forward.kernel_share > 0.86 and found.backward.kernel_share > 0.86
