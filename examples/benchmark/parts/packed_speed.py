@@ -5,8 +5,10 @@
     python examples/benchmark/parts/packed_speed.py --plot packed_speed.png
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
-One rank of them makes the mask, the layout, the plan, its own part of it, and the arguments of its
-kernel calls. Times are milliseconds on one core: the median and the 99th percentile of the batches.
+One rank of them makes all that ``PackDocuments`` makes of lengths: the mask, the layout, the plan,
+its own part of it, and "calls": the arguments of its kernel calls, for every library, tables of
+indices and, up to 8 ranks, what its peers receive. Times are milliseconds on one core: the median
+and the 99th percentile of the batches.
 "Most work" is the largest rank's over the mean, "keys" what all ranks receive over all tokens, each
 for the share of the heads that it is received for.
 """
@@ -30,9 +32,9 @@ if __name__ == "__main__":  # runs from a checkout that is not installed
 
 from benchmark.documents import document_bounds
 
-from customized_ops.ring_attention.core.kernels.window.lowering import lower
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.run.call_pairs import prepare
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS
 
 # Ranks and tokens: about 110, 360 and 1,100 documents.
@@ -59,12 +61,9 @@ def measure(name: str, ranks: int, tokens: int, seed: int) -> Batch:
     stamps.append(perf_counter())
     plan = make_plan(mask, layout, team_size=None)  # as a call asks for it
     stamps.append(perf_counter())
-    mine = plan.rank(ranks // 2)
+    plan.rank(ranks // 2)
     stamps.append(perf_counter())
-    for stage in mine.stages:
-        for slices in (stage.own_in_hull, stage.remote_in_hull):
-            for call in lower(slices) if len(slices) else ():
-                call.lengths()
+    prepare(plan, ranks // 2)
     stamps.append(perf_counter())
     times = tuple(1e3 * np.diff(stamps))
     keys = plan.kv_tokens()[:, 1].sum() / plan.team_size / tokens

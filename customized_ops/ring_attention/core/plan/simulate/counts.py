@@ -83,7 +83,7 @@ def counts(plan: PlanValue) -> Counts:
     """The counts of all ranks of ``plan``."""
     stages, ranks, size = plan.n_stages, plan.group_size, plan.team_size
     attended = np.zeros((2, stages, 2, ranks), dtype=np.int64)
-    rows: list[tuple[int, int, int]] = []
+    q = list(plan.row_exchanges())
     found: list[list[Ints]] = [[] for _ in KeyStep._fields]
     unit_of_team = _unit_of(plan)[::size]
     for unit in range(int(unit_of_team[-1]) + 1):
@@ -93,16 +93,14 @@ def counts(plan: PlanValue) -> Counts:
         for team in np.flatnonzero(unit_of_team == unit).tolist():
             mine = moves[moves[:, RECV] == team]
             for rank in range(team * size, (team + 1) * size):
-                q = plan.row_exchange(rank)
-                rows += [(peer, rank, where.count) for peer, where in q.received.items()]
-                places = plan.q_layout.places(rank), q.places
+                places = plan.q_layout.places(rank), q[rank].places
                 _attended(plan, rank, mine, places, attended[..., rank])
     ways = [_by_stage(np.concatenate(tables), stages, ranks) for tables in found]
     keys = [KeyStep(*each) for each in zip(*ways, strict=True)]
     of_stages = keys if plan.gathered else [None, *keys[1:]]
-    return Counts(
-        Messages(*np.array(rows, dtype=np.int64).reshape(-1, 3).T), tuple(of_stages), *attended
-    )
+    received = [(n, r, each.count) for r in range(ranks) for n, each in q[r].received.items()]
+    rows = Messages(*np.array(received, dtype=np.int64).reshape(-1, 3).T)
+    return Counts(rows, tuple(of_stages), *attended)
 
 
 def _unit_of(plan: PlanValue) -> Ints:
