@@ -8,31 +8,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from host_cases import HOSTS, bounded, costs_over, drawn
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
+from customized_ops.ring_attention.core.plan.cost import CostModel
 from customized_ops.ring_attention.core.plan.exchange import Exchange, Where
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into
 from customized_ops.ring_attention.core.plan.token_bytes import TokenBytes
 from customized_ops.ring_attention.core.topology import Topology
 
-HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
 Part = Callable[[Exchange], Exchange | None]
-
-
-def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:
-    return CostModel(
-        link_bytes=H200_NCCL.link_bytes, topology=Topology(hosts), held_shards=held_shards
-    )
-
-
-def bounded(plan: Plan, most_keys: int) -> Plan:
-    """The same plan with a bound of few keys, which are too few to be one by default."""
-    given = (plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
-    return Plan(*given, topology=plan.topology, most_keys=most_keys)
 
 
 def indices(where: Where) -> np.ndarray:
@@ -80,24 +68,6 @@ class Carried:
                 target[rank][indices(where)] = tokens
                 if self.host_of[peer] != self.host_of[rank]:
                     self.into[self.host_of[rank]] += tokens.tolist()
-
-
-def drawn(source: random.Random, ranks: int) -> tuple[AttnMask, Layout]:
-    total = source.randrange(ranks, 200)
-    cuts = sorted({0, total, *(source.randrange(1, total) for _ in range(source.randrange(6)))})
-    masks = [
-        lambda: AttnMask.dense(total, causal=True),
-        lambda: AttnMask.dense(total),
-        lambda: AttnMask.varlen(cuts, causal=True),
-    ]
-    bounds = sorted(source.randrange(total + 1) for _ in range(ranks - 1))
-    layouts = [
-        lambda: Layout.contiguous(total, ranks),
-        lambda: Layout.zigzag(total, ranks),
-        lambda: Layout.striped(total, ranks),
-        lambda: Layout.from_sizes(np.diff([0, *bounds, total]).tolist()),
-    ]
-    return source.choice(masks)(), source.choice(layouts)()
 
 
 @pytest.mark.parametrize("seed", range(60))
