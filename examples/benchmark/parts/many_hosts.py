@@ -28,6 +28,7 @@ from benchmark.cases import K, Maker
 from benchmark.ops import plan_of, recommended
 from benchmark.show.text import markdown
 
+from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.plan.cost import H200, H200_NCCL, HELD_SHARDS, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
@@ -52,7 +53,11 @@ def shares(
     for seed in range(draws if kind == "packed" else 1):
         case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
         costs = costs_over(ranks, between)
-        plan = plan_of(case, recommended(case, ranks), costs)
+        if kind == "packed":
+            layout = Layout.balanced(case.mask, ranks, topology=costs.topology)
+        else:
+            layout = recommended(case, ranks)
+        plan = plan_of(case, layout, costs)
         timeline = plan.simulate(*heads, costs=costs)
         found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
     return [median(each) for each in zip(*found, strict=True)]
