@@ -2,6 +2,7 @@
 
     python examples/benchmark/parts/many_hosts.py
     python examples/benchmark/parts/many_hosts.py --ranks 64 --between 25 --draws 5
+    python examples/benchmark/parts/many_hosts.py --ranks 16 64 256 --held inf
 
 8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
 "packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
@@ -36,23 +37,24 @@ OF_HOST, TOKENS = 8, 8 * K
 HEADS = ((64, 8), (32, 32))
 
 
-def costs_over(ranks: int, between: float) -> CostModel:
-    """Of hosts of 8 ranks; ``between``: GB/s of a rank between them."""
+def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostModel:
+    """Of hosts of 8 ranks; ``between``: GB/s of a rank between them; ``held``: shards of others'
+    keys that a rank may hold."""
     if ranks <= OF_HOST:
         return H200
     topology = Topology((OF_HOST,) * (ranks // OF_HOST))
-    held = {"held_shards": HELD_SHARDS, "between_bytes": between * 1e9}
-    return replace(H200_NCCL, topology=topology, **held)
+    links = replace(H200_NCCL, topology=topology, between_bytes=between * 1e9)
+    return replace(links, held_shards=held)
 
 
 def shares(
-    kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int
+    kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int, held: float
 ) -> list[float]:
     """Of the kernel's rate, forward and backward."""
     found = []
     for seed in range(draws if kind == "packed" else 1):
         case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
-        costs = costs_over(ranks, between)
+        costs = costs_over(ranks, between, held)
         if kind == "packed":
             layout = Layout.balanced(case.mask, ranks, topology=costs.topology)
         else:
@@ -69,6 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     every = [8, 16, 32, 64, 128, 256, 512, 1024]
     parser.add_argument("--ranks", nargs="+", type=int, default=every, help="multiples of 8")
     parser.add_argument("--between", nargs="+", type=float, default=[50.0, 25.0], help="GB/s a GPU")
+    parser.add_argument("--held", type=float, default=HELD_SHARDS, help="shards of others' keys")
     parser.add_argument("--draws", type=int, default=3, help="of packed documents")
     return parser.parse_args(arguments)
 
@@ -88,7 +91,7 @@ def main() -> None:
     for ranks in given.ranks:
         cells = [str(ranks)]
         for kind, heads, between in columns:
-            there, back = shares(kind, heads, ranks, between, given.draws)
+            there, back = shares(kind, heads, ranks, between, given.draws, given.held)
             cells.append(f"{there:.0%} / {back:.0%}")
             bar.update()
         lines.append(cells)
