@@ -29,7 +29,7 @@ from .core.plan import Plan
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .op.mask_source import Problem
-from .op.tokens.call_layouts import BALANCED, layout_by_lengths
+from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
@@ -67,6 +67,14 @@ class PackedBatch:
     target_count: int
     packed_by: PackDocuments | None = None
 
+    def __post_init__(self) -> None:
+        """Let attention find the mask and the layout, wherever the batch was made."""
+        if (pack := self.packed_by) is not None:
+            ends = self.cu_seqlens.numpy()
+            know_mask(ends.tolist(), pack.causal, pack.window_size, self.plan.mask)
+            if pack.layout == "balanced":
+                know_layout(self.layout, ends if pack.whole else self.plan.mask)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
         is on a device arrives on the host."""
@@ -96,10 +104,7 @@ class PackedBatch:
 
 def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
     tokens, targets, positions, cu_seqlens = map(torch.from_numpy, arrays)
-    batch = PackedBatch(tokens, targets, positions, cu_seqlens, *others)
-    if (pack := batch.packed_by) is not None:
-        know_mask(cu_seqlens.tolist(), pack.causal, pack.window_size, batch.plan.mask)
-    return batch
+    return PackedBatch(tokens, targets, positions, cu_seqlens, *others)
 
 
 @dataclass(frozen=True)

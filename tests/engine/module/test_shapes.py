@@ -147,10 +147,26 @@ def test_new_lengths_compile_nothing(two_ranks: Pool, hoist: bool, inductor: boo
         assert error < 1e-10
 
 
-def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool) -> None:
-    batches = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
-    results = [(steps, None) for steps in two_ranks.run(jobs.planned_ahead, batches)]
-    check(results, batches, {"window": -1})
+AHEAD = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("settings", [{"hoist": True}, {"hoist": False}, {}], ids=str)
+def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool, settings: Any, sent: bool) -> None:
+    """For the layout that its plan names, whatever that is: no step makes anything again."""
+    found = two_ranks.run(jobs.planned_ahead, AHEAD, settings, "", sent)
+    check([(steps, None) for steps, _, _ in found], AHEAD, {"window": -1})
+    for _, counts, said in found:
+        assert counts == {"layouts": 0, "masks": 0, "plans": 0} and not said
+
+
+def test_batches_planned_ahead_for_another_layout_are_told(two_ranks: Pool) -> None:
+    found = two_ranks.run(jobs.planned_ahead, AHEAD, {"hoist": False}, "balanced")
+    check([(steps, None) for steps, _, _ in found], AHEAD, {"window": -1})
+    for _, counts, said in found:
+        assert counts["plans"] > 0
+        assert len(said) == 1 and "k_layout=contiguous; give packed_batches" in said[0]
+        assert "layout=module.plan.packed_layout" in said[0]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same
-from packed_jobs import COSTS, drawn, tensors
+from packed_jobs import COSTS, counted, drawn, forget_batches, tensors
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -35,7 +35,6 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan, plan_value
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 from customized_ops.ring_attention.core.run import call_pairs
-from customized_ops.ring_attention.op import window_source
 
 HEADS = (4, 2)
 
@@ -72,8 +71,8 @@ def test_every_token_is_on_one_rank_with_its_target(ranks: int, layout: str) -> 
         assert batches[0].target_count == sum(len(row) - 1 for row in given if row)
 
 
-def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
-    """Attention over the batches that a rank is given."""
+def attend(comm: Any, batches: list[Any], whole: list[Any], name: str = "") -> list[Any]:
+    """Attention over the batches that a rank is given; "balanced" asks for the layout by name."""
     results = []
     for batch, parts in zip(batches, whole, strict=True):
         q, k, v = (batch.layout.shard(t, comm.rank, dim=0).requires_grad_() for t in parts)
@@ -85,7 +84,7 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
             batch.cu_seqlens,
             causal=True,
             process_group=comm,
-            layout=batch.layout,
+            layout=name if name == "balanced" else batch.layout,
         )
         out.square().sum().backward()
         results.append((out.detach(), q.grad, k.grad, v.grad))
@@ -106,15 +105,14 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
 def test_a_plan_made_ahead_for_another_call_is_told(
     wrong: dict[str, Any], said: str | None, sent: bool
 ) -> None:
-    plans._PLANS.clear()
-    plans._AHEAD.clear()
+    forget_batches()
     made = {"heads": HEADS, "head_dim": 8, **wrong}
     of_ranks = [[PackDocuments(2, rank, **made)(BATCHES[1])] for rank in range(2)]
     if sent:
         of_ranks = pickle.loads(pickle.dumps(of_ranks))
     whole = [tensors(of_ranks[0][0], 0)]
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")  # once for each text
         run_ranks(2, lambda comm: attend(comm, of_ranks[comm.rank], whole))
     texts = [str(w.message) for w in caught if "plans again in the step" in str(w.message)]
     assert len(texts) == (said is not None)
@@ -131,30 +129,27 @@ def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
     assert seconds > alone > 0
 
 
+@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_finds_the_plans_that_were_made_ahead(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those that came from another process; results are those of one device."""
-    plans._PLANS.clear()
-    of_ranks = [
-        list(packed_batches(BATCHES, ranks=ranks, rank=rank, heads=HEADS, head_dim=8))
-        for rank in range(ranks)
-    ]
-    sent = pickle.dumps(of_ranks)
-    plans._PLANS.clear()
-    window_source._MASKS.clear()
-    of_ranks = pickle.loads(sent)
-    assert len(plans._PLANS) == len(BATCHES)
+def test_attention_finds_what_was_made_ahead(ranks: int, sent: bool, layout: str) -> None:
+    """In a thread here, or in another process; results are those of one device."""
+    forget_batches()
+    how: Any = {"heads": HEADS, "head_dim": 8, "layout": layout, "ranks": ranks}
+    of_ranks = [list(packed_batches(BATCHES, rank=rank, **how)) for rank in range(ranks)]
+    if sent:
+        bytes_of = pickle.dumps(of_ranks)
+        del of_ranks
+        forget_batches()
+        of_ranks = pickle.loads(bytes_of)
+        assert len(plans._PLANS) == len(BATCHES)
     whole = [tensors(batch, seed) for seed, batch in enumerate(of_ranks[0])]
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("this was to be planned ahead")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(plans, "best_plan", refuse)
-        patched.setattr(AttnMask, "varlen", refuse)
+    with counted() as counts:
         found = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole))
+        by_name = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole, layout))
+    assert counts == {"layouts": 0, "masks": 0, "plans": 0}
+    for (out, *_), (other, *_) in zip(found[0], by_name[0], strict=True):
+        assert torch.equal(out, other)
     for n, batch in enumerate(of_ranks[0]):
         q, k, v = (t.requires_grad_() for t in whole[n])
         cu = batch.cu_seqlens
