@@ -165,7 +165,7 @@ def test_batches_planned_ahead_for_another_layout_are_told(two_ranks: Pool) -> N
     check([(steps, None) for steps, _, _ in found], AHEAD, {"window": -1})
     for _, counts, said in found:
         assert counts["plans"] > 0
-        assert len(said) == 1 and "k_layout=contiguous; give packed_batches" in said[0]
+        assert len(said) == 1 and "made ahead for another layout, and" in said[0]
         assert "layout=module.plan.packed_layout" in said[0]
 
 

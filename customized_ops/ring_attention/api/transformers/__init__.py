@@ -27,7 +27,7 @@ from ...op.tokens.lengths import on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
 from . import mixers, traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
-from .mask import Mask, is_traced, make_mask, maskless
+from .mask import Mask, is_traced, leave_documents_to_cut, make_mask, maskless
 from .mask_function import TITLE
 from .shard import Shard, shard_batch, sum_gradients, sum_over_ranks
 
@@ -64,6 +64,7 @@ def register() -> None:
         ) from error
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, model_mask)
+    leave_documents_to_cut()
 
 
 @torch.compiler.disable

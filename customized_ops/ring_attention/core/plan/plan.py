@@ -208,22 +208,18 @@ def check_expected(plan: Plan) -> None:
         return
     made, asked = ahead.request, plan.request
     names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
-    there, here = (
-        ", ".join(f"{name}={_shown(getattr(request, name))}" for name in names)
-        for request in (made, asked)
-    )
+    shown = [name for name in names if not name.endswith("layout")]  # others with each batch
+    there = ["another layout"] if len(shown) < len(names) else []
+    there += [f"{name}={getattr(made, name)}" for name in shown]
+    here = [f"{name}={getattr(asked, name)}" for name in shown]
     warnings.warn(
-        f"attention plans again in the step: the plan of this batch was made ahead for {there}, "
-        f"and the call is of {here}; give packed_batches, or PackDocuments, the model's heads and "
-        "head_dim, costs=group_costs(process_group), and the layout that the call has: for a "
-        "module of parallelize layout=module.plan.packed_layout",
+        "attention plans again in the step: the plan of this batch was made ahead for "
+        f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
+        "packed_batches, or PackDocuments, the model's heads and head_dim, "
+        "costs=group_costs(process_group), and the layout that the call has: for a module of "
+        "parallelize layout=module.plan.packed_layout",
         stacklevel=2,
     )
-
-
-def _shown(value: Any) -> Any:
-    """Of a layout its kind alone, which is not another for each batch."""
-    return value.spec.partition(":")[0] if isinstance(value, Layout) else value
 
 
 def _known(request: PlanRequest, made: dict[str, Any]) -> Plan:
