@@ -26,8 +26,10 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
+from .core.plan.heads import head_counts
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
+from .op.arguments import window_bounds
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
 from .op.window_source import know_mask
@@ -54,7 +56,8 @@ class PackedBatch:
         layout: which rank holds which tokens; pass it to attention with ``cu_seqlens``.
         plan: what attention will find, for its report and its picture.
         target_count: targets of all ranks that are not ignored. The loss of the batch is the sum of
-            each rank's over it: ``cross_entropy(..., reduction="sum") / target_count``.
+            each rank's over it: ``cross_entropy(..., reduction="sum") / max(target_count, 1)``, as
+            documents of one token have no target.
         packed_by: what packed it; None for a batch that was made by hand.
     """
 
@@ -118,7 +121,7 @@ class PackDocuments:
         causal, window_size: of attention, as :func:`.wrap_ring_attn_varlen_func` takes them.
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
-            ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
+            ``parallelize``, with ``layout=module.plan.packed_layout``.
         costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
         head_dim: of the model. Where it or the rates are others, attention plans again in the step.
     """
@@ -134,6 +137,10 @@ class PackDocuments:
     head_dim: int = 128
 
     def __post_init__(self) -> None:
+        # Pairs of any kind, as a config has them, are found by value.
+        object.__setattr__(self, "heads", head_counts("packed_batches", self.heads))
+        window = window_bounds("packed_batches", self.window_size)
+        object.__setattr__(self, "window_size", window)
         if self.layout not in PACKED_LAYOUTS:
             names = ", ".join(PACKED_LAYOUTS)
             raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
@@ -144,11 +151,18 @@ class PackDocuments:
         """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
 
         Raises:
-            ValueError: there are no documents, or one is not a row of integers.
+            ValueError: there are no documents, one is not a row of integers, or all tokens together
+                are fewer than the ranks of a module that is to cut them (``whole``).
         """
         each = [_row(n, document) for n, document in enumerate(documents)]
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
+        if self.whole and (total := sum(map(len, each))) < self.ranks:
+            raise ValueError(
+                f"packed_batches: a batch of {total} tokens cannot be cut over {self.ranks} ranks "
+                "by a module of parallelize, which whole=True is for; leave it out, or join it "
+                "with another"
+            )
         started = perf_counter()
         lengths = np.array([len(row) for row in each])
         bounds = np.concatenate([[0], np.cumsum(lengths)])

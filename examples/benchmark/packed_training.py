@@ -100,7 +100,7 @@ def _called_with_a_group(
         current[:] = [batch]
         loss = model(batch.tokens[None], batch.targets[None], batch.positions[None])
         # The mean over this rank's targets, and FSDP's over ranks: weighed by their counts.
-        share = loss * ((batch.targets >= 0).sum() * (ranks.size / batch.target_count))
+        share = loss * ((batch.targets >= 0).sum() * (ranks.size / max(batch.target_count, 1)))
         share.backward()
         update(optimizer)
         return share.detach() / ranks.size
@@ -138,11 +138,7 @@ def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: Pack
     optimizer = adam(model)
 
     def step(batch: PackedBatch) -> Tensor:
-        ids, targets, positions = (t[None] for t in (batch.tokens, batch.targets, batch.positions))
-        whole = {"input_ids": ids, "labels": targets, "shift_labels": targets}
-        shard = hugging_face.shard_batch(
-            {**whole, "position_ids": positions}, ranks.group, batch.layout
-        )
+        shard = hugging_face.shard_batch(batch, ranks.group)
         with shard.context():
             share = model(**shard.inputs)  # divided by the targets of all ranks
         (share * ranks.size).backward()  # FSDP divides by the ranks
@@ -167,7 +163,7 @@ def _arguments(batch: PackedBatch) -> dict[str, Tensor]:
 ROUTES = {
     "FSDP2 + wrap_ring_attn_varlen_func": Route(_called_with_a_group, whole=False),
     "parallelize": Route(_parallelize, whole=True),
-    "FSDP2 + Hugging Face, shard_batch": Route(_hugging_face, whole=True),
+    "FSDP2 + Hugging Face, shard_batch": Route(_hugging_face, whole=False),
 }
 
 

@@ -393,6 +393,39 @@ def test_refused(given: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("heads", [[4, 2], np.array([4, 2])], ids=str)
+def test_heads_are_any_two_integers(heads: Any) -> None:
+    batch = PackDocuments(2, 0, heads, window_size=[5, -1])(BATCHES[0])  # type: ignore[arg-type]
+    pack = PackDocuments(2, 0, HEADS, window_size=(5, -1))
+    assert batch.packed_by == pack and pack.take(batch) is batch
+    mask, layout = batch.plan.mask, batch.layout
+    assert make_plan(mask, layout, heads=heads, team_size=None) is batch.plan
+
+
+@pytest.mark.parametrize("heads", [(4,), 4, "42", (4.0, 2), (4, 2, 1)], ids=str)
+def test_other_heads_are_refused(heads: Any) -> None:
+    said = re.escape(f"heads must be two integers, the query and the key heads, got {heads!r}")
+    with pytest.raises(ValueError, match="packed_batches: " + said):
+        next(packed_batches(BATCHES, ranks=2, rank=0, heads=heads))
+    with pytest.raises(ValueError, match="make_plan: " + said):
+        make_plan(AttnMask.causal(8), Layout.contiguous(8, 2), heads=heads)
+
+
+def test_documents_of_one_token_have_no_target() -> None:
+    batch = PackDocuments(2, 0, HEADS)([[3], [4], [5]])
+    logits = torch.zeros(len(batch.tokens), 9)
+    loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    assert batch.target_count == 0 and loss / max(batch.target_count, 1) == 0
+
+
+def test_what_a_module_cannot_cut_is_refused() -> None:
+    given: dict[str, Any] = {"ranks": 3, "rank": 0, "heads": HEADS}
+    batches = packed_batches([[[1], [2]]], **given, whole=True)
+    with pytest.raises(ValueError, match=r"a batch of 2 tokens cannot be cut over 3 ranks"):
+        next(batches)
+    assert next(packed_batches([[[1], [2]]], **given)).layout.total == 2
+
+
 def test_what_the_loader_raises_is_raised() -> None:
     def loader() -> Any:
         yield BATCHES[0]

@@ -185,20 +185,21 @@ def planned_ahead(
     return results, counts, said
 
 
-def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], int]:
-    """A Llama over [batch, length] of changing sizes."""
+def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], list[int]]:
+    """A Llama over [batch, length] of changing sizes, and how many graphs there were after each."""
     model = engine_jobs.tiny_llama("ring")
     ranks = dist.get_world_size()
     first = engine_jobs.sample("ring", *shapes[0])
     parallel = parallelize(model, first, policy, ComputeConfig(ranks, ranks))
-    results = []
+    results, graphs = [], []
     for shape in shapes:
         parallel.zero_grad()
         loss = parallel(**engine_jobs.sample("ring", *shape))
         loss.backward()
         parallel.sync_grad()
         results.append((loss.item(), next(parallel.parameters()).grad.clone()))
-    return results, len(parallel._programs.plans)
+        graphs.append(len(parallel._programs.plans))
+    return results, graphs
 
 
 def traced(

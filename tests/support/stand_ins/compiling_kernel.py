@@ -4,22 +4,24 @@ reference, which notes what it would compile."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from customized_ops.ring_attention.core.kernels import BackwardOperands, ForwardOperands, Scoring
 from customized_ops.ring_attention.core.kernels.adapters import reference
 
 Kind = tuple[Any, ...]
+_numbers = count()
 
 
 class CompilingKernel:
     """``kinds``: what it has compiled so far, by query heads to a key head among others;
     ``windows``: whether it was asked to warm up for windows."""
 
-    NAME = "compiling"
     CAPABILITIES = reference.CAPABILITIES
 
     def __init__(self) -> None:
+        self.NAME = f"compiling {next(_numbers)}"  # choices are cached by name
         self.kinds: set[Kind] = set()
         self.windows: set[bool] = set()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from threading import Lock
@@ -25,6 +26,7 @@ from ..mask import AttnMask
 from .choose.request import PlanRequest
 from .choose.search import ASSIGNMENTS, best_plan
 from .cost import H200, CostModel
+from .heads import head_counts
 from .plan_value import PlanValue
 from .report import picture, text
 
@@ -119,7 +121,7 @@ def make_plan(
     *,
     assignment: str = "auto",
     stages: int | None = None,
-    heads: tuple[int, int] = (32, 8),
+    heads: Sequence[int] = (32, 8),
     head_dim: int = 128,
     v_dim: int | None = None,
     batch: int = 1,
@@ -161,7 +163,7 @@ def make_plan(
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
+        ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
             ranks or is too large, heads that are split are no multiple of one another,
             ``head_groups`` is not 1 to the key heads, or more than 1 with heads split, or a head
             dim or the batch is below 1.
@@ -172,7 +174,7 @@ def make_plan(
         q_layout if k_layout is None else k_layout,
         assignment,
         stages,
-        heads,
+        head_counts("make_plan", heads),
         team_size,
         head_groups,
         costs,
