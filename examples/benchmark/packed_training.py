@@ -54,6 +54,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.api import transformers as hugging_face
 
 Step = Callable[[PackedBatch], Tensor]  # returns this rank's share of the loss
+Made = tuple[Step, str]  # and the layout that its batches are planned for
 LOSSES_APART = 2e-2  # bf16, of about 12
 COLUMNS = (
     "",
@@ -71,17 +72,17 @@ class Route:
     """A way to train.
 
     Attributes:
-        make: from the model's sizes, what is computed in, and a batch, to a step.
+        make: from the model's sizes, what is computed in, and a batch, to a step and a layout.
         whole: whether a rank is given all tokens.
     """
 
-    make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Step]
+    make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Made]
     whole: bool
 
 
 def _called_with_a_group(
     config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch
-) -> Step:
+) -> Made:
     """FSDP2, and attention that is called with a group and the batch's layout."""
     current: list[PackedBatch] = []
 
@@ -105,10 +106,10 @@ def _called_with_a_group(
         update(optimizer)
         return share.detach() / ranks.size
 
-    return step
+    return step, "balanced"
 
 
-def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: PackedBatch) -> Step:
+def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: PackedBatch) -> Made:
     """The model as it is, cut by the engine."""
     model = parallelize(
         _llama(config, ranks, "varlen"),
@@ -128,10 +129,10 @@ def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: P
         update(optimizer)
         return loss.detach() / ranks.size  # each has that of all tokens
 
-    return step
+    return step, model.plan.packed_layout
 
 
-def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Step:
+def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Made:
     """FSDP2 of transformers' model, its batch cut by ``shard_batch``."""
     hugging_face.register()
     model = sharded(HfLlama.of(_llama(config, ranks, "varlen")), ranks, dtype)
@@ -145,7 +146,7 @@ def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: Pack
         update(optimizer)
         return share.detach()
 
-    return step
+    return step, "balanced"
 
 
 def _llama(config: LlamaConfig, ranks: Ranks, attend: str | Attend) -> Llama:
@@ -205,11 +206,14 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:
         drawn = Documents(count, args.tokens, config.vocab, seed)
         made = DataLoader(drawn, batch_size=None, collate_fn=pack, num_workers=2, pin_memory=True)
-        for batch in packed_batches(made, ranks=pack.ranks, rank=pack.rank, **attends):
+        own = {"ranks": pack.ranks, "rank": pack.rank, "layout": pack.layout}
+        for batch in packed_batches(made, **own, **attends):
             yield batch.to(ranks.device)
 
     [first] = new(0, 1)
-    step = route.make(config, dtype, ranks, first)
+    step, layout = route.make(config, dtype, ranks, first)
+    pack = replace(pack, layout=layout)
+    [first] = new(0, 1)
     if ranks.cuda:
         sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
         warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)

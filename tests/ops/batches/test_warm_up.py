@@ -22,8 +22,8 @@ from customized_ops.ring_attention.core.kernels import KERNELS
 HEADS, DIM = (4, 2), 8
 KIND: dict[str, Any] = {"heads": HEADS, "head_dim": DIM, "dtype": torch.float32, "device": "cpu"}
 # Ranks, options of attention, head dim of v, and kinds that are compiled: a forward and a backward
-# for each number of query heads to a key head that a rank may have: one in a team of more ranks than
-# the two key heads, and two otherwise.
+# for each number of query heads to a key head that a rank may have: one in a team of more ranks
+# than the two key heads, and two otherwise.
 CASES: list[tuple[int, dict[str, Any], int, int]] = [
     (1, {}, 4, 2),
     (2, {"window_size": (9, 0), "return_lse": True}, DIM, 2),

@@ -163,10 +163,10 @@ def make_plan(
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
-            ranks or is too large, heads that are split are no multiple of one another,
-            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split, or a head
-            dim or the batch is below 1.
+        ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``,
+            ``team_size`` does not divide the ranks or is too large, heads that are split are no
+            multiple of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
+            heads split, or a head dim or the batch is below 1.
     """
     request = PlanRequest(
         mask,
