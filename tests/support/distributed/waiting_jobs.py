@@ -23,7 +23,8 @@ from customized_ops.ring_attention import (
 )
 
 HEADS, DIM, VOCABULARY = (8, 2), 64, 128
-TOKENS, DOCUMENTS = 8192, 24  # of each batch: a graph takes up to so many documents
+TOKENS = {"cuda": 8192, "cpu": 256}  # of each batch
+DOCUMENTS = 24  # of each batch: a graph takes up to so many
 Step = Callable[[PackedBatch], None]
 
 
@@ -128,11 +129,11 @@ ROUTES = {"call": _called, "parallelize": _parallelized, "Hugging Face": _huggin
 def _batches(pack: PackDocuments, seeds: Any) -> Iterator[PackedBatch]:
     """As many documents and tokens in each, of other lengths."""
     for seed in seeds:
-        draw = np.random.default_rng(seed)
-        ends = np.sort(draw.choice(np.arange(1, TOKENS), DOCUMENTS - 1, replace=False))
-        ids = draw.integers(0, VOCABULARY, TOKENS)
+        draw, total = np.random.default_rng(seed), TOKENS[device()]
+        ends = np.sort(draw.choice(np.arange(1, total), DOCUMENTS - 1, replace=False))
+        ids = draw.integers(0, VOCABULARY, total)
         batch = pack(np.split(ids, ends))
-        yield batch.pin_memory() if device().type == "cuda" else batch
+        yield batch.pin_memory() if device() == "cuda" else batch
 
 
 @in_their_own_time
@@ -143,11 +144,11 @@ def steps_without_waiting(route: str, warm: int, steps: int) -> list[str]:
     for batch in _batches(pack, range(warm)):
         step(batch.to(device()))
     new = list(_batches(pack, range(warm, warm + steps)))
-    if device().type != "cuda":
+    if device() != "cuda":
         for batch in new:
             step(batch)
         return []
-    warm_up(TOKENS, heads=HEADS, head_dim=DIM, process_group=dist.group.WORLD)
+    warm_up(TOKENS["cuda"], heads=HEADS, head_dim=DIM, process_group=dist.group.WORLD)
     probe = torch.ones((), device=device())
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -97,6 +97,7 @@ def shard_batch(
         ValueError: an entry that is not one of these, or that is not of l tokens; names it.
     """
     comm = group_comm(group)
+    given: Mapping[str, Any]
     if isinstance(batch, PackedBatch):
         where, is_cut = _layout_of_packed(batch, layout, comm)
         given, positions, padding = _entries(batch), _positions(batch.cu_seqlens), None

@@ -66,8 +66,11 @@ def know_layout(layout: Layout, documents: Ints | AttnMask) -> None:
     """Let calls find a layout that was made elsewhere: :func:`layout_by_lengths` of documents with
     these cumulative lengths, or :func:`balanced_layout` of this mask."""
     ranks = layout.group_size
-    by_mask = isinstance(documents, AttnMask)
-    key = (documents, ranks) if by_mask else (_lengths_key(documents), ranks, ranks)
+    key: tuple[Any, ...]
+    if isinstance(documents, AttnMask):
+        key = documents, ranks
+    else:
+        key = _lengths_key(documents), ranks, ranks
     cached(_BALANCED, key, lambda: layout, MOST_LAYOUTS)
 
 
