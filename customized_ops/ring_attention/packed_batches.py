@@ -29,6 +29,7 @@ from .core.plan import Plan
 from .core.plan.heads import head_counts
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
+from .core.topology import Topology
 from .op.arguments import window_bounds
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
@@ -36,10 +37,11 @@ from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
-LayoutOf = Callable[[AttnMask, int], Layout]
+TENSORS = "tokens", "targets", "positions", "cu_seqlens"  # of a batch
+LayoutOf = Callable[[AttnMask, int, Topology | None], Layout]
 PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
-    "balanced": Layout.balanced,
-    "contiguous": lambda mask, ranks: Layout.contiguous(mask.q_len, ranks),
+    "balanced": lambda mask, ranks, topology: Layout.balanced(mask, ranks, topology=topology),
+    "contiguous": lambda mask, ranks, topology: Layout.contiguous(mask.q_len, ranks),
 }
 
 
@@ -76,25 +78,20 @@ class PackedBatch:
             ends = self.cu_seqlens.numpy()
             know_mask(ends.tolist(), pack.causal, pack.window_size, self.plan.mask)
             if pack.layout == "balanced":
-                know_layout(self.layout, ends if pack.whole else self.plan.mask)
+                documents = ends if pack.whole else self.plan.mask
+                know_layout(self.layout, documents, pack.costs.topology)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
         is on a device arrives on the host."""
-        tensors = self.tokens, self.targets, self.positions, self.cu_seqlens
-        arrays = [tensor.cpu().numpy() for tensor in tensors]
+        arrays = [getattr(self, name).cpu().numpy() for name in TENSORS]
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
 
     def pin_memory(self) -> PackedBatch:
         """The same in pinned memory, from which :meth:`to` need not wait for its copies. A
         DataLoader with ``pin_memory=True`` calls this."""
-        return replace(
-            self,
-            tokens=self.tokens.pin_memory(),
-            targets=self.targets.pin_memory(),
-            positions=self.positions.pin_memory(),
-            cu_seqlens=self.cu_seqlens.pin_memory(),
-        )
+        pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
+        return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
@@ -122,8 +119,10 @@ class PackDocuments:
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
             ``parallelize``, with ``layout=module.plan.packed_layout``.
-        costs: rates that plans are chosen by: those of the group, by :func:`.group_costs`.
-        head_dim: of the model. Where it or the rates are others, attention plans again in the step.
+        costs: rates that plans are chosen by, and hosts, which "balanced" layouts go by too; give
+            those of the group, :func:`.group_costs`, or attention plans again in the step. (With
+            ``whole``, "balanced" is the order of an engine, which does not know hosts.)
+        head_dim: of the model. Attention of other heads plans again in the step.
     """
 
     ranks: int
@@ -138,14 +137,20 @@ class PackDocuments:
 
     def __post_init__(self) -> None:
         # Pairs of any kind, as a config has them, are found by value.
-        object.__setattr__(self, "heads", head_counts("packed_batches", self.heads))
+        heads = head_counts("packed_batches", self.heads)
         window = window_bounds("packed_batches", self.window_size)
-        object.__setattr__(self, "window_size", window)
+        vars(self).update(heads=heads, window_size=window)
         if self.layout not in PACKED_LAYOUTS:
             names = ", ".join(PACKED_LAYOUTS)
             raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
+        topology = self.costs.topology
+        if topology is not None and topology.size != self.ranks:
+            raise ValueError(
+                f"packed_batches: costs are of hosts {topology}, {topology.size} ranks, but ranks "
+                f"is {self.ranks}"
+            )
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
@@ -159,9 +164,8 @@ class PackDocuments:
             raise ValueError("packed_batches: a batch has no documents")
         if self.whole and (total := sum(map(len, each))) < self.ranks:
             raise ValueError(
-                f"packed_batches: a batch of {total} tokens cannot be cut over {self.ranks} ranks "
-                "by a module of parallelize, which whole=True is for; leave it out, or join it "
-                "with another"
+                f"packed_batches: a batch of {total} tokens cannot be cut over {self.ranks} ranks, "
+                "as whole=True is for; leave it out, or join it with another"
             )
         started = perf_counter()
         lengths = np.array([len(row) for row in each])
@@ -170,7 +174,7 @@ class PackDocuments:
         if self.whole and self.layout == "balanced":  # as engines lay out documents
             layout = layout_by_lengths(f"{BALANCED}{self.ranks}", bounds, self.ranks)
         else:
-            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks)
+            layout = PACKED_LAYOUTS[self.layout](mask, self.ranks, self.costs.topology)
         dims = self.head_dim, self.head_dim
         plan = RING_ATTN_VARLEN.plan(
             Problem(mask, layout, layout), self.heads, dims, costs=self.costs

@@ -77,7 +77,7 @@ def warm_up(
             progress.update()
         for bounds in _drawn(tokens):
             mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
-            where = PACKED_LAYOUTS[layout](mask, comm.size)
+            where = PACKED_LAYOUTS[layout](mask, comm.size, comm.costs.topology)
             length = where.sizes[comm.rank]
             q, k, v = (
                 like.new_zeros(length, *size).requires_grad_() for size in _sizes(heads, dims)

@@ -23,6 +23,7 @@ from ..core.plan.cost import H200, HELD_SHARDS, CostModel
 from ..core.plan.heads import Sizes
 from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw
+from ..core.plan.simulate import Timeline, simulate
 from ..core.report import report
 from ..core.topology import Topology
 
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
     add("--hosts", type=_positive, default=1, metavar="N", help="with as many ranks each")
+    add("--costs", default="", metavar="RATE=N,...", help="rates, as between_bytes=25e9")
+    add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
     add("--draw", metavar="PATH", help="a picture too: .png, .svg or .pdf")
     masks = parser.add_argument_group("options of masks")
@@ -66,14 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_report(options: argparse.Namespace) -> str:
     """Make the plan, draw it if asked to, and return its report."""
     mask = _mask(options)
-    with stage(f"layout {options.layout}"):
-        layout = _layout(options, mask)
     if options.ranks % options.hosts:
         raise ValueError(f"--hosts {options.hosts} does not divide --ranks {options.ranks}")
     costs = H200
     if options.hosts > 1:
         topology = Topology((options.ranks // options.hosts,) * options.hosts)
         costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
+    costs = costs.with_rates(options.costs, "--costs")
+    with stage(f"layout {options.layout}"):
+        layout = _layout(options, mask, costs.topology)
     with stage("planning"):
         plan = make_plan(
             mask,
@@ -89,20 +93,27 @@ def plan_report(options: argparse.Namespace) -> str:
         )
     q_heads, kv_heads = options.heads
     sizes = Sizes.of(q_heads, kv_heads, options.head_dim, options.v_dim, options.itemsize)
-    if options.json and options.draw is None:
-        return _json(plan, costs, sizes)
+    if options.draw is not None:
+        draw(plan, options.draw, *sizes, costs)
+    timeline = None
+    if options.simulate:
+        with stage("simulating"):
+            timeline = simulate(plan, sizes, costs)
+    if options.json:
+        return _json(plan, costs, sizes, timeline)
+    if timeline is not None:
+        return str(timeline)
     for rank in counted(range(options.ranks), "plans of ranks"):
         plan.rank(rank)
-    if options.draw is not None:
-        draw(plan, options.draw, *sizes)
-    if options.json:
-        return _json(plan, costs, sizes)
     return report(plan, *sizes, costs)
 
 
-def _json(plan: Plan, costs: CostModel, sizes: Sizes) -> str:
+def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:
     forward, backward = costs.passes(plan, *sizes)
     times = {"forward_seconds": forward.seconds, "backward_seconds": backward.seconds}
+    if timeline is not None:
+        times["simulated_forward_seconds"] = timeline.forward_seconds
+        times["simulated_backward_seconds"] = timeline.backward_seconds
     return json.dumps({**asdict(host_figures(plan)), **times})
 
 
@@ -181,7 +192,7 @@ def _documents(options: argparse.Namespace) -> list[int]:
     return [*ends[ends < tokens].tolist(), tokens]
 
 
-def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
+def _layout(options: argparse.Namespace, mask: AttnMask, topology: Topology | None) -> Layout:
     if options.layout not in LAYOUTS:
         if not re.fullmatch(r"\d+[KM]?(,\d+[KM]?)*", options.layout.upper()):
             names = ", ".join(LAYOUTS)
@@ -193,7 +204,12 @@ def _layout(options: argparse.Namespace, mask: AttnMask) -> Layout:
                 f"{options.ranks} ranks and {mask.q_len} tokens"
             )
         return Layout.from_sizes(sizes)
-    known = {"total": mask.q_len, "mask": mask, "group_size": options.ranks}
+    known = {
+        "total": mask.q_len,
+        "mask": mask,
+        "group_size": options.ranks,
+        "topology": topology,
+    }
     make = LAYOUTS[options.layout]
     # What other layouts call a chunk is a block of a striped layout.
     name = "block" if "block" in inspect.signature(make).parameters else "chunk"

@@ -75,8 +75,9 @@ PACKED = {
         a captured graph, where an engine would give the op its group again.""",
     "layout": """which tokens of q each rank holds; None means
         ``Layout.contiguous(total, group_size)``. It is that of k and v too where they have the
-        same total and ``k_layout`` is None. ``"balanced"`` is ``Layout.balanced`` of this mask; a
-        compiled function is then one for all lengths, where each Layout is a constant of its.""",
+        same total and ``k_layout`` is None. ``"balanced"`` is ``Layout.balanced`` of this mask over
+        the hosts of the group; a compiled function is then one for all lengths, while a Layout is
+        a constant of it.""",
 }
 MAYBE_PACKED = {
     "q": "[b, l, h, hd], this rank's tokens; [l, h, hd] with ``cu_seqlens``. Any strides.",

@@ -197,7 +197,7 @@ class PackedSequence(OneSequence):
         spec, k_spec = shards.layout, shards.k_layout
         mask = self._mask(q_ends.tolist(), k_ends.tolist())
         if spec == BALANCED_NAME and np.array_equal(q_ends, k_ends):
-            spec = balanced_layout(mask, comm.size).spec
+            spec = balanced_layout(mask, comm.size, comm.costs.topology).spec
         if by_lengths(spec):
             spec, k_spec = (layout_by_lengths(spec, e, comm.size).spec for e in self._ends)
         if spec and not k_spec:

@@ -3,10 +3,13 @@
     python examples/benchmark/parts/packed_speed.py
     python examples/benchmark/parts/packed_speed.py --layout balanced --batches 50
     python examples/benchmark/parts/packed_speed.py --plot packed_speed.png
+    python examples/benchmark/parts/packed_speed.py --host 8
 
 Documents are drawn from the lengths of a long-context corpus, anew for each batch, and are causal.
-One rank of them makes the mask, the layout, the plan, its own part of it, and the arguments of its
-kernel calls. Times are milliseconds on one core: the median and the 99th percentile of the batches.
+One rank of them makes all that ``PackDocuments`` makes of lengths: the mask, the layout, the plan,
+its own part of it, and "calls": the arguments of its kernel calls, for every library, tables of
+indices and, up to 8 ranks, what its peers receive. Times are milliseconds on one core: the median
+and the 99th percentile of the batches.
 "Most work" is the largest rank's over the mean, "keys" what all ranks receive over all tokens, each
 for the share of the heads that it is received for.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -30,9 +34,12 @@ if __name__ == "__main__":  # runs from a checkout that is not installed
 
 from benchmark.documents import document_bounds
 
-from customized_ops.ring_attention.core.kernels.window.lowering import lower
+from customized_ops.ring_attention.core.cost import H200, CostModel
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.cost import HELD_SHARDS
+from customized_ops.ring_attention.core.run.call_pairs import prepare
+from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.packed_batches import PACKED_LAYOUTS
 
 # Ranks and tokens: about 110, 360 and 1,100 documents.
@@ -49,22 +56,19 @@ class Batch(NamedTuple):
     keys: float
 
 
-def measure(name: str, ranks: int, tokens: int, seed: int) -> Batch:
+def measure(name: str, ranks: int, tokens: int, seed: int, costs: CostModel) -> Batch:
     """One batch with the layout of this name, as the rank in the middle makes it."""
     bounds = document_bounds(tokens, seed)
     stamps = [perf_counter()]
     mask = AttnMask.varlen(bounds, causal=True)
     stamps.append(perf_counter())
-    layout = PACKED_LAYOUTS[name](mask, ranks)
+    layout = PACKED_LAYOUTS[name](mask, ranks, costs.topology)
     stamps.append(perf_counter())
-    plan = make_plan(mask, layout, team_size=None)  # as a call asks for it
+    plan = make_plan(mask, layout, team_size=None, costs=costs)  # as a call asks for it
     stamps.append(perf_counter())
-    mine = plan.rank(ranks // 2)
+    plan.rank(ranks // 2)
     stamps.append(perf_counter())
-    for stage in mine.stages:
-        for slices in (stage.own_in_hull, stage.remote_in_hull):
-            for call in lower(slices) if len(slices) else ():
-                call.lengths()
+    prepare(plan, ranks // 2)
     stamps.append(perf_counter())
     times = tuple(1e3 * np.diff(stamps))
     keys = plan.kv_tokens()[:, 1].sum() / plan.team_size / tokens
@@ -104,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layout", nargs="+", choices=PACKED_LAYOUTS, default=[*PACKED_LAYOUTS])
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--host", type=int, metavar="N", help="ranks of a host; all if not given")
     parser.add_argument("--plot", help="a PNG or SVG file")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -113,7 +118,11 @@ def main() -> None:
     for layout, (ranks, tokens) in product(given.layout, CASES):
         name = f"{layout}, {ranks} ranks"
         seeds = tqdm(range(given.batches), desc=name, leave=False, disable=None)
-        batches = [measure(layout, ranks, tokens, seed) for seed in seeds]
+        costs = H200
+        if given.host and ranks > given.host:
+            hosts = Topology((given.host,) * (ranks // given.host))
+            costs = replace(H200, topology=hosts, held_shards=HELD_SHARDS)
+        batches = [measure(layout, ranks, tokens, seed, costs) for seed in seeds]
         times = np.array([batch.times for batch in batches])
         total = times.sum(axis=1)
         documents = float(np.median([batch.documents for batch in batches]))

@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.kernels.window.lowering import lower
-from customized_ops.ring_attention.core.layout import Layout
-from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAIRS, assign_documents
+from customized_ops.ring_attention.core.layout import Layout, balance
+from customized_ops.ring_attention.core.layout.balance_documents import (
+    CALL_PAIRS,
+    ENOUGH,
+    assign_documents,
+)
 from customized_ops.ring_attention.core.layout.documents import DocumentAreas, document_bounds
 from customized_ops.ring_attention.core.layout.split_documents import EVEN as SPLIT_EVEN
 from customized_ops.ring_attention.core.layout.split_documents import split_documents
@@ -21,6 +25,7 @@ from customized_ops.ring_attention.core.layout.whole_documents import (
 )
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.assign.work import area_per_team, owned
 from customized_ops.ring_attention.core.plan.bounds import row_sums
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=10)
@@ -244,3 +249,20 @@ def test_as_many_documents_as_ranks_stay_where_they_are(bounds: list[int], ranks
 def test_contiguous_is_no_answer_where_work_is_uneven() -> None:
     mask = AttnMask.varlen([0, 1500, 2000], causal=True)
     assert Layout.balanced(mask, 2) != Layout.contiguous(2000, 2)
+
+
+@pytest.mark.parametrize("ranks, tokens", [(8, 1 << 17), (64, 1 << 19)])
+@pytest.mark.parametrize("window", [512, 4096])
+def test_windows_need_no_search(
+    ranks: int, tokens: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document longer than its window is cut in two where its rows stop to gain keys."""
+    monkeypatch.setattr(balance, "assign_masks", None)
+    for seed in range(6):
+        bounds = document_lengths(tokens, seed)
+        mask = AttnMask.varlen(bounds, causal=True, window=(window - 1, 0))
+        layout = Layout.balanced(mask, ranks)
+        assert set(layout.sizes) == {tokens // ranks}
+        load = area_per_team(owned(mask.slices, layout, 1), ranks)
+        calls = 1 + CALL_PAIRS * ranks / mask.area  # uneven, but with a kernel call less
+        assert load.max() / load.mean() <= max(ENOUGH, calls)

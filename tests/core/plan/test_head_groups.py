@@ -47,7 +47,7 @@ def test_two_ranks_by_hand():
     keys_bytes = tokens * 8 * 256 * 2
     costs = CostModel(link_bytes=keys_bytes / (4 * local), step_seconds=0.0, call_seconds=0.0)
     link = 4 * local
-    side_by_side = 2 * tokens * 32 * 128 * 2 / head_groups.MEMORY_BYTES
+    side_by_side = 2 * tokens * 32 * 128 * 2 / H200.memory_bytes
 
     def seconds(count: int, backward: bool) -> float:
         return RankTimes.of(plan, 0, costs, SIZES).pass_seconds(count, backward=backward)
@@ -158,22 +158,6 @@ def test_report_and_figures():
     launch = [BETWEEN_HOSTS.passes(each, *HEADS, 128, 128, 2)[0] for each in (plan, gathered)]
     assert [each.launch.max() / BETWEEN_HOSTS.call_seconds for each in launch] == [5, 2]
     assert all(each.overlap for each in launch)
-
-
-@pytest.mark.parametrize("stages", [0, 1])
-def test_spans_of_groups_add_up(stages):
-    one, four = (causal(8192, stages=stages, head_groups=count) for count in (1, 4))
-    totals = []
-    for plan in (one, four):
-        spans = BETWEEN_HOSTS.forward_spans(plan, 0, *HEADS, 128, 128, 2)
-        kernels = [s for s in spans if s.kind == "own"]
-        keys = [s for s in spans if s.kind == "keys"]
-        work = sum(s.stop_seconds - s.start_seconds for s in kernels)
-        links = sum(s.stop_seconds - s.start_seconds - BETWEEN_HOSTS.step_seconds for s in keys)
-        totals.append((work, links, len(keys), spans[-1].stop_seconds))
-    assert totals[0][:2] == pytest.approx(totals[1][:2])
-    assert (totals[0][2], totals[1][2]) == (1, 4)
-    assert totals[1][3] < totals[0][3] or stages == 1
 
 
 @pytest.mark.parametrize(

@@ -8,28 +8,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from host_cases import HOSTS, bounded, costs_over, drawn
 
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
+from customized_ops.ring_attention.core.plan.cost import CostModel
 from customized_ops.ring_attention.core.plan.exchange import Exchange, Where
+from customized_ops.ring_attention.core.plan.heads import Sizes
+from customized_ops.ring_attention.core.plan.report.hosts import host_bytes, least_into
+from customized_ops.ring_attention.core.plan.token_bytes import TokenBytes
 from customized_ops.ring_attention.core.topology import Topology
 
-HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
 Part = Callable[[Exchange], Exchange | None]
-
-
-def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:
-    return CostModel(
-        link_bytes=H200_NCCL.link_bytes, topology=Topology(hosts), held_shards=held_shards
-    )
-
-
-def bounded(plan: Plan, most_keys: int) -> Plan:
-    """The same plan with a bound of few keys, which are too few to be one by default."""
-    given = (plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
-    return Plan(*given, topology=plan.topology, most_keys=most_keys)
 
 
 def indices(where: Where) -> np.ndarray:
@@ -77,24 +68,6 @@ class Carried:
                 target[rank][indices(where)] = tokens
                 if self.host_of[peer] != self.host_of[rank]:
                     self.into[self.host_of[rank]] += tokens.tolist()
-
-
-def drawn(source: random.Random, ranks: int) -> tuple[AttnMask, Layout]:
-    total = source.randrange(ranks, 200)
-    cuts = sorted({0, total, *(source.randrange(1, total) for _ in range(source.randrange(6)))})
-    masks = [
-        lambda: AttnMask.dense(total, causal=True),
-        lambda: AttnMask.dense(total),
-        lambda: AttnMask.varlen(cuts, causal=True),
-    ]
-    bounds = sorted(source.randrange(total + 1) for _ in range(ranks - 1))
-    layouts = [
-        lambda: Layout.contiguous(total, ranks),
-        lambda: Layout.zigzag(total, ranks),
-        lambda: Layout.striped(total, ranks),
-        lambda: Layout.from_sizes(np.diff([0, *bounds, total]).tolist()),
-    ]
-    return source.choice(masks)(), source.choice(layouts)()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -186,3 +159,38 @@ def test_hosts_by_name() -> None:
     assert Topology.of(["a", "a", "b"]) == Topology((2, 1))
     assert Topology.of(["a", "a"]) is None
     assert Topology.of(["a", "b", "a"]) is None  # its ranks do not follow one another
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_must_enter_hosts_is_no_more_than_what_does(seed: int) -> None:
+    """Whichever way work is assigned, for every host."""
+    source = random.Random(seed)
+    hosts = source.choice(HOSTS)
+    mask, layout = drawn(source, sum(hosts))
+    topology, sizes = Topology(hosts), Sizes(4, source.choice([1, 2, 4]), 8, 8, 2)
+    heads = TokenBytes.forward(sizes, np.array([sizes[:2]] * sum(hosts)))
+    for assignment in ("owner", "balanced", "nearest", "shared", "zigzag"):
+        plan = make_plan(mask, layout, assignment=assignment, costs=costs_over(hosts))
+        if plan.topology is None:
+            continue
+        keys, rows = (each.across[:, 1] for each in plan.crossings)
+        received = keys * heads.key_out + rows * heads.row_out
+        into = np.bincount(topology.host_of, received)
+        for host, entering in enumerate(into.tolist()):
+            # Counts of what is relayed are rounded for each rank.
+            rounding = hosts[host] * sizes.kv_bytes(sizes.kv_heads) * plan.relays
+            assert least_into(plan, host, sizes) <= entering + rounding
+
+
+def test_what_must_enter_is_known_exactly() -> None:
+    """Half of all pairs, of which the half are at home: all other rows, or as many keys, which are
+    twice as large."""
+    plan = make_plan(AttnMask.dense(16), Layout.contiguous(16, 2), costs=costs_over((1, 1)))
+    sizes = Sizes(1, 1, 8, 8, 2)
+    figures = host_bytes(plan, sizes)
+    assert figures.at_least == 8 * sizes.q_bytes(1)
+    assert figures.forward == 8 * sizes.kv_bytes(1)
+    assert figures.backward == 2 * figures.forward
+    assert "enter the busiest in the forward pass; at least 1.0 KiB (+100.0%)" in plan.report(
+        4, 4, 16
+    )

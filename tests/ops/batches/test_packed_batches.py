@@ -25,6 +25,8 @@ from customized_ops.ring_attention import (
     AttnMask,
     Layout,
     PackDocuments,
+    PackedBatch,
+    group_costs,
     packed_batches,
     run_ranks,
     wrap_ring_attn_varlen_func,
@@ -33,8 +35,9 @@ from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
 from customized_ops.ring_attention.core.kernels.window import library_calls
 from customized_ops.ring_attention.core.plan import Plan, make_plan, plan_value
 from customized_ops.ring_attention.core.plan import plan as plans
-from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.run import call_pairs
+from customized_ops.ring_attention.core.topology import Topology
 
 HEADS = (4, 2)
 
@@ -131,12 +134,24 @@ def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
 
 @pytest.mark.parametrize("layout", ["balanced", "contiguous"])
 @pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_finds_what_was_made_ahead(ranks: int, sent: bool, layout: str) -> None:
-    """In a thread here, or in another process; results are those of one device."""
+@pytest.mark.parametrize("hosts", ["2", "4", "2x2", "3,1"])
+def test_attention_finds_what_was_made_ahead(
+    hosts: str, sent: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread here, or in another process, and over several hosts; results are those of one
+    device."""
+    topology = Topology.parse(hosts)
+    if len(topology.hosts) > 1:
+        costs = CostModel(topology=topology, held_shards=4.0)
+        monkeypatch.setattr(InProcessComm, "costs", costs)
     forget_batches()
-    how: Any = {"heads": HEADS, "head_dim": 8, "layout": layout, "ranks": ranks}
-    of_ranks = [list(packed_batches(BATCHES, rank=rank, **how)) for rank in range(ranks)]
+    ranks = topology.size
+
+    def packed(comm: Any) -> list[PackedBatch]:
+        own = {"ranks": ranks, "rank": comm.rank, "costs": group_costs(comm), "layout": layout}
+        return list(packed_batches(BATCHES, heads=HEADS, head_dim=8, **own))
+
+    of_ranks = run_ranks(ranks, packed)
     if sent:
         bytes_of = pickle.dumps(of_ranks)
         del of_ranks
@@ -381,6 +396,7 @@ def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer() ->
     [
         ({"layout": "striped"}, "layout must be one of balanced, contiguous, got 'striped'"),
         ({"rank": 2}, "rank must be 0 to 1, got 2"),
+        ({"costs": CostModel(topology=Topology((2, 2)))}, "hosts 2x2, 4 ranks, but ranks is 2"),
         ({"ahead": 0}, "ahead must be at least 1, got 0"),
         ({"loader": [[]]}, "a batch has no documents"),
         ({"loader": [[[1], [[2]]]]}, "document 1 must be a row of integers, got int64 (1, 1)"),

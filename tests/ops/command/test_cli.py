@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from customized_ops.ring_attention.core.kernels.speeds import SHAPE_CLASSES
 from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.cost import H200, HELD_SHARDS
 from customized_ops.ring_attention.core.report import report
+from customized_ops.ring_attention.core.topology import Topology
 
 # What each mask needs besides --tokens 1K; every known one has a line.
 MASK_ARGUMENTS = {
@@ -143,6 +146,34 @@ def test_a_plan_over_hosts(capsys):
     assert "between hosts 50 GB/s, 48 us to start" in text
 
 
+def test_documents_are_balanced_over_hosts(capsys):
+    """Each of two documents stays on a host."""
+    asked = "--mask varlen --cu-seqlens 0,32K,64K --ranks 8 --layout balanced --json --hosts"
+    assert json.loads(printed(capsys, f"{asked} 2"))["tokens_into_host"] == 0
+    assert json.loads(printed(capsys, f"{asked} 4"))["tokens_into_host"] > 0
+
+
+def test_simulates(capsys):
+    asked = "--tokens 64K --ranks 8 --hosts 2 --layout zigzag --heads 64:8 --simulate"
+    text = printed(capsys, f"{asked} --costs between_bytes=25e9")
+    topology = Topology((4, 4))
+    costs = replace(H200, topology=topology, held_shards=HELD_SHARDS, between_bytes=25e9)
+    mask, layout = AttnMask.causal(65536), Layout.zigzag(65536, 8)
+    plan = make_plan(mask, layout, heads=(64, 8), costs=costs)
+    slow = plan.simulate(64, 8, costs=costs)
+    assert text == f"{slow}\n"
+    figures = json.loads(printed(capsys, f"{asked} --json"))
+    for name in ("forward_seconds", "backward_seconds"):
+        assert figures[name] < figures[f"simulated_{name}"] <= getattr(slow, name)
+
+
+def test_simulates_and_draws(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    text = printed(capsys, f"--tokens 64K --ranks 70 --simulate --draw {path}")
+    assert text.startswith("pass ")
+    assert "forward pass as simulated, one rank in 2" in path.read_text()
+
+
 def test_hosts_of_unlike_numbers_of_ranks(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--tokens", "64", "--ranks", "8", "--hosts", "3"])
@@ -183,6 +214,8 @@ def test_draws(capsys, tmp_path):
         ("--head-dim 1000M", "must be at most"),
         ("--team-size 3", "team_size must divide the 4 ranks"),
         ("--stages -1", "stages must be 0 or more, got -1"),
+        ("--costs between_bytes=0", "--costs gives numbers above 0 for some of forward_flops"),
+        ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),
         ("--draw plan.xyz", "xyz"),
         ("--draw /nowhere/plan.png", "/nowhere/plan.png"),
         ("--window", "expected one argument"),

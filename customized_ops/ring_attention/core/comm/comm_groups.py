@@ -90,9 +90,13 @@ def group_comm(process_group: GroupLike) -> Comm:
 
 
 def group_costs(process_group: GroupLike) -> CostModel:
-    """Rates that attention over this group is planned by, the same on every rank. Plans that are
-    made ahead, as by ``packed_batches``, need them where links are not those of one host's NVLink.
+    """The rates and the hosts that attention over a group is planned by, the same on every rank:
+    for what is planned ahead, as by ``packed_batches``.
 
-    All ranks of the group call this together where it is the first use of the group.
+    Every rank of the group calls this, at the same point of its program: at the group's first use
+    ranks exchange which host they are on.
+
+    Raises:
+        GroupError: not a group, or this rank is not a member.
     """
     return group_comm(process_group).costs

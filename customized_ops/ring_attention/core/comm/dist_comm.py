@@ -51,8 +51,10 @@ class DistComm(Comm):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         self._messages = another_group(ranks, options)
         # NCCL connects a group at its first operation and wants all ranks there; an exchange may
-        # leave some out.
-        dist.all_reduce(torch.zeros(1, device=device), group=self._messages)
+        # leave some out. (A collective would make buffers of its own, which nothing here needs.)
+        after, before = ((self.rank + way) % self.size for way in (1, -1))
+        one, other = torch.zeros(2, device=device)
+        self.start({after: [one]}, {before: [other]})()
         rates = measured(self, self.costs, device)
         self.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
 

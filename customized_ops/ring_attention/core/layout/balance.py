@@ -26,6 +26,8 @@ from .balance_swaps import Search
 NEED_UNITS = 64
 # Imbalance that is left alone: a percent is below what kernels vary by.
 CHUNK_TOLERANCE = 0.01
+# The same where chunks are assigned to hosts and then to ranks.
+HOSTS_TOLERANCE = 0.03
 # The search begins with loads let loose by so much and ends within CHUNK_TOLERANCE.
 SLACKS = (0.5, 0.2, 0.1, 0.05, CHUNK_TOLERANCE)
 # Zigzag is tried where a rank has so many chunks: of fewer it has no long runs.
@@ -166,13 +168,19 @@ def certify(areas: Numbers, rank_of: Ints, group_size: int) -> Certificate:
 
 
 def assign_masks(
-    weighted: Sequence[tuple[Slices, float]], total: int, chunk: int, group_size: int
+    weighted: Sequence[tuple[Slices, float]],
+    total: int,
+    chunk: int,
+    group_size: int,
+    hosts: int = 1,
 ) -> tuple[Ints, Certificate]:
-    """:func:`assign` for the weighted sum of masks' work.
+    """:func:`assign` for the weighted sum of masks' work: to hosts first, and then to the ranks of
+    each, so that few keys cross between hosts, if that ends within HOSTS_TOLERANCE of the mean.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
         chunk: tokens per chunk; the last chunk may be shorter.
+        hosts: of as many ranks each.
     Returns:
         int64[n], ranks of chunks of the sequence; and how even that is.
     """
@@ -184,6 +192,15 @@ def assign_masks(
         areas += weight / heaviest * own_areas
         need += max(1, round(NEED_UNITS * weight / heaviest)) * own_need
     tokens = np.minimum(chunk, total - chunk * np.arange(n))
+    if hosts > 1:
+        host_of, ranks = assign(areas, need, tokens, hosts), group_size // hosts
+        rank_of = host_of * ranks
+        for host in range(hosts):
+            (own,) = (host_of == host).nonzero()
+            rank_of[own] += assign(areas[own], need[np.ix_(own, own)], tokens[own], ranks)
+        certificate = certify(areas, rank_of, group_size)
+        if certificate.imbalance <= 1 + HOSTS_TOLERANCE:
+            return rank_of, certificate
     rank_of = assign(areas, need, tokens, group_size)
     return rank_of, certify(areas, rank_of, group_size)
 

@@ -1,5 +1,5 @@
-"""Documents on ranks: whole where that is even, else in order where that is, else the largest of
-them split over a few ranks."""
+"""Documents on ranks: whole where that is even, else by hosts, if there are several; else in order
+where that is even, else the largest of them split over a few ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
+from ..topology import Topology
 from .documents import DocumentAreas, Weighted, area_of_ranges
+from .host_documents import documents_on_hosts
 from .layout_tables import even_bounds, in_order
 from .split_documents import split_documents
 from .whole_documents import AS_EVEN, whole_documents
@@ -18,6 +20,11 @@ from .whole_documents import AS_EVEN, whole_documents
 CALL_PAIRS = 1 << 20
 # The largest area over the mean that is not worth a search, which takes seconds for many ranks.
 ENOUGH = 1.05
+# Documents of windows of so many of a rank's tokens, whose stretches differ in area: the long ones
+# first, as a part more is a window of keys more.
+RAMPS_APART = (0.5, 0.1)
+# The even half of what a host holds of a document: rows of a stretch differ little.
+EVEN_PART = 0.005
 
 
 class DocumentAssignment(NamedTuple):
@@ -30,8 +37,11 @@ class DocumentAssignment(NamedTuple):
     good: bool
 
 
-def assign_documents(weighted: Weighted, total: int, group_size: int) -> DocumentAssignment | None:
-    """Documents assigned so that ranks hold as many tokens as if all were in order.
+def assign_documents(
+    weighted: Weighted, total: int, group_size: int, topology: Topology | None = None
+) -> DocumentAssignment | None:
+    """Documents assigned so that ranks hold as many tokens as if all were in order; first to hosts,
+    if there are several and that ends even, and then within each host.
 
     Args:
         weighted: normalised slices of a mask over ``total`` tokens, and its weight, above 0.
@@ -48,16 +58,68 @@ def assign_documents(weighted: Weighted, total: int, group_size: int) -> Documen
     table = whole_documents(documents, sizes, enough)
     if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
         return DocumentAssignment(table, imbalance, True)
+    if topology is not None and len(topology.hosts) > 1:
+        table = _by_hosts(weighted, documents, sizes, topology, enough)
+        if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):
+            return DocumentAssignment(table, imbalance, True)
     # Of the ranks that a document in order is on at the most, one attends so much at the least.
     least = (documents.area / (2 + (documents.tokens - 2) // sizes[0])).max()
     if least <= AS_EVEN * mean:
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
+    several = len(documents.area) > 1  # of one sequence a search is worth while
+    good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)
     imbalance = _imbalance(weighted, table, group_size)
-    several = len(documents.area) > 1
-    return DocumentAssignment(table, imbalance, imbalance <= (ENOUGH if several else AS_EVEN))
+    for share in RAMPS_APART * several:
+        if imbalance <= good:
+            break
+        other = split_documents(documents.ramps_apart(weighted, share * sizes.max()), sizes)
+        if (found := _imbalance(weighted, other, group_size)) < imbalance:
+            table, imbalance = other, found
+    return DocumentAssignment(table, imbalance, imbalance <= good)
+
+
+def _by_hosts(
+    weighted: Weighted, documents: DocumentAreas, sizes: Ints, topology: Topology, enough: float
+) -> Ints:
+    """A table of documents on ranks that crosses little between hosts. What a host holds of each
+    document is a document of its own there: a stretch has two, from the front and from the end."""
+    host_of, hosts = topology.host_of, len(topology.hosts)
+    ranks = np.bincount(host_of, sizes > 0, minlength=hosts)
+    areas = ranks * (documents.area.sum() / ranks.sum())
+    tokens = np.bincount(host_of, sizes, minlength=hosts).astype(np.int64)
+    held = documents_on_hosts(documents, tokens, areas)
+    parts = DocumentAreas.between(weighted, np.append(held[:, 1], documents.bounds[-1]))
+    tables = []
+    for host in range(hosts):
+        (own,) = (held[:, 0] == host).nonzero()
+        if len(own) == 0:
+            continue
+        mine, of_ranks = parts.some(own, EVEN_PART), sizes[host_of == host]
+        table = _on_ranks(mine, of_ranks, enough)
+        # From tokens of the host to those of the sequence.
+        part = np.searchsorted(mine.bounds, table[:, 1], side="right") - 1
+        table[:, 1:] += (held[own, 1] - mine.bounds[:-1])[part][:, None]
+        table[:, 0] += int(np.searchsorted(host_of, host))
+        tables.append(table)
+    rank, start, stop = np.concatenate(tables).T
+    n = np.searchsorted(documents.bounds, start, side="right") - 1
+    is_whole = stop - start == documents.tokens[n]
+    return columns(rank, start, stop)[np.lexsort((start, is_whole, rank))]
+
+
+def _on_ranks(documents: DocumentAreas, sizes: Ints, enough: float) -> Ints:
+    """A table of what a host holds on its ranks, documents whole where that is even."""
+    if documents.area.any():
+        table = whole_documents(documents, sizes, enough)
+        if table is not None:
+            of = documents.bounds.searchsorted(table[:, 1])
+            area = np.bincount(table[:, 0], documents.area[of], minlength=len(sizes))
+            if area.max() <= enough * area.mean():
+                return table
+    return split_documents(documents, sizes)
 
 
 def _imbalance(weighted: Weighted, table: Ints, group_size: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,26 +55,57 @@ class DocumentAreas:
     Attributes:
         bounds: int64[n + 1], where they start and end.
         area: float64[n], the weighted pairs that each attends.
-        uneven: bool[n], whether the halves of its rows differ in area, as under a causal mask.
+        early: float64[n], those of them that the first half of its rows attends.
+        even_half: how much the first half may differ from one of its area for a document to count
+            as even, in parts of the area.
     """
 
     bounds: Ints
     area: Floats
-    uneven: Bools
+    early: Floats
+    even_half: float = EVEN_HALF
 
     @staticmethod
     def of(weighted: Weighted, total: int) -> DocumentAreas:
         """The documents of some masks together."""
-        bounds = document_bounds(np.concatenate([slices for slices, _ in weighted]), total)
+        slices = np.concatenate([slices for slices, _ in weighted])
+        return DocumentAreas.between(weighted, document_bounds(slices, total))
+
+    @staticmethod
+    def between(weighted: Weighted, bounds: Ints) -> DocumentAreas:
+        """The sequence cut at int64[n + 1] bounds, as if each part were a document."""
         middle = (bounds[:-1] + bounds[1:] + 1) // 2
         halves = _distinct(np.concatenate([bounds, middle]))
         of_halves = area_of_ranges(weighted, columns(halves[:-1], halves[1:]))
         first = halves.searchsorted(bounds[:-1])
         area = np.add.reduceat(of_halves, first) if len(first) else of_halves
-        uneven = np.abs(of_halves[first] - area / 2) > EVEN_HALF * area
-        return DocumentAreas(bounds, area, uneven)
+        return DocumentAreas(bounds, area, of_halves[first])
+
+    def ramps_apart(self, weighted: Weighted, least: int) -> DocumentAreas:
+        """Documents of at least so many tokens cut where their rows stop to gain, or start to lose,
+        a key each, as those of a window do at its length: then all rows of a part attend about as
+        many, or those at its two ends together."""
+        cuts = []
+        for slices, _ in weighted:
+            q0, q1, k0, k1, lo, hi = slices.T
+            for row in (k0 - lo, k1 - hi):
+                cuts.append(row[(row > q0) & (row < q1)])
+        rows = np.concatenate(cuts)
+        document = self.bounds.searchsorted(rows, side="right") - 1
+        rows = rows[self.tokens[document] >= least]
+        return DocumentAreas.between(weighted, _distinct(np.concatenate([self.bounds, rows])))
+
+    def some(self, which: Ints, even_half: float) -> DocumentAreas:
+        """Some of them, as if they followed one another."""
+        bounds = np.append(0, np.cumsum(self.tokens[which]))
+        return DocumentAreas(bounds, self.area[which], self.early[which], even_half)
 
     @property
     def tokens(self) -> Ints:
         """int64[n]: how long they are."""
         return np.diff(self.bounds)
+
+    @cached_property
+    def uneven(self) -> Bools:
+        """bool[n]: whether the halves of its rows differ in area, as under a causal mask."""
+        return np.abs(self.early - self.area / 2) > self.even_half * self.area

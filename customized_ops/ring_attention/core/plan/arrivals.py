@@ -9,6 +9,9 @@ ring, in steps of so many keys as any one of the unit's ranks has room for:
     keys of    the unit       next,    next,    the two after that
                itself         a half   a half
 
+Units receive what is as far from them in the same steps, where that takes no more of them: a rank
+that sends waits for its own kernels, so one whose steps are longer would hold up all others.
+
 Where a distance has more than a step may hold, what the unit needs of each shard is cut into equal
 slices, so that all its holders send in every step. What a holder is asked for is all that says
 where its slices end: so a sender and a receiver find the same ones, each from what it knows.
@@ -76,15 +79,30 @@ def arrivals(needed: Ints, layout: Layout, team_size: int, unit_of: Ints, most: 
     slices = np.where(wanted > most, -(-of_all // room), 1)
     least = np.maximum(-(-wanted // most), 1)
     _cut_less(slices, least, needed, layout, team_size, unit_of, most)
-    numbers = np.arange(units)
+    alone = _in_steps(unit_of, wanted, slices, most)
+    together = _in_steps(unit_of, _most_as_far(wanted), _most_as_far(slices), most)
+    return together if together.steps <= alone.steps else alone
+
+
+def _in_steps(unit_of: Ints, wanted: Ints, slices: Ints, most: int) -> Arrivals:
+    """Steps of slices by distance; of several distances one step, if no rank receives more than
+    ``most`` of ``wanted``, int64[U, U]."""
+    numbers = np.arange(len(slices))
     first, step, filled = np.ones_like(slices), np.ones_like(numbers), np.zeros_like(numbers)
-    for distance in range(units):
-        pair = numbers, (numbers + distance) % units
+    for distance in range(len(slices)):
+        pair = numbers, (numbers + distance) % len(slices)
         begins = (filled > 0) & (filled + wanted[pair] > most)
         first[pair] = step + begins
         step = first[pair] + slices[pair] - 1
         filled = np.where(slices[pair] > 1, most, wanted[pair] + filled * ~begins)
     return Arrivals(unit_of, first, slices, int(step.max()))
+
+
+def _most_as_far(table: Ints) -> Ints:
+    """Of a table by receiving unit and holding unit, the most at the same distance."""
+    units = np.arange(len(table))
+    most = table[units[:, None], (units[:, None] + units) % len(table)].max(axis=0)
+    return most[(units - units[:, None]) % len(table)]
 
 
 def _wanted(needed: Ints, layout: Layout, team_size: int, unit_of: Ints) -> Ints:

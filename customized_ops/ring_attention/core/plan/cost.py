@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Ints, Numbers
-from ..mask.slices import areas
+from ..arrays import Floats, Ints
 from ..topology import Topology
-from .exchange import Exchange
 from .heads import Sizes
 from .plan_value import PlanValue
 from .token_bytes import TokenBytes
@@ -57,16 +55,6 @@ class Pass:
         return max(attend, link) if self.overlap else attend + link
 
 
-class TimeSpan(NamedTuple):
-    """Something that a rank does for a time: its ``kind`` is "keys", "rows" or "results" on links,
-    "own" or "remote" (whose queries they are) in kernels."""
-
-    kind: str
-    stage: int
-    start_seconds: float
-    stop_seconds: float
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Rates of one device and its links.
@@ -86,6 +74,11 @@ class CostModel:
             inside a host.
         between_bytes, between_seconds: the same as link_bytes and step_seconds between hosts
             (by default 400 Gbit/s a rank).
+        one_sided: whether ranks of a host write into one another's memory, so that all exchanges of
+            a pass may be on their way at once; else ranks exchange messages, one after the other.
+            Between hosts they always do.
+        memory_bytes: bytes a second that a device reads and writes its own memory with, as when it
+            merges results; not measured, but about what an H200's memory is left with of 4.8e12.
         held_shards: keys of others that a rank may hold at once, in shards of the largest rank; of
             few tokens it may be more, up to HELD_BYTES.
     """
@@ -98,6 +91,8 @@ class CostModel:
     topology: Topology | None = None
     between_bytes: float = 50e9
     between_seconds: float = 48e-6
+    one_sided: bool = True
+    memory_bytes: float = 3e12
     held_shards: float = math.inf
 
     def with_rates(self, text: str, name: str) -> CostModel:
@@ -108,7 +103,7 @@ class CostModel:
         Raises:
             ValueError: it is not such a text, or a rate is not a number above 0.
         """
-        rates = [field.name for field in fields(self) if field.name != "topology"]
+        rates = [f.name for f in fields(self) if f.name not in ("topology", "one_sided")]
         given = dict(part.partition("=")[::2] for part in text.split(",") if part)
         try:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
@@ -185,75 +180,14 @@ class CostModel:
         overlap = not plan.gathered or plan.head_groups > 1
         return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
 
-    def forward_spans(
-        self,
-        plan: PlanValue,
-        rank: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        v_dim: int,
-        itemsize: int,
-    ) -> list[TimeSpan]:
-        """What ``rank`` does when in the forward pass, batch 1, if it never waits for a peer that
-        is late: exchanges one after the other, and kernels as soon as their tokens are there."""
-        mine = plan.rank(rank)
-        sizes = Sizes(q_heads, kv_heads, head_dim, v_dim, itemsize)
-        h, g = plan.heads_of_ranks(q_heads, kv_heads).T
-        spans: list[TimeSpan] = []
-        link_free, now = 0.0, 0.0
-
-        def exchange(kind: str, stage: int, what: Exchange | None, token_bytes: Numbers) -> float:
-            """When it is complete."""
-            nonlocal link_free
-            parts = what.parts if what is not None else ()
-            bytes_ = sum(_moved_bytes(part, rank, token_bytes) for part in parts)
-            if not bytes_:
-                return now
-            start = max(now, link_free)
-            link_free = start + (bytes_ / self.link_bytes + self.step_seconds)
-            spans.append(TimeSpan(kind, stage, start, link_free))
-            return link_free
-
-        rows_there = exchange("rows", 0, mine.q, sizes.q_bytes(h))
-        # Heads in each group are as many, or nearly.
-        groups = [1 if s.kv is None else min(plan.head_groups, int(g.max())) for s in mine.stages]
-        parts = [n for n, count in enumerate(groups) for _ in range(count)]  # a stage's number each
-
-        def keys(n: int) -> float:
-            return exchange("keys", n, mine.stages[n].kv, sizes.kv_bytes(g) / groups[n])
-
-        coming = keys(0)
-        for n, after in zip(parts, [*parts[1:], None], strict=True):
-            stage, there = mine.stages[n], coming
-            if after is not None:
-                coming = keys(after)
-            for kind, slices in (("own", stage.own), ("remote", stage.remote)):
-                if len(slices):
-                    start = max(now, there, rows_there if kind == "remote" else 0.0)
-                    pairs = areas(slices).sum() / groups[n]
-                    now = start + float(self.attend_seconds(pairs, h[rank], head_dim, v_dim)[0])
-                    spans.append(TimeSpan(kind, n, start, now))
-            if n + 1 == plan.remote_stages and after != n:
-                exchange("results", n, mine.q, sizes.result_bytes(h))
-        return spans
-
 
 def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:
     """int64[P, 2]: bytes sent and received, of tokens sent and received, there and back."""
     return tokens * out[:, None] + tokens[:, ::-1] * back[:, None]
 
 
-def _moved_bytes(exchange: Exchange, rank: int, token_bytes: Numbers) -> int:
-    """What a rank sends to others, or receives from them, whichever is more;
-    ``token_bytes``, number[P], are of a token as each rank computes it."""
-    out, into = (each[each[:, 0] != rank] for each in (exchange.send, exchange.recv))
-    sent = int((out[:, 2] * token_bytes[out[:, 0]]).sum())
-    return max(sent, int(into[:, 2].sum() * token_bytes[rank]))
-
-
 # What a rank may hold of others' keys: between several hosts, and in any case.
 HELD_SHARDS, HELD_BYTES = 4.0, 128 << 20
 H200 = CostModel()
 # The same where ranks send and receive through NCCL: 103, 249 and 886 us for 16, 64 and 256 MiB.
-H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6)
+H200_NCCL = CostModel(link_bytes=310e9, step_seconds=48e-6, one_sided=False)

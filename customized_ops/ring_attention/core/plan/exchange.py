@@ -153,52 +153,65 @@ def exchanges(
     moves: Moves, step: Ints, steps: int, rank: int, team_size: int, *, local: bool
 ) -> list[Exchange]:
     """:func:`exchange` for each of ``steps`` steps; ``step``, int64[n], is that of each move."""
-    if len(moves) == 0:
-        return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
-    numbers = np.arange(steps + 1)
     mine = moves[:, RECV] == rank // team_size
     if not local:
         mine &= moves[:, SEND] != rank
-    into, at = moves[mine], step[mine]
-    order = np.lexsort((into[:, TOKEN0], at))
-    into, at = into[order], at[order]
-    size = into[:, TOKEN1] - into[:, TOKEN0]
+    sends = moves[:, SEND] == rank
+    out, at, peers = _to_each(moves[sends], step[sends], team_size, local=local)
+    return _by_step((moves[mine], step[mine]), (out, at), peers, steps, team_size)
+
+
+def exchanges_of_all(
+    moves: Moves, step: Ints, steps: int, ranks: int, team_size: int, *, local: bool
+) -> list[list[Exchange]]:
+    """:func:`exchanges` of every rank, worked out together: ``moves`` are those of all."""
+    every, at, to = _to_each(moves, step, team_size, local=local)
+    keys = to * steps + at, every[:, SEND] * steps + at
+    found = _by_step((every, keys[0]), (every, keys[1]), to, ranks * steps, team_size)
+    return [found[rank * steps : (rank + 1) * steps] for rank in range(ranks)]
+
+
+def _to_each(moves: Moves, step: Ints, team_size: int, *, local: bool) -> tuple[Moves, Ints, Ints]:
+    """The moves, with their steps, to each rank of the teams that receive them; and these ranks."""
+    if team_size == 1:
+        to = moves[:, RECV]
+    else:
+        to = (moves[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
+        moves, step = np.repeat(moves, team_size, axis=0), np.repeat(step, team_size)
+    if local:
+        return moves, step, to
+    away = to != moves[:, SEND]
+    return moves[away], step[away], to[away]
+
+
+def _by_step(
+    into: tuple[Moves, Ints], out: tuple[Moves, Ints], peers: Ints, steps: int, team_size: int
+) -> list[Exchange]:
+    """What is received and what is sent, each with its step; ``peers`` are those that it is sent
+    to."""
+    if len(into[0]) + len(out[0]) == 0:
+        return [Exchange(NO_RANGES, NO_RANGES, NO_RANGES, 0, team_size)] * steps
+    numbers = np.arange(steps + 1)
+    order = np.lexsort((into[0][:, TOKEN0], into[1]))
+    got, at = into[0][order], into[1][order]
+    size = got[:, TOKEN1] - got[:, TOKEN0]
     ends = np.append(0, size.cumsum())
     of_recv = at.searchsorted(numbers)
     begin = ends[of_recv]  # of each step, in all that is received
     offset = ends[:-1] - begin[at]
-    recv = columns(into[:, SEND], offset, size)
-    places = joined(columns(into[:, TOKEN0], into[:, TOKEN1], offset))
+    recv = columns(got[:, SEND], offset, size)
+    places = joined(columns(got[:, TOKEN0], got[:, TOKEN1], offset))
     # Each step's places start at 0, so none is joined to one of the step before.
     some = numbers[:-1][begin[1:] > begin[:-1]]
     of_places = some[(places[:, 2] == 0).cumsum() - 1].searchsorted(numbers)
-    out, at, peers = _to_each(moves, step, rank, team_size, local=local)
-    order = np.lexsort((out[:, TOKEN0], peers, at))
-    peers, out = peers[order], out[order]
-    send = columns(peers, out[:, SEND_OFFSET], out[:, TOKEN1] - out[:, TOKEN0])
-    of_send = at[order].searchsorted(numbers)
-    cuts = (each.tolist() for each in (of_send, of_recv, of_places, begin))
+    order = np.lexsort((out[0][:, TOKEN0], peers, out[1]))
+    given, at = out[0][order], out[1][order]
+    send = columns(peers[order], given[:, SEND_OFFSET], given[:, TOKEN1] - given[:, TOKEN0])
+    cuts = (each.tolist() for each in (at.searchsorted(numbers), of_recv, of_places, begin))
     return [
         Exchange(send[s0:s1], recv[r0:r1], places[p0:p1], b1 - b0, team_size)
         for (s0, s1), (r0, r1), (p0, p1), (b0, b1) in zip(*map(pairwise, cuts), strict=True)
     ]
-
-
-def _to_each(
-    moves: Moves, step: Ints, rank: int, team_size: int, *, local: bool
-) -> tuple[Moves, Ints, Ints]:
-    """What ``rank`` sends, with the steps and the peers: each rank of the teams that need it."""
-    sends = moves[:, SEND] == rank
-    out, step = moves[sends], step[sends]
-    if team_size == 1:
-        peers = out[:, RECV]
-    else:
-        peers = (out[:, [RECV]] * team_size + np.arange(team_size)).reshape(-1)
-        out, step = np.repeat(out, team_size, axis=0), np.repeat(step, team_size)
-    if local:
-        return out, step, peers
-    going = peers != rank
-    return out[going], step[going], peers[going]
 
 
 def token_indices(places: Ints | Sequence[Sequence[int]], tokens: int) -> Ints:

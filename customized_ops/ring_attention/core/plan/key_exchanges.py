@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..arrays import Ints
 from ..layout import Layout
 from . import moves
 from .arrivals import Arrivals
-from .exchange import RECV, Exchange, exchange, exchanges
+from .exchange import RECV, Exchange, Moves, exchanges
 from .relays import relayed
+
+
+def by_distance(
+    some: Moves, layout: Layout, team_size: int, steps: int, *, local: bool
+) -> tuple[Moves, Ints]:
+    """Moves of keys that come in one of ``steps`` steps by ring distance, with the step, from 0 on;
+    with ``local`` all at once."""
+    if local:
+        return some, np.zeros(len(some), dtype=np.int64)
+    step = moves.ring_stage(some, layout.group_size, steps, team_size) - 1
+    return some[step >= 0], step[step >= 0]
 
 
 def key_exchanges(
@@ -34,9 +47,8 @@ def key_exchanges(
     if not isinstance(steps, Arrivals):
         own = needed[:, 0] == rank // team_size
         some = moves.of_rank(needed, own, layout, rank)
-        step_of = moves.ring_stage(some, layout.group_size, steps, team_size)
-        for n in [slice(None)] if local else [step_of == n for n in range(1, steps + 1)]:
-            yield exchange(some[n], rank, team_size, local=local)
+        some, step_of = by_distance(some, layout, team_size, steps, local=local)
+        yield from exchanges(some, step_of, steps, rank, team_size, local=local)
         return
     own = steps.unit_of[needed[:, 0] * team_size] == steps.unit_of[rank]
     some = moves.of_rank(needed, own, layout, rank)

@@ -26,9 +26,10 @@ from ..mask import AttnMask
 from .choose.request import PlanRequest
 from .choose.search import ASSIGNMENTS, best_plan
 from .cost import H200, CostModel
-from .heads import head_counts
+from .heads import Sizes, head_counts
 from .plan_value import PlanValue
 from .report import picture, text
+from .simulate import Timeline, simulate
 
 # Plans are known for as long as somebody holds them, as a batch planned ahead does, and the last
 # ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
@@ -76,6 +77,11 @@ class Plan(PlanValue):
             return plan, (), worked_out
         return _known, (self.request, made), worked_out
 
+    @property
+    def costs(self) -> CostModel:
+        """What it was chosen by; an H200's where :func:`make_plan` did not return it."""
+        return self.request.costs if self.request is not None else H200
+
     def report(
         self,
         q_heads: int = 32,
@@ -92,8 +98,7 @@ class Plan(PlanValue):
             planning: add a line that says what making the plan took, as for a batch of new lengths.
         """
         sizes = q_heads, kv_heads, head_dim, v_dim, itemsize
-        costs = self.request.costs if self.request is not None else H200
-        table = text.report(self, *sizes, costs, reduce_itemsize)
+        table = text.report(self, *sizes, self.costs, reduce_itemsize)
         took = f"\nplanned in {1e3 * self.planning_seconds:.3g} ms, as each batch of new lengths is"
         return table + took * planning
 
@@ -111,7 +116,23 @@ class Plan(PlanValue):
         itemsize: int = 2,
     ) -> None:
         """Draw the plan to a PNG or SVG file; see :func:`.picture.draw`."""
-        picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize)
+        picture.draw(self, path, q_heads, kv_heads, head_dim, v_dim, itemsize, self.costs)
+
+    def simulate(
+        self,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        v_dim: int | None = None,
+        itemsize: int = 2,
+        reduce_itemsize: int | None = None,
+        batch: int = 1,
+        costs: CostModel | None = None,
+    ) -> Timeline:
+        """When every rank does what in a forward and a backward, by default at the rates that the
+        plan was chosen by; see :func:`.simulate`."""
+        sizes = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        return simulate(self, sizes, costs or self.costs, reduce_itemsize, batch)
 
 
 def make_plan(

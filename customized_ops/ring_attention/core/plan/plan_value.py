@@ -3,6 +3,7 @@ how it was chosen nor how it is printed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,9 +19,9 @@ from ..topology import Topology
 from . import moves
 from .arrivals import Arrivals, arrivals
 from .assign.work import TEAM, Work, area_per_team
-from .exchange import NO_MOVES, Exchanges, exchange
+from .exchange import NO_MOVES, Exchange, Exchanges, exchange, exchanges_of_all
 from .heads import Sizes, heads_of_ranks
-from .key_exchanges import key_exchanges
+from .key_exchanges import by_distance, key_exchanges
 from .rank_plan import RankPlan, Stage, over_rows, over_stages
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
@@ -193,10 +194,35 @@ class PlanValue:
 
     def exchanges(self, rank: int) -> Exchanges:
         """What ``rank`` sends and receives, without what it attends; made on first use. Ranks that
-        write into one another's memory know so much of each other."""
+        write into one another's memory know so much of each other: so where a second one is asked
+        for, all are made."""
         if rank not in self._exchanges:
-            self._exchanges[rank] = self._exchanges_of(rank)
+            if self._exchanges and self.arrivals is None:
+                others = dict(enumerate(self._all_exchanges()))
+                self._exchanges.update({**others, **self._exchanges})  # what is used stays
+            else:
+                self._exchanges[rank] = self._exchanges_of(rank)
         return self._exchanges[rank]
+
+    def row_exchanges(self) -> Iterator[Exchange]:
+        """What every rank sends and receives of rows."""
+        rows = moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
+        at_once = np.zeros(len(rows), dtype=np.int64)
+        ranks = exchanges_of_all(rows, at_once, 1, self.group_size, self.team_size, local=False)
+        return (q for (q,) in ranks)
+
+    def _all_exchanges(self) -> Iterator[Exchanges]:
+        """Of every rank, where keys do not come in steps of a bound."""
+        ranks, size, steps = self.group_size, self.team_size, max(self.steps, 1)
+        q, none = self.row_exchanges(), ((None,),) * ranks
+        if self.n_stages == 1 and not self.gathered:
+            return (Exchanges(mine, keys) for mine, keys in zip(q, none, strict=True))
+        local = self.gathered
+        some = moves.located(self.kv_needed, self.k_layout.pieces)
+        some, step = by_distance(some, self.k_layout, size, steps, local=local)
+        kv = exchanges_of_all(some, step, steps, ranks, size, local=local)
+        own = () if local else (None,)
+        return (Exchanges(mine, (*own, *keys)) for mine, keys in zip(q, kv, strict=True))
 
     def _exchanges_of(self, rank: int) -> Exchanges:
         size = self.team_size

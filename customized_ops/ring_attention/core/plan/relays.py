@@ -54,7 +54,7 @@ def relayed(
     unit = unit_of[moves[:, RECV]]
     crosses = unit != unit_of[moves[:, SEND]]
     near = moves[~crosses & (local | (moves[:, RECV] != moves[:, SEND]))]
-    alone, parts, every = _parts(moves[crosses], unit[crosses])
+    alone, parts, every = relay_parts(moves[crosses], unit[crosses])
     inside = every[unit_of[every[:, RECV]] == unit_of[rank]].copy()
     # Where the relaying rank has a part among those that it receives in this step.
     relay = parts[:, STEP] * ranks + parts[:, RECV]
@@ -84,7 +84,7 @@ def relayed(
         yield Exchange(whole.send, recv, whole.places, whole.tokens, 1, relay_)
 
 
-def _parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
+def relay_parts(moves: Moves, unit: Ints) -> tuple[Moves, Moves, Moves]:
     """Moves that cross, to int64[n] units, of several steps: those of keys that one rank of the
     unit needs; the parts of all others, as moves to the ranks that relay them; and a move of each
     part from there to each rank that needs it, with the number of the part as its offset."""

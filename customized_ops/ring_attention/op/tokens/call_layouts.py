@@ -16,6 +16,7 @@ from ...core.comm import Comm
 from ...core.layout import Layout
 from ...core.layout import layout_tables as tables
 from ...core.mask import AttnMask
+from ...core.topology import Topology
 from ..arguments import ArgumentError, compares_calls
 from .lengths import has_data, on_host
 
@@ -47,28 +48,30 @@ def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
 
 
 MOST_LAYOUTS = 64
-# By documents or by mask, and ranks: for all layers of a batch.
+# By documents and ranks, or by mask, ranks and hosts: for all layers of a batch.
 _BALANCED: dict[tuple[Any, ...], Layout] = {}
 
 
-def balanced_layout(mask: AttnMask, ranks: int) -> Layout:
+def balanced_layout(mask: AttnMask, ranks: int, topology: Topology | None = None) -> Layout:
     """What :data:`BALANCED_NAME` stands for."""
 
     def make() -> Layout:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a batch that cannot be even
-            return Layout.balanced(mask, ranks)
+            return Layout.balanced(mask, ranks, topology=topology)
 
-    return cached(_BALANCED, (mask, ranks), make, MOST_LAYOUTS)
+    return cached(_BALANCED, (mask, ranks, topology), make, MOST_LAYOUTS)
 
 
-def know_layout(layout: Layout, documents: Ints | AttnMask) -> None:
+def know_layout(
+    layout: Layout, documents: Ints | AttnMask, topology: Topology | None = None
+) -> None:
     """Let calls find a layout that was made elsewhere: :func:`layout_by_lengths` of documents with
-    these cumulative lengths, or :func:`balanced_layout` of this mask."""
+    these cumulative lengths, or :func:`balanced_layout` of this mask over these hosts."""
     ranks = layout.group_size
     key: tuple[Any, ...]
     if isinstance(documents, AttnMask):
-        key = documents, ranks
+        key = documents, ranks, topology
     else:
         key = _lengths_key(documents), ranks, ranks
     cached(_BALANCED, key, lambda: layout, MOST_LAYOUTS)

@@ -25,7 +25,6 @@ from ..plan_value import PlanValue
 
 COUNTS = (1, 2, 4, 8)
 FASTER = 0.97  # of the time with one group: more groups only for less than that
-MEMORY_BYTES = 3e12  # a second, read and written: what setting groups' results side by side takes
 
 
 def best_head_groups(
@@ -97,7 +96,7 @@ class RankTimes(NamedTuple):
             (forward[1], backward[1]),
             int(plan.q_tokens()[rank].max()) * row_bytes / costs.link_bytes,
             costs.key_seconds(plan, rank, key_bytes),
-            2 * waiting_rows * row_bytes / MEMORY_BYTES,
+            2 * waiting_rows * row_bytes / costs.memory_bytes,
         )
 
     def seconds(self, count: int) -> float:

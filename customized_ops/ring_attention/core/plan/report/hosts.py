@@ -6,10 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...arrays import Bools, Ints
 from ...mask.intervals import union
+from ...mask.slices import HI, K0, K1, LO, Q0, Q1, cut_keys, cut_rows
+from ..bounds import row_sums
 from ..exchange import RECV, SEND, TOKEN0, TOKEN1
+from ..heads import Sizes
 from ..moves import located
 from ..plan_value import PlanValue
+from ..token_bytes import TokenBytes
+
+# Numbers of keys at which the least number of rows is looked for.
+CELLS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,90 @@ def host_figures(plan: PlanValue) -> HostFigures:
         into = int(np.bincount(host_of, across).max())
         least = int(np.bincount(distinct[:, RECV], tokens, minlength=1).max())
     return HostFigures(max(into, least), least, _received_at_once(plan))
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes that enter the host with the most in the forward pass, batch 1.
+
+    Attributes:
+        forward, backward: that enter it in the passes of the plan.
+        at_least: that have to in the forward pass, see :func:`least_into`.
+    """
+
+    forward: int
+    backward: int
+    at_least: int
+
+
+def host_bytes(plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None) -> HostBytes:
+    """What enters the busiest host of ``plan``, which has a topology."""
+    assert plan.topology is not None
+    heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
+    home = plan.home_itemsize(sizes, reduce_itemsize)
+    into = []
+    for of in (TokenBytes.forward(sizes, heads), TokenBytes.backward(sizes, heads, home)):
+        keys, rows = (crossing.across for crossing in plan.crossings)
+        received = keys[:, 1] * of.key_out + keys[:, 0] * of.key_back
+        received = received + rows[:, 1] * of.row_out + rows[:, 0] * of.row_back
+        into.append(np.bincount(plan.topology.host_of, received))
+    busiest = int(into[0].argmax())
+    return HostBytes(int(into[0][busiest]), int(into[1][busiest]), least_into(plan, busiest, sizes))
+
+
+def least_into(plan: PlanValue, host: int, sizes: Sizes) -> int:
+    """Bytes that ``host`` has to receive in the forward pass, in this layout and with as many pairs
+    as it computes, whichever pairs these are.
+
+    Say it receives x keys and y rows of others. The pairs that it can compute are of its own rows
+    and keys, a given number; of own rows and other keys, at most those of the x keys that have
+    most; of other rows and own keys, at most those of the y rows that have most; and of other rows
+    and keys, at most x * y. So the cheapest x and y that admit as many pairs are a bound. Between
+    two values of x, it takes no fewer keys than the smaller and no fewer rows than the larger
+    needs. Ranks that share out heads compute a pair together, with all its heads: so each token
+    counts once with all heads.
+    """
+    assert plan.topology is not None
+    mask, host_of = plan.mask, plan.topology.host_of
+    own_q, own_k = (
+        layout.pieces[host_of[layout.pieces[:, 0]] == host, 1:3]
+        for layout in (plan.q_layout, plan.k_layout)
+    )
+    own_rows = cut_rows(mask.slices, own_q)[2]
+    own_keys = cut_keys(mask.slices, own_k)[2]
+    across = own_rows[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
+    of_keys, of_rows = row_sums(across, mask.k_len), row_sums(own_keys, mask.q_len)
+    held = _within(own_k, mask.k_len)
+    here = int(of_keys[held].sum())
+    keys = np.append(0, np.cumsum(np.sort(of_keys[~held])[::-1]))
+    rows = np.append(0, np.cumsum(np.sort(of_rows[~_within(own_q, mask.q_len)])[::-1]))
+    wanted = int(plan.area[host_of == host].sum()) // plan.team_size - here
+    if wanted <= 0:
+        return 0
+    x = np.unique(np.linspace(0, len(keys) - 1, CELLS).astype(np.int64))
+    y = _fewest(rows, x, wanted - keys[x])
+    key, row = sizes.kv_bytes(sizes.kv_heads), sizes.q_bytes(sizes.q_heads)
+    before = np.append(0, x[:-1] + 1)
+    return int((key * before + row * y)[y < len(rows)].min())
+
+
+def _within(ranges: Ints, total: int) -> Bools:
+    """bool[total]: whether a token is in one of some disjoint ranges."""
+    edges = np.zeros(total + 1, dtype=np.int64)
+    np.add.at(edges, ranges[:, 0], 1)
+    np.add.at(edges, ranges[:, 1], -1)
+    return edges[:-1].cumsum() > 0
+
+
+def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
+    """The least y with ``rows[y] + keys * y >= wanted``; ``len(rows)`` where there is none."""
+    low, high = np.zeros_like(keys), np.full_like(keys, len(rows))
+    while (left := low < high).any():
+        middle = np.minimum((low + high) // 2, len(rows) - 1)
+        enough = rows[middle] + keys * middle >= wanted
+        low = np.where(left & ~enough, middle + 1, low)
+        high = np.where(left & enough, middle, high)
+    return low
 
 
 def _received_at_once(plan: PlanValue) -> int:

@@ -15,7 +15,8 @@ from ...layout import Layout
 from ..cost import H200, CostModel
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .figures import measures
+from ..simulate import PassTimeline, simulate
+from ..simulate.timeline import HOST, KERNEL
 from .paint import PALE, PIXELS, Image, paint, parts_by_step
 from .text import format_bytes, format_seconds
 
@@ -30,6 +31,7 @@ GOLDEN = 0.6180339887
 STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
 # Up to so many ranks are named and striped; of more, little would be seen.
 FEW = len(PALETTE)
+MOST_TIMED, MERGES = 64, "#dd8888"  # ranks that are shown in time; what they merge
 
 
 def draw(
@@ -47,7 +49,7 @@ def draw(
     Left, the mask over queries (down) and keys (across) in the colours of the ranks that compute
     each part, striped where keys are received; strips along both sides show who holds each token.
     Right, the bytes that go from rank to rank, and each rank's forward pass in time, as ``costs``
-    predict it. With heads split, a colour is that of the first rank of a team.
+    say by :func:`.simulate`. With heads split, a colour is that of the first rank of a team.
 
     Args:
         q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.measures`.
@@ -70,13 +72,13 @@ def draw(
     colors = rank_colors(plan.group_size)
     _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
     _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, sizes))
-    _draw_times(figure.add_subplot(grid[1, 1]), plan, colors, sizes, costs)
-    figure.suptitle(_title(plan, sizes, costs), fontsize=14, x=0.03, y=0.975, ha="left")
+    _draw_times(figure.add_subplot(grid[1, 1]), simulate(plan, sizes, costs).forward, colors)
+    figure.suptitle(_title(plan, sizes), fontsize=14, x=0.03, y=0.975, ha="left")
     figure.savefig(path)
 
 
-def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
-    mask, figures = plan.mask, measures(plan, *sizes, costs)
+def _title(plan: PlanValue, sizes: Sizes) -> str:
+    mask, received = plan.mask, plan.forward_bytes(*sizes)[:, 1]
     names = [layout.spec.partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
     if plan.q_layout != plan.k_layout:
@@ -86,9 +88,9 @@ def _title(plan: PlanValue, sizes: Sizes, costs: CostModel) -> str:
     return (
         f"{_tokens(mask.q_len)} queries × {_tokens(mask.k_len)} keys ({density:.1%} attended) on "
         f"{plan.group_size} ranks{teams}, {layout}\n"
-        f"largest rank computes {figures.imbalance:.2f} × the mean;  "
-        f"{format_bytes(figures.received_bytes.sum())} move in the forward pass, at most "
-        f"{format_bytes(figures.received_bytes.max())} to a rank"
+        f"largest rank computes {plan.imbalance(sizes.q_heads, sizes.kv_heads):.2f} × the mean;  "
+        f"{format_bytes(received.sum())} move in the forward pass, at most "
+        f"{format_bytes(received.max())} to a rank"
     )
 
 
@@ -213,36 +215,41 @@ def _draw_links(axes: Axes, keys: Ints, rows: Ints) -> None:
     axes.set_ylabel("from rank", fontsize=11)
 
 
-def _draw_times(axes: Axes, plan: PlanValue, colors: Image, sizes: Sizes, costs: CostModel) -> None:
+def _draw_times(axes: Axes, forward: PassTimeline, colors: Image) -> None:
     from matplotlib.patches import Patch
 
     links = {"keys": "#333333", "rows": "#888888", "results": "#c4c4c4"}
-    few = plan.group_size <= FEW
-    spans = [
-        (r, span) for r in range(plan.group_size) for span in costs.forward_spans(plan, r, *sizes)
-    ]
-    end = max((span.stop_seconds for _, span in spans), default=0.0)
-    number, unit = format_seconds(end).split()
-    scale = float(number) / end if end else 1.0
-    for r, (kind, _, start, stop) in spans:
-        on_link = kind in links
+    ranks = len(forward.stop)
+    few, shown = ranks <= FEW, np.arange(0, ranks, -(-ranks // MOST_TIMED))
+    number, unit = format_seconds(forward.seconds).split()
+    scale = float(number) / forward.seconds if forward.seconds else 1.0
+    seen = set()
+    for resource, what, sends, _, start, stop in forward.spans:
+        if resource == HOST or sends:
+            continue
+        kernel = resource == KERNEL
+        some = shown[stop[shown] > start[shown]]
+        seen.update([what] * len(some))
         axes.barh(
-            r + (-0.27 if on_link else 0.12), (stop - start) * scale, left=start * scale,
-            height=0.22 if on_link else 0.52, color=links[kind] if on_link else colors[r],
-            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and kind == "remote"),
+            some + (0.12 if kernel else -0.27), (stop - start)[some] * scale,
+            left=start[some] * scale, height=0.52 if kernel else 0.22,
+            color=MERGES if what == "merge" else colors[some] if kernel else links[what],
+            edgecolor="white", linewidth=0.5 * few, hatch="////" * (few and what == "remote"),
         )  # fmt: skip
-    seen = {span.kind for _, span in spans}
-    handles = [Patch(facecolor=links[k], label=f"link: {k}") for k in links if k in seen]
+    handles = [Patch(facecolor=links[k], label=f"{k} arrive") for k in links if k in seen]
     handles.append(Patch(facecolor=colors[0], label="kernels"))
+    if "merge" in seen:
+        handles.append(Patch(facecolor=MERGES, label="merges"))
     if "remote" in seen and few:
         handles.append(Patch(facecolor=colors[0], label="kernels, others' rows", **STRIPED))
     _legend(axes, handles, below=0.16, columns=3)
-    axes.set_title("forward pass as predicted", fontsize=12)
+    some_ranks = "" if len(shown) == ranks else f", one rank in {shown[1]}"
+    axes.set_title(f"forward pass as simulated{some_ranks}", fontsize=12)
     axes.set_xlabel(unit, fontsize=11, labelpad=2)
-    axes.set_ylim(plan.group_size - 0.5, -0.5)
+    axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_ylabel("rank", fontsize=11)
     if few:
-        axes.set_yticks(range(plan.group_size))
+        axes.set_yticks(range(ranks))
 
 
 def _tokens(count: int) -> str:

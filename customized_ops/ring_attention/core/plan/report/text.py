@@ -11,9 +11,10 @@ from ...arrays import Numbers
 from ...layout import Layout
 from ...layout.layout_arguments import shorten
 from ..cost import H200, CostModel, Pass
+from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures
-from .hosts import host_figures
+from .hosts import HostBytes, host_bytes, host_figures
 
 # Up to so many ranks have a line each; of more, those at both ends and the busiest do.
 ALL_RANKS = 16
@@ -43,7 +44,11 @@ def report(
     shares = np.unique(plan.heads_of_ranks(q_heads, kv_heads), axis=0)[::-1].tolist()
     each = " or ".join(f"{h}:{g}" for h, g in shares)
     header = _header(plan, figures, sizes, each)
-    return "\n".join([*header, "", *_table(figures), "", *_footer(figures, costs)])
+    footer = _footer(figures, costs)
+    if plan.topology is not None:
+        of = Sizes.of(q_heads, kv_heads, head_dim, v_dim, itemsize)
+        footer.append(_between_hosts(host_bytes(plan, of, reduce_itemsize)))
+    return "\n".join([*header, "", *_table(figures), "", *footer])
 
 
 def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list[str]:
@@ -155,6 +160,15 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
         + _at_least(str(bounds.pairs), figures.pairs_gap),
         f"imbalance (largest / mean): {figures.imbalance:.3f}",
     ]
+
+
+def _between_hosts(entering: HostBytes) -> str:
+    ratio = entering.forward / entering.at_least if entering.at_least else float("inf")
+    return (
+        f"hosts     {format_bytes(entering.forward)} enter the busiest in the forward pass; "
+        + _at_least(format_bytes(entering.at_least), ratio if entering.forward else 1.0)
+        + f" for its pairs; {format_bytes(entering.backward)} in the backward pass"
+    )
 
 
 def _between(costs: CostModel) -> str:

@@ -1,0 +1,184 @@
+"""The clocks of all ranks, and what a launch, a kernel and a message do to them.
+
+Every rank runs the same program, and what it does at one point of it depends on what ranks did at
+earlier points only. So the program is gone through once, and each event is one of all ranks.
+
+A rank has a host, which starts one kernel after the other; two streams on its GPU, of which the
+second one, which waits for peers, goes first and the first one fills the gaps; and links inside its
+host and between hosts, each busy in either direction on its own. What ranks send in one exchange
+shares a link, so it is all there at one time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Bools, Floats, Ints
+from ..cost import CostModel
+from .counts import Sent
+from .timeline import BETWEEN, HOST, INSIDE, KERNEL, WAITS, PassTimeline, Spans
+
+LEVELS = INSIDE, BETWEEN
+
+
+class Arrival(NamedTuple):
+    """When what a rank receives in an exchange is there, float64[2, P] inside its host and from
+    others (0 where nothing comes), and how many bytes, float64[P]."""
+
+    at: Floats
+    received: Floats
+
+
+class Ranks:
+    """All ranks in a pass, which all of them begin at 0.
+
+    Args:
+        host_of: int64[P], the host of each rank.
+        one_sided: whether ranks write into one another's memory, so that only the sender need be
+            ready; else both have to be, and each carries out one exchange after the other.
+    """
+
+    def __init__(self, costs: CostModel, host_of: Ints, *, one_sided: bool) -> None:
+        self.costs, self._host_of, self.one_sided = costs, host_of, one_sided
+        ranks = len(host_of)
+        self._spans: list[Spans] = []
+        self._waits = np.zeros((len(WAITS), ranks))
+        # Until when each is busy: hosts, second streams, kernels of these, messages, links by level
+        # and direction.
+        self._host, self._stream, self._kernel, self._messages = np.zeros((4, ranks))
+        self._links = np.zeros((2, 2, ranks))
+        self._late = np.zeros(
+            ranks, dtype=np.int64
+        )  # what held up the second streams last, of WAITS
+        self._local, self._local_from = np.zeros((2, ranks))  # seconds that first streams have
+
+    def _span(
+        self,
+        resource: str,
+        what: str,
+        stage: int,
+        start: Floats,
+        stop: Floats,
+        *,
+        sends: bool = False,
+    ) -> None:
+        if (stop > start).any():
+            self._spans.append(Spans(resource, what, sends, stage, start, stop))
+
+    def _launch(self, what: str, stage: int, called: Bools) -> Floats:
+        """When each host turns to a call; what it starts may begin at once, and what is sent and
+        merged on its account comes after."""
+        began = self._host
+        self._host = began + self.costs.call_seconds * called
+        self._span(HOST, what, stage, began, self._host)
+        return began
+
+    def begin_local(self, seconds: Floats) -> None:
+        """A kernel call on the first stream."""
+        self._local_from = self._launch("own", 0, seconds > 0)
+        self._local = seconds
+
+    def attend(self, what: str, stage: int, seconds: Floats) -> None:
+        """A kernel call on the second stream, of the ranks for which it takes some time."""
+        began, some = self._launch(what, stage, seconds > 0), seconds > 0
+        self._hold_up(HOST, np.where(some, began, 0.0))
+        self._run(what, stage, seconds)
+
+    def move_memory(self, stage: int, nbytes: Floats) -> None:
+        """Read and write so many bytes on the second stream."""
+        self._run("merge", stage, nbytes / self.costs.memory_bytes)
+
+    def _hold_up(self, why: str, until: Floats) -> None:
+        """Let the second streams do nothing up to a time, because of one of WAITS."""
+        self._late[until > self._stream] = WAITS.index(why)
+        self._stream = np.maximum(self._stream, until)
+
+    def _run(self, what: str, stage: int, seconds: Floats) -> None:
+        some = seconds > 0
+        self._fill(np.where(some, self._stream, self._kernel))
+        start, self._stream = self._stream, self._stream + seconds
+        self._kernel = np.where(some, self._stream, self._kernel)
+        self._span(KERNEL, what, stage, start, self._stream)
+
+    def _fill(self, until: Floats) -> None:
+        """Let the first stream run while the second one has no kernel, up to a time; the rest of
+        that is idle."""
+        start = np.minimum(np.maximum(self._kernel, self._local_from), until)
+        took = np.minimum(until - start, self._local)
+        self._local = self._local - took
+        self._span(KERNEL, "own", 0, start, start + took)
+        idle = until - self._kernel - took
+        self._waits[self._late, np.arange(len(idle))] += np.maximum(idle, 0.0)
+        self._kernel = np.maximum(self._kernel, until)
+
+    def wait(self, stage: int, *arrivals: Arrival) -> None:
+        """Let the second streams wait; what came by messages is copied to its place."""
+        for at, received in arrivals:
+            for level, each in zip(LEVELS, at, strict=True):
+                self._hold_up(level, each)
+            if not self.one_sided:
+                self.move_memory(stage, 2 * received)
+
+    def send(self, what: str, stage: int, messages: Sent) -> Arrival:
+        """Send messages once the second streams and the hosts are here."""
+        ready = np.maximum(self._host, self._stream)
+        if not self.one_sided:
+            ready = np.maximum(ready, self._messages)
+        at, done = np.zeros((2, len(ready))), np.zeros_like(ready)
+        across = self._host_of[messages.sender] != self._host_of[messages.receiver]
+        latencies = self.costs.step_seconds, self.costs.between_seconds
+        for level, some in enumerate((~across, across)):
+            if some.any():
+                of_level = Sent(*(column[some] for column in messages))
+                sent, received = self._over_links(what, stage, level, ready, of_level)
+                at[level] = np.where(received > 0, received + latencies[level], 0.0)
+                done = np.maximum(done, sent if self.one_sided else np.maximum(sent, at[level]))
+        if self.one_sided:
+            self._hold_up(INSIDE, done)  # copies are on the second streams
+        else:
+            self._messages = np.maximum(self._messages, done)
+        return Arrival(at, _sums(messages.receiver, messages.nbytes, len(ready)))
+
+    def _over_links(
+        self, what: str, stage: int, level: int, ready: Floats, messages: Sent
+    ) -> tuple[Floats, Floats]:
+        """When all is sent, and when all is received, over links of one level by ranks that are
+        ``ready``, float64[P]; 0 where nothing is."""
+        sender, receiver, nbytes = messages
+        rate = (self.costs.link_bytes, self.costs.between_bytes)[level]
+        begin = ready[sender] if self.one_sided else np.maximum(ready[sender], ready[receiver])
+        ways = []
+        over = begin + nbytes / rate  # of a message by itself
+        for way, rank in enumerate((sender, receiver)):
+            first, last = np.full(len(ready), np.inf), np.zeros_like(ready)
+            np.minimum.at(first, rank, begin)
+            takes = _sums(rank, nbytes / rate, len(ready))
+            stop = np.maximum(first, self._links[level, way]) + takes
+            np.maximum.at(last, rank, over)
+            stop = np.where(takes > 0, np.maximum(stop, last), 0.0)
+            self._links[level, way] = np.maximum(self._links[level, way], stop)
+            self._span(LEVELS[level], what, stage, stop - takes, stop, sends=way == 0)
+            over = stop[sender]  # what arrives is sent whole before
+            ways.append(stop)
+        return ways[0], ways[1]
+
+    def join(self) -> None:
+        """Let the first stream end, and both go on from there."""
+        rest = np.maximum(self._kernel, self._local_from) + self._local
+        self._fill(np.where(self._local > 0, rest, self._kernel))
+        self._stream = np.maximum(self._stream, self._kernel)
+
+    def end(self) -> PassTimeline:
+        """What has happened until each rank has what it waits for, and its host is done."""
+        self._hold_up(HOST, self._host)
+        self._fill(self._stream)
+        return PassTimeline(tuple(self._spans), self._stream, self._waits)
+
+
+def _sums(rank: Ints, of_each: Floats, ranks: int) -> Floats:
+    """float64[ranks]: what there is of each rank, added up."""
+    sums = np.zeros(ranks)
+    np.add.at(sums, rank, of_each)
+    return sums

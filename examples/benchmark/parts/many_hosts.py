@@ -1,0 +1,95 @@
+"""What plans over many hosts keep of their kernel's rate, as simulated: no GPU is needed.
+
+    python examples/benchmark/parts/many_hosts.py
+    python examples/benchmark/parts/many_hosts.py --ranks 64 --between 25 --draws 5
+
+8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
+"packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
+some draws. Shares are kernels' seconds, mean over the ranks, of the seconds of a forward and of a
+backward; what a rank waits for, merges, or has to compute more than others is missing. Plans are
+those that the ops make for these links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+if __name__ == "__main__":  # runs from a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+
+from benchmark.cases import K, Maker
+from benchmark.ops import plan_of, recommended
+from benchmark.show.text import markdown
+
+from customized_ops.ring_attention.core.plan.cost import H200, H200_NCCL, HELD_SHARDS, CostModel
+from customized_ops.ring_attention.core.topology import Topology
+
+OF_HOST, TOKENS = 8, 8 * K
+HEADS = ((64, 8), (32, 32))
+
+
+def costs_over(ranks: int, between: float) -> CostModel:
+    """Of hosts of 8 ranks; ``between``: GB/s of a rank between them."""
+    if ranks <= OF_HOST:
+        return H200
+    topology = Topology((OF_HOST,) * (ranks // OF_HOST))
+    held = {"held_shards": HELD_SHARDS, "between_bytes": between * 1e9}
+    return replace(H200_NCCL, topology=topology, **held)
+
+
+def shares(
+    kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int
+) -> list[float]:
+    """Of the kernel's rate, forward and backward."""
+    found = []
+    for seed in range(draws if kind == "packed" else 1):
+        case = Maker(heads, 128, seed, document_multiple=1).of(kind, ranks * TOKENS)
+        costs = costs_over(ranks, between)
+        plan = plan_of(case, recommended(case, ranks), costs)
+        timeline = plan.simulate(*heads, costs=costs)
+        found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
+    return [median(each) for each in zip(*found, strict=True)]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    every = [8, 16, 32, 64, 128, 256, 512, 1024]
+    parser.add_argument("--ranks", nargs="+", type=int, default=every, help="multiples of 8")
+    parser.add_argument("--between", nargs="+", type=float, default=[50.0, 25.0], help="GB/s a GPU")
+    parser.add_argument("--draws", type=int, default=3, help="of packed documents")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Print the table."""
+    given = parse()
+    columns = [
+        (kind, heads, between)
+        for kind in ("causal", "packed")
+        for heads in HEADS
+        for between in given.between
+    ]
+    head = [f"{kind} {h}:{g}, {between:g} GB/s" for kind, (h, g), between in columns]
+    lines = []
+    bar = tqdm(total=len(given.ranks) * len(columns), leave=False, disable=None)
+    for ranks in given.ranks:
+        cells = [str(ranks)]
+        for kind, heads, between in columns:
+            there, back = shares(kind, heads, ranks, between, given.draws)
+            cells.append(f"{there:.0%} / {back:.0%}")
+            bar.update()
+        lines.append(cells)
+    bar.close()
+    print(markdown(("GPUs", *head), lines, 1))
+
+
+if __name__ == "__main__":
+    main()

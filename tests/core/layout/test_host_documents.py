@@ -1,0 +1,208 @@
+"""Packed documents assigned to hosts first: the same balance, and little that crosses."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from benchmark.documents import document_bounds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from customized_ops.ring_attention.core.layout import Layout, LayoutError
+from customized_ops.ring_attention.core.layout.balance_documents import CALL_PAIRS
+from customized_ops.ring_attention.core.layout.documents import DocumentAreas
+from customized_ops.ring_attention.core.layout.host_documents import documents_on_hosts
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.cost import CostModel
+from customized_ops.ring_attention.core.plan.report.hosts import host_figures
+from customized_ops.ring_attention.core.topology import Topology
+
+TOKENS_A_RANK = 8192
+# What may enter the busiest host, in parts of all tokens.
+INTO_HOST = 0.15
+
+
+def packed(tokens: list[int], **kind: object) -> AttnMask:
+    return AttnMask.varlen([0, *itertools.accumulate(tokens)], **{"causal": True, **kind})
+
+
+class Draw(NamedTuple):
+    """What comes of documents as long as those of a corpus: tokens into the busiest host and into
+    all hosts, in parts of all tokens, and the most work over the mean."""
+
+    into: float
+    into_all: float
+    work: float
+
+
+def drawn(ranks: int, hosts: int, seed: int, *, by_hosts: bool) -> Draw:
+    total, topology = TOKENS_A_RANK * ranks, Topology((ranks // hosts,) * hosts)
+    mask = AttnMask.varlen(document_bounds(total, seed), causal=True)
+    layout = Layout.balanced(mask, ranks, topology=topology if by_hosts else None)
+    assert layout.sizes == (TOKENS_A_RANK,) * ranks
+    costs = CostModel(topology=topology, held_shards=4.0)
+    plan = make_plan(mask, layout, assignment="owner", costs=costs)
+    into = plan.crossings[0].across[:, 1].sum() / total
+    return Draw(host_figures(plan).tokens_into_host / total, into, plan.imbalance(1, 1))
+
+
+def test_64_ranks_on_8_hosts() -> None:
+    """At most 0.15 of all tokens enter a host, but in one draw: a document of 0.21 of all tokens
+    and 0.66 of all work is on six hosts there, at least. To receive no more than 0.15 they would
+    have to hold so many of its tokens that one had more than its part of all work with this
+    document alone (:func:`least_work`), and it has room for others, too."""
+    draws = [drawn(64, 8, seed, by_hosts=True) for seed in range(20)]
+    flat = [drawn(64, 8, seed, by_hosts=False) for seed in range(20)]
+    assert max(draw.work for draw in draws) <= 1.05
+    above = [seed for seed, draw in enumerate(draws) if draw.into > INTO_HOST]
+    assert above == [15]
+    assert draws[15].into <= 0.155
+    lengths = np.diff(document_bounds(64 * TOKENS_A_RANK, 15))
+    longest, area = int(lengths.max()), lengths * (lengths + 1) / 2
+    part = area.max() / area.sum() * 8  # of what a host has
+    assert least_work(INTO_HOST * 64 * TOKENS_A_RANK / longest) * part > 1.0
+    assert np.median([draw.into for draw in draws]) <= 0.07
+    assert np.median([draw.into for draw in flat]) >= 0.09
+    assert all(draw.into_all <= before.into_all for draw, before in zip(draws, flat, strict=True))
+
+
+def least_work(into: float) -> float:
+    """The least part of a causal document's pairs that the host with the most can have, where no
+    host receives more than ``into`` of its keys.
+
+    A host whose last row is at ``m`` (in parts of the document) needs the keys up to there, so it
+    holds ``m - into`` of the tokens at least. The first hosts, by their last rows, have all rows
+    from some ``m`` on, and of the earlier ones so many as they need to hold: the earliest at best,
+    which attend least. So n hosts of work ``a`` reach down to the smallest ``m`` with
+    ``1 - m**2 + front**2 <= n * a``, and cannot reach ``into`` where ``a`` is too small. What they
+    hold of the front grows with each last row, so the smallest are taken, one after the other.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        area = (low + high) / 2
+        last, front, done = 1.0, 0.0, 0.0
+        for _ in range(1000):
+            done += area
+            # Rows from m on are 1 - m**2 of all pairs; front + m - into are held before m.
+            known = front - into
+            m = (1 - done + known**2) / (-2 * known) if known < 0 else 1.0
+            if m <= into or m >= last:
+                break
+            front, last = front + m - into, m
+        low, high = (low, area) if m <= into else (area, high)
+    return high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "hosts"), [(16, 2), (32, 4), (64, 8), (256, 32)])
+def test_less_crosses_at_any_size(ranks: int, hosts: int) -> None:
+    draws = {
+        by_hosts: np.array([drawn(ranks, hosts, seed, by_hosts=by_hosts) for seed in range(20)])
+        for by_hosts in (False, True)
+    }
+    for by_hosts, each in draws.items():
+        name = "by hosts" if by_hosts else "as if links were alike"
+        for figure, values in zip(Draw._fields, each.T, strict=True):
+            median, worst = np.median(values), values.max()
+            print(
+                f"{ranks} ranks on {hosts} hosts, {name}: {figure} {median:.3f}, worst {worst:.3f}"
+            )
+    assert draws[True][:, 2].max() <= 1.05
+    for quantile in (0.5, 1.0):
+        before, after = (np.quantile(draws[key][:, :2], quantile, axis=0) for key in (False, True))
+        assert (after <= before).all()
+
+
+HOSTS = [(4, 4, 2), (2, 2), (1, 2, 3), (1, 1, 1), (3, 1), (2,) * 8]
+
+
+@pytest.mark.parametrize("hosts", [(4, 4, 2), (1, 2, 3), (3, 1), (2,) * 8])
+def test_uneven_hosts(hosts: tuple[int, ...]) -> None:
+    """As even as ever: within 5%, or what one more kernel call would take; and less crosses."""
+    ranks, costs = sum(hosts), CostModel(topology=Topology(hosts))
+    total, crossed = TOKENS_A_RANK * ranks, np.zeros(2)
+    for seed in range(6):
+        mask = AttnMask.varlen(document_bounds(total, seed), causal=True)
+        for n, topology in enumerate((None, costs.topology)):
+            layout = Layout.balanced(mask, ranks, topology=topology)
+            assert layout.sizes == (TOKENS_A_RANK,) * ranks
+            plan = make_plan(mask, layout, assignment="owner", costs=costs)
+            mean = mask.area / ranks
+            assert plan.area.max() <= mean + max(0.05 * mean, CALL_PAIRS)
+            crossed[n] += plan.crossings[0].across[:, 1].sum() / total
+    assert crossed[1] <= 0.9 * crossed[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_host_is_none(seed: int) -> None:
+    mask = AttnMask.varlen(document_bounds(1 << 16, seed), causal=True)
+    layout = Layout.balanced(mask, 8, topology=Topology((8,)))
+    assert layout.spec == Layout.balanced(mask, 8).spec
+
+
+def test_documents_that_fit_hosts_stay_whole() -> None:
+    """Each of two documents is on the ranks of one host."""
+    mask = packed([1024, 1024])
+    plan = make_plan(
+        mask,
+        Layout.balanced(mask, 4, topology=Topology((2, 2))),
+        assignment="owner",
+        costs=CostModel(topology=Topology((2, 2))),
+    )
+    assert plan.imbalance(1, 1) <= 1.05
+    assert plan.keys_move and not plan.crossings[0].across.any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        AttnMask.varlen(document_bounds(1 << 16, 1), causal=True, window=(511, 0)),
+        AttnMask.dense(1 << 16, window=(2047, 0)),
+    ],
+    ids=["documents", "one sequence"],
+)
+def test_chunks_of_a_window(mask: AttnMask) -> None:
+    """Hosts hold neighbours: little more than a window crosses at each of their ends."""
+    topology = Topology((4, 4))
+    layout = Layout.balanced(mask, 8, topology=topology)
+    assert layout.sizes == (1 << 13,) * 8
+    plan = make_plan(mask, layout, assignment="owner", costs=CostModel(topology=topology))
+    assert plan.imbalance(1, 1) <= 1.03
+    assert plan.crossings[0].across[:, 1].sum() <= 4 * 2048
+
+
+drawn_documents = given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
+    st.sampled_from(HOSTS),
+    st.sampled_from(
+        [{}, {"causal": False}, {"window": (7, 0)}, {"causal": False, "window": (0, 9)}]
+    ),
+)
+
+
+@drawn_documents
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_hosts_get_their_tokens(
+    tokens: list[int], hosts: tuple[int, ...], kind: dict[str, object]
+) -> None:
+    """Documents of no token, of one, one alone, fewer than hosts, longer than half of all."""
+    mask, topology, ranks = packed(tokens, **kind), Topology(hosts), sum(hosts)
+    documents = DocumentAreas.of([(mask.slices, 1.0)], mask.q_len)
+    sizes = np.bincount(topology.host_of, Layout.contiguous(mask.q_len, ranks).sizes).astype(int)
+    areas = documents.area.sum() * sizes / sizes.sum()
+    held = documents_on_hosts(documents, sizes, areas)
+    assert (held[1:, 1] == held[:-1, 2]).all() and (held[0, 1], held[-1, 2]) == (0, mask.q_len)
+    assert (np.bincount(held[:, 0], held[:, 2] - held[:, 1], minlength=len(sizes)) == sizes).all()
+    layout = Layout.balanced(mask, ranks, topology=topology)
+    # By documents, or where these are too few to be even in chunks, as without hosts.
+    usual = Layout.balanced(mask, ranks)
+    assert layout == usual or layout.sizes == Layout.contiguous(mask.q_len, ranks).sizes
+
+
+def test_hosts_of_other_ranks_are_refused() -> None:
+    with pytest.raises(LayoutError, match="topology 2x2 has 4 ranks, group_size is 8"):
+        Layout.balanced(packed([64, 64]), 8, topology=Topology((2, 2)))

@@ -1,0 +1,84 @@
+"""Clocks: what one event does to those of all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from customized_ops.ring_attention.core.cost import CostModel
+from customized_ops.ring_attention.core.plan.simulate.counts import Sent
+from customized_ops.ring_attention.core.plan.simulate.ranks import Ranks
+
+US = 1e-6
+# 1000 bytes take 1 us inside a host, and 10 us between hosts.
+COSTS = CostModel(
+    link_bytes=1e9,
+    step_seconds=0.5 * US,
+    between_bytes=1e8,
+    between_seconds=5 * US,
+    call_seconds=0.0,
+    memory_bytes=np.inf,
+)
+
+
+def ranks(count: int, *, one_sided: bool, hosts: tuple[int, ...] = ()) -> Ranks:
+    host_of = np.repeat(np.arange(len(hosts)), hosts) if hosts else np.zeros(count, np.int64)
+    return Ranks(COSTS, host_of, one_sided=one_sided)
+
+
+def sent(*messages: tuple[int, int, float]) -> Sent:
+    holder, reader, nbytes = zip(*messages, strict=True)
+    return Sent(np.array(holder), np.array(reader), np.array(nbytes, dtype=float))
+
+
+def arrived(found: Ranks, *messages: tuple[int, int, float]) -> list[float]:
+    at = found.send("keys", 0, sent(*messages)).at
+    return (at.max(axis=0) / US).tolist()
+
+
+@pytest.mark.parametrize(("one_sided", "begins"), [(True, 0.0), (False, 4.0)])
+def test_messages_wait_for_both_ends_and_writes_for_one(one_sided: bool, begins: float) -> None:
+    busy = ranks(2, one_sided=one_sided)
+    busy.attend("own", 0, np.array([0.0, 4 * US]))
+    assert arrived(busy, (0, 1, 1000)) == pytest.approx([0.0, begins + 1.5])
+    busy = ranks(2, one_sided=one_sided)
+    busy.attend("own", 0, np.array([4 * US, 0.0]))
+    assert arrived(busy, (0, 1, 1000)) == pytest.approx([0.0, 5.5])
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_a_link_is_shared_at_either_end(one_sided: bool) -> None:
+    into_one = arrived(ranks(3, one_sided=one_sided), (0, 2, 1000), (1, 2, 2000))
+    assert into_one == pytest.approx([0.0, 0.0, 3.5])
+    from_one = arrived(ranks(3, one_sided=one_sided), (0, 1, 1000), (0, 2, 2000))
+    assert from_one == pytest.approx([0.0, 3.5, 3.5])
+    both_ways = arrived(ranks(2, one_sided=one_sided), (0, 1, 1000), (1, 0, 1000))
+    assert both_ways == pytest.approx([1.5, 1.5])
+
+
+def test_a_link_carries_one_exchange_after_the_other() -> None:
+    found = ranks(3, one_sided=True)
+    assert arrived(found, (0, 2, 1000)) == pytest.approx([0.0, 0.0, 1.5])
+    assert arrived(found, (1, 2, 1000)) == pytest.approx([0.0, 0.0, 2.5])
+
+
+def test_messages_are_one_exchange_after_the_other_on_every_rank() -> None:
+    """Also where others would have time: rank 1 is in both."""
+    found = ranks(3, one_sided=False)
+    assert arrived(found, (0, 1, 1000)) == pytest.approx([0.0, 1.5, 0.0])
+    assert arrived(found, (1, 2, 1000)) == pytest.approx([0.0, 0.0, 3.0])
+
+
+def test_levels_have_links_of_their_own() -> None:
+    found = ranks(4, one_sided=False, hosts=(2, 2))
+    assert arrived(found, (0, 1, 1000), (0, 2, 1000)) == pytest.approx([0.0, 1.5, 15.0, 0.0])
+
+
+def test_copies_hold_up_the_stream_that_they_are_on() -> None:
+    """Of one-sided writes: those of the sender; messages travel beside it."""
+    for one_sided, begins in ((True, 1.0), (False, 0.0)):
+        found = ranks(2, one_sided=one_sided)
+        found.send("keys", 0, sent((0, 1, 1000)))
+        found.attend("own", 0, np.array([1 * US, 1 * US]))
+        starts = found.end().spans[-1].start / US
+        assert starts == pytest.approx([begins, 0.0])

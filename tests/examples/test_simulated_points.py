@@ -1,0 +1,25 @@
+"""The simulator beside what was measured, and what it says of many hosts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from benchmark.parts import many_hosts, simulated_points
+
+
+@pytest.mark.parametrize("points", ["measured_here", "measured_over_nccl", "published"])
+def test_points_are_within_15_percent_or_it_is_said_why(points: str) -> None:
+    found = list(getattr(simulated_points, points)())
+    off = [each for each in found if abs(each.misfit) > 15]
+    assert all(each.why for each in off), off
+    assert len(off) < len(found) / 3
+
+
+def test_a_table_of_hosts(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--ranks", "8", "16", "--between", "50", "--draws", "1"])
+    many_hosts.main()
+    head, _, *lines = capsys.readouterr().out.strip().splitlines()
+    assert "causal 64:8, 50 GB/s" in head and len(lines) == 2
+    shares = [float(cell.strip(" %")) for cell in lines[0].replace("/", "|").split("|")[2:-1]]
+    assert len(shares) == 8 and all(1 <= share <= 100 for share in shares)
