@@ -96,10 +96,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
         read."""
-        tokens, targets, positions = (
-            t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.positions)
-        )
-        return replace(self, tokens=tokens, targets=targets, positions=positions)
+        read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS[:3]}
+        return replace(self, **read)
 
 
 def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
