@@ -26,15 +26,18 @@ from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
 from .core.plan import Plan
+from .core.plan.heads import head_counts
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .core.topology import Topology
+from .op.arguments import window_bounds
 from .op.mask_source import Problem
-from .op.tokens.call_layouts import BALANCED, layout_by_lengths
+from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
 IGNORE_INDEX = -100
+TENSORS = "tokens", "targets", "positions", "cu_seqlens"  # of a batch
 LayoutOf = Callable[[AttnMask, int, Topology | None], Layout]
 PACKED_LAYOUTS: Mapping[str, LayoutOf] = {
     "balanced": lambda mask, ranks, topology: Layout.balanced(mask, ranks, topology=topology),
@@ -55,7 +58,8 @@ class PackedBatch:
         layout: which rank holds which tokens; pass it to attention with ``cu_seqlens``.
         plan: what attention will find, for its report and its picture.
         target_count: targets of all ranks that are not ignored. The loss of the batch is the sum of
-            each rank's over it: ``cross_entropy(..., reduction="sum") / target_count``.
+            each rank's over it: ``cross_entropy(..., reduction="sum") / max(target_count, 1)``, as
+            documents of one token have no target.
         packed_by: what packed it; None for a batch that was made by hand.
     """
 
@@ -68,39 +72,37 @@ class PackedBatch:
     target_count: int
     packed_by: PackDocuments | None = None
 
+    def __post_init__(self) -> None:
+        """Let attention find the mask and the layout, wherever the batch was made."""
+        if (pack := self.packed_by) is not None:
+            ends = self.cu_seqlens.numpy()
+            know_mask(ends.tolist(), pack.causal, pack.window_size, self.plan.mask)
+            if pack.layout == "balanced":
+                documents = ends if pack.whole else self.plan.mask
+                know_layout(self.layout, documents, pack.costs.topology)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """From the worker of a DataLoader as bytes: a tensor would come as a file of its own. What
         is on a device arrives on the host."""
-        tensors = self.tokens, self.targets, self.positions, self.cu_seqlens
-        arrays = [tensor.cpu().numpy() for tensor in tensors]
+        arrays = [getattr(self, name).cpu().numpy() for name in TENSORS]
         return _received, (arrays, self.layout, self.plan, self.target_count, self.packed_by)
 
     def pin_memory(self) -> PackedBatch:
         """The same in pinned memory, from which :meth:`to` need not wait for its copies. A
         DataLoader with ``pin_memory=True`` calls this."""
-        return replace(
-            self,
-            tokens=self.tokens.pin_memory(),
-            targets=self.targets.pin_memory(),
-            positions=self.positions.pin_memory(),
-            cu_seqlens=self.cu_seqlens.pin_memory(),
-        )
+        pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in TENSORS}
+        return replace(self, **pinned)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same with what a model reads on a device; lengths stay on the host, where they are
         read."""
-        tokens, targets, positions = (
-            t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.positions)
-        )
-        return replace(self, tokens=tokens, targets=targets, positions=positions)
+        read: Any = {n: getattr(self, n).to(device, non_blocking=True) for n in TENSORS[:3]}
+        return replace(self, **read)
 
 
 def _received(arrays: Sequence[Any], *others: Any) -> PackedBatch:
     tokens, targets, positions, cu_seqlens = map(torch.from_numpy, arrays)
-    batch = PackedBatch(tokens, targets, positions, cu_seqlens, *others)
-    if (pack := batch.packed_by) is not None:
-        know_mask(cu_seqlens.tolist(), pack.causal, pack.window_size, batch.plan.mask)
-    return batch
+    return PackedBatch(tokens, targets, positions, cu_seqlens, *others)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class PackDocuments:
         causal, window_size: of attention, as :func:`.wrap_ring_attn_varlen_func` takes them.
         layout: "balanced" gives ranks the same work; "contiguous" leaves tokens in order.
         whole: give every rank all tokens in order, for what cuts them itself: a module of
-            ``parallelize``, or ``shard_batch`` of the Hugging Face adapter with the batch's layout.
+            ``parallelize``, with ``layout=module.plan.packed_layout``.
         costs: rates that plans are chosen by, and hosts, which "balanced" layouts go by too; give
             those of the group, :func:`.group_costs`, or attention plans again in the step. (With
             ``whole``, "balanced" is the order of an engine, which does not know hosts.)
@@ -132,6 +134,10 @@ class PackDocuments:
     head_dim: int = 128
 
     def __post_init__(self) -> None:
+        # Pairs of any kind, as a config has them, are found by value.
+        heads = head_counts("packed_batches", self.heads)
+        window = window_bounds("packed_batches", self.window_size)
+        vars(self).update(heads=heads, window_size=window)
         if self.layout not in PACKED_LAYOUTS:
             names = ", ".join(PACKED_LAYOUTS)
             raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
@@ -148,11 +154,17 @@ class PackDocuments:
         """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
 
         Raises:
-            ValueError: there are no documents, or one is not a row of integers.
+            ValueError: there are no documents, one is not a row of integers, or all tokens together
+                are fewer than the ranks of a module that is to cut them (``whole``).
         """
         each = [_row(n, document) for n, document in enumerate(documents)]
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
+        if self.whole and (total := sum(map(len, each))) < self.ranks:
+            raise ValueError(
+                f"packed_batches: a batch of {total} tokens cannot be cut over {self.ranks} ranks, "
+                "as whole=True is for; leave it out, or join it with another"
+            )
         started = perf_counter()
         lengths = np.array([len(row) for row in each])
         bounds = np.concatenate([[0], np.cumsum(lengths)])

@@ -4,7 +4,8 @@
 
 flash-attn-4 and Triton compile a kernel when a call of its kind is first met, which takes seconds.
 Which kinds there are depends on dtype, heads, head dims and options, not on lengths: but a document
-that is cut elsewhere may be the first to need one, at any step of a training.
+that is cut elsewhere, or a batch for which ranks share out heads, may be the first to need one, at
+any step of a training.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .core.comm.comm_groups import GroupLike, group_comm
 from .core.kernels import KERNELS, BackwardOperands, Scoring
 from .core.mask import AttnMask
 from .core.merge import rows
+from .core.plan.heads import head_shares
 from .packed_batches import PACKED_LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 
@@ -68,7 +70,6 @@ def warm_up(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     dims = head_dim, v_dim or head_dim
-    sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     like = torch.empty(0, dtype=dtype, device=device)
     hidden = None if comm.rank == 0 else True  # None: where there is a terminal
     with tqdm(desc="warm_up", unit=" kernels", disable=hidden) as progress:
@@ -78,15 +79,18 @@ def warm_up(
             mask = AttnMask.varlen(bounds, causal=causal, window=options.get("window_size", FREE))
             where = PACKED_LAYOUTS[layout](mask, comm.size, comm.costs.topology)
             length = where.sizes[comm.rank]
-            q, k, v = (like.new_zeros(length, *size).requires_grad_() for size in sizes)
+            q, k, v = (
+                like.new_zeros(length, *size).requires_grad_() for size in _sizes(heads, dims)
+            )
             given = {"causal": causal, "process_group": process_group, "layout": where} | options
             out = wrap_ring_attn_varlen_func(q, k, v, bounds.tolist(), bounds.tolist(), **given)
             torch.autograd.backward(out, [torch.zeros_like(each) for each in _each(out)])
         # Those that were called compile what documents of other lengths would need.
         for kernel in _compiling():
-            if kernel.compiled():
-                q, k, v = (like.new_zeros(1, LONG, *size) for size in sizes)
-                out, lse = v.new_zeros(*q.shape[:3], dims[1]), q.new_zeros(1, heads[0], LONG)
+            each = shares(heads, comm.size, comm.rank, options.get("team_size"))
+            for mine in each if kernel.compiled() else ():
+                q, k, v = (like.new_zeros(1, LONG, *size) for size in _sizes(mine, dims))
+                out, lse = v.new_zeros(*q.shape[:3], dims[1]), q.new_zeros(1, mine[0], LONG)
                 dlse = lse.float() if options.get("return_lse") else None
                 for _ in kernel.warm_up(
                     BackwardOperands(out, q, k, v, out, lse.float(), dlse),
@@ -96,6 +100,23 @@ def warm_up(
                 ):
                     progress.update()
     return compiled_kernels() - before
+
+
+def shares(
+    heads: tuple[int, int], ranks: int, rank: int, team_size: int | None
+) -> list[tuple[int, int]]:
+    """Query and key heads of the kernel calls of a rank, one pair for each number of query heads to
+    a key head, which kernels are compiled for. Lengths decide in what teams ranks share out heads,
+    and teams of more ranks than key heads split the query heads of one."""
+    fit = [n for n in range(1, min(ranks, heads[0]) + 1) if ranks % n == 0]
+    each = [head_shares(*heads, n)[rank % n] for n in ([team_size] if team_size else fit)]
+    of_ratio = {share.q_heads // share.kv_heads: share for share in reversed(each)}
+    return [(share.q_heads, share.kv_heads) for share in of_ratio.values()]
+
+
+def _sizes(heads: tuple[int, int], dims: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Heads and head dims of q, k and v."""
+    return (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
 
 
 def _drawn(tokens: int) -> Iterator[np.ndarray[Any, Any]]:

@@ -54,6 +54,7 @@ from customized_ops.ring_attention import (
 from customized_ops.ring_attention.api import transformers as hugging_face
 
 Step = Callable[[PackedBatch], Tensor]  # returns this rank's share of the loss
+Made = tuple[Step, str]  # and the layout that its batches are planned for
 LOSSES_APART = 2e-2  # bf16, of about 12
 COLUMNS = (
     "",
@@ -71,17 +72,17 @@ class Route:
     """A way to train.
 
     Attributes:
-        make: from the model's sizes, what is computed in, and a batch, to a step.
+        make: from the model's sizes, what is computed in, and a batch, to a step and a layout.
         whole: whether a rank is given all tokens.
     """
 
-    make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Step]
+    make: Callable[[LlamaConfig, torch.dtype, Ranks, PackedBatch], Made]
     whole: bool
 
 
 def _called_with_a_group(
     config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch
-) -> Step:
+) -> Made:
     """FSDP2, and attention that is called with a group and the batch's layout."""
     current: list[PackedBatch] = []
 
@@ -100,15 +101,15 @@ def _called_with_a_group(
         current[:] = [batch]
         loss = model(batch.tokens[None], batch.targets[None], batch.positions[None])
         # The mean over this rank's targets, and FSDP's over ranks: weighed by their counts.
-        share = loss * ((batch.targets >= 0).sum() * (ranks.size / batch.target_count))
+        share = loss * ((batch.targets >= 0).sum() * (ranks.size / max(batch.target_count, 1)))
         share.backward()
         update(optimizer)
         return share.detach() / ranks.size
 
-    return step
+    return step, "balanced"
 
 
-def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: PackedBatch) -> Step:
+def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: PackedBatch) -> Made:
     """The model as it is, cut by the engine."""
     model = parallelize(
         _llama(config, ranks, "varlen"),
@@ -128,28 +129,24 @@ def _parallelize(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, batch: P
         update(optimizer)
         return loss.detach() / ranks.size  # each has that of all tokens
 
-    return step
+    return step, model.plan.packed_layout
 
 
-def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Step:
+def _hugging_face(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks, _: PackedBatch) -> Made:
     """FSDP2 of transformers' model, its batch cut by ``shard_batch``."""
     hugging_face.register()
     model = sharded(HfLlama.of(_llama(config, ranks, "varlen")), ranks, dtype)
     optimizer = adam(model)
 
     def step(batch: PackedBatch) -> Tensor:
-        ids, targets, positions = (t[None] for t in (batch.tokens, batch.targets, batch.positions))
-        whole = {"input_ids": ids, "labels": targets, "shift_labels": targets}
-        shard = hugging_face.shard_batch(
-            {**whole, "position_ids": positions}, ranks.group, batch.layout
-        )
+        shard = hugging_face.shard_batch(batch, ranks.group)
         with shard.context():
             share = model(**shard.inputs)  # divided by the targets of all ranks
         (share * ranks.size).backward()  # FSDP divides by the ranks
         update(optimizer)
         return share.detach()
 
-    return step
+    return step, "balanced"
 
 
 def _llama(config: LlamaConfig, ranks: Ranks, attend: str | Attend) -> Llama:
@@ -167,7 +164,7 @@ def _arguments(batch: PackedBatch) -> dict[str, Tensor]:
 ROUTES = {
     "FSDP2 + wrap_ring_attn_varlen_func": Route(_called_with_a_group, whole=False),
     "parallelize": Route(_parallelize, whole=True),
-    "FSDP2 + Hugging Face, shard_batch": Route(_hugging_face, whole=True),
+    "FSDP2 + Hugging Face, shard_batch": Route(_hugging_face, whole=False),
 }
 
 
@@ -209,11 +206,14 @@ def measure(route: Route, config: LlamaConfig, args: argparse.Namespace, ranks: 
     def new(seed: int, count: int) -> Iterator[PackedBatch]:
         drawn = Documents(count, args.tokens, config.vocab, seed)
         made = DataLoader(drawn, batch_size=None, collate_fn=pack, num_workers=2, pin_memory=True)
-        for batch in packed_batches(made, ranks=pack.ranks, rank=pack.rank, **attends):
+        own = {"ranks": pack.ranks, "rank": pack.rank, "layout": pack.layout}
+        for batch in packed_batches(made, **own, **attends):
             yield batch.to(ranks.device)
 
     [first] = new(0, 1)
-    step = route.make(config, dtype, ranks, first)
+    step, layout = route.make(config, dtype, ranks, first)
+    pack = replace(pack, layout=layout)
+    [first] = new(0, 1)
     if ranks.cuda:
         sizes = {"heads": heads, "head_dim": config.head_dim, "dtype": dtype}
         warm_up(args.tokens, **sizes, device=ranks.device, process_group=ranks.group)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from dense import assert_same
+from packed_jobs import counted
 from ranks import Pool, worlds
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
@@ -20,10 +23,16 @@ from hf_models import BY_EAGER, TOKENS, batch, run, tiny
 from transformers import DataCollatorWithFlattening, StaticCache
 
 from annotations.engines.torch import Link, Rates
-from customized_ops.ring_attention import DisagreementError, Layout, packed_batches, run_ranks
+from customized_ops.ring_attention import (
+    DisagreementError,
+    Layout,
+    PackedBatch,
+    packed_batches,
+    run_ranks,
+)
 from customized_ops.ring_attention.api import transformers as seqshard
 from customized_ops.ring_attention.api.transformers import mask as transformers_mask
-from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.api.transformers.mask_function import MaskDescription
 from tests.kernels.conformance import assert_near
 
 # Models whose norms multiply fp32 values, or whose softmax is fp32 in eager mode, are not exact.
@@ -227,7 +236,7 @@ def refused(changed: dict[str, Any], name: str = "llama", case: str = "plain") -
         ({"output_attentions": True}, "output_attentions: the weights are never made"),
         ({"head_mask": torch.ones(4)}, "LlamaAttention passes head_mask, which is not supported"),
         ({"position_bias": torch.ones(4)}, "passes position_bias"),
-        ({"cu_seq_lens_q": torch.tensor([0, 22])}, "give both cu_seq_lens_q and cu_seq_lens_k"),
+        ({"cu_seq_lens_k": torch.tensor([0, 22])}, "give cu_seq_lens_q, and if also"),
         (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 22])), "one row"),
         (
             {
@@ -388,47 +397,126 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         assert f" {split} / {ranks.size}" in plan
 
 
+@pytest.mark.parametrize("lengths_too", [False, True])
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @worlds(cpus=[2], gpus=[2])
-def test_parallelized_with_documents_that_change(ranks: Pool, layers: int) -> None:
-    """One graph, which puts each batch in an order of its own at the inputs, and nowhere else."""
+def test_parallelized_with_documents_that_change(
+    ranks: Pool, layers: int, lengths_too: bool
+) -> None:
+    """One graph, which puts each batch in an order of its own at the inputs, and nowhere else. It
+    finds documents in position ids, or is told their lengths, which are on the host."""
     ranks.run(hf_jobs.imported)
-    lengths = [(22,), (3, 9, 10), (2,) * 11, (15, 7)]
-    for answers, plan in ranks.run(hf_jobs.packed_steps, lengths, layers):
+    lengths = [(2,) * 11, (22,), (3, 9, 10), (15, 7)]
+    for answers, plan, graphs in ranks.run(hf_jobs.packed_steps, lengths, layers, lengths_too):
+        assert graphs == 1
         assert "layout: balanced by document over 22 tokens, permuted once at: " in plan
         assert "natural order again" not in plan
         for alone, got in answers:
             same("llama", got, alone)
 
 
-def test_a_loader_plans_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gives is cut, and attention finds the plan; losses are those of each document."""
-    model = tiny("llama").eval()
-    documents = [[5, 9, 2, 7, 3], [4] * 9, [1, 2, 3], [8]]
+class NoReads(TorchDispatchMode):
+    """Refuses what a GPU would be waited for: a number or a truth that is read from a tensor."""
 
-    def refuse(*_: Any) -> None:
-        raise AssertionError("this was to be planned ahead")
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "read from a tensor"
+        return func(*args, **(kwargs or {}))
 
-    how: Any = {"ranks": 2, "heads": (4, 2), "head_dim": 8, "whole": True}
-    made = [list(packed_batches([documents], rank=rank, **how)) for rank in range(2)]
-    monkeypatch.setattr(plans, "best_plan", refuse)
 
-    def rank(comm: Any) -> Tensor:
+def forwards(
+    batches: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A model's loss of what each rank's shard_batch is given, with its layout; and the tensors
+    among the inputs, there and in its forward, that were copied to the host."""
+    model, copied, to_host = tiny("llama").eval(), list[Tensor](), Tensor.cpu
+
+    def rank(comm: Any) -> tuple[Tensor, list[Tensor]]:
         mine = copy.deepcopy(model)
         mine.set_attn_implementation("seqshard")
-        (batch,) = made[comm.rank]
-        ids, targets, positions = (t[None] for t in (batch.tokens, batch.targets, batch.positions))
-        whole = {"input_ids": ids, "labels": targets, "shift_labels": targets}
-        shard = seqshard.shard_batch({**whole, "position_ids": positions}, comm, batch.layout)
-        with shard.context():
-            return mine(**shard.inputs).loss * batch.target_count
+        given, layout = batches[comm.rank]
+        shard = seqshard.shard_batch(given, comm, layout)
+        with shard.context(), NoReads():
+            loss = mine(**shard.inputs).loss.detach()
+        named = vars(given) if isinstance(given, PackedBatch) else given
+        on_device = [t for t in (*named.values(), *shard.inputs.values()) if isinstance(t, Tensor)]
+        return loss, [t for t in on_device if t is not named.get("cu_seqlens")]
 
-    losses = []
-    for each in documents[:3]:
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "cpu", lambda t: copied.append(t) or to_host(t))
+        losses, inputs = zip(*run_ranks(2, rank), strict=True)
+    places = {t.data_ptr() for each in inputs for t in each}
+    return list(losses), [t for t in copied if t.data_ptr() in places]
+
+
+DOCUMENTS = [[5, 9, 2, 7, 3], [4] * 9, [1, 2, 3], [8]]
+AHEAD: Any = {"ranks": 2, "heads": (4, 2), "head_dim": 8}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_loader_plans_ahead(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gives is cut, and attention finds the plan; losses are those of each document.
+    Position ids are not read: they are known from the lengths."""
+    model, losses = tiny("llama").eval(), []
+    made = [next(packed_batches([DOCUMENTS], rank=n, whole=whole, **AHEAD)) for n in range(2)]
+    with counted() as counts:
+        found, copied = forwards([(batch, None) for batch in made], monkeypatch)
+    assert counts["plans"] == 0 and not copied
+    for each in DOCUMENTS[:3]:
         ids = torch.tensor([each])
         losses.append(model(input_ids=ids, labels=ids).loss * (len(each) - 1))
-    found = sum(run_ranks(2, rank)).item()
-    assert found == pytest.approx(sum(losses).item(), rel=2e-6)
+    expected = sum(losses).item() / made[0].target_count
+    assert sum(found).item() == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "both", "nothing"])
+def test_position_ids_are_read_once_at_most(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at all where lengths are given in their place."""
+    made = next(packed_batches([DOCUMENTS], rank=0, whole=True, **AHEAD))
+    given = {"input_ids": made.tokens[None], "labels": made.targets.clamp(min=0)[None]}
+    if told in ("position_ids", "both"):
+        given["position_ids"] = made.positions[None]
+    if told in ("cu_seq_lens_q", "both"):
+        given["cu_seq_lens_q"] = made.cu_seqlens
+    _, copied = forwards([(dict(given), made.layout)] * 2, monkeypatch)
+    assert len(copied) == (2 if "position_ids" in given else 0)  # once a rank
+
+
+def test_a_packed_batch_on_a_device_is_not_read() -> None:
+    """The device is "meta", from which nothing can be copied."""
+    made = [next(packed_batches([DOCUMENTS], rank=n, **AHEAD)).to("meta") for n in range(2)]
+
+    def rank(comm: Any) -> None:
+        batch = made[comm.rank]
+        shard = seqshard.shard_batch(batch, comm)
+        assert all(shard.inputs[n].is_meta for n in ("input_ids", "position_ids", "shift_labels"))
+        with shard.context() as cut:
+            ids = shard.inputs["position_ids"]
+            cut.check(torch.Size([1, ids.shape[1], 4, 8]), ids)
+            assert cut.batch_mask(MaskDescription(right=0), 1).mask == batch.plan.mask
+            cut.asked.add("mask")
+            with pytest.raises(NotImplementedError):  # of another tensor nothing is known
+                cut.check(torch.Size([1, ids.shape[1], 4, 8]), ids.clone())
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "message"),
+    [
+        (3, None, "laid out over 3 ranks"),
+        (2, "zigzag", "give packed_batches ranks and layout instead"),
+        (2, Layout.contiguous(18, 2), "give packed_batches ranks and layout instead"),
+    ],
+)
+def test_packed_batches_of_other_layouts_are_refused(ranks: int, layout: Any, message: str) -> None:
+    made = next(packed_batches([DOCUMENTS], rank=0, **{**AHEAD, "ranks": ranks}))
+
+    def rank(comm: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            seqshard.shard_batch(made, comm, layout)
+        return str(error.value)
+
+    assert all(message in said for said in run_ranks(2, rank))
 
 
 # Slow enough that "auto" cuts a small model.

@@ -18,6 +18,8 @@ from customized_ops.ring_attention.core.kernels import (
 )
 from customized_ops.ring_attention.core.kernels.adapters import flash4, flash4_blocks
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.heads import head_shares
+from customized_ops.ring_attention.warm_up import shares
 
 HEADS, DIM = (4, 2), 8
 Kind = tuple[Any, ...]
@@ -49,7 +51,9 @@ class Kinds(Library):
         window = [given.get(f"window_size_{side}") is not None for side in ("left", "right")]
         many, single = cu is not None and len(cu) > 257, [n <= 256 for n in longest]
         intervals = None if blocks is None else blocks.__closure__[1].cell_contents
-        self.seen.add((name, given.get("causal"), *window, cu is None, many, *single, intervals))
+        ratio = given["q"].shape[-2] // given["k"].shape[-2]
+        kind = given.get("causal"), *window, cu is None, many, *single, intervals
+        self.seen.add((name, ratio, *kind))
 
 
 @pytest.fixture
@@ -62,11 +66,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Kinds:
     return library
 
 
-def operands(rows: int, keys: int) -> BackwardOperands:
+def operands(rows: int, keys: int, heads: tuple[int, int]) -> BackwardOperands:
     """Without values."""
-    shapes = (rows, HEADS[0]), (keys, HEADS[1]), (keys, HEADS[1])
+    shapes = (rows, heads[0]), (keys, heads[1]), (keys, heads[1])
     q, k, v = (torch.empty(1, *shape, DIM, dtype=torch.bfloat16) for shape in shapes)
-    return BackwardOperands(q, q, k, v, q, torch.empty(1, HEADS[0], rows))
+    return BackwardOperands(q, q, k, v, q, torch.empty(1, heads[0], rows))
 
 
 def documents(draw: np.random.Generator, tokens: int) -> list[int]:
@@ -80,19 +84,21 @@ def documents(draw: np.random.Generator, tokens: int) -> list[int]:
 def test_documents_of_any_lengths_need_no_other_kernel(
     library: Kinds, window: tuple[int, int]
 ) -> None:
-    scoring, windowed = Scoring(1.0), window != (-1, -1)
-    given = operands(2048, 2048)
-    for _ in flash4.warm_up(given, scoring, window=windowed, deterministic=False):
-        pass
+    scoring, windowed, ranks = Scoring(1.0), window != (-1, -1), 8
+    for share in shares(HEADS, ranks, ranks // 2, None):
+        given = operands(2048, 2048, share)
+        for _ in flash4.warm_up(given, scoring, window=windowed, deterministic=False):
+            pass
     made, draw = set(library.seen), np.random.default_rng(0)
-    assert len(made) > 18
+    assert len(made) > 36 and {ratio for _, ratio, *_ in made} == {1, 2}
     for n in range(60):
-        tokens, ranks = int(draw.integers(600, 9000)), int(draw.integers(1, 9))
+        tokens, team = int(draw.integers(600, 9000)), (1, 2, 4)[n % 3]
         bounds = documents(draw, tokens)
         mask = AttnMask.varlen(bounds, causal=True, window=window)
         layout = Layout.contiguous(tokens, ranks) if n % 2 else Layout.balanced(mask, ranks)
-        plan = make_plan(mask, layout, heads=HEADS)
+        plan = make_plan(mask, layout, heads=HEADS, team_size=team)
         mine = plan.rank(ranks // 2)
+        held = head_shares(*HEADS, team)[mine.rank % team]
         for stage in mine.stages:
             keys = plan.k_layout.sizes[mine.rank] if stage.kv is None else stage.kv.tokens
             for slices, hull in (
@@ -101,7 +107,8 @@ def test_documents_of_any_lengths_need_no_other_kernel(
             ):
                 if len(slices):
                     rows = hull[1] - hull[0]
-                    pairs, given = Pairs(slices, rows, keys), operands(rows, keys)
+                    pairs = Pairs(slices, rows, keys)
+                    given = operands(rows, keys, (held.q_heads, held.kv_heads))
                     flash4.forward(ForwardOperands(*given[1:4]), pairs, scoring, None)
                     flash4.backward(given, pairs, scoring, None)
         assert library.seen <= made, (n, bounds, library.seen - made)

@@ -33,6 +33,7 @@ from ..core.comm import Comm
 from ..core.kernels import BackwardOperands, ForwardOperands, Kernel, Scoring, check_name
 from ..core.merge.merge import accumulation_dtype
 from ..core.plan import Plan
+from ..core.plan.plan import check_expected
 from ..core.run import te_cp
 from ..core.run.executor import attention_backward, attention_forward
 from .arguments import agree, agree_on_call, compares_calls
@@ -195,6 +196,7 @@ def _bind(call: AttentionCall, optional: Sequence[Tensor | None], comm: Comm) ->
     started = perf_counter()
     plan, positions = call.plan(comm)
     if comm.size > 1:
+        check_expected(plan)
         plan.rank(comm.rank)
         _PLANNING.add(perf_counter() - started)
     return BoundCall(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
@@ -241,6 +242,9 @@ def _cached_mask(
     window: tuple[int, int],
     sink_tokens: int,
 ) -> AttnMask:
+    if q_ends == k_ends:  # without empty documents, with which graphs fill lengths up
+        q_ends = k_ends = _without_empty(q_ends)
+
     def make() -> AttnMask:
         return AttnMask.varlen(
             q_ends, k_ends, causal=causal, window=window, global_tokens=sink_tokens
@@ -251,9 +255,14 @@ def _cached_mask(
 
 def know_mask(ends: Sequence[int], causal: bool, window: Sequence[int], mask: AttnMask) -> None:
     """Let attention of documents with these cumulative lengths find their mask, which was made
-    elsewhere, as by the worker of a DataLoader."""
-    key = tuple(ends), tuple(ends), causal, tuple(window), 0
-    cached(_MASKS, key, lambda: mask, MOST_MASKS)
+    elsewhere: in a thread, or by the worker of a DataLoader."""
+    held = _without_empty(ends)
+    cached(_MASKS, (held, held, causal, tuple(window), 0), lambda: mask, MOST_MASKS)
+
+
+def _without_empty(ends: Sequence[int]) -> tuple[int, ...]:
+    """Cumulative lengths of the documents that have tokens."""
+    return tuple(end for end, _ in groupby(ends))
 
 
 def _key_positions(q_ends: Ints, k_ends: Ints) -> Ints | None:

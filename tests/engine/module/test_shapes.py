@@ -147,10 +147,26 @@ def test_new_lengths_compile_nothing(two_ranks: Pool, hoist: bool, inductor: boo
         assert error < 1e-10
 
 
-def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool) -> None:
-    batches = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
-    results = [(steps, None) for steps in two_ranks.run(jobs.planned_ahead, batches)]
-    check(results, batches, {"window": -1})
+AHEAD = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("settings", [{"hoist": True}, {"hoist": False}, {}], ids=str)
+def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool, settings: Any, sent: bool) -> None:
+    """For the layout that its plan names, whatever that is: no step makes anything again."""
+    found = two_ranks.run(jobs.planned_ahead, AHEAD, settings, "", sent)
+    check([(steps, None) for steps, _, _ in found], AHEAD, {"window": -1})
+    for _, counts, said in found:
+        assert counts == {"layouts": 0, "masks": 0, "plans": 0} and not said
+
+
+def test_batches_planned_ahead_for_another_layout_are_told(two_ranks: Pool) -> None:
+    found = two_ranks.run(jobs.planned_ahead, AHEAD, {"hoist": False}, "balanced")
+    check([(steps, None) for steps, _, _ in found], AHEAD, {"window": -1})
+    for _, counts, said in found:
+        assert counts["plans"] > 0
+        assert len(said) == 1 and "made ahead for another layout, and" in said[0]
+        assert "layout=module.plan.packed_layout" in said[0]
 
 
 @pytest.mark.slow
@@ -190,9 +206,10 @@ def test_the_last_graphs_are_kept_and_many_are_told_of_once() -> None:
 
 @pytest.mark.slow
 def test_batch_sizes_and_lengths(two_ranks: Pool) -> None:
-    shapes = [(2, 16), (1, 33), (3, 16), (2, 16)]
+    """The first batch size has a graph, all others share one; another length has its own."""
+    shapes = [(3, 16), (4, 16), (5, 16), (2, 16), (3, 16), (1, 33)]
     for results, made in two_ranks.run(jobs.llama_batches, shapes, "cp"):
-        assert made == 3
+        assert made == [1, 2, 2, 2, 2, 3]
         for shape, (loss, gradient) in zip(shapes, results, strict=True):
             model = engine_jobs.tiny_llama("ring")
             one = model(**engine_jobs.sample("ring", *shape))

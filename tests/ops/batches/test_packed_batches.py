@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_same
-from packed_jobs import COSTS, drawn, tensors
+from packed_jobs import COSTS, counted, drawn, forget_batches, tensors
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -38,7 +38,6 @@ from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.run import call_pairs
 from customized_ops.ring_attention.core.topology import Topology
-from customized_ops.ring_attention.op import window_source
 
 HEADS = (4, 2)
 
@@ -75,8 +74,8 @@ def test_every_token_is_on_one_rank_with_its_target(ranks: int, layout: str) -> 
         assert batches[0].target_count == sum(len(row) - 1 for row in given if row)
 
 
-def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
-    """Attention over the batches that a rank is given."""
+def attend(comm: Any, batches: list[Any], whole: list[Any], name: str = "") -> list[Any]:
+    """Attention over the batches that a rank is given; "balanced" asks for the layout by name."""
     results = []
     for batch, parts in zip(batches, whole, strict=True):
         q, k, v = (batch.layout.shard(t, comm.rank, dim=0).requires_grad_() for t in parts)
@@ -88,7 +87,7 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
             batch.cu_seqlens,
             causal=True,
             process_group=comm,
-            layout=batch.layout,
+            layout=name if name == "balanced" else batch.layout,
         )
         out.square().sum().backward()
         results.append((out.detach(), q.grad, k.grad, v.grad))
@@ -109,15 +108,14 @@ def attend(comm: Any, batches: list[Any], whole: list[Any]) -> list[Any]:
 def test_a_plan_made_ahead_for_another_call_is_told(
     wrong: dict[str, Any], said: str | None, sent: bool
 ) -> None:
-    plans._PLANS.clear()
-    plans._AHEAD.clear()
+    forget_batches()
     made = {"heads": HEADS, "head_dim": 8, **wrong}
     of_ranks = [[PackDocuments(2, rank, **made)(BATCHES[1])] for rank in range(2)]
     if sent:
         of_ranks = pickle.loads(pickle.dumps(of_ranks))
     whole = [tensors(of_ranks[0][0], 0)]
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")  # once for each text
         run_ranks(2, lambda comm: attend(comm, of_ranks[comm.rank], whole))
     texts = [str(w.message) for w in caught if "plans again in the step" in str(w.message)]
     assert len(texts) == (said is not None)
@@ -134,38 +132,39 @@ def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
     assert seconds > alone > 0
 
 
+@pytest.mark.parametrize("layout", ["balanced", "contiguous"])
+@pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("hosts", ["2", "4", "2x2", "3,1"])
-def test_attention_finds_the_plans_that_were_made_ahead(
-    hosts: str, monkeypatch: pytest.MonkeyPatch
+def test_attention_finds_what_was_made_ahead(
+    hosts: str, sent: bool, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that came from another process, and over several hosts; results are those of one
+    """In a thread here, or in another process, and over several hosts; results are those of one
     device."""
     topology = Topology.parse(hosts)
     if len(topology.hosts) > 1:
         costs = CostModel(topology=topology, held_shards=4.0)
         monkeypatch.setattr(InProcessComm, "costs", costs)
-    plans._PLANS.clear()
+    forget_batches()
     ranks = topology.size
 
     def packed(comm: Any) -> list[PackedBatch]:
-        own = {"ranks": ranks, "rank": comm.rank, "costs": group_costs(comm)}
+        own = {"ranks": ranks, "rank": comm.rank, "costs": group_costs(comm), "layout": layout}
         return list(packed_batches(BATCHES, heads=HEADS, head_dim=8, **own))
 
     of_ranks = run_ranks(ranks, packed)
-    sent = pickle.dumps(of_ranks)
-    plans._PLANS.clear()
-    window_source._MASKS.clear()
-    of_ranks = pickle.loads(sent)
-    assert len(plans._PLANS) == len(BATCHES)
+    if sent:
+        bytes_of = pickle.dumps(of_ranks)
+        del of_ranks
+        forget_batches()
+        of_ranks = pickle.loads(bytes_of)
+        assert len(plans._PLANS) == len(BATCHES)
     whole = [tensors(batch, seed) for seed, batch in enumerate(of_ranks[0])]
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("this was to be planned ahead")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(plans, "best_plan", refuse)
-        patched.setattr(AttnMask, "varlen", refuse)
+    with counted() as counts:
         found = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole))
+        by_name = run_ranks(ranks, lambda comm: attend(comm, of_ranks[comm.rank], whole, layout))
+    assert counts == {"layouts": 0, "masks": 0, "plans": 0}
+    for (out, *_), (other, *_) in zip(found[0], by_name[0], strict=True):
+        assert torch.equal(out, other)
     for n, batch in enumerate(of_ranks[0]):
         q, k, v = (t.requires_grad_() for t in whole[n])
         cu = batch.cu_seqlens
@@ -408,6 +407,39 @@ def test_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         list(packed_batches(**{"loader": BATCHES, "ranks": 2, "rank": 0, "heads": HEADS} | given))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("heads", [[4, 2], np.array([4, 2])], ids=str)
+def test_heads_are_any_two_integers(heads: Any) -> None:
+    batch = PackDocuments(2, 0, heads, window_size=[5, -1])(BATCHES[0])  # type: ignore[arg-type]
+    pack = PackDocuments(2, 0, HEADS, window_size=(5, -1))
+    assert batch.packed_by == pack and pack.take(batch) is batch
+    mask, layout = batch.plan.mask, batch.layout
+    assert make_plan(mask, layout, heads=heads, team_size=None) is batch.plan
+
+
+@pytest.mark.parametrize("heads", [(4,), 4, "42", (4.0, 2), (4, 2, 1)], ids=str)
+def test_other_heads_are_refused(heads: Any) -> None:
+    said = re.escape(f"heads must be two integers, the query and the key heads, got {heads!r}")
+    with pytest.raises(ValueError, match="packed_batches: " + said):
+        next(packed_batches(BATCHES, ranks=2, rank=0, heads=heads))
+    with pytest.raises(ValueError, match="make_plan: " + said):
+        make_plan(AttnMask.causal(8), Layout.contiguous(8, 2), heads=heads)
+
+
+def test_documents_of_one_token_have_no_target() -> None:
+    batch = PackDocuments(2, 0, HEADS)([[3], [4], [5]])
+    logits = torch.zeros(len(batch.tokens), 9)
+    loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+    assert batch.target_count == 0 and loss / max(batch.target_count, 1) == 0
+
+
+def test_what_a_module_cannot_cut_is_refused() -> None:
+    given: dict[str, Any] = {"ranks": 3, "rank": 0, "heads": HEADS}
+    batches = packed_batches([[[1], [2]]], **given, whole=True)
+    with pytest.raises(ValueError, match=r"a batch of 2 tokens cannot be cut over 3 ranks"):
+        next(batches)
+    assert next(packed_batches([[[1], [2]]], **given)).layout.total == 2
 
 
 def test_what_the_loader_raises_is_raised() -> None:

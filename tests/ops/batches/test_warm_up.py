@@ -1,26 +1,81 @@
-"""``warm_up`` runs on every rank, for any options; on a CPU it has nothing to compile."""
+"""``warm_up`` makes what a training may meet, on every rank, for any options."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from compiling_kernel import CompilingKernel
 
-from customized_ops.ring_attention import compiled_kernels, run_ranks, warm_up
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    compiled_kernels,
+    run_ranks,
+    warm_up,
+    wrap_ring_attn_varlen_func,
+)
+from customized_ops.ring_attention.core.kernels import KERNELS
 
-KIND: dict[str, Any] = {"heads": (4, 2), "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
-CASES: list[tuple[int, dict[str, Any]]] = [
-    (1, {"layout": "contiguous", "v_dim": 4}),
-    (2, {"window_size": (9, 0), "return_lse": True}),
-    (3, {"causal": False, "softcap": 3.0, "deterministic": True}),
+HEADS, DIM = (4, 2), 8
+KIND: dict[str, Any] = {"heads": HEADS, "head_dim": DIM, "dtype": torch.float32, "device": "cpu"}
+# Ranks, options of attention, head dim of v, and kinds that are compiled: a forward and a backward
+# for each number of query heads to a key head that a rank may have: one in a team of more ranks
+# than the two key heads, and two otherwise.
+CASES: list[tuple[int, dict[str, Any], int, int]] = [
+    (1, {}, 4, 2),
+    (2, {"window_size": (9, 0), "return_lse": True}, DIM, 2),
+    (3, {"causal": False, "softcap": 3.0, "deterministic": True}, DIM, 4),
+    (4, {}, DIM, 4),
+    (4, {"team_size": 2}, DIM, 2),
+    (4, {"team_size": 4}, DIM, 2),
+    (4, {"window_size": (9, 0)}, DIM, 4),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options"), CASES, ids=str)
-def test_all_ranks_attend_what_a_training_might(ranks: int, options: dict[str, Any]) -> None:
-    made = run_ranks(ranks, lambda comm: warm_up(48, process_group=comm, **KIND, **options))
-    assert made == [0] * ranks and compiled_kernels() == 0
+@pytest.mark.filterwarnings("ignore:Layout.balanced")
+@pytest.mark.parametrize(("ranks", "options", "v_dim", "kinds"), CASES, ids=str)
+def test_no_documents_need_a_kernel_after_it(
+    ranks: int, options: dict[str, Any], v_dim: int, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their lengths, and in whatever teams ranks share out heads."""
+    kernel = CompilingKernel()
+    monkeypatch.setitem(KERNELS, kernel.NAME, kernel)
+    how = {"kernel": kernel.NAME, **options}
+    teams = [n for n in range(1, 5) if ranks % n == 0]
+    teams = [options["team_size"]] if "team_size" in options else teams
+
+    def train(comm: Any) -> None:
+        draw = np.random.default_rng(1)
+        for n in range(12):
+            ends = np.cumsum(draw.integers(0, 30, draw.integers(1, 6)) + 1)
+            given = {"causal": True} | how | {"team_size": teams[n % len(teams)]}
+            mask = AttnMask.varlen(
+                [0, *ends], causal=given["causal"], window=given.get("window_size", (-1, -1))
+            )
+            layout = (Layout.balanced(mask, ranks), Layout.contiguous(mask.q_len, ranks))[n % 2]
+            rows, cu = layout.sizes[comm.rank], [0, *ends.tolist()]
+            q, k, v = (
+                torch.zeros(rows, h, d).requires_grad_()
+                for h, d in ((HEADS[0], DIM), (HEADS[1], DIM), (HEADS[1], v_dim))
+            )
+            where = {"process_group": comm, "layout": layout}
+            out = wrap_ring_attn_varlen_func(q, k, v, cu, cu, **given, **where)
+            sum(each.sum() for each in (out if isinstance(out, tuple) else (out,))).backward()
+
+    def warmed(comm: Any) -> int:
+        return warm_up(48, process_group=comm, **KIND, v_dim=v_dim, **how)
+
+    before = compiled_kernels()
+    made = run_ranks(ranks, warmed)
+    assert compiled_kernels() - before == len(kernel.kinds) == kinds
+    assert max(made) == kinds if ranks == 1 else 0 <= max(made) <= kinds
+    assert run_ranks(ranks, warmed) == [0] * ranks
+    assert kernel.windows == {"window_size" in options}
+    run_ranks(ranks, train)
+    assert len(kernel.kinds) == kinds
 
 
 def test_what_the_op_refuses() -> None:

@@ -139,16 +139,25 @@ def parallelized(
 
 
 def packed_steps(
-    lengths: Sequence[Sequence[int]], layers: int
-) -> tuple[list[tuple[Answer, Answer]], str]:
-    """One parallelized Llama on batches of these documents, each alone and over the ranks."""
+    lengths: Sequence[Sequence[int]], layers: int, lengths_too: bool = False
+) -> tuple[list[tuple[Answer, Answer]], str, int]:
+    """One parallelized Llama on batches of these documents, each alone and over the ranks; its
+    plan, and how many graphs it has.
+
+    Args:
+        lengths_too: pass cumulative lengths beside position ids, on the host.
+    """
     model = hf_models.tiny("llama", layers=layers).to(device())
     model.set_attn_implementation("seqshard")
     batches = []
     for each in lengths:
         given = hf_models.batch("plain", 1, sum(each))
         given["position_ids"] = torch.cat([torch.arange(n) for n in each])[None]
-        batches.append({n: t.to(device()) for n, t in given.items()})
+        given = {n: t.to(device()) for n, t in given.items()}
+        if lengths_too:
+            ends = torch.tensor([0, *each]).cumsum(0).to(torch.int32)
+            given["cu_seq_lens_q"] = ends
+        batches.append(given)
     size = dist.get_world_size()
     config = ComputeConfig(size, size, pas_config={"hoist": True})
     module = parallelize(Loss(model), batches[0], "cp", config)
@@ -163,7 +172,7 @@ def packed_steps(
                 module.sync_grad()
             both.append(on_cpu({"loss": loss.detach(), **whole(hf_models.gradients(each))}))
         answers.append((both[0], both[1]))
-    return answers, str(module.plan)
+    return answers, str(module.plan), len(module._programs.plans)
 
 
 def whole(answer: Answer) -> Answer:

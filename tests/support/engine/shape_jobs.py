@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,6 +13,7 @@ from unittest import mock
 import engine_jobs
 import torch
 import torch.distributed as dist
+from packed_jobs import counted, forget_batches
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -25,7 +28,6 @@ from customized_ops.ring_attention import (
     wrap_maybe_unshuffle,
     wrap_ring_attn_varlen_func,
 )
-from customized_ops.ring_attention.core.plan import plan as plans
 
 
 class Packed(nn.Module):
@@ -149,39 +151,55 @@ def compilations(
     return counts, max(errors)
 
 
-def planned_ahead(batches: Sequence[Sequence[int]]) -> list[tuple[float, Tensor]]:
-    """Losses and a gradient of batches that a loader planned; nothing is planned in a step."""
+def planned_ahead(
+    batches: Sequence[Sequence[int]], settings: Any, layout: str = "", sent: bool = False
+) -> tuple[list[tuple[float, Tensor]], dict[str, int], list[str]]:
+    """Losses and a gradient of batches that a loader planned, "sent" by a worker; how often what it
+    made was made again in a step; and what was said of that.
+
+    Args:
+        layout: "" for the one that the module's plan names.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
-    documents = [[[0] * n for n in lengths] for lengths in batches]
-    heads = {"heads": (2, 2), "whole": True, "ranks": size, "rank": rank}
-    made = list(packed_batches(documents, **heads))
-    config = ComputeConfig(size, size, pas_config={"hoist": True})
+    config = ComputeConfig(size, size, pas_config=settings)
     parallel = parallelize(Packed(window=-1), batch(batches[0]), "cp", config)
+    layout = layout or parallel.plan.packed_layout
+    documents = [[[0] * n for n in lengths] for lengths in batches]
+    attends = {"heads": (2, 2), "head_dim": 4, "whole": True, "layout": layout}
+    forget_batches()
+    made = list(packed_batches(documents, **attends, ranks=size, rank=rank))
+    if sent:
+        bytes_of = pickle.dumps(made)
+        del made
+        forget_batches()
+        made = pickle.loads(bytes_of)
     results = []
-    with mock.patch.object(plans, "best_plan", side_effect=AssertionError("planned in a step")):
+    with counted() as counts, warnings.catch_warnings(record=True) as caught:
         for lengths, ahead in zip(batches, made, strict=True):
             parallel.zero_grad()
             loss = parallel(batch(lengths)["x"], ahead.cu_seqlens)
             loss.backward()
             parallel.sync_grad()
             results.append((loss.item(), parallel.into.weight.grad.clone()))
-    return results
+    said = [str(w.message) for w in caught if "plans again in the step" in str(w.message)]
+    return results, counts, said
 
 
-def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], int]:
-    """A Llama over [batch, length] of changing sizes."""
+def llama_batches(shapes: Sequence[tuple[int, int]], policy: str) -> tuple[list[Any], list[int]]:
+    """A Llama over [batch, length] of changing sizes, and how many graphs there were after each."""
     model = engine_jobs.tiny_llama("ring")
     ranks = dist.get_world_size()
     first = engine_jobs.sample("ring", *shapes[0])
     parallel = parallelize(model, first, policy, ComputeConfig(ranks, ranks))
-    results = []
+    results, graphs = [], []
     for shape in shapes:
         parallel.zero_grad()
         loss = parallel(**engine_jobs.sample("ring", *shape))
         loss.backward()
         parallel.sync_grad()
         results.append((loss.item(), next(parallel.parameters()).grad.clone()))
-    return results, len(parallel._programs.plans)
+        graphs.append(len(parallel._programs.plans))
+    return results, graphs
 
 
 def traced(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +13,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from customized_ops.ring_attention import packed_batches, wrap_ring_attn_varlen_func
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    packed_batches,
+    wrap_ring_attn_varlen_func,
+)
 from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.dist_comm import COSTS as RATES
 from customized_ops.ring_attention.core.comm.dist_comm import HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.topology import Topology
+from customized_ops.ring_attention.op import bound, window_source
+from customized_ops.ring_attention.op.tokens import call_layouts
 
 HEADS = (4, 2)
 # What a step costs decides whether rows are given away, and whether ranks share out heads; of
@@ -27,6 +36,34 @@ COSTS = (
     CostModel(forward_flops=1e6, backward_flops=1e6, call_seconds=0.0),
     CostModel(1e9, 1e9, link_bytes=2e7, step_seconds=0.0, call_seconds=0.0),
 )
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often inside a layout, a mask and a plan of documents are made."""
+    counts = {"layouts": 0, "masks": 0, "plans": 0}
+
+    def counting(name: str, made: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return made(*args, **kwargs)
+
+        return count
+
+    with (
+        patch.object(Layout, "balanced", counting("layouts", Layout.balanced)),
+        patch.object(AttnMask, "varlen", counting("masks", AttnMask.varlen)),
+        patch.object(plans, "best_plan", counting("plans", plans.best_plan)),
+    ):
+        yield counts
+
+
+def forget_batches() -> None:
+    """As in a process in which no batch was made."""
+    for known in (plans._PLANS, plans._AHEAD, plans._LAST, window_source._MASKS):
+        known.clear()
+    call_layouts._BALANCED.clear()
+    bound._bound.clear()
 
 
 def tensors(batch: Any, seed: int) -> list[torch.Tensor]:

@@ -98,6 +98,13 @@ class EnginePlan:
         """Predicted for a step, without the optimizer."""
         return sum(row.seconds * n for row, n in self.rows)
 
+    @property
+    def packed_layout(self) -> str:
+        """The ``layout`` of ``packed_batches(..., whole=True)`` by which attention over packed
+        documents, cut on the sequence, finds what was planned ahead: "balanced" where the graph
+        puts tokens in an order of each batch's own, "contiguous" where it keeps natural order."""
+        return "balanced" if self.hoisted else "contiguous"
+
     def __str__(self) -> str:
         lines = [("op", "count", "split", "what moves", "forward", "backward", "us")]
         lines += [

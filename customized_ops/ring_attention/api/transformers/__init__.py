@@ -27,7 +27,7 @@ from ...op.tokens.lengths import on_host
 from ..peer_calls import NOT_ABOUT_ATTENTION
 from . import mixers, traced
 from .cut import Cut, current_cut, refuse_part, sequence_parallel
-from .mask import Mask, is_traced, make_mask, maskless
+from .mask import Mask, is_traced, leave_documents_to_cut, make_mask, maskless
 from .mask_function import TITLE
 from .shard import Shard, shard_batch, sum_gradients, sum_over_ranks
 
@@ -64,6 +64,7 @@ def register() -> None:
         ) from error
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, model_mask)
+    leave_documents_to_cut()
 
 
 @torch.compiler.disable
@@ -190,11 +191,11 @@ def _check_window(mask: Mask, sliding_window: int | None) -> None:
 
 
 def _same_documents(cu_q: Tensor | None, cu_k: Tensor | None) -> Tensor | None:
-    if cu_q is cu_k:
+    if cu_k is None or cu_q is cu_k:  # keys are those of the queries
         return cu_q
-    if cu_q is None or cu_k is None or cu_q.shape != cu_k.shape:
+    if cu_q is None or cu_q.shape != cu_k.shape:
         raise ArgumentError(
-            f"{TITLE}: give both cu_seq_lens_q and cu_seq_lens_k, of the same documents"
+            f"{TITLE}: give cu_seq_lens_q, and if also cu_seq_lens_k, of the same documents"
         )
     # In a captured graph neither can be read: as a collator makes them they are the same.
     if not is_traced(cu_q) and not np.array_equal(on_host(cu_q), on_host(cu_k)):

@@ -22,6 +22,7 @@ from ...core.mask import AttnMask
 from ...core.mask.slices import UNBOUNDED, Slices
 from ...masked_attn import wrap_masked_attn_func
 from ...op.arguments import ArgumentError
+from ...op.tokens.lengths import known_values
 from ...ring_attn import wrap_ring_attn_func
 from .mask_function import TITLE, MaskDescription
 
@@ -180,10 +181,11 @@ def repeated(layout: Layout, batch: int) -> Layout:
 
 
 def host_copy(tensor: Tensor) -> Ints:
-    """An integer or bool tensor as int64 on the host. It is copied at each call, unlike
-    ``cu_seqlens``: a CUDA graph's replay changes a tensor that a model makes, but not its version.
-    """
-    return tensor.detach().cpu().numpy().astype(np.int64)
+    """An integer or bool tensor as int64 on the host. What was not made from known values is copied
+    at each call, unlike ``cu_seqlens``: a CUDA graph's replay changes a tensor that a model makes,
+    but not its version."""
+    known = known_values(tensor)
+    return tensor.detach().cpu().numpy().astype(np.int64) if known is None else known
 
 
 def check_ends(title: str, ends: Ints, total: int) -> None:

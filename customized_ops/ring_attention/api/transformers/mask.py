@@ -28,7 +28,7 @@ from .batch_mask import (
     host_copy,
     numbered,
 )
-from .cut import current_cut
+from .cut import current_cut, running_cut
 from .mask_function import TITLE, MaskDescription, read_mask_function
 
 
@@ -234,6 +234,21 @@ def maskless(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Mask:
     left = -1 if window is None else window - 1
     description = MaskDescription(left, 0 if causal else left)
     return Mask(description, q.shape[0], q_len, k_len, k_len - q_len)
+
+
+def leave_documents_to_cut() -> None:
+    """Where tokens are cut over ranks, skip transformers' own search for documents: it waits for
+    the device, and of a part of the tokens it says nothing."""
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        return original(position_ids) if running_cut() is None else None
+
+    find._seqshard = True  # type: ignore[attr-defined]
+    if not hasattr(original, "_seqshard"):
+        masking_utils.find_packed_sequence_indices = find
 
 
 def is_traced(q: Tensor) -> bool:

@@ -20,11 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core.arrays import Ints
+from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, group_comm
+from ...core.index_table import IndexTable
 from ...core.layout import Layout
 from ...op.arguments import ArgumentError
-from ...op.tokens.lengths import on_host
-from .batch_mask import check_ends
+from ...op.tokens.lengths import know_values, on_host
+from ...packed_batches import PackedBatch
+from .batch_mask import check_ends, host_copy
 from .cut import Cut, mark_part, sequence_parallel
 
 IGNORED = -100  # the label of tokens that do not count
@@ -42,12 +46,13 @@ class Shard:
         inputs: the model's arguments by name: its tokens, their position_ids, and, where the batch
             has labels, what makes the model's loss this rank's share of the mean over the batch.
         layout: which tokens of each row each rank holds.
-        whole: position_ids and attention_mask of the whole sequence, None where there are none.
+        whole: position_ids and attention_mask of the whole sequence, on the host; None where there
+            is no such mask.
     """
 
     inputs: Mapping[str, Any]
     layout: Layout
-    whole: tuple[Tensor | None, Tensor | None]
+    whole: tuple[Tensor, Tensor | None]
     group: GroupLike
     dropout_seed: int | None
 
@@ -64,9 +69,9 @@ class Shard:
 
 
 def shard_batch(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | PackedBatch,
     group: GroupLike,
-    layout: str | Layout = "zigzag",
+    layout: str | Layout | None = None,
     *,
     dropout_seed: int | None = None,
 ) -> Shard:
@@ -75,16 +80,83 @@ def shard_batch(
     Labels are shifted before they are cut, so each token's label is the next one of the whole
     sequence, and the count that losses are divided by is that of the whole batch.
 
+    Of a :class:`.PackedBatch`, and where cu_seq_lens_q is on the host and position_ids are left
+    out, the host waits for no device, here and in the model's attention. Otherwise it waits once
+    for each of position_ids and attention_mask that is on a device, here.
+
     Args:
         batch: the same whole batch on every rank: input_ids [b, l] or inputs_embeds [b, l, d]; if
             there, labels [b, l], or shift_labels, shifted already; position_ids, attention_mask
-            (2-dimensional) and cu_seq_lens_q and _k as transformers has them.
+            (2-dimensional) and cu_seq_lens_q and _k as transformers has them. Or what
+            :func:`.packed_batches` gave this rank: its own tokens, or all.
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
-        layout: ``"zigzag"``, ``"contiguous"``, ``"striped"``, or a Layout of l tokens.
+        layout: ``"zigzag"``, which is taken for None, ``"contiguous"``, ``"striped"``, or a Layout
+            of l tokens. A PackedBatch has its own: give None, or the same.
         dropout_seed: see :func:`sequence_parallel`.
     Raises:
         ValueError: an entry that is not one of these, or that is not of l tokens; names it.
     """
+    comm = group_comm(group)
+    given: Mapping[str, Any]
+    if isinstance(batch, PackedBatch):
+        where, is_cut = _layout_of_packed(batch, layout, comm)
+        given, positions, padding = _entries(batch), _positions(batch.cu_seqlens), None
+    else:
+        where, is_cut, given = _layout_of(batch, layout, comm), False, batch
+        positions, padding = _position_ids(batch, where.total), batch.get("attention_mask")
+    whole = {name: given[name] for name in CUT_ENTRIES if given.get(name) is not None}
+    kept = {name: given[name] for name in KEPT_ENTRIES if name in given}
+    if "labels" in whole and "shift_labels" not in whole:
+        whole["shift_labels"] = F.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
+    if "labels" in whole and "num_items_in_batch" not in kept:
+        kept["num_items_in_batch"] = (whole["shift_labels"] != IGNORED).sum()
+    mine = positions[:, where.positions(comm.rank)]
+    if given.get("position_ids") is not None:
+        whole["position_ids"] = given["position_ids"]
+    cut = {n: t if is_cut else where.shard(t, comm.rank).contiguous() for n, t in whole.items()}
+    if "position_ids" not in cut:
+        cut["position_ids"] = IndexTable(mine).on(next(iter(cut.values())).device)
+    know_values(cut["position_ids"], mine)
+    # Some models hand the one on to attention, some the other.
+    for each in (cut["position_ids"], kept.get("num_items_in_batch")) if comm.size > 1 else ():
+        mark_part(each)
+    inputs = {"use_cache": False, **cut, **kept}
+    told = torch.from_numpy(positions), None if padding is None else padding.cpu()
+    return Shard(inputs, where, told, group, dropout_seed)
+
+
+def _layout_of_packed(
+    batch: PackedBatch, layout: str | Layout | None, comm: Comm
+) -> tuple[Layout, bool]:
+    """A batch's layout, and whether it has this rank's tokens alone."""
+    where, held = batch.layout, len(batch.tokens)
+    if layout not in (None, where) or where.group_size != comm.size:
+        raise ArgumentError(
+            f"shard_batch: the PackedBatch is laid out over {where.group_size} ranks as {where}; "
+            f"the group has {comm.size}, and layout is {layout!r}: give packed_batches ranks and "
+            "layout instead"
+        )
+    if held not in (where.total, where.sizes[comm.rank]):
+        raise ArgumentError(
+            f"shard_batch: the PackedBatch has {held} tokens, but rank {comm.rank} holds "
+            f"{where.sizes[comm.rank]} of {where.total} in its layout {where}"
+        )
+    return where, held < where.total
+
+
+def _entries(batch: PackedBatch) -> dict[str, Tensor]:
+    """A batch as transformers names it."""
+    targets, count = batch.targets[None], max(batch.target_count, 1)
+    return {
+        "input_ids": batch.tokens[None],
+        "labels": targets,
+        "shift_labels": targets,
+        "position_ids": batch.positions[None],
+        "num_items_in_batch": torch.full((), count, device=targets.device),
+    }
+
+
+def _layout_of(batch: Mapping[str, Any], layout: str | Layout | None, comm: Comm) -> Layout:
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ArgumentError("shard_batch: the batch has neither input_ids nor inputs_embeds")
@@ -94,31 +166,16 @@ def shard_batch(
         )
     total = tokens.shape[1]
     _check_entries(batch, total)
-    comm = group_comm(group)
-    if isinstance(layout, str):
-        kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
-        if layout not in kinds:
-            raise ArgumentError(
-                f"shard_batch: layout must be {', '.join(kinds)} or a Layout, as "
-                f"Layout.balanced(mask, ranks) makes one, got {layout!r}"
-            )
-        layout = kinds[layout](total, comm.size)
-    assert isinstance(layout, Layout)
-    whole = {name: batch[name] for name in CUT_ENTRIES if batch.get(name) is not None}
-    positions = _position_ids(batch, total, tokens.device)
-    whole["position_ids"] = positions
-    kept = {name: batch[name] for name in KEPT_ENTRIES if name in batch}
-    if "labels" in whole:
-        shifted = F.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
-        whole.setdefault("shift_labels", shifted)
-        counted = (whole["shift_labels"] != IGNORED).sum()
-        kept.setdefault("num_items_in_batch", counted)
-    cut = {name: layout.shard(t, comm.rank).contiguous() for name, t in whole.items()}
-    # Some models hand the one on to attention, some the other.
-    for each in (cut["position_ids"], kept.get("num_items_in_batch")) if comm.size > 1 else ():
-        mark_part(each)
-    inputs = {"use_cache": False, **cut, **kept}
-    return Shard(inputs, layout, (positions, batch.get("attention_mask")), group, dropout_seed)
+    if isinstance(layout, Layout):
+        return layout
+    kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
+    if layout is not None and layout not in kinds:
+        raise ArgumentError(
+            f"shard_batch: layout must be {', '.join(kinds)} or a Layout, as "
+            f"Layout.balanced(mask, ranks) makes one, got {layout!r}"
+        )
+    made: Layout = kinds[layout or "zigzag"](total, comm.size)
+    return made
 
 
 def _check_entries(batch: Mapping[str, Any], total: int) -> None:
@@ -140,23 +197,30 @@ def _check_entries(batch: Mapping[str, Any], total: int) -> None:
         )
 
 
-def _position_ids(batch: Mapping[str, Any], total: int, device: torch.device) -> Tensor:
+def _position_ids(batch: Mapping[str, Any], total: int) -> Ints:
     """Of the whole sequence, [b or 1, l]; they restart where documents begin."""
     given, ends = batch.get("position_ids"), batch.get("cu_seq_lens_q")
+    known = None if given is None else host_copy(given)
     if ends is None:
-        return torch.arange(total, device=device)[None] if given is None else given
+        return np.arange(total)[None] if known is None else known
     other = batch.get("cu_seq_lens_k")
-    bounds = on_host(torch.as_tensor(ends))
+    ends = torch.as_tensor(ends)
+    bounds = on_host(ends)
     if other is not None and not np.array_equal(bounds, on_host(torch.as_tensor(other))):
         raise ArgumentError("shard_batch: cu_seq_lens_q and cu_seq_lens_k name different documents")
     check_ends("shard_batch", bounds, total)
-    local = np.arange(total) - np.repeat(bounds[:-1], np.diff(bounds))
-    made = torch.from_numpy(local)[None].to(device)
-    if given is None:
+    made = _positions(ends)
+    if known is None:
         return made
-    if not torch.equal(torch.diff(given) != 1, torch.diff(made) != 1):
+    if not np.array_equal(np.diff(known) != 1, np.diff(made) != 1):
         raise ArgumentError("shard_batch: cu_seq_lens_q and position_ids name different documents")
-    return given
+    return known
+
+
+def _positions(cu_seqlens: Tensor) -> Ints:
+    """[1, l], of each token in its document."""
+    ends = on_host(cu_seqlens)
+    return (np.arange(ends[-1]) - np.repeat(ends[:-1], np.diff(ends)))[None]
 
 
 def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:

@@ -6,6 +6,7 @@ ids that no input reaches, as those that a model makes for itself, are known all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def attend(
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ArgumentError(f"{TITLE}: cu_seq_lens_q goes with one row, got {q.shape[0]}")
-        return _by_documents(q, k, v, cu_seqlens[None], **windowed)
+        return _by_documents(q, k, v, [cu_seqlens], **windowed)
     positions = mask.position_ids(position_ids)
     if positions is not None and (positions.ndim != 2 or not description.causal):
         positions = None
@@ -62,7 +63,7 @@ def attend(
             "supported; leave out position_ids"
         )
     lengths = cumulative(positions.expand(q.shape[0], -1))
-    return _by_documents(q, k, v, lengths, **windowed)
+    return _by_documents(q, k, v, lengths.unbind(0), **windowed)
 
 
 def _refuse(mask: Mask, q: Tensor, k: Tensor) -> None:
@@ -91,11 +92,13 @@ def _of_known(mask: Mask, positions: Ints | None) -> BatchMask:
     return batch_mask(mask.description, tokens, mask.batch)
 
 
-def _by_documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> Tensor:
-    """Each row of the batch by its documents; cu_seqlens [b, documents + 1]."""
+def _by_documents(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Tensor], **options: Any
+) -> Tensor:
+    """Each row of the batch by the cumulative lengths of its documents."""
     rows: Any = [
         wrap_ring_attn_varlen_func(q[n], k[n], v[n], cu, cu, **options)
-        for n, cu in enumerate(cu_seqlens.unbind(0))
+        for n, cu in enumerate(lengths)
     ]
     return torch.stack(rows)
 

@@ -15,8 +15,10 @@ the query heads that read one key head, which is sent to several ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import index
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -59,6 +61,18 @@ class Sizes(NamedTuple):
     def result_bytes(self, heads: Count) -> Count:
         """A row of the output, and its lse."""
         return heads * (self.v_dim * self.itemsize + self.wide_itemsize)
+
+
+def head_counts(title: str, heads: Sequence[int]) -> tuple[int, int]:
+    """Query and key heads, from any two integers; raises ValueError, which begins with ``title``,
+    of anything else."""
+    try:
+        q_heads, kv_heads = map(index, heads)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{title}: heads must be two integers, the query and the key heads, got {heads!r}"
+        ) from None
+    return q_heads, kv_heads
 
 
 class HeadShare(NamedTuple):

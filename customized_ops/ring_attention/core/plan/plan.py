@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from threading import Lock
@@ -25,7 +26,7 @@ from ..mask import AttnMask
 from .choose.request import PlanRequest
 from .choose.search import ASSIGNMENTS, best_plan
 from .cost import H200, CostModel
-from .heads import Sizes
+from .heads import Sizes, head_counts
 from .plan_value import PlanValue
 from .report import picture, text
 from .simulate import Timeline, simulate
@@ -34,8 +35,8 @@ from .simulate import Timeline, simulate
 # ones longer: a batch has one or two for all its layers. One of many pieces may take megabytes.
 _PLANS: WeakValueDictionary[PlanRequest, Plan] = WeakValueDictionary()
 _LAST: deque[Plan] = deque(maxlen=64)
-# Of plans made ahead, those that no call has found yet, by mask and layouts.
-_AHEAD: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
+# The last plan of each mask that was made ahead.
+_AHEAD: WeakValueDictionary[AttnMask, Plan] = WeakValueDictionary()
 _LOCK = Lock()
 _OF_PARENTS: list[list[Plan]] = []  # see _after_fork
 # What a plan has beside what was asked for.
@@ -60,10 +61,12 @@ class Plan(PlanValue):
         request: what it was made for; None of a plan that :func:`make_plan` did not return.
         planning_seconds: what making it took, where it was made; of a batch planned ahead, with its
             mask, its layout and the rank's own part. A batch of new lengths costs that.
+        made_ahead: whether a batch was planned with it before a call asked for it.
     """
 
     request: PlanRequest | None = field(default=None, repr=False)
     planning_seconds: float = field(default=0.0, repr=False)
+    made_ahead: bool = field(default=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = {name: getattr(self, name) for name in MADE}
@@ -139,7 +142,7 @@ def make_plan(
     *,
     assignment: str = "auto",
     stages: int | None = None,
-    heads: tuple[int, int] = (32, 8),
+    heads: Sequence[int] = (32, 8),
     head_dim: int = 128,
     v_dim: int | None = None,
     batch: int = 1,
@@ -181,10 +184,10 @@ def make_plan(
         costs: rates to choose by.
     Raises:
         LayoutError: a layout's total is not the mask's length, or the groups differ in size.
-        ValueError: unknown ``assignment``, negative ``stages``, ``team_size`` does not divide the
-            ranks or is too large, heads that are split are no multiple of one another,
-            ``head_groups`` is not 1 to the key heads, or more than 1 with heads split, or a head
-            dim or the batch is below 1.
+        ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``,
+            ``team_size`` does not divide the ranks or is too large, heads that are split are no
+            multiple of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
+            heads split, or a head dim or the batch is below 1.
     """
     request = PlanRequest(
         mask,
@@ -192,7 +195,7 @@ def make_plan(
         q_layout if k_layout is None else k_layout,
         assignment,
         stages,
-        heads,
+        head_counts("make_plan", heads),
         team_size,
         head_groups,
         costs,
@@ -205,10 +208,7 @@ def make_plan(
 def _make_plan(request: PlanRequest) -> Plan:
     """The plan for a request, made once for all layers of a batch; by any thread."""
     plan = _PLANS.get(request)
-    ahead = _AHEAD.pop(request.over, None)
     if plan is None:
-        if ahead is not None and ahead.request is not None:
-            _warn_of_other(ahead.request, request)
         started = perf_counter()
         plan = best_plan(Plan, request)
         object.__setattr__(plan, "request", request)
@@ -218,22 +218,29 @@ def _make_plan(request: PlanRequest) -> Plan:
 
 
 def expect(plan: Plan, seconds: float = 0.0) -> None:
-    """A plan was made ahead, in so many seconds with all that belongs to it: a call over its mask
-    and layouts that asks for another is told."""
+    """A plan was made ahead, in so many seconds with all that belongs to it."""
     object.__setattr__(plan, "planning_seconds", max(seconds, plan.planning_seconds))
-    if plan.request is not None:
-        _AHEAD[plan.request.over] = plan
+    object.__setattr__(plan, "made_ahead", True)
+    _AHEAD[plan.mask] = plan
 
 
-def _warn_of_other(made: PlanRequest, asked: PlanRequest) -> None:
+def check_expected(plan: Plan) -> None:
+    """Warn where the plan of a call had to be made, though one of its mask was made ahead."""
+    ahead = None if plan.made_ahead else _AHEAD.get(plan.mask)
+    if ahead is None or ahead.request is None or plan.request is None:
+        return
+    made, asked = ahead.request, plan.request
     names = [f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name)]
-    there, here = (
-        ", ".join(f"{name}={getattr(request, name)}" for name in names) for request in (made, asked)
-    )
+    shown = [name for name in names if not name.endswith("layout")]  # others with each batch
+    there = ["another layout"] if len(shown) < len(names) else []
+    there += [f"{name}={getattr(made, name)}" for name in shown]
+    here = [f"{name}={getattr(asked, name)}" for name in shown]
     warnings.warn(
-        f"attention plans again in the step: the plan of this batch was made ahead for {there}, "
-        f"and the call is of {here}; give packed_batches, or PackDocuments, the model's heads and "
-        "head_dim, and costs=group_costs(process_group)",
+        "attention plans again in the step: the plan of this batch was made ahead for "
+        f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
+        "packed_batches, or PackDocuments, the model's heads and head_dim, "
+        "costs=group_costs(process_group), and the layout that the call has: for a module of "
+        "parallelize layout=module.plan.packed_layout",
         stacklevel=2,
     )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from annotations.library.cached_calls import cached
 
 from ...core.arrays import Ints
 from ...core.comm import Comm
@@ -33,25 +36,50 @@ def by_lengths(spec: str) -> bool:
 
 def layout_by_lengths(spec: str, ends: Ints, ranks: int) -> Layout:
     """The layout that such a name stands for, of documents with these cumulative lengths."""
-    total = int(ends[-1])
     if spec == BY_DOCUMENT:
-        return Layout.zigzag(total, ranks, ends)
-    return _balanced(np.asarray(ends).tobytes(), int(spec.removeprefix(BALANCED)), ranks)
+        return Layout.zigzag(int(ends[-1]), ranks, ends)
+    parts = int(spec.removeprefix(BALANCED))
+
+    def make() -> Layout:
+        mask = AttnMask.varlen(ends, causal=True)  # as nearly all attention over documents is
+        return _contiguous_parts(balanced_layout(mask, parts), ranks)
+
+    return cached(_BALANCED, (_lengths_key(ends), parts, ranks), make, MOST_LAYOUTS)
 
 
-@lru_cache(maxsize=64)
+MOST_LAYOUTS = 64
+# By documents and ranks, or by mask, ranks and hosts: for all layers of a batch.
+_BALANCED: dict[tuple[Any, ...], Layout] = {}
+
+
 def balanced_layout(mask: AttnMask, ranks: int, topology: Topology | None = None) -> Layout:
-    """What :data:`BALANCED_NAME` stands for; for all layers of a batch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a batch that cannot be even
-        return Layout.balanced(mask, ranks, topology=topology)
+    """What :data:`BALANCED_NAME` stands for."""
+
+    def make() -> Layout:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a batch that cannot be even
+            return Layout.balanced(mask, ranks, topology=topology)
+
+    return cached(_BALANCED, (mask, ranks, topology), make, MOST_LAYOUTS)
 
 
-@lru_cache(maxsize=64)
-def _balanced(ends: bytes, parts: int, ranks: int) -> Layout:
-    """For all layers of a batch; causal, as nearly all attention over packed documents is."""
-    mask = AttnMask.varlen(np.frombuffer(ends, np.int64), causal=True)
-    return _contiguous_parts(balanced_layout(mask, parts), ranks)
+def know_layout(
+    layout: Layout, documents: Ints | AttnMask, topology: Topology | None = None
+) -> None:
+    """Let calls find a layout that was made elsewhere: :func:`layout_by_lengths` of documents with
+    these cumulative lengths, or :func:`balanced_layout` of this mask over these hosts."""
+    ranks = layout.group_size
+    key: tuple[Any, ...]
+    if isinstance(documents, AttnMask):
+        key = documents, ranks, topology
+    else:
+        key = _lengths_key(documents), ranks, ranks
+    cached(_BALANCED, key, lambda: layout, MOST_LAYOUTS)
+
+
+def _lengths_key(ends: Ints) -> bytes:
+    """Without empty documents, which change no layout: a graph fills lengths up with them."""
+    return np.asarray(ends, np.int64)[np.diff(ends, prepend=-1) != 0].tobytes()
 
 
 def _contiguous_parts(order: Layout, ranks: int) -> Layout:

@@ -52,14 +52,24 @@ def on_host(cu_seqlens: Tensor) -> Ints:
     """The values of an ``as_tensor`` result, as int64 on the host."""
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.detach().numpy().astype(np.int64)
-    if cu_seqlens.is_inference():  # has no version to notice changes by
-        return cu_seqlens.cpu().numpy().astype(np.int64)
-    state = cu_seqlens._version, cu_seqlens.data_ptr()
-    known = _host_copies.get(cu_seqlens)
-    if known is None or known[0] != state:
-        known = (state, cu_seqlens.detach().cpu().numpy().astype(np.int64))
-        _host_copies[cu_seqlens] = known
-    return known[1]
+    known = known_values(cu_seqlens)
+    if known is None:
+        known = cu_seqlens.detach().cpu().numpy().astype(np.int64)
+        know_values(cu_seqlens, known)
+    return known
+
+
+def know_values(tensor: Tensor, values: Ints) -> None:
+    """Let :func:`known_values` find what a tensor was made from."""
+    if not tensor.is_inference():  # which has no version to notice changes by
+        _host_copies[tensor] = (tensor._version, tensor.data_ptr()), values
+
+
+def known_values(tensor: Tensor) -> Ints | None:
+    """The values of a tensor where they are known on the host, and it was not changed since."""
+    known = None if tensor.is_inference() else _host_copies.get(tensor)
+    same = known is not None and known[0] == (tensor._version, tensor.data_ptr())
+    return known[1] if known is not None and same else None
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -38,11 +38,6 @@ class PlanRequest:
         """By which plans are compared. Rates are of kernels with elements of 16 bits."""
         return Sizes(*self.heads, *self.head_dims, 2)
 
-    @property
-    def over(self) -> tuple[AttnMask, Layout, Layout]:
-        """What is attended, and who holds it."""
-        return self.mask, self.q_layout, self.k_layout
-
     def check(self, assignments: Collection[str]) -> None:
         """Pass if there is such a plan, with one of these ``assignments``; errors are those of
         :func:`.plan.make_plan`."""

@@ -1,0 +1,19 @@
+"""Batches of new lengths that were planned ahead: in no step does the host wait for the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import waiting_jobs as jobs
+from ranks import Pool, worlds
+
+
+@pytest.mark.parametrize("route", jobs.ROUTES)
+@worlds(cpus=[2], gpus=[2, 4])
+def test_new_batches_are_not_waited_for(ranks: Pool, route: str) -> None:
+    """On CPUs the steps only run, so that the test itself is tested."""
+    if route == "Hugging Face":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    gpus = ranks.backend == "nccl"
+    assert ranks.run(jobs.steps_without_waiting, route, *((4, 12) if gpus else (1, 1))) == [
+        [] for _ in range(ranks.size)
+    ]
