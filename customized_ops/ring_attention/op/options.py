@@ -173,10 +173,12 @@ def _dropout(op: str, dropout_p: float) -> float:
 
 
 def _spec(op: str, name: str, layout: Layout | str | None) -> str:
-    if name == "layout" and layout == BALANCED_NAME:
-        return BALANCED_NAME
+    if isinstance(layout, str):  # first: torch.compile compares no Layout with a text
+        fits = name == "layout" and layout == BALANCED_NAME
+        require(fits, op, name, "a Layout or None", layout)
+        return layout
     require(layout is None or isinstance(layout, Layout), op, name, "a Layout or None", layout)
-    return "" if layout is None else layout.spec  # type: ignore[union-attr]
+    return "" if layout is None else layout.spec
 
 
 def _team_size(op: str, team_size: int | None) -> int:
