@@ -194,3 +194,14 @@ def test_what_must_enter_is_known_exactly() -> None:
     assert "enter the busiest in the forward pass; at least 1.0 KiB (+100.0%)" in plan.report(
         4, 4, 16
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_hosts_whose_ranks_need_nothing_of_others() -> None:
+    """Steps are asked for, and there is nothing to bring in them."""
+    mask = AttnMask.varlen([0, 8, 16, 24, 32], causal=True)
+    plan = make_plan(mask, Layout.contiguous(32, 4), stages=2, costs=costs_over((2, 2)))
+    assert plan.relays
+    assert not plan.keys_move
+    assert plan.arrivals is not None
+    assert all(exchange is None or exchange.empty for exchange in plan.exchanges(1).kv)

@@ -117,7 +117,7 @@ class PlanValue:
             most = self.k_layout.total
         elif self.steps > 1:
             most = min(most, -(-received // self.steps))
-        return arrivals(self.kv_needed, self.k_layout, self.team_size, units, most)
+        return arrivals(self.kv_needed, self.k_layout, self.team_size, units, max(most, 1))
 
     @cached_property
     def shared_rows(self) -> bool:
