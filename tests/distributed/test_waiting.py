@@ -15,12 +15,20 @@ ROUTES = [
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@worlds(cpus=[2], gpus=[2, 4])
+@worlds(gpus=[2, 4])
 def test_new_batches_are_not_waited_for(ranks: Pool, route: str) -> None:
-    """On CPUs the steps only run, so that the test itself is tested."""
+    run(ranks, route, warm=4, steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", jobs.ROUTES)
+@worlds(cpus=[2], gpus=[])
+def test_the_steps_run(ranks: Pool, route: str) -> None:
+    """On CPUs nobody waits: so the test above is tested."""
+    run(ranks, route, warm=1, steps=1)
+
+
+def run(ranks: Pool, route: str, warm: int, steps: int) -> None:
     if route == "Hugging Face":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    gpus = ranks.backend == "nccl"
-    assert ranks.run(jobs.steps_without_waiting, route, *((4, 12) if gpus else (1, 1))) == [
-        [] for _ in range(ranks.size)
-    ]
+    assert ranks.run(jobs.steps_without_waiting, route, warm, steps) == [[]] * ranks.size
