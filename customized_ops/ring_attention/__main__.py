@@ -14,6 +14,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from .command_line import plan_command
 from .command_line.doctor import doctor
 from .command_line.kernel_listing import kernels
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         said = options.run(options)
     except (ValueError, OSError, ImportError) as error:
         options.parser.error(str(error))
-    if os.environ.get("RANK", "0") == "0":
+    if not dist.is_torchelastic_launched() or os.environ["RANK"] == "0":
         print(said)
 
 

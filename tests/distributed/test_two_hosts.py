@@ -72,7 +72,11 @@ def test_causal_attention(link: str) -> None:
         command = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", script]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen(command, env=given, **pipes))  # type: ignore[call-overload]
-    said = [each.communicate(timeout=180) for each in ranks]
+    try:
+        said = [each.communicate(timeout=180) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
     assert all(each.returncode == 0 for each in ranks), said
     found = json.loads(said[0][0].splitlines()[-1])
     print(found)

@@ -143,8 +143,8 @@ def _topology() -> Iterator[str]:
 
 
 def _group(device: torch.device) -> Iterator[str]:
-    """The links of all ranks of a run."""
-    if "WORLD_SIZE" not in os.environ:
+    """The links of all ranks of a run under torchrun."""
+    if not dist.is_torchelastic_launched():
         return
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

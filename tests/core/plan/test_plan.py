@@ -759,3 +759,12 @@ def test_other_plans_for_larger_batches(
 def test_wrong_head_dims(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="head dims times batch must be 1 or more"):
         make_plan(AttnMask.dense(8), Layout.contiguous(8, 2), **wrong)
+
+
+def test_only_few_ranks_are_made_together() -> None:
+    """A table of the moves of all ranks would be too large where these are many."""
+    for ranks in (8, 9):
+        plan = make_plan(AttnMask.causal(144), Layout.zigzag(144, ranks))
+        for rank in (3, 1):
+            plan.exchanges(rank)
+        assert len(plan._exchanges) == (8 if ranks == 8 else 2)

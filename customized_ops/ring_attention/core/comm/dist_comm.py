@@ -43,9 +43,10 @@ class DistComm(Comm):
     def connect(self, device: torch.device) -> None:
         """Before the first messages between GPUs; all ranks call this together.
 
-        Messages have an NCCL group of their own, whose kernels start before those of attention that
-        wait for a place on the same GPU (two H100s, causal 128k whose keys come in two steps: 453
-        ms without this, 406 ms with it), and which no collective of the caller's holds up.
+        Messages between GPUs have an NCCL group of their own, whose kernels start before those of
+        attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
+        two steps: 453 ms without this, 406 ms with it), and which no collective of the caller's
+        holds up.
         """
         ranks = tuple(dist.get_process_group_ranks(self._group))
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -79,10 +80,13 @@ class DistComm(Comm):
         return None
 
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
+        every = [message for side in (send, receive) for each in side.values() for message in each]
+        on_cpu = bool(every) and every[0].is_cpu  # a group may have a backend for each device
+        group = self._group if on_cpu else self._messages
         # Sends in rank order from the next peer on, so that no rank is everybody's first target.
         after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
         ops = [
-            dist.P2POp(operation, message, group=self._messages, group_peer=p)
+            dist.P2POp(operation, message, group=group, group_peer=p)
             for operation, messages in ((dist.isend, send), (dist.irecv, receive))
             for p in sorted(messages, key=after)
             for message in messages[p]
@@ -100,7 +104,7 @@ class DistComm(Comm):
 
         # The buffers live until the messages have left.
         wait.buffers = (send, receive)  # type: ignore[attr-defined]
-        return partial(self._wait, wait) if works and ops[0].tensor.is_cpu else wait
+        return partial(self._wait, wait) if works and on_cpu else wait
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -26,6 +26,8 @@ from .rank_plan import RankPlan, Stage, over_rows, over_stages
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
+HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
+
 
 @dataclass(frozen=True, eq=False)
 class PlanValue:
@@ -193,11 +195,13 @@ class PlanValue:
         return self._ranks[rank]
 
     def exchanges(self, rank: int) -> Exchanges:
-        """What ``rank`` sends and receives, without what it attends; made on first use. Ranks that
-        write into one another's memory know so much of each other: so where a second one is asked
-        for, all are made."""
+        """What ``rank`` sends and receives, without what it attends; made on first use. The few
+        ranks that write into one another's memory know so much of each other: so of these all are
+        made where a second one is asked for. (A table of the moves of many ranks takes gigabytes.)
+        """
         if rank not in self._exchanges:
-            if self._exchanges and self.arrivals is None:
+            few = self.group_size <= HOST_RANKS and self.arrivals is None
+            if self._exchanges and few:
                 others = dict(enumerate(self._all_exchanges()))
                 self._exchanges.update({**others, **self._exchanges})  # what is used stays
             else:

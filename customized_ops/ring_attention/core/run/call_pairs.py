@@ -6,10 +6,8 @@ from __future__ import annotations
 from ..kernels import KERNELS, Pairs
 from ..kernels.speeds import needs_window, shape_class
 from ..kernels.window import library_calls
-from ..plan.plan_value import PlanValue
+from ..plan.plan_value import HOST_RANKS, PlanValue
 from ..plan.rank_plan import Range
-
-HOST_RANKS = 8  # that may write into one another's memory, and so know what their peers receive
 
 
 def stage_pairs(plan: PlanValue, rank: int, stage: int, remote: bool) -> tuple[Range, Pairs]:
