@@ -8,19 +8,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from customized_ops.ring_attention.core.comm.dist_comm import DistComm
+from customized_ops.ring_attention.core.comm.dist_comm import DistComm, Way
 
 
-@pytest.mark.parametrize(("device", "group"), [("cpu", "the caller's"), ("meta", "its own")])
+@pytest.mark.parametrize(
+    ("device", "groups"), [("cpu", ["the caller's"] * 6), ("meta", ["near"] * 2 + ["far"] * 4)]
+)
 def test_messages_go_over_a_group_that_has_their_device(
-    device: str, group: str, monkeypatch: pytest.MonkeyPatch
+    device: str, groups: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "meta" stands for any device but the CPU."""
-    sent: list[Any] = []
+    """ "meta" stands for any device but the CPU. Those inside a host do not wait for others."""
+    sent: list[tuple[str, int]] = []
     monkeypatch.setattr(dist, "P2POp", lambda operation, message, group, group_peer: group)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: sent.extend(ops) or [])
     comm: Any = object.__new__(DistComm)
-    comm.rank, comm.size, comm._patience = 0, 2, None
-    comm._group, comm._messages = "the caller's", "its own"
-    comm.start({1: [torch.empty(3, device=device)]}, {1: [torch.empty(2, device=device)]})
-    assert sent == [group] * 2
+    comm.rank, comm.size, comm._patience = 1, 4, None
+    comm._of_cpus = [Way("the caller's", frozenset(range(4)))]  # type: ignore[arg-type]
+    comm._of_gpus = [Way("near", frozenset({0, 1})), Way("far", frozenset({2, 3}))]  # type: ignore[arg-type]
+    messages = {peer: [torch.empty(3, device=device)] for peer in (3, 0, 2)}
+    comm.start(messages, messages)
+    assert sent == groups

@@ -127,7 +127,8 @@ def test_received_keys_do_not_grow_with_ranks(ranks: int) -> None:
         each.relay.cross.tokens for each in plan.exchanges(ranks // 2).kv if each and each.relay
     ]
     assert sum(tokens) > ranks / 2 * 8192
-    assert 2 * max(tokens) + 2 * max(relayed) <= 4 * 8192
+    assert plan.head_groups > 1, "of fewer heads there are more keys in as many bytes"
+    assert 2 * max(tokens) + 2 * max(relayed) <= 4 * 8192 * plan.head_groups
 
 
 def test_few_keys_come_at_once() -> None:

@@ -21,10 +21,11 @@ def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:
     )
 
 
-def bounded(plan: Plan, most_keys: int) -> Plan:
+def bounded(plan: Plan, most_keys: int, head_groups: int = 1) -> Plan:
     """The same plan with a bound of few keys, which are too few to be one by default."""
     given = (plan.mask, plan.q_layout, plan.k_layout, plan.work, plan.team_size, plan.steps)
-    return Plan(*given, topology=plan.topology, most_keys=most_keys)
+    groups = head_groups if plan.team_size == 1 else 1
+    return Plan(*given, groups, topology=plan.topology, most_keys=most_keys)
 
 
 def drawn(source: random.Random, ranks: int) -> tuple[AttnMask, Layout]:
@@ -57,4 +58,4 @@ def drawn_plan(source: random.Random) -> Plan:
         team_size=2 if sum(hosts) % 2 == 0 and source.random() < 0.3 else 1,
         costs=costs_over(hosts) if source.random() < 0.8 else CostModel(),
     )
-    return bounded(plan, source.choice([0, max(10, mask.q_len // 8)]))
+    return bounded(plan, source.choice([0, max(10, mask.q_len // 8)]), source.choice([1, 1, 2]))

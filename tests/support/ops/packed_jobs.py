@@ -97,7 +97,9 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
     if hosts:
         group = dist.new_group(list(range(size)))
         with patch.dict(os.environ, {HOSTS: hosts, RATES: "held_shards=0.5"}):
-            of_hosts = comm_by_name(group.group_name).costs
+            comm = comm_by_name(group.group_name)
+        comm._of_cpus = comm.ways_apart()  # as GPUs have
+        of_hosts = comm.costs
         assert of_hosts.topology == Topology.parse(hosts)
     for seed in seeds:
         given, _, how = drawn(seed)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,21 @@ HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of th
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
 
 
+class Way(NamedTuple):
+    """A group that carries messages to and from some of its ranks."""
+
+    group: dist.ProcessGroup
+    peers: frozenset[int]
+
+
 class DistComm(Comm):
     """Over a torch process group: point-to-point messages, gloo or NCCL."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
-        self._group = self._messages = group
+        self._group = group
+        # What carries messages of CPUs and of GPUs, and to which peers.
+        self._of_cpus = self._of_gpus = [Way(group, frozenset(range(self.size)))]
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
         self._patience = Patience(group) if self.compares else None
@@ -46,18 +55,32 @@ class DistComm(Comm):
         Messages between GPUs have an NCCL group of their own, whose kernels start before those of
         attention that wait for a place on the same GPU (two H100s, causal 128k whose keys come in
         two steps: 453 ms without this, 406 ms with it), and which no collective of the caller's
-        holds up.
+        holds up. NCCL carries out what a group has to do one after the other; so over several hosts
+        there is one group for messages inside hosts and one for those between them.
         """
-        ranks = tuple(dist.get_process_group_ranks(self._group))
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        self._messages = another_group(ranks, options)
+        self._of_gpus = self.ways_apart(dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
         # NCCL connects a group at its first operation and wants all ranks there; an exchange may
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
         after, before = ((self.rank + way) % self.size for way in (1, -1))
         one, other = torch.zeros(2, device=device)
-        self.start({after: [one]}, {before: [other]})()
+        for way in self._of_gpus:
+            everybody = way._replace(peers=frozenset(range(self.size)))
+            for work in self._begin(everybody, {after: [one]}, {before: [other]}):
+                work.wait()
         rates = measured(self, self.costs, device)
         self.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def ways_apart(self, options: Any = None) -> list[Way]:
+        """New groups, with these options of NCCL: one, or over several hosts one for messages
+        inside them and one for others. All ranks call this together."""
+        peers, topology = frozenset(range(self.size)), self.costs.topology
+        sides = [peers]
+        if topology is not None and max(topology.hosts) > 1:
+            host_of = topology.host_of.tolist()
+            near = frozenset(peer for peer in peers if host_of[peer] == host_of[self.rank])
+            sides = [near, peers - near]
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        return [Way(another_group(ranks, options), side) for side in sides]
 
     def _topology(self) -> Topology | None:
         """The hosts of the group; None: one. ``SEQSHARD_HOSTS`` names those of the whole world, as
@@ -82,17 +105,9 @@ class DistComm(Comm):
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         every = [message for side in (send, receive) for each in side.values() for message in each]
         on_cpu = bool(every) and every[0].is_cpu  # a group may have a backend for each device
-        group = self._group if on_cpu else self._messages
-        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
-        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
-        ops = [
-            dist.P2POp(operation, message, group=group, group_peer=p)
-            for operation, messages in ((dist.isend, send), (dist.irecv, receive))
-            for p in sorted(messages, key=after)
-            for message in messages[p]
-        ]
         try:
-            works = dist.batch_isend_irecv(ops) if ops else []
+            ways = self._of_cpus if on_cpu else self._of_gpus
+            works = [work for way in ways for work in self._begin(way, send, receive)]
         except RuntimeError as error:  # a connection that is closed already
             if self._patience is None:
                 raise
@@ -105,6 +120,17 @@ class DistComm(Comm):
         # The buffers live until the messages have left.
         wait.buffers = (send, receive)  # type: ignore[attr-defined]
         return partial(self._wait, wait) if works and on_cpu else wait
+
+    def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
+        # Sends in rank order from the next peer on, so that no rank is everybody's first target.
+        after = lambda peer: (peer - self.rank) % self.size  # noqa: E731
+        ops = [
+            dist.P2POp(operation, message, group=way.group, group_peer=p)
+            for operation, messages in ((dist.isend, send), (dist.irecv, receive))
+            for p in sorted(messages.keys() & way.peers, key=after)
+            for message in messages[p]
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -154,14 +154,25 @@ class Accumulator:
                 here[0].copy_(part[0])
                 here[1].copy_(part[1])
 
-    def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
-        if self._out is None or self._lse is None:
-            return unattended(rows, v_dim, dtype)
+    @property
+    def empty(self) -> bool:
+        """Whether no part was added."""
+        return self._out is None
+
+    def so_far(self) -> tuple[Tensor, Tensor]:
+        """out, in the dtype that it has, and lse; some part was added."""
+        assert self._out is not None and self._lse is not None, "a part"
         for start, stop, _ in self._covered.rest(self._out.shape[1]):
             self._out[:, start:stop].zero_()
             self._lse[..., start:stop].fill_(-torch.inf)
-        return as_dtype(self._out, dtype), self._lse
+        return self._out, self._lse
+
+    def result(self, rows: Tensor, v_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out in ``dtype``, lse). ``rows``: the block of q, [b, l, h, d]."""
+        if self.empty:
+            return unattended(rows, v_dim, dtype)
+        out, lse = self.so_far()
+        return as_dtype(out, dtype), lse
 
 
 def span_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:

@@ -29,12 +29,14 @@ class Pass:
 
     Attributes:
         compute, link: float64[P]: each rank's time in kernels and on its links.
+        merge: float64[P]: about each rank's time to merge results, where keys come in many steps.
         launch: float64[P]: time that each rank's host takes to start kernels, beside these.
         overlap: whether keys arrive while others are attended.
     """
 
     compute: Seconds
     link: Seconds
+    merge: Seconds
     launch: Seconds
     overlap: bool
 
@@ -45,8 +47,8 @@ class Pass:
 
     @cached_property
     def attend_seconds(self) -> float:
-        """Of the slowest rank, in kernels or in starting them."""
-        return float(np.maximum(self.compute, self.launch).max())
+        """Of the slowest rank, in kernels and merges or in starting them."""
+        return float(np.maximum(self.compute + self.merge, self.launch).max())
 
     @cached_property
     def seconds(self) -> float:
@@ -166,6 +168,8 @@ class CostModel:
         sizes = (q_heads, kv_heads, head_dim, v_dim, itemsize)
         heads = plan.heads_of_ranks(q_heads, kv_heads)[:, 0]
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
+        merged = (plan.steps_with_keys - 1) * np.array(plan.q_layout.sizes) / self.memory_bytes
+        merges = [merged * of_row for of_row in Sizes(*sizes).merge_bytes(heads)]
         start = self._start_seconds(plan)
         if plan.topology is None:
             there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
@@ -178,7 +182,10 @@ class CostModel:
             back = start + self._level_seconds(plan, TokenBytes.backward(of, shares, home))
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1
-        return Pass(forward, there, launch, overlap), Pass(backward, back, launch, overlap)
+        return (
+            Pass(forward, there, merges[0], launch, overlap),
+            Pass(backward, back, merges[1], launch, overlap),
+        )
 
 
 def _both_ways(tokens: Ints, out: Ints, back: Ints) -> Ints:

@@ -62,6 +62,15 @@ class Sizes(NamedTuple):
         """A row of the output, and its lse."""
         return heads * (self.v_dim * self.itemsize + self.wide_itemsize)
 
+    def merge_bytes(self, heads: Count) -> tuple[Count, Count]:
+        """That a device reads and writes to merge what a further call makes of a row with what
+        there is of it, in a forward and in a backward. There a call sums dout times out again, and
+        clears and rounds its own wide sums of dq, which are then added to those before."""
+        narrow, wide = self.itemsize, self.wide_itemsize
+        forward = self.v_dim * (narrow + 2 * wide)
+        backward = self.v_dim * 2 * narrow + self.head_dim * (2 * narrow + 4 * wide)
+        return heads * forward, heads * backward
+
 
 def head_counts(title: str, heads: Sequence[int]) -> tuple[int, int]:
     """Query and key heads, from any two integers; raises ValueError, which begins with ``title``,

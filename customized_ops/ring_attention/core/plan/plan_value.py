@@ -43,7 +43,8 @@ class PlanValue:
         head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
             of fewer key heads, each is a group.
         topology: hosts of the ranks; None: links are alike.
-        most_keys: that a rank may receive in one step; 0: any.
+        most_keys: that a rank may receive in one step, of all heads, and as many more as there are
+            groups of heads; 0: any.
         made: what the executor has worked out for this plan; goes with it.
     """
 
@@ -107,14 +108,15 @@ class PlanValue:
         """Steps by hosts, or so that ranks hold few keys; None: by ring distance, as many as
         :attr:`steps`."""
         received = int(self.kv_tokens()[:, 1].max(initial=0))
-        too_many = 0 < self.most_keys < received
+        room = self.most_keys * self.head_groups
+        too_many = 0 < room < received
         if not (self.relays or too_many):
             return None
         units = np.arange(self.group_size) // self.team_size
         if self.relays:
             assert self.topology is not None
             units = self.topology.host_of
-        most = self.most_keys or self.k_layout.total
+        most = room or self.k_layout.total
         if self.gathered:
             most = self.k_layout.total
         elif self.steps > 1:
@@ -151,18 +153,23 @@ class PlanValue:
 
     def calls(self, kv_heads: int) -> Ints:
         """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
-        over own keys and over those of others; what attends keys of others is a call for each group
-        of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are made, with
-        keys as if they came in one step. A call of many slices may be several of a library."""
+        over own keys and over those of others; what attends keys of others is a call for each step
+        and group of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are
+        made. A call of many slices may be several of a library."""
         own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
-        groups = np.full(self.group_size, min(self.head_groups, kv_heads))
-        if self.n_stages > 2 and self.most_keys:  # about as many as have keys for the rank
-            received = -(-2 * self.kv_tokens()[:, 1] // self.most_keys)
-            groups = groups * np.minimum(received, self.n_stages - 1)
+        groups = min(self.head_groups, kv_heads) * self.steps_with_keys
         if self.gathered:
             return groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
         own_keys, keys_of_others = own_rows + rows_of_others
         return own_keys + groups * keys_of_others
+
+    @cached_property
+    def steps_with_keys(self) -> Ints:
+        """int64[P]: in about how many steps each rank receives keys, of a bound; 1 without one."""
+        received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
+        if not 0 < room < received.max(initial=0):
+            return np.ones_like(received)
+        return np.maximum(-(-5 * received // (4 * room)), 1)  # few steps are full
 
     @cached_property
     def one_call_each(self) -> bool:

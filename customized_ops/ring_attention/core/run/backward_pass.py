@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from ..kernels import BackwardOperands
 from ..merge.merge import Sum, span_of
 from ..plan.rank_plan import Stage
 from .rank_heads import RankHeads, concat_heads
-from .rank_pass import Arriving, Keys, Queries, RankCall, RankPass, counted_from
+from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
 
 
-class BackwardPass(RankPass):
+class BackwardPass(RankPass[Sum]):
     """See :func:`.executor.attention_backward`; ``wire``: dtype of gradients between ranks."""
 
     def __init__(
@@ -30,8 +31,7 @@ class BackwardPass(RankPass):
         self._own = Queries(self.share.of_queries(self._rows))
         row_parts, key_parts = self.mine.row_parts, self.mine.key_parts
         self._dq, self._dk, self._dv = Sum(self._q, row_parts), Sum(k, key_parts), Sum(v, key_parts)
-        # What the second stream adds up for the rank's own rows and keys.
-        self._late_dq = Sum(span_of(self._q, 1, *self.late_rows), row_parts)
+        # What the second stream adds up for the rank's own keys.
         self._late_dk, self._late_dv = Sum(k, key_parts), Sum(v, key_parts)
         self._going_home: deque[Pending] = deque()
         # Whether gradients of keys that are on their way are waited for, but for the last ones.
@@ -43,11 +43,14 @@ class BackwardPass(RankPass):
         with self.streams.second():
             self.begin()
             asked = self.ask_queries(self._rows)  # 1.
-            stages = self.ask_keys(self._q, self._k, self._v)
+            rounds = self.ask_keys(self._q, self._k, self._v)
         if not own_last:
             self._attend_local()  # 2.
         with self.streams.second():
-            self._attend_stages(asked, stages)  # 3. and 4.
+            self._remote = Queries(asked.wait(), remote=True)
+            late = Sum(span_of(self._q, 1, *self.late_rows), self.mine.row_parts)
+            self.parts = late, Sum(self._remote.tensors[1], self.mine.remote_parts)
+            self.attend_rounds(rounds)  # 3. and 4.
         if own_last:
             self._attend_local()
         self.streams.join()
@@ -70,28 +73,32 @@ class BackwardPass(RankPass):
             share.add(self._dk, dk, share.keys)
             share.add(self._dv, dv, share.keys)
 
-    def _attend_stages(self, asked: Pending, stages: Arriving) -> None:
-        remote = Queries(asked.wait(), remote=True)
-        remote_dq = Sum(remote.tensors[1], self.mine.remote_parts)
-        for n, stage, arriving in stages:
-            attending = self.attending(stage, self._own, remote)
-            for keys in arriving:
-                dk, dv = Sum(keys.k), Sum(keys.v)
-                for queries, results in attending:
-                    part, part_k, part_v = self.attend(n, queries, keys)
-                    results.append((part,))
-                    dk.add(part_k)
-                    dv.add(part_v)
-                self._give_keys(n, stage, keys.heads, dk, dv)
-            for queries, results in attending:
-                (dq,) = concat_heads(results, 2)
-                if queries.remote:
-                    remote_dq.add(dq, counted_from(0, stage.remote_hull))
-                else:
-                    rows = counted_from(self.late_rows[0], stage.own_hull)
-                    self.share.add(self._late_dq, dq, self.share.rows, rows)
-            if self.remote_queries_done(n):
-                self._add_at_home([remote_dq], [self._dq], self.share.rows)
+    def parts_of(self, heads: RankHeads) -> tuple[Sum, Sum]:
+        own, remote = (heads.of(t, heads.rows) for t in (self._q, self._remote.tensors[1]))
+        late = span_of(own, 1, *self.late_rows)
+        return Sum(late, self.mine.row_parts), Sum(remote, self.mine.remote_parts)
+
+    def attend_stage(self, n: int, stage: Stage, keys: Keys, parts: tuple[Sum, Sum]) -> None:
+        dk, dv, dqs = Sum(keys.k), Sum(keys.v), []
+        for queries in self.late_queries(stage, self._own, self._remote):
+            dq, part_k, part_v = self.attend(n, queries, keys)
+            dqs.append((queries, dq))
+            dk.add(part_k)
+            dv.add(part_v)
+        self._give_keys(n, stage, keys.heads, dk, dv)
+        for queries, dq in dqs:
+            rows = self.rows_in_part(stage, queries)
+            if parts is self.parts and not queries.remote:
+                self.share.add(parts[0], dq, self.share.rows, rows)
+            else:
+                parts[queries.remote].add(dq, rows)
+
+    def join_heads(self, total: Sum, groups: Sequence[Sum]) -> None:
+        (dq,) = concat_heads([(group.so_far(),) for group in groups], 2)
+        total.add(dq)
+
+    def send_rows_home(self) -> None:
+        self._add_at_home([self.parts[1]], [self._dq], self.share.rows)
 
     def attend(self, stage: int, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
         """dq of the rows that attend some of the stage's keys (a hull), and dk and dv."""
@@ -137,8 +144,9 @@ class BackwardPass(RankPass):
             self._going_home.popleft().wait()
 
     def _add_late(self) -> None:
-        if not self._late_dq.empty:
-            self._dq.add(self._late_dq.so_far(), slice(*self.late_rows))
+        late_dq, _ = self.parts
+        if not late_dq.empty:
+            self._dq.add(late_dq.so_far(), slice(*self.late_rows))
         for total, late in ((self._dk, self._late_dk), (self._dv, self._late_dv)):
             if not late.empty:
                 total.add(late.so_far())

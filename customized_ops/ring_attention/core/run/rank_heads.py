@@ -150,8 +150,6 @@ class RankHeads:
 
 def concat_heads(groups: Sequence[tuple[Tensor, ...]], *dims: int) -> Sequence[Tensor]:
     """Results of groups of heads as results of all; ``dims``: where each has its heads."""
-    if len(groups) == 1:
-        return groups[0]
     results = zip(*groups, strict=True)
     return [torch.cat(of, dim) for of, dim in zip(results, dims, strict=True)]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -13,12 +14,15 @@ from ..comm.messages import SeenBy
 from ..comm.pending import Pending
 from ..index_table import IndexTable
 from ..kernels import Kernel
+from ..merge.merge import Accumulator, Sum
 from ..plan import Plan
 from ..plan.exchange import Exchange
 from ..plan.rank_plan import Range, Stage
 from . import side_stream
 from .rank_heads import RankHeads
 from .side_stream import SideStream
+
+Part = TypeVar("Part", Accumulator, Sum)  # what a pass makes of rows
 
 LARGE_BYTES = 64 << 20  # of a rank's k and v, from which on a GPU is far behind its host
 
@@ -47,12 +51,21 @@ class RankCall(NamedTuple):
     heads: RankHeads
 
 
-Attending = list[tuple[Queries, list[tuple[Tensor, ...]]]]  # rows, results of groups of heads
-Arriving = Iterator[tuple[int, Stage, Iterator[Keys]]]
+class Round(NamedTuple):
+    """Stages with their numbers and keys, in their order, of the same heads."""
+
+    heads: RankHeads
+    stages: Iterator[tuple[int, Stage, Keys]]
 
 
-class RankPass:
-    """A forward or a backward of one rank; ``mine`` is its part of the plan."""
+class RankPass(ABC, Generic[Part]):
+    """A forward or a backward of one rank; ``mine`` is its part of the plan.
+
+    Attributes:
+        parts: of the rank's own rows that attend keys of further stages, and of remote queries.
+    """
+
+    parts: tuple[Part, Part]
 
     def __init__(self, call: RankCall) -> None:
         self._plan, self._comm, self._kernel, self.share = call
@@ -97,12 +110,12 @@ class RankPass:
         dims = self.share.query_dims(len(tensors))
         return self._comm.fetch(exchange, tensors, dims, seen_by)
 
-    def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
-        """Each stage with its number and its keys, one group of heads after the other, which have
-        arrived when they are looked at. As many of the following groups as the Comm likes are on
-        their way meanwhile."""
-        groups = self.share.groups(q, k)
-        waiting = deque((n, heads) for n, _ in self.mine.key_exchanges for heads in groups)
+    def ask_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Round]:
+        """All stages with their keys, which have arrived when they are looked at. Where keys arrive
+        in groups of heads, own keys make a round of all heads, and then each group one of the
+        others. As many of the following exchanges as the Comm likes are on their way meanwhile."""
+        groups: list[RankHeads] = self.share.groups(q, k)
+        waiting = deque((n, heads) for heads in groups for n, _ in self.mine.key_exchanges)
         coming: deque[Pending] = deque()
 
         def ask() -> None:
@@ -112,47 +125,86 @@ class RankPass:
             peers = None if self._plan.relays else seen_by  # what is relayed comes by messages
             coming.append(self._comm.fetch(exchange, [k, v], dims, peers))
 
-        def arriving(stage: Stage) -> Iterator[Keys]:
-            if stage.kv is None:
-                yield self.own_keys(k, v)
-                return
-            for heads in groups:
-                here = coming.popleft()
-                if waiting:
-                    ask()
-                for each in (here, *list(coming)[:1]):
-                    each.go_on()
-                keys, values = here.wait()
-                self.last = None if coming else here
-                yield Keys(heads, keys, values)
+        def arrived(heads: RankHeads) -> Keys:
+            here = coming.popleft()
+            if waiting:
+                ask()
+            for each in (here, *list(coming)[:1]):
+                each.go_on()
+            keys, values = here.wait()
+            self.last = None if coming else here
+            return Keys(heads, keys, values)
+
+        def stages(heads: RankHeads) -> Iterator[tuple[int, Stage, Keys]]:
+            for n, stage in enumerate(self.mine.stages):
+                if stage.kv is not None and heads in groups:
+                    yield n, stage, arrived(heads)
+                elif stage.kv is None and heads is self.share:
+                    yield n, stage, self.own_keys(k, v)
 
         # Relayed keys have a second part of their way, for which the next ones are on their first.
         for _ in range(min(self._comm.ahead + self._plan.relays, len(waiting))):
             ask()
-        return ((n, stage, arriving(stage)) for n, stage in enumerate(self.mine.stages))
+        rounds = groups if groups == [self.share] else [self.share, *groups]
+        return (Round(heads, stages(heads)) for heads in rounds)
 
     def own_keys(self, k: Tensor, v: Tensor) -> Keys:
         """The rank's own keys, read in place."""
         dims = self.share.keys
         return Keys(self.share, self.share.of(k, dims), self.share.of(v, dims))
 
-    def attending(self, stage: Stage, own: Queries, remote: Queries) -> Attending:
-        """The rows that attend keys of the stage on the second stream, with lists for results."""
-        some: Attending = []
-        if len(stage.own) and stage is not self.local:
-            some.append((own, []))
-        if len(stage.remote):
-            some.append((remote, []))
-        return some
+    def attend_rounds(self, rounds: Iterator[Round]) -> None:
+        """Steps 3 and 4."""
+        rows_left = self._plan.rows_move
+        of_groups = []
+        for heads, stages in rounds:
+            parts = self.parts
+            if heads is not self.share:
+                parts = self.parts_of(heads)
+                of_groups.append(parts)
+            for n, stage, keys in stages:
+                self.attend_stage(n, stage, keys, parts)
+                # Results go home while further keys are attended, from all ranks at once: they
+                # exchange in one order.
+                if rows_left and heads is self.share and n + 1 == self._plan.remote_stages:
+                    self.send_rows_home()
+                    rows_left = False
+        for total, parts in zip(self.parts, zip(*of_groups, strict=True), strict=False):
+            if not parts[0].empty:
+                self.join_heads(total, parts)
+        if rows_left:
+            self.send_rows_home()
+
+    @abstractmethod
+    def parts_of(self, heads: RankHeads) -> tuple[Part, Part]:
+        """As ``parts``, of a group of heads."""
+
+    @abstractmethod
+    def attend_stage(self, n: int, stage: Stage, keys: Keys, parts: tuple[Part, Part]) -> None:
+        """Attend keys with all rows that there are, on the second stream."""
+
+    @abstractmethod
+    def join_heads(self, total: Part, groups: Sequence[Part]) -> None:
+        """Add to a part of all heads those of each group."""
+
+    @abstractmethod
+    def send_rows_home(self) -> None:
+        """Send home what was made of remote queries."""
+
+    def late_queries(self, stage: Stage, own: Queries, remote: Queries) -> list[Queries]:
+        """The rows that attend keys of the stage on the second stream."""
+        late: list[Queries] = [own] if len(stage.own) and stage is not self.local else []
+        return [*late, remote] if len(stage.remote) else late
+
+    def rows_in_part(self, stage: Stage, queries: Queries) -> slice:
+        """Which rows of a part attend keys of the stage."""
+        if queries.remote:
+            return counted_from(0, stage.remote_hull)
+        return counted_from(self.late_rows[0], stage.own_hull)
 
     def of_heads(self, queries: Queries, heads: RankHeads) -> Sequence[Tensor]:
         """The tensors of ``queries`` with these heads only."""
         return queries.tensors if heads is self.share else heads.of_queries(queries.tensors)
-
-    def remote_queries_done(self, stage: int) -> bool:
-        """Whether after this stage no rank attends remote queries any more. Their results then go
-        home while further keys are attended, from all ranks at once: they exchange in one order."""
-        return self._plan.rows_move and stage + 1 == self._plan.remote_stages
 
     def exchange(self, stage: int | None) -> tuple[Exchange, SeenBy]:
         """What moves for a stage's keys, or for None remote queries, here and on each peer."""

@@ -98,13 +98,14 @@ def test_keys_that_are_relayed() -> None:
     assert plan.relays and plan.n_stages == 2
     found = simulate(plan, ONE, costs)
     arrive = [
-        (INSIDE, 0.0, 0.8e-6),  # and 1 us until they are there, then the next
-        (BETWEEN, 1.8e-6, 9.8e-6),  # and 5 us
-        (INSIDE, 14.8e-6, 15.6e-6),
+        (INSIDE, 0.0, 0.8e-6),  # and 1 us until they are there
+        (BETWEEN, 0.0, 8e-6),  # meanwhile, and 5 us; then they go on
+        (INSIDE, 13e-6, 13.8e-6),
     ]
-    there = 16.6e-6
+    there = 14.8e-6
     for rank in range(4):
         links = [span for span in spans_of(found.forward, rank) if span[0] != KERNEL]
+        links.sort(key=lambda span: (span[2], span[0] == BETWEEN))
         assert [span[1] for span in links] == ["keys sent", "keys"] * 3
         for span, (level, *times) in zip(links[::2], arrive, strict=True):
             assert span[0] == level and span[2:] == pytest.approx(times)
@@ -300,4 +301,4 @@ def test_hosts_are_in_step_with_one_another(hosts: int) -> None:
     costs = replace(H200_NCCL, topology=Topology((4,) * hosts), held_shards=4.0)
     mask, layout = AttnMask.causal(tokens), Layout.zigzag(tokens, ranks)
     found = make_plan(mask, layout, heads=heads, costs=costs).simulate(*heads)
-    assert found.forward.kernel_share > 0.86 and found.backward.kernel_share > 0.86
+    assert found.forward.kernel_share > 0.95 and found.backward.kernel_share > 0.95

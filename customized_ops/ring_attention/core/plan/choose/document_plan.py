@@ -30,11 +30,6 @@ TRIED = 3
 # Of the keys that a construction would send, what it sends at the least: fewer ranks than expected
 # read a document where some of them compute much of it.
 LEAST_SENT = 0.8
-# What a rank may hold of others' keys in any case. Documents are on few ranks each, so in steps
-# that one rank needs others have nothing to do, but are waited for: simulated for 64 ranks of 8
-# hosts and 64:8 heads, medians of five draws, 4 shards (128 MiB) at once keep 41% and 44% of the
-# kernel's rate, forward and backward, 1 GiB 56% and 70%, and 2 GiB or no bound 63% and 78%.
-HELD_BYTES = 1 << 31
 
 
 def is_of_documents(request: PlanRequest) -> bool:
@@ -52,9 +47,9 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
     size = request.team_size or 1
     home = _plan_of(make, request, owned(request.mask.slices, request.q_layout, size), size)
     plan = home
-    if not (is_even(home.area) and rates.is_fast(_staged(home, request, rates))):
+    if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
-    return rates.in_head_groups(_staged(plan, request, rates), request.head_groups)
+    return rates.in_head_groups(rates.staged(plan, request), request)
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:
@@ -68,12 +63,8 @@ def is_good(plan: PlanValue, rates: Rates) -> bool:
 
 def _plan_of(make: type[AnyPlan], request: PlanRequest, work: Work, team_size: int) -> AnyPlan:
     layout = request.q_layout
-    arranged = request.arrangement(team_size, HELD_BYTES)
+    arranged = request.arrangement(team_size)
     return make(request.mask, layout, layout, work, team_size, **arranged)
-
-
-def _staged(plan: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
-    return rates.staged_or_gathered(plan) if request.stages is None else plan
 
 
 def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
@@ -87,7 +78,7 @@ def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
         work = home.work if size == home.team_size else owned(slices, layout, size)
         even = evened_documents(work, slices, layout, size, least)
         plan = home if even is home.work else _plan_of(type(home), request, even, size)
-        plan = _staged(plan, request, rates)
+        plan = rates.staged(plan, request)
         if best is None or rates.seconds(plan) < WORTH * rates.seconds(best):
             best = plan
         if rates.links_are_hidden(plan):
@@ -95,7 +86,7 @@ def _evened(home: AnyPlan, request: PlanRequest, rates: Rates) -> AnyPlan:
     assert best is not None, "there is a team size"
     if rates.least_seconds(home) > rates.seconds(best):
         return best
-    home = _staged(home, request, rates)
+    home = rates.staged(home, request)
     return best if rates.seconds(best) < WORTH * rates.seconds(home) else home
 
 

@@ -11,16 +11,17 @@ from ...arrays import Floats, Ints
 from ..cost import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
-from .head_groups import best_head_groups
+from .head_groups import COUNTS, best_head_groups
+from .request import PlanRequest
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 
 # What differs by less than a twentieth is as fast.
 AS_FAST = 0.95
-# What a plan works out of its work and its layouts alone.
+# What a plan works out of its work, its layouts and the hosts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
-    "kinds_of_calls",
+    *("kinds_of_calls", "crossings"),
 )
 
 
@@ -92,20 +93,39 @@ class Rates:
         """Whether no link is busy for longer than ranks attend."""
         return all(float(each.link.max()) <= each.attend_seconds for each in self.passes(plan))
 
-    def staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
+    def staged(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+        """``plan`` in as few steps as memory and hosts let it have, where the request leaves that
+        open."""
+        if request.head_groups is None:
+            plan = self._in_fewer_steps(plan)
+        return plan if request.stages is not None else self._staged_or_gathered(plan)
+
+    def _in_fewer_steps(self, plan: AnyPlan) -> AnyPlan:
+        """``plan``, or where a rank may hold too few keys for one step, the same in as many groups
+        of heads as are the fastest. As many bytes of fewer heads are more keys: so there are fewer
+        steps, and results are merged less often."""
+        if plan.team_size > 1 or (plan.steps_with_keys == 1).all():
+            return plan
+        more = (count for count in COUNTS[1:] if count <= self.heads[1])
+        plans = [plan, *(_variant(plan, head_groups=count) for count in more)]
+        least = min(map(self.seconds, plans))
+        fast = [each for each in plans if self.seconds(each) <= 1.01 * least]
+        return min(fast, key=lambda each: sum(p.attend_seconds for p in self.passes(each)))
+
+    def _staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
-        if plan.n_stages != 2 and plan.arrivals is not None:
-            return plan  # for the memory
-        if plan.n_stages == 1 or not any(each.host_bound for each in self.passes(plan)):
+        if not any(each.host_bound for each in self.passes(plan)):
             return plan  # gathering only spares calls
+        if plan.n_stages == 1 or (plan.n_stages > 2 and plan.arrivals is not None):
+            return plan  # for the memory
         gathered = _variant(plan, steps=0)
         return gathered if self.seconds(gathered) < AS_FAST * self.seconds(plan) else plan
 
-    def in_head_groups(self, plan: AnyPlan, count: int | None) -> AnyPlan:
-        """``plan``, with keys that arrive in so many groups of heads, or as many as is best."""
-        if plan.team_size > 1 or not plan.keys_move:
+    def in_head_groups(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+        """``plan``, with keys that arrive in as many groups of heads as are asked for, or best."""
+        if plan.team_size > 1 or not plan.keys_move or plan.head_groups > 1:
             return plan
-        if count is not None:
+        if (count := request.head_groups) is not None:
             return plan if count == 1 else _variant(plan, head_groups=count)
         if plan.arrivals is not None and plan.n_stages > 2:
             return plan  # while keys of one step are attended, those of the next arrive

@@ -83,10 +83,9 @@ class PlanRequest:
         if topology is not None and topology.size != ranks:
             raise ValueError(f"hosts {topology} have {topology.size} ranks, the layout {ranks}")
 
-    def arrangement(self, team_size: int, held_bytes: int = HELD_BYTES) -> dict[str, Any]:
+    def arrangement(self, team_size: int) -> dict[str, Any]:
         """How keys arrive at ranks in teams, as fields of a plan: in how many steps, unless
-        gathering them is faster, over which hosts, and how many at once: ``held_bytes`` in any
-        case."""
+        gathering them is faster, over which hosts, and how many at once."""
         teams = self.q_layout.group_size // team_size
         steps = min(1 if self.stages is None else self.stages, max(teams - 1, 1))
         topology = self.costs.topology
@@ -98,7 +97,7 @@ class PlanRequest:
             return {"steps": steps, "topology": topology}
         key_bytes = self.sizes.kv_bytes(max(self.heads[1] // team_size, 1))
         shard = max(self.k_layout.sizes)
-        held = max(int(self.costs.held_shards * shard), held_bytes // key_bytes)
+        held = max(int(self.costs.held_shards * shard), HELD_BYTES // key_bytes)
         # Those of a step that is attended and of the next; of each of these, up to half are held
         # twice where they are relayed.
         relays = topology is not None and topology.relays and team_size == 1

@@ -94,9 +94,7 @@ def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
         works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
         arranged = request.arrangement(size)
         plans += [make(mask, q_layout, k_layout, work, size, **arranged) for work in works]
-    if request.stages is None:
-        plans = [rates.staged_or_gathered(plan) for plan in plans]
-    plans = [rates.in_head_groups(plan, request.head_groups) for plan in plans]
+    plans = [rates.in_head_groups(rates.staged(plan, request), request) for plan in plans]
     return plans[0] if len(plans) == 1 else _best(plans, rates)
 
 

@@ -27,8 +27,9 @@ class HostFigures:
     Attributes:
         tokens_into_host: that cross into the host with the most, as often as they do.
         tokens_into_host_at_least: those of them that differ.
-        received_tokens_at_once: that a rank holds at the most: of the step that it attends, of the
-            next one, and what it relays for others; 0 where no keys move.
+        received_tokens_at_once: that a rank holds at the most, with all heads or as many bytes: of
+            the step that it attends, of the next one, and what it relays for others; 0 where no
+            keys move.
     """
 
     tokens_into_host: int
@@ -140,6 +141,7 @@ def _received_at_once(plan: PlanValue) -> int:
     steps, most = plan.arrivals, 0
     if steps is None or plan.gathered:
         return int(plan.kv_tokens()[:, 1].max(initial=0))
+    around = steps.steps if plan.head_groups > 1 else steps.steps + 2
     units = steps.unit_of[plan.kv_needed[:, 0] * plan.team_size]
     for unit in range(int(steps.unit_of[-1]) + 1):
         moves = located(plan.kv_needed[units == unit], plan.k_layout.pieces)
@@ -154,8 +156,10 @@ def _received_at_once(plan: PlanValue) -> int:
             parts[:, TOKEN1] - parts[:, TOKEN0],
             minlength=shape[0] * width,
         ).reshape(shape)
-        held = count[:, :-2] + count[:, 1:-1]
+        # After the last step of a group of heads comes the first of the next group.
+        now, *later = (count[:, np.arange(n, n + steps.steps) % around + 1] for n in range(3))
+        held = now + later[0]
         if plan.relays:  # of two steps, half of what it needs at the most
-            held = held + (count[:, 1:-1] + count[:, 2:] + 1) // 2
+            held = held + (later[0] + later[1] + 1) // 2
         most = max(most, int(held.max(initial=0)))
-    return most
+    return -(-most // plan.head_groups)

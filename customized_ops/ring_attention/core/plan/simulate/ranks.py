@@ -45,9 +45,10 @@ class Ranks:
         ranks = len(host_of)
         self._spans: list[Spans] = []
         self._waits = np.zeros((len(WAITS), ranks))
-        # Until when each is busy: hosts, second streams, kernels of these, messages, links by level
-        # and direction.
-        self._host, self._stream, self._kernel, self._messages = np.zeros((4, ranks))
+        # Until when each is busy: hosts, second streams, kernels of these, messages by level, links
+        # by level and direction.
+        self._host, self._stream, self._kernel = np.zeros((3, ranks))
+        self._messages = np.zeros((2, ranks))
         self._links = np.zeros((2, 2, ranks))
         self._late = np.zeros(
             ranks, dtype=np.int64
@@ -123,23 +124,24 @@ class Ranks:
 
     def send(self, what: str, stage: int, messages: Sent) -> Arrival:
         """Send messages once the second streams and the hosts are here."""
-        ready = np.maximum(self._host, self._stream)
-        if not self.one_sided:
-            ready = np.maximum(ready, self._messages)
-        at, done = np.zeros((2, len(ready))), np.zeros_like(ready)
+        now = np.maximum(self._host, self._stream)
+        at, done = np.zeros((2, len(now))), np.zeros_like(now)
         across = self._host_of[messages.sender] != self._host_of[messages.receiver]
         latencies = self.costs.step_seconds, self.costs.between_seconds
         for level, some in enumerate((~across, across)):
             if some.any():
+                ready = now if self.one_sided else np.maximum(now, self._messages[level])
                 of_level = Sent(*(column[some] for column in messages))
                 sent, received = self._over_links(what, stage, level, ready, of_level)
                 at[level] = np.where(received > 0, received + latencies[level], 0.0)
-                done = np.maximum(done, sent if self.one_sided else np.maximum(sent, at[level]))
+                if self.one_sided:
+                    done = np.maximum(done, sent)
+                else:
+                    busy = np.maximum(sent, at[level])
+                    self._messages[level] = np.maximum(self._messages[level], busy)
         if self.one_sided:
             self._hold_up(INSIDE, done)  # copies are on the second streams
-        else:
-            self._messages = np.maximum(self._messages, done)
-        return Arrival(at, _sums(messages.receiver, messages.nbytes, len(ready)))
+        return Arrival(at, _sums(messages.receiver, messages.nbytes, len(now)))
 
     def _over_links(
         self, what: str, stage: int, level: int, ready: Floats, messages: Sent

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...arrays import Floats, Ints
+from ...arrays import Bools, Floats, Ints
 from ..plan_value import PlanValue
 from ..token_bytes import TokenBytes
 from .counts import OWN, REMOTE, Counts, KeyStep, Sent
@@ -46,27 +46,35 @@ class Schedule:
         self, plan: PlanValue, counts: Counts, groups: int, work: PassWork, ranks: Ranks
     ) -> None:
         self._plan, self._counts, self._work, self._ranks = plan, counts, work, ranks
-        self._groups = [1 if step is None else groups for step in counts.keys]
-        received = [(n, step) for n, step in enumerate(counts.keys) if step is not None]
-        self._waiting = deque(each for each in received for _ in range(groups))
+        self._groups = groups
+        self._received = [(n, step) for n, step in enumerate(counts.keys) if step is not None]
+        self._waiting = deque(self._received * groups)
         self._coming: deque[Fetch] = deque()
         self._homes: deque[Home] = deque()
-        self._had = np.zeros((2, plan.group_size), dtype=bool)  # results of own, of received rows
 
     def run(self) -> PassTimeline:
         """Carry it out."""
-        ranks, keys, rows = self._ranks, self._counts.keys, KeyStep(self._counts.rows)
+        ranks, rows = self._ranks, KeyStep(self._counts.rows)
         asked = Fetch(ranks, "rows", 0, rows, self._work.token_bytes.row_out)
         for _ in range(len(self._waiting) if ranks.one_sided else 1 + self._plan.relays):
             self._ask()
-        if keys[0] is None:
+        had = np.zeros((2, self._plan.group_size), dtype=bool)  # results of own, of received rows
+        here = self._counts.keys[0] is None
+        if here:
             ranks.begin_local(self._seconds(0, OWN))
-            self._had[OWN] = self._counts.pairs[0, OWN] > 0
+            had[OWN] = self._counts.pairs[0, OWN] > 0
         asked.wait()
-        for n in range(len(keys)):
-            self._attend_stage(n)
-            if self._plan.rows_move and n + 1 == self._plan.remote_stages:
-                self._send_home("results", n, rows, self._work.token_bytes.row_back)
+        rows_left = self._plan.rows_move
+        if here:
+            ranks.attend("remote", 0, self._seconds(0, REMOTE))
+            had[REMOTE] = self._counts.pairs[0, REMOTE] > 0
+            if rows_left and self._plan.remote_stages == 1:
+                self._send_rows_home()
+                rows_left = False
+        for _ in range(self._groups):
+            self._attend_round(had)
+        if rows_left:
+            self._send_rows_home()
         ranks.join()
         while self._homes:
             self._homes.popleft().wait()
@@ -75,22 +83,24 @@ class Schedule:
     def _ask(self) -> None:
         if self._waiting:
             n, step = self._waiting.popleft()
-            nbytes = self._work.token_bytes.key_out / self._groups[n]
+            nbytes = self._work.token_bytes.key_out / self._groups
             self._coming.append(Fetch(self._ranks, "keys", n, step, nbytes))
 
-    def _attend_stage(self, n: int) -> None:
-        step, back = self._counts.keys[n], self._work.token_bytes.key_back
-        for _ in range(self._groups[n]):
-            if step is not None:
-                self._take_keys()
-                self._ranks.attend("own", n, self._seconds(n, OWN))
-            self._ranks.attend("remote", n, self._seconds(n, REMOTE))
-            if step is not None and back.any():
-                self._send_home("gradients", n, step, back / self._groups[n])
+    def _attend_round(self, had: Bools) -> None:
+        """The keys that are received, of one group of heads; ``had``, bool[2, P], says of which
+        rows there are results before."""
+        now = np.zeros_like(had)
+        back = self._work.token_bytes.key_back / self._groups
+        for n, step in self._received:
+            self._take_keys()
+            for whose, what in ((OWN, "own"), (REMOTE, "remote")):
+                self._ranks.attend(what, n, self._seconds(n, whose) / self._groups)
+            if back.any():
+                self._send_home("gradients", n, step, back)
                 if self._plan.arrivals is not None:
                     self._end_older_homes()
-        for whose in (OWN, REMOTE) if step is not None else (REMOTE,):
-            self._merge(n, whose)
+            for whose in (OWN, REMOTE):
+                self._merge(n, whose, had[whose], now[whose])
 
     def _take_keys(self) -> None:
         here = self._coming.popleft()
@@ -99,13 +109,18 @@ class Schedule:
             each.go_on()
         here.wait()
 
-    def _merge(self, n: int, whose: int) -> None:
-        """What a stage makes of some rows is added to what there is of them."""
+    def _merge(self, n: int, whose: int, had: Bools, now: Bools) -> None:
+        """What a stage makes of some rows is added to what there is of them, before or ``now``, of
+        this group of heads."""
         some, rows = self._counts.pairs[n, whose] > 0, self._counts.hulls[n, whose]
-        beside = self._work.beside_bytes * (self._groups[n] > 1) * some
-        merged = self._work.merge_bytes * (some & self._had[whose])
-        self._ranks.move_memory(n, rows * (beside + merged))
-        self._had[whose] |= some
+        beside = self._work.beside_bytes * (self._groups > 1) * (some & ~now)
+        merged = self._work.merge_bytes * (some & (had | now))
+        self._ranks.move_memory(n, rows * (beside + merged) / self._groups)
+        now |= some
+
+    def _send_rows_home(self) -> None:
+        stage, rows = self._plan.remote_stages - 1, KeyStep(self._counts.rows)
+        self._send_home("results", stage, rows, self._work.token_bytes.row_back)
 
     def _send_home(self, what: str, n: int, step: KeyStep, nbytes: Ints | Floats) -> None:
         self._homes.append(Home(self._ranks, what, n, step, nbytes, self._work.add))
@@ -117,8 +132,8 @@ class Schedule:
             self._homes.popleft().wait()
 
     def _seconds(self, n: int, whose: int) -> Floats:
-        """Of a kernel call."""
-        return self._counts.pairs[n, whose] * self._work.pair_seconds / self._groups[n]
+        """Of a kernel call with all heads."""
+        return self._counts.pairs[n, whose] * self._work.pair_seconds
 
 
 class Fetch:

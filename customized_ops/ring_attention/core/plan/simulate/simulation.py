@@ -57,19 +57,18 @@ def _work(
     narrow, wide, (_, _, dim, v_dim, _) = sizes.itemsize, sizes.wide_itemsize, sizes
     h = shares[:, 0].astype(np.float64)
     seconds = costs.attend_seconds(batch, h, dim, v_dim)
+    merges = np.array(sizes.merge_bytes(shares[:, 0]), dtype=np.float64) * batch
     forward = PassWork(
         pair_seconds=seconds[0],
         token_bytes=_of_batch(TokenBytes.forward(sizes, shares), batch),
-        merge_bytes=h * v_dim * (narrow + 2.0 * wide) * batch,
+        merge_bytes=merges[0],
         beside_bytes=h * v_dim * 2.0 * narrow * batch,
         add=1 + 2 * wide / narrow,
     )
-    # A further call sums dout times out again, and clears and rounds its own wide sums of dq, which
-    # are then added to those of the calls before.
     backward = PassWork(
         pair_seconds=seconds[1],
         token_bytes=_of_batch(TokenBytes.backward(sizes, shares, home), batch),
-        merge_bytes=h * (v_dim * 2.0 * narrow + dim * (2.0 * narrow + 4.0 * wide)) * batch,
+        merge_bytes=merges[1],
         beside_bytes=h * dim * 2.0 * narrow * batch,
         add=1 + 2 * wide / home,
     )
