@@ -169,18 +169,21 @@ def test_what_must_enter_hosts_is_no_more_than_what_does(seed: int) -> None:
     hosts = source.choice(HOSTS)
     mask, layout = drawn(source, sum(hosts))
     topology, sizes = Topology(hosts), Sizes(4, source.choice([1, 2, 4]), 8, 8, 2)
-    heads = TokenBytes.forward(sizes, np.array([sizes[:2]] * sum(hosts)))
+    every = np.array([sizes[:2]] * sum(hosts))
+    passes = TokenBytes.forward(sizes, every), TokenBytes.backward(sizes, every, 4)
     for assignment in ("owner", "balanced", "nearest", "shared", "zigzag"):
         plan = make_plan(mask, layout, assignment=assignment, costs=costs_over(hosts))
         if plan.topology is None:
             continue
-        keys, rows = (each.across[:, 1] for each in plan.crossings)
-        received = keys * heads.key_out + rows * heads.row_out
-        into = np.bincount(topology.host_of, received)
-        for host, entering in enumerate(into.tolist()):
-            # Counts of what is relayed are rounded for each rank.
-            rounding = hosts[host] * sizes.kv_bytes(sizes.kv_heads) * plan.relays
-            assert least_into(plan, host, sizes) <= entering + rounding
+        keys, rows = (each.across for each in plan.crossings)
+        for of in passes:
+            received = keys[:, 1] * of.key_out + keys[:, 0] * of.key_back
+            received = received + rows[:, 1] * of.row_out + rows[:, 0] * of.row_back
+            into = np.bincount(topology.host_of, received)
+            for host, entering in enumerate(into.tolist()):
+                # Counts of what is relayed are rounded for each rank.
+                rounding = hosts[host] * int(of.key_out[0] + of.key_back[0]) * plan.relays
+                assert least_into(plan, host, of) <= entering + rounding
 
 
 def test_what_must_enter_is_known_exactly() -> None:
@@ -189,12 +192,13 @@ def test_what_must_enter_is_known_exactly() -> None:
     plan = make_plan(AttnMask.dense(16), Layout.contiguous(16, 2), costs=costs_over((1, 1)))
     sizes = Sizes(1, 1, 8, 8, 2)
     figures = host_bytes(plan, sizes)
-    assert figures.at_least == 8 * sizes.q_bytes(1)
+    assert figures.forward_at_least == 8 * sizes.q_bytes(1)
     assert figures.forward == 8 * sizes.kv_bytes(1)
+    # Rows come with results and their gradients, so keys are cheaper. Of the 192 pairs of own rows
+    # or own keys others compute 64: gradients of 4 own rows, which have 16 each.
+    assert figures.backward_at_least == 8 * sizes.kv_bytes(1) + 4 * sizes.q_bytes(1)
     assert figures.backward == 2 * figures.forward
-    assert "enter the busiest in the forward pass; at least 1.0 KiB (+100.0%)" in plan.report(
-        4, 4, 16
-    )
+    assert "into the busiest forward 2.0 KiB, at least 1.0 KiB (+100.0%)" in plan.report(4, 4, 16)
 
 
 @pytest.mark.filterwarnings("error")

@@ -59,12 +59,13 @@ class HostBytes:
 
     Attributes:
         forward, backward: that enter it in the passes of the plan.
-        at_least: that have to in the forward pass, see :func:`least_into`.
+        forward_at_least, backward_at_least: that have to, see :func:`least_into`.
     """
 
     forward: int
     backward: int
-    at_least: int
+    forward_at_least: int
+    backward_at_least: int
 
 
 def host_bytes(plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None) -> HostBytes:
@@ -73,18 +74,25 @@ def host_bytes(plan: PlanValue, sizes: Sizes, reduce_itemsize: int | None = None
     heads = plan.heads_of_ranks(sizes.q_heads, sizes.kv_heads)
     home = plan.home_itemsize(sizes, reduce_itemsize)
     into = []
-    for of in (TokenBytes.forward(sizes, heads), TokenBytes.backward(sizes, heads, home)):
+    passes = TokenBytes.forward(sizes, heads), TokenBytes.backward(sizes, heads, home)
+    for of in passes:
         keys, rows = (crossing.across for crossing in plan.crossings)
         received = keys[:, 1] * of.key_out + keys[:, 0] * of.key_back
         received = received + rows[:, 1] * of.row_out + rows[:, 0] * of.row_back
         into.append(np.bincount(plan.topology.host_of, received))
     busiest = int(into[0].argmax())
-    return HostBytes(int(into[0][busiest]), int(into[1][busiest]), least_into(plan, busiest, sizes))
+    every = np.array([[sizes.q_heads, sizes.kv_heads]])
+    least = [
+        least_into(plan, busiest, of)
+        for of in (TokenBytes.forward(sizes, every), TokenBytes.backward(sizes, every, home))
+    ]
+    return HostBytes(int(into[0][busiest]), int(into[1][busiest]), *least)
 
 
-def least_into(plan: PlanValue, host: int, sizes: Sizes) -> int:
-    """Bytes that ``host`` has to receive in the forward pass, in this layout and with as many pairs
-    as it computes, whichever pairs these are.
+def least_into(plan: PlanValue, host: int, of: TokenBytes) -> int:
+    """Bytes that ``host`` has to receive in a pass, in this layout and with as many pairs as it
+    computes, whichever pairs these are: of what it attends of others, and of what others make of
+    its own tokens.
 
     Say it receives x keys and y rows of others. The pairs that it can compute are of its own rows
     and keys, a given number; of own rows and other keys, at most those of the x keys that have
@@ -93,6 +101,12 @@ def least_into(plan: PlanValue, host: int, sizes: Sizes) -> int:
     two values of x, it takes no fewer keys than the smaller and no fewer rows than the larger
     needs. Ranks that share out heads compute a pair together, with all its heads: so each token
     counts once with all heads.
+
+    What it does not compute of the pairs of its own rows comes back, of these rows, and in a
+    backward of its own keys too: once at least, of as few tokens as have so many pairs.
+
+    Args:
+        of: bytes of a token with all heads, int64[1].
     """
     assert plan.topology is not None
     mask, host_of = plan.mask, plan.topology.host_of
@@ -102,18 +116,46 @@ def least_into(plan: PlanValue, host: int, sizes: Sizes) -> int:
     )
     own_rows = cut_rows(mask.slices, own_q)[2]
     own_keys = cut_keys(mask.slices, own_k)[2]
-    across = own_rows[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
-    of_keys, of_rows = row_sums(across, mask.k_len), row_sums(own_keys, mask.q_len)
-    held = _within(own_k, mask.k_len)
+    computed = int(plan.area[host_of == host].sum()) // plan.team_size
+    of_keys, of_rows = _key_sums(own_rows, mask.k_len), row_sums(own_keys, mask.q_len)
+    held, rows_held = _within(own_k, mask.k_len), _within(own_q, mask.q_len)
     here = int(of_keys[held].sum())
-    keys = np.append(0, np.cumsum(np.sort(of_keys[~held])[::-1]))
-    rows = np.append(0, np.cumsum(np.sort(of_rows[~_within(own_q, mask.q_len)])[::-1]))
-    wanted = int(plan.area[host_of == host].sum()) // plan.team_size - here
+    key, row, key_home, row_home = (
+        int(each[0]) for each in (of.key_out, of.row_out, of.key_back, of.row_back)
+    )
+    fetched = _cheapest(
+        _most(of_keys[~held]), _most(of_rows[~rows_held]), computed - here, key, row
+    )
+    # Of own rows over all keys, and of own keys by the rows of others.
+    rows = _most(row_sums(own_rows, mask.q_len)[rows_held])
+    keys = _most((_key_sums(own_keys, mask.k_len) - of_keys)[held])
+    nothing = np.zeros(1, dtype=np.int64)
+    if key_home == 0:
+        return fetched + _cheapest(nothing, rows, int(rows[-1]) - computed, 0, row_home)
+    left = int(rows[-1] + keys[-1]) - computed
+    return fetched + _cheapest(keys, rows, left, key_home, row_home, together=False)
+
+
+def _key_sums(slices: Ints, k_len: int) -> Ints:
+    """int64[k_len]: pairs of each key."""
+    turned = slices[:, [K0, K1, Q0, Q1, HI, LO]] * np.array([1, 1, 1, 1, -1, -1])
+    return row_sums(turned, k_len)
+
+
+def _most(pairs: Ints) -> Ints:
+    """The most pairs that 0, 1, 2, ... tokens have."""
+    return np.append(0, np.cumsum(np.sort(pairs)[::-1]))
+
+
+def _cheapest(
+    keys: Ints, rows: Ints, wanted: int, key: int, row: int, *, together: bool = True
+) -> int:
+    """At least so many bytes are x keys and y rows with ``wanted`` pairs: ``keys[x]``, ``rows[y]``
+    and, with ``together``, ``x * y``. ``key`` and ``row`` are the bytes of each."""
     if wanted <= 0:
         return 0
     x = np.unique(np.linspace(0, len(keys) - 1, CELLS).astype(np.int64))
-    y = _fewest(rows, x, wanted - keys[x])
-    key, row = sizes.kv_bytes(sizes.kv_heads), sizes.q_bytes(sizes.q_heads)
+    y = _fewest(rows, x * together, wanted - keys[x])
     before = np.append(0, x[:-1] + 1)
     return int((key * before + row * y)[y < len(rows)].min())
 

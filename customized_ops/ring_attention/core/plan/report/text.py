@@ -163,11 +163,14 @@ def _footer(figures: Measures, costs: CostModel) -> list[str]:
 
 
 def _between_hosts(entering: HostBytes) -> str:
-    ratio = entering.forward / entering.at_least if entering.at_least else float("inf")
-    return (
-        f"hosts     {format_bytes(entering.forward)} enter the busiest in the forward pass; "
-        + _at_least(format_bytes(entering.at_least), ratio if entering.forward else 1.0)
-        + f" for its pairs; {format_bytes(entering.backward)} in the backward pass"
+    passes = (
+        ("forward", entering.forward, entering.forward_at_least),
+        ("backward", entering.backward, entering.backward_at_least),
+    )
+    return "hosts     into the busiest " + "; ".join(
+        f"{name} {format_bytes(bytes_)}, "
+        + _at_least(format_bytes(least), bytes_ / least if least else (1.0 if not bytes_ else 11.0))
+        for name, bytes_, least in passes
     )
 
 
