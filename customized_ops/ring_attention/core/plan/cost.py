@@ -32,6 +32,8 @@ class Pass:
         merge: float64[P]: about each rank's time to merge results, where keys come in many steps.
         launch: float64[P]: time that each rank's host takes to start kernels, beside these.
         overlap: whether keys arrive while others are attended.
+        alone: float64[P]: time on the links that kernels do not hide: of rows, over several hosts,
+            which arrive before they are attended, and go home after it.
     """
 
     compute: Seconds
@@ -39,6 +41,7 @@ class Pass:
     merge: Seconds
     launch: Seconds
     overlap: bool
+    alone: Seconds
 
     @cached_property
     def host_bound(self) -> bool:
@@ -52,9 +55,10 @@ class Pass:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the pass: the slowest rank in computing and the busiest link."""
+        """Of the pass: the slowest rank in computing and the busiest link, and what none hides."""
         attend, link = self.attend_seconds, float(self.link.max())
-        return max(attend, link) if self.overlap else attend + link
+        both = max(attend, link) if self.overlap else attend + link
+        return both + float(self.alone.max())
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,17 @@ class CostModel:
         rows = plan.q_tokens().any(axis=1)
         return np.add(keys | rows, rows, dtype=np.float64) * step
 
-    def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> Seconds:
-        """float64[P]: time on the links inside a host or on those between hosts, whichever are
-        busy for longer; ``of`` are the bytes of a token."""
+    def _level_seconds(self, plan: PlanValue, of: TokenBytes) -> tuple[Seconds, Seconds]:
+        """float64[P] each: time on the links inside a host or on those between hosts, whichever are
+        busy for longer, for all that moves and for rows; ``of`` are the bytes of a token."""
         keys, rows = plan.crossings
         seconds = []
         for level, rate in ((0, self.link_bytes), (1, self.between_bytes)):
-            moved = _both_ways(keys[level], of.key_out, of.key_back)
-            moved = moved + _both_ways(rows[level], of.row_out, of.row_back)
-            seconds.append(moved.max(axis=1) / rate)
-        return np.maximum(*seconds)
+            of_rows = _both_ways(rows[level], of.row_out, of.row_back)
+            moved = of_rows + _both_ways(keys[level], of.key_out, of.key_back)
+            seconds.append([each.max(axis=1) / rate for each in (moved, of_rows)])
+        every, for_rows = zip(*seconds, strict=True)
+        return np.maximum(*every), np.maximum(*for_rows)
 
     def key_seconds(self, plan: PlanValue, rank: int, key_bytes: int) -> float:
         """Time on a link of ``rank`` for keys, of ``key_bytes`` each, to arrive or to leave."""
@@ -171,20 +176,20 @@ class CostModel:
         merged = (plan.steps_with_keys - 1) * np.array(plan.q_layout.sizes) / self.memory_bytes
         merges = [merged * of_row for of_row in Sizes(*sizes).merge_bytes(heads)]
         start = self._start_seconds(plan)
+        alone = [np.zeros_like(start)] * 2
         if plan.topology is None:
-            there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes + start
+            there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes
             back = plan.backward_bytes(*sizes, reduce_itemsize).max(axis=1) / self.link_bytes
-            back = back + start
         else:
             of, shares = Sizes(*sizes), plan.heads_of_ranks(q_heads, kv_heads)
             home = plan.home_itemsize(of, reduce_itemsize)
-            there = start + self._level_seconds(plan, TokenBytes.forward(of, shares))
-            back = start + self._level_seconds(plan, TokenBytes.backward(of, shares, home))
+            there, alone[0] = self._level_seconds(plan, TokenBytes.forward(of, shares))
+            back, alone[1] = self._level_seconds(plan, TokenBytes.backward(of, shares, home))
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1
         return (
-            Pass(forward, there, merges[0], launch, overlap),
-            Pass(backward, back, merges[1], launch, overlap),
+            Pass(forward, there + start, merges[0], launch, overlap, alone[0]),
+            Pass(backward, back + start, merges[1], launch, overlap, alone[1]),
         )
 
 

@@ -11,6 +11,7 @@ from ...arrays import Floats, Ints
 from ..cost import CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
+from ..simulate import simulate
 from .head_groups import COUNTS, best_head_groups
 from .request import PlanRequest
 
@@ -18,6 +19,8 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 
 # What differs by less than a twentieth is as fast.
 AS_FAST = 0.95
+# Ranks of several hosts up to which some plans are simulated before one is chosen, and how many.
+SIMULATED_RANKS, SIMULATED_PLANS = 32, 3
 # What a plan works out of its work, its layouts and the hosts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
@@ -133,3 +136,30 @@ class Rates:
         grouped = plan if count == 1 else _variant(plan, head_groups=count)
         # The passes do not count what groups hide, but each of their calls.
         return plan if self.seconds(grouped) > self.seconds(plan) else grouped
+
+    def like(self, plan: AnyPlan, request: PlanRequest) -> list[AnyPlan]:
+        """``plan``, and the same work with keys in other groups of heads, or not gathered, where
+        the request leaves that open."""
+        if plan.team_size > 1 or not plan.keys_move:
+            return [plan]
+        staged = plan.gathered and request.stages is None
+        counts = (n for n in COUNTS if n <= max(self.heads[1], 1) and request.head_groups is None)
+        found = [_variant(plan, head_groups=n) for n in counts if n != plan.head_groups]
+        return [plan, *found, *(_variant(each, steps=1) for each in [plan, *found] if staged)]
+
+    def ask_simulator(self, ranks: int) -> bool:
+        """Whether plans are compared by simulating them."""
+        return self.costs.topology is not None and ranks <= SIMULATED_RANKS
+
+    def fastest(self, plans: list[AnyPlan]) -> AnyPlan:
+        """The plan that is the fastest in a simulation, of the few that the cost model likes best;
+        of those as fast the first."""
+        likely = sorted(plans, key=self.seconds)[:SIMULATED_PLANS]
+        likely = [plan for plan in plans if plan in likely]
+        if len(likely) == 1:
+            return likely[0]
+        found = [simulate(plan, self.sizes, self.costs) for plan in likely]
+        seconds = [each.forward_seconds + each.backward_seconds for each in found]
+        return next(
+            plan for plan, took in zip(likely, seconds, strict=True) if took <= 1.01 * min(seconds)
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...layout import Layout
 from ...mask.slices import Slices
@@ -75,6 +75,8 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     that is about kernels, as other candidates send rows to the keys."""
     rates = Rates(request.costs, request.sizes)
     if request.assignment != "auto" or not is_of_documents(request):
+        if rates.ask_simulator(request.q_layout.group_size):
+            return _best_simulated(list(_candidates(make, request, rates)), request, rates)
         return searched_plan(make, request, rates)
     plan = document_plan(make, request, rates)
     if is_good(plan, rates):
@@ -83,19 +85,34 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
 
 
 def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
-    """The best of all candidates, the simplest first."""
+    """The best of all candidates by the cost model, until one is as fast as kernels."""
+    plans: list[AnyPlan] = []
+    for plan in _candidates(make, request, rates):
+        if plans and plan.team_size > plans[-1].team_size and rates.is_fast(*plans):
+            break
+        plans.append(plan)
+    return plans[0] if len(plans) == 1 else _best(plans, rates)
+
+
+def _candidates(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> Iterator[AnyPlan]:
+    """The simplest first."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
     (q_heads, kv_heads), ranks = request.heads, q_layout.group_size
-    plans: list[AnyPlan] = []
     for size in [request.team_size] if request.team_size else rates.team_sizes(ranks):
-        if plans and rates.is_fast(*plans):
-            break
         row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
-        works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
         arranged = request.arrangement(size)
-        plans += [make(mask, q_layout, k_layout, work, size, **arranged) for work in works]
-    plans = [rates.in_head_groups(rates.staged(plan, request), request) for plan in plans]
-    return plans[0] if len(plans) == 1 else _best(plans, rates)
+        for work in ASSIGNMENTS[request.assignment](
+            mask.slices, q_layout, k_layout, size, row_cost
+        ):
+            plan = make(mask, q_layout, k_layout, work, size, **arranged)
+            yield rates.in_head_groups(rates.staged(plan, request), request)
+
+
+def _best_simulated(plans: list[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
+    """The fastest of the plans in a simulation, and of those as fast the first: over several hosts
+    ranks wait for one another, of which the cost model knows nothing."""
+    best = rates.fastest(plans)
+    return rates.fastest(rates.like(best, request))
 
 
 def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
