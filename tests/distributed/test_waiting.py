@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import waiting_jobs as jobs
 from ranks import Pool, worlds
 
-# DTensor copies lengths that are on the host to the device, and waits for that.
-WAITS = pytest.mark.xfail(torch.cuda.is_available(), reason="known to wait", strict=True)
-ROUTES = [
-    pytest.param(route, marks=WAITS) if route == "parallelize" else route for route in jobs.ROUTES
-]
 
-
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", jobs.ROUTES)
 @worlds(gpus=[2, 4])
 def test_new_batches_are_not_waited_for(ranks: Pool, route: str) -> None:
     run(ranks, route, warm=4, steps=12)

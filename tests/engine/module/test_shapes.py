@@ -134,6 +134,12 @@ def test_random_documents(ranks: Pool, count: int, window: int | None) -> None:
         assert error < 1e-10
 
 
+def test_lengths_stay_on_the_host(two_ranks: Pool) -> None:
+    """Of ranks that compute on GPUs; here int32 tensors count as elsewhere."""
+    for error, asked in two_ranks.run(jobs.lengths_elsewhere, range(6), 37):
+        assert error < 1e-10 and asked > 0
+
+
 @pytest.mark.parametrize(
     ("hoist", "inductor"),
     [(False, False), *(pytest.param(h, True, marks=pytest.mark.slow) for h in (False, True))],

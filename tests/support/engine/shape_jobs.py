@@ -21,7 +21,7 @@ from torch._inductor import compile_fx
 from torch.fx import GraphModule
 
 from annotations import ComputeConfig, parallelize
-from annotations.engines.torch.run import lowered
+from annotations.engines.torch.run import execute, lowered
 from customized_ops.ring_attention import (
     packed_batches,
     wrap_maybe_shuffle,
@@ -120,6 +120,14 @@ def random_steps(seeds: Sequence[int], total: int, window: int | None) -> float:
             largest = max(largest, (one - cut).abs().max().item() / scale)
     assert len(parallel._programs.plans) == 1
     return largest
+
+
+def lengths_elsewhere(seeds: Sequence[int], total: int) -> tuple[float, int]:
+    """:func:`random_steps` where lengths count as on another device than the ranks compute on, and
+    how often a tensor was asked about."""
+    asked = mock.Mock(side_effect=lambda tensor, mesh: tensor.dtype == torch.int32)
+    with mock.patch.object(execute, "elsewhere", asked):
+        return random_steps(seeds, total, -1), asked.call_count
 
 
 def as_it_is(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx import Node
 
+from annotations.registry import record_of
+
 from ..capture import checkpointed
 from ..capture.capture import Captured
 from ..capture.nodes import (
@@ -25,6 +27,7 @@ from ..capture.nodes import (
     is_size,
     resolve,
     sizes_in,
+    tensor_inputs,
     value_of,
     values_of,
     with_inputs,
@@ -40,6 +43,11 @@ from .recompute import Values, run_again
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that is whole and the same on every rank, as a DTensor."""
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def elsewhere(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether a tensor is on another device than the ranks compute on, as lengths on the host."""
+    return tensor.device.type != mesh.device_type
 
 
 class PartsOfGradient(torch.autograd.Function):
@@ -142,7 +150,8 @@ class Program:
             if isinstance(value, torch.nn.Parameter | DTensor):
                 values[node, 0] = value
             elif value is not None:
-                values[node, 0] = replicated(value, self.mesh)
+                stays = elsewhere(value, self.mesh)
+                values[node, 0] = value if stays else replicated(value, self.mesh)
         run = _Run(self, values, sizes_in(graph, given))
         calls = [node for node in graph.nodes if node.op == "call_function"]
         ops = [node for node in calls if not is_getitem(node) and not is_size(node)]
@@ -171,19 +180,36 @@ class _Run:
             self._step(node, self._program.strategies[node])
 
     def _step(self, node: Node, strategy: Strategy) -> None:
+        keys = [resolve(x) for x in tensor_inputs(node)]
+        on_host = [key for key in keys if self._on_host(key)]
+        # Annotated ops read lengths on the host without a wait for the device.
+        stays = record_of(node.target) is not None or len(on_host) == len(keys)
+        for key in () if stays else on_host:
+            self._values[key] = replicated(self._values[key], self._program.mesh)
+
         def get(x: Node, n: int) -> Any:
-            value = self._get(*resolve(x), strategy.inputs[n], strategy.grads[n])
+            if self._on_host(key := resolve(x)):
+                return self._values[key]
+            value = self._get(*key, strategy.inputs[n], strategy.grads[n])
             return value.to_local(grad_placements=strategy.grads[n]) if strategy.local else value
 
         args, kwargs = with_inputs(node, get, self.sizes)
         results = node.target(*args, **kwargs)  # type: ignore[operator]
         for n, result in enumerate((results,) if isinstance(results, Tensor) else results):
-            if strategy.local and isinstance(result, Tensor):
+            if strategy.local and isinstance(result, Tensor) and not self._is_host(result):
                 placements, mesh = strategy.outputs[n], self._program.mesh
                 replicated_here = all(p.is_replicate() for p in placements)
                 whole = result if replicated_here else value_of(node, n)
                 result = _Wrap.apply(result, mesh, placements, whole.shape, whole.stride())
             self._values[node, n] = result
+
+    def _on_host(self, key: tuple[Node, int]) -> bool:
+        """Whether a value is a tensor of another device than the ranks', whole on each of them."""
+        return self._is_host(self._values[key])
+
+    def _is_host(self, value: Any) -> bool:
+        plain = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter | DTensor)
+        return plain and elsewhere(value, self._program.mesh)
 
     def whole(self, x: Any) -> Any:
         """A result of the graph, whole on every rank."""
@@ -195,8 +221,9 @@ class _Run:
 
     def _whole(self, producer: Node, index: int) -> Any:
         everywhere = (Replicate(),) * self._program.mesh.ndim
-        if not isinstance(self._values[producer, index], Tensor):
-            return self._values[producer, index]
+        value = self._values[producer, index]
+        if not isinstance(value, Tensor) or self._is_host(value):
+            return value
         value = self._get(producer, index, everywhere, everywhere)
         return value.to_local(grad_placements=everywhere)
 
