@@ -85,7 +85,7 @@ def main() -> None:
         ]
         shown = [kernels, milliseconds(plan, costs, heads), tiles[best]]
         cells = ["{:6.1f} +{:6.1f}".format(*each) for each in shown]
-        sizes = Sizes.usual(heads)
+        sizes = Sizes(*heads, 128, 128, 2)
         row_bytes = sizes.q_bytes(heads[0]) + heads[0] * (sizes.v_dim + 1) * sizes.wide_itemsize
         held = (best - 1) * row_bytes / sizes.kv_bytes(heads[1])
         assert np.allclose(grids[best].imbalance(*heads), 1)
