@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,12 @@ def _variant(plan: AnyPlan, **changes: Any) -> AnyPlan:
     other = replace(plan, made={}, _ranks={}, _exchanges={}, **changes)
     vars(other).update((name, vars(plan)[name]) for name in OF_WORK if name in vars(plan))
     return other
+
+
+def _least_of(plans: list[AnyPlan], seconds: Callable[[AnyPlan], float]) -> list[AnyPlan]:
+    """Those that take the least time, or 1% more."""
+    least = min(map(seconds, plans))
+    return [plan for plan in plans if seconds(plan) <= 1.01 * least]
 
 
 def is_even(area: Ints | Floats) -> bool:
@@ -109,11 +115,11 @@ class Rates:
         steps, and results are merged less often."""
         if plan.team_size > 1 or (plan.steps_with_keys == 1).all():
             return plan
-        more = (count for count in COUNTS[1:] if count <= self.heads[1])
-        plans = [plan, *(_variant(plan, head_groups=count) for count in more)]
-        least = min(map(self.seconds, plans))
-        fast = [each for each in plans if self.seconds(each) <= 1.01 * least]
-        return min(fast, key=lambda each: sum(p.attend_seconds for p in self.passes(each)))
+        counts = [count for count in COUNTS if count <= max(self.heads[1], 1)]
+        # Of those that are as fast the most groups: the first keys arrive the soonest.
+        plans = [_variant(plan, head_groups=count) for count in reversed(counts)]
+        fast = _least_of(plans, self.seconds)
+        return _least_of(fast, lambda plan: sum(p.attend_seconds for p in self.passes(plan)))[0]
 
     def _staged_or_gathered(self, plan: AnyPlan) -> AnyPlan:
         """``plan``, or the same without stages where that is faster."""
@@ -158,8 +164,5 @@ class Rates:
         likely = [plan for plan in plans if plan in likely]
         if len(likely) == 1:
             return likely[0]
-        found = [simulate(plan, self.sizes, self.costs) for plan in likely]
-        seconds = [each.forward_seconds + each.backward_seconds for each in found]
-        return next(
-            plan for plan, took in zip(likely, seconds, strict=True) if took <= 1.01 * min(seconds)
-        )
+        found = {plan: simulate(plan, self.sizes, self.costs) for plan in likely}
+        return _least_of(likely, lambda plan: found[plan].seconds)[0]

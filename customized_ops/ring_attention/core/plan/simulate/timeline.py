@@ -106,6 +106,11 @@ class Timeline:
         return self.backward.seconds
 
     @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def tflops_per_rank(self) -> tuple[float, float]:
         """10^12 floating-point operations a second and rank, forward and backward."""
         forward, backward = self.forward.seconds, self.backward.seconds
