@@ -6,7 +6,7 @@
 
 8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
 "packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
-some draws. Shares are kernels' seconds, mean over the ranks, of the seconds of a forward and of a
+some draws, and their span. Shares are kernels' seconds, mean over the ranks, of the seconds of a forward and of a
 backward; what a rank waits for, merges, or has to compute more than others is missing. Plans are
 those that the ops make for these links.
 """
@@ -49,7 +49,7 @@ def costs_over(ranks: int, between: float, held: float = HELD_SHARDS) -> CostMod
 
 def shares(
     kind: str, heads: tuple[int, int], ranks: int, between: float, draws: int, held: float
-) -> list[float]:
+) -> str:
     """Of the kernel's rate, forward and backward."""
     found = []
     for seed in range(draws if kind == "packed" else 1):
@@ -62,7 +62,11 @@ def shares(
         plan = plan_of(case, layout, costs)
         timeline = plan.simulate(*heads, costs=costs)
         found.append((timeline.forward.kernel_share, timeline.backward.kernel_share))
-    return [median(each) for each in zip(*found, strict=True)]
+    passes = [sorted(each) for each in zip(*found, strict=True)]
+    text = " / ".join(f"{median(each):.0%}" for each in passes)
+    if len(found) == 1:
+        return text
+    return f"{text} ({' / '.join(f'{each[0]:.0%} to {each[-1]:.0%}' for each in passes)})"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,8 +95,7 @@ def main() -> None:
     for ranks in given.ranks:
         cells = [str(ranks)]
         for kind, heads, between in columns:
-            there, back = shares(kind, heads, ranks, between, given.draws, given.held)
-            cells.append(f"{there:.0%} / {back:.0%}")
+            cells.append(shares(kind, heads, ranks, between, given.draws, given.held))
             bar.update()
         lines.append(cells)
     bar.close()
