@@ -381,7 +381,8 @@ def test_what_the_kernels_do_not_take(launched, make):
 def test_scattered_tokens_of_a_peer_move_in_one_launch(launched):
     """Heads of k and v: packed for a message, written to where they go, added up and merged."""
     dims = ROWS._replace(shares=((0, 2), (2, 6)))
-    here, there = (Where(0, 13, some_rows(40, 13, n).numpy()) for n in range(2))
+    rows = [some_rows(40, 13, n).numpy() for n in range(2)]
+    here, there = (Where(0, 13, (each, each + 1)) for each in rows)
     k, v = (drawn((1, 40, 6, 64), torch.float32, n) for n in range(2))
     source = TransferSide(on_device(k, v), [dims] * 2, {1: here})
     wires = [torch.float16] * 2

@@ -25,11 +25,17 @@ NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Which tokens of a tensor: ``count`` of them from ``start`` on, or those at ``indices``."""
+    """Which ``count`` tokens of a tensor: those from ``start`` on, or those of ``ranges``, the starts
+    and the stops of some, int64[n] each."""
 
     start: int
     count: int
-    indices: Ints | None = None
+    ranges: tuple[Ints, Ints] | None = None
+
+    @cached_property
+    def indices(self) -> Ints | None:
+        """int64[count], of scattered tokens."""
+        return None if self.ranges is None else spread(*self.ranges)[1]
 
     @cached_property
     def table(self) -> IndexTable:
@@ -116,11 +122,16 @@ class Exchanges(NamedTuple):
     q: Exchange
     kv: tuple[Exchange | None, ...]
 
-    def prepare(self) -> None:
-        """Work out now what a step looks up, not in the step."""
+    def prepare(self, sender: int | None = None) -> None:
+        """Work out now what a step looks up, not in the step: all, or where tokens of one
+        ``sender`` are received."""
         for each in (self.q, *self.kv):
             for part in each.parts if each is not None else ():
-                _ = part.sent, part.received
+                sides = [*part.sent.values(), *part.received.values()]
+                if sender is not None:
+                    sides = [part.received[sender]] if sender in part.received else []
+                for where in sides:
+                    _ = where.indices
 
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
@@ -134,8 +145,7 @@ def _by_peer(ranges: Ints) -> dict[int, Where]:
         if (start[1:] == stop[:-1]).all():
             where[peer] = Where(int(start[0]), int(stop[-1] - start[0]))
         else:
-            _, indices = spread(start, stop)
-            where[peer] = Where(0, len(indices), indices)
+            where[peer] = Where(0, int(count.sum()), (start, stop))
     return where
 
 

@@ -62,4 +62,4 @@ def prepare(plan: PlanValue, rank: int) -> None:
                     if kernel_prepare := getattr(kernel, "prepare", None):
                         kernel_prepare(pairs)
     for each in range(plan.group_size) if plan.group_size <= HOST_RANKS else [rank]:
-        plan.exchanges(each).prepare()
+        plan.exchanges(each).prepare(None if each == rank else rank)
