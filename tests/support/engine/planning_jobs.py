@@ -184,7 +184,7 @@ def tied() -> tuple[Tensor, bool, float, list[str]]:
     for which the module is captured again, and how the parameter lies."""
     given = {"x": torch.arange(12).view(2, 6)}
     policy = {"embed.weight": 1}
-    parallel = parallelize(Tied(), given, policy, config(2, (2,)))
+    parallel = parallelize(Tied(), given, policy, config(2, (2,)), lowered=False)
     parallel(**given).backward()
     parallel.sync_grad()
     weight = parallel.embed.weight
