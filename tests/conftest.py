@@ -8,8 +8,9 @@ import itertools
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before anything reads it, and inherited by the processes of the pools.
 os.environ["SEQSHARD_CHECK"] = "1"
@@ -24,6 +25,8 @@ import pytest
 
 if TYPE_CHECKING:  # the process that hands out tests needs neither, and starts before the others
     from ranks import Pool
+
+    from customized_ops.ring_attention import Layout
 
 # Less often: graphs and plans are many small objects that live long.
 gc.set_threshold(20_000, 20, 20)
@@ -92,6 +95,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ranks_as_threads_on_one_core() -> Iterator[None]:
+    """Of Python only one thread runs at a time: over several cores half of the time goes to handing
+    the interpreter over. Processes, and threads of others, stay free."""
+    from customized_ops.ring_attention.core.comm.inprocess import InProcessComm
+
+    if not hasattr(os, "sched_setaffinity"):  # not on Linux
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    core, start = cores[worker % len(cores)], InProcessComm.__init__
+
+    def on_one_core(comm: InProcessComm, *given: Any) -> None:  # called in the rank's thread
+        os.sched_setaffinity(0, {core})
+        start(comm, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InProcessComm, "__init__", on_one_core)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """A test draws the same tensors whichever tests its process ran before: which these are depends
@@ -101,6 +126,26 @@ def seeded() -> None:
     # torch.manual_seed also notes, with a traceback, seeds for each kind of device that is missing.
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
+
+
+@pytest.fixture
+def balanced_once(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Layout]:
+    """``Layout.balanced`` by what it is asked for: ranks that are threads wait for the first one to
+    make it. All at the same time they would slow each other down."""
+    from customized_ops.ring_attention import Layout
+
+    known: dict[Any, Layout] = {}
+    lock, make = threading.Lock(), Layout.balanced
+
+    def once(*args: Any, **told: Any) -> Layout:
+        key = args, tuple(sorted(told.items()))
+        with lock:
+            if key not in known:
+                known[key] = make(*args, **told)
+        return known[key]
+
+    monkeypatch.setattr(Layout, "balanced", once)
+    return known
 
 
 @pytest.fixture(scope="session")

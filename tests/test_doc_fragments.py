@@ -82,7 +82,7 @@ def test_a_plan_of_a_mesh_with_limits() -> None:
     """Planned for as many ranks as the block says, of which none is there."""
     with mock.patch.object(annotations, "parallelize", plan_without_ranks):
         code = fragment('"mesh_shape": (4, 2)').replace("plan_ngpus=8,", "8, 8,")
-        plan = run(code, model=doc_jobs.llama(), example=doc_jobs.batch(0))["model"]
+        plan = run(code, model=doc_jobs.llama(layers=1), example=doc_jobs.batch(0))["model"]
     assert str(plan).startswith("plan: 8 ranks (4 x 2) a copy")
     assert plan.limit_bytes == 70e9
 

@@ -156,6 +156,7 @@ def test_new_lengths_compile_nothing(two_ranks: Pool, hoist: bool, inductor: boo
 AHEAD = [(1, 2, 17), (7, 9, 4), (20,), (1, 0, 19), (3, 17)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("settings", [{"hoist": True}, {"hoist": False}, {}], ids=str)
 def test_a_loader_plans_ahead_for_a_module(two_ranks: Pool, settings: Any, sent: bool) -> None:

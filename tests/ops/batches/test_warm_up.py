@@ -36,6 +36,7 @@ CASES: list[tuple[int, dict[str, Any], int, int]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
+@pytest.mark.usefixtures("balanced_once")
 @pytest.mark.parametrize(("ranks", "options", "v_dim", "kinds"), CASES, ids=str)
 def test_no_documents_need_a_kernel_after_it(
     ranks: int, options: dict[str, Any], v_dim: int, kinds: int, monkeypatch: pytest.MonkeyPatch

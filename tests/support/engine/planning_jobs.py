@@ -184,7 +184,7 @@ def tied() -> tuple[Tensor, bool, float, list[str]]:
     for which the module is captured again, and how the parameter lies."""
     given = {"x": torch.arange(12).view(2, 6)}
     policy = {"embed.weight": 1}
-    parallel = parallelize(Tied(), given, policy, config(2, (2,)))
+    parallel = parallelize(Tied(), given, policy, config(2, (2,)), lowered=False)
     parallel(**given).backward()
     parallel.sync_grad()
     weight = parallel.embed.weight
@@ -272,7 +272,7 @@ def constants(policy: Any, differ: bool) -> tuple[float, float] | str:
     x = torch.ones(4, 6, 2, dtype=torch.float64)
     try:
         module = Scaled(2.0 + dist.get_rank() * differ)
-        model = parallelize(module, {"x": x}, policy, config(2, (2,)))
+        model = parallelize(module, {"x": x}, policy, config(2, (2,)), lowered=False)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return model(x).item(), model.eval()(x).item()
@@ -313,7 +313,7 @@ def verified_integers(policy: Any) -> bool:
     """Whether a module of whole numbers is verified, and leaves no gradient behind."""
     given = {"tokens": torch.arange(12).view(2, 6), "targets": torch.arange(12).view(2, 6) % 5}
     told = config(2, (2,), rates=SLOW)
-    model = parallelize(Chosen(), given, policy, told, verify=True)
+    model = parallelize(Chosen(), given, policy, told, verify=True, lowered=False)
     return all(p.grad is None for p in model.parameters())
 
 
@@ -339,7 +339,8 @@ def verified_annotation(policy: Any) -> str:
     torch.manual_seed(3)
     given = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
     try:
-        parallelize(RunningSum(), given, policy, ComputeConfig(ranks, ranks), verify=True)
+        told = ComputeConfig(ranks, ranks)
+        parallelize(RunningSum(), given, policy, told, verify=True, lowered=False)
     except ValueError as error:
         return str(error)
     return ""
@@ -356,7 +357,7 @@ def verified_ops(op: str) -> str:
     config = ComputeConfig(ranks, ranks, pas_config={"hoist": True})
     with mock.patch.object(engine_module.ParallelModule, "sync_grad", lambda self: None):
         try:
-            parallelize(model, given, "cp", config, verify=True)
+            parallelize(model, given, "cp", config, verify=True, lowered=False)
         except ValueError as error:
             return str(error)
     return ""

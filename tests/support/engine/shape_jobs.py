@@ -170,7 +170,9 @@ def planned_ahead(
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     config = ComputeConfig(size, size, pas_config=settings)
-    parallel = parallelize(Packed(window=-1), batch(batches[0]), "cp", config)
+    # Tracing takes longer than all else.
+    example = batch(batches[0])
+    parallel = parallelize(Packed(window=-1), example, "cp", config, lowered=not sent)
     layout = layout or parallel.plan.packed_layout
     documents = [[[0] * n for n in lengths] for lengths in batches]
     attends = {"heads": (2, 2), "head_dim": 4, "whole": True, "layout": layout}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,13 +12,13 @@ from llama import Llama, LlamaConfig, inputs
 from text_corpus import PackedText, load_documents
 from torch import Tensor
 
-SMALL = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+SMALL = LlamaConfig(dim=32, heads=4, kv_heads=2, hidden=48)
 
 
-def llama() -> Llama:
+def llama(layers: int = 2) -> Llama:
     """A small model in fp64, the same at each call."""
     torch.manual_seed(0)
-    return Llama(SMALL).double()
+    return Llama(replace(SMALL, layers=layers)).double()
 
 
 def batch(step: int) -> dict[str, Tensor]:
