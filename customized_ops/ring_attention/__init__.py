@@ -11,6 +11,7 @@ from annotations.groups import GroupError
 from .core.comm.comm_groups import group_costs
 from .core.comm.inprocess import run_ranks
 from .core.comm.patience import PeerFailed
+from .core.cost import CostModel
 from .core.kernels import KernelError
 from .core.layout import Layout, LayoutError
 from .core.mask import AttnMask, MaskError
@@ -38,6 +39,7 @@ from .zigzag_attn import wrap_zigzag_attn_func
 __all__ = [
     "ArgumentError",
     "AttnMask",
+    "CostModel",
     "DisagreementError",
     "GroupError",
     "KernelError",

@@ -154,8 +154,8 @@ def _group(device: torch.device) -> Iterator[str]:
     rows = [
         ("ranks of the run", "on", "messages by", "GB/s a rank and way", "us to start"),
         (
-            f"{comm.size}, of a host" if hosts is not None else str(comm.size),
-            str(hosts or "one host"),
+            str(comm.size),
+            f"inside hosts, {hosts}" if hosts is not None else "one host",
             "one-sided writes" if comm.writes_to_peers else str(dist.get_backend()),
             f"{costs.link_bytes / 1e9:.3g}",
             f"{costs.step_seconds * 1e6:.3g}",

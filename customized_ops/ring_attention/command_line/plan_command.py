@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import Plan, make_plan
 from ..core.plan.choose.search import ASSIGNMENTS
-from ..core.plan.cost import H200, HELD_SHARDS, CostModel
+from ..core.plan.cost import H200, CostModel
 from ..core.plan.heads import Sizes
 from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
-    add("--hosts", type=_positive, default=1, metavar="N", help="with as many ranks each")
+    add("--hosts", metavar="N", help="with as many ranks each; or 8x4, or ranks of each as 4,4,2")
     add("--costs", default="", metavar="RATE=N,...", help="rates, as between_bytes=25e9")
     add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
@@ -58,7 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=_reach, metavar="LEFT[,RIGHT]", help="tokens seen beside a token's own")
     add("--documents", type=_size, metavar="N", help="varlen: so many, equally long")
     add("--cu-seqlens", type=_sizes, metavar="0,N,...", help="varlen: where documents end")
-    add("--documents-file", type=Path, metavar="CSV", help="varlen: lengths of documents")
+    add(
+        "--documents-file",
+        type=Path,
+        metavar="FILE",
+        help="varlen: lengths of documents, integers"
+        " between commas or lines; the first that fill --tokens, if that is given",
+    )
     add("--causal", action=argparse.BooleanOptionalAction, help="varlen: in each document (yes)")
     for name in ("sink", "prefix", "block", "stride", "global-tokens", "query"):
         parameter = name.replace("-", "_")
@@ -69,13 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_report(options: argparse.Namespace) -> str:
     """Make the plan, draw it if asked to, and return its report."""
     mask = _mask(options)
-    if options.ranks % options.hosts:
-        raise ValueError(f"--hosts {options.hosts} does not divide --ranks {options.ranks}")
-    costs = H200
-    if options.hosts > 1:
-        topology = Topology((options.ranks // options.hosts,) * options.hosts)
-        costs = replace(H200, topology=topology, held_shards=HELD_SHARDS)
-    costs = costs.with_rates(options.costs, "--costs")
+    costs = _costs(options)
     with stage(f"layout {options.layout}"):
         layout = _layout(options, mask, costs.topology)
     with stage("planning"):
@@ -106,6 +106,22 @@ def plan_report(options: argparse.Namespace) -> str:
     for rank in counted(range(options.ranks), "plans of ranks"):
         plan.rank(rank)
     return report(plan, *sizes, costs)
+
+
+def _costs(options: argparse.Namespace) -> CostModel:
+    """Of a group on these hosts."""
+    hosts, ranks = options.hosts, options.ranks
+    if hosts is None:
+        if "between" in options.costs:
+            raise ValueError("--costs has a rate between hosts, but there is no --hosts")
+        return H200.with_rates(options.costs, "--costs")
+    if hosts.isdecimal() and (ranks % int(hosts) if int(hosts) else True):
+        raise ValueError(f"--hosts {hosts} does not divide --ranks {ranks}")
+    each = f"{hosts}x{ranks // int(hosts)}" if hosts.isdecimal() else hosts
+    topology = Topology.parse(each, "--hosts")
+    if topology.size != ranks:
+        raise ValueError(f"--hosts {hosts} has {topology.size} ranks, --ranks is {ranks}")
+    return CostModel.over(topology).with_rates(options.costs, "--costs")
 
 
 def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:
@@ -183,7 +199,10 @@ def _documents(options: argparse.Namespace) -> list[int]:
     words = re.split(r"[\s,]+", path.read_text().strip())
     wrong = [word for word in words if not re.fullmatch(r"\d+", word)]
     if wrong:
-        raise ValueError(f"{path}: lengths of documents must be integers, got {wrong[0]!r}")
+        raise ValueError(
+            f"{path}: lengths of documents must be integers, between "
+            f"commas or lines and with no header, got {wrong[0]!r}"
+        )
     ends = np.cumsum([0, *(int(word) for word in words)])
     if tokens is None:
         return ends.tolist()

@@ -22,6 +22,11 @@ class Topology:
 
     hosts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        if not self.hosts or min(self.hosts) < 1:
+            raise ValueError(f"a topology has one or more ranks of each host, got {self.hosts}")
+
     @cached_property
     def size(self) -> int:
         """Ranks of all hosts."""
@@ -51,9 +56,11 @@ class Topology:
         return Topology(tuple(runs)) if 1 < len(runs) == len(set(hosts)) else None
 
     @staticmethod
-    def parse(text: str) -> Topology:
+    def parse(text: str, name: str = "hosts") -> Topology:
         """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each.
 
+        Args:
+            name: of what the text is from, for errors.
         Raises:
             ValueError: it is neither.
         """
@@ -66,5 +73,5 @@ class Topology:
         except ValueError:
             hosts = ()
         if not hosts or min(hosts) < 1:
-            raise ValueError(f"hosts are given as 8x4 or 4,4,2, not {text!r}")
+            raise ValueError(f"{name}: hosts are given as 8x4 or 4,4,2, not {text!r}")
         return Topology(hosts)

@@ -6,9 +6,9 @@
 
 8 GPUs a host and 8k tokens a GPU, bf16, heads of 128. "causal" is one sequence in zigzag order,
 "packed" are causal documents as long as those of a corpus, in the balanced layout: the median of
-some draws, and their span. Shares are kernels' seconds, mean over the ranks, of the seconds of a forward and of a
-backward; what a rank waits for, merges, or has to compute more than others is missing. Plans are
-those that the ops make for these links.
+some draws, and their span. Shares are kernels' seconds, mean over the ranks, of the seconds of a
+forward and of a backward; what a rank waits for, merges, or has to compute more than others is
+missing. Plans are those that the ops make for these links.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost import CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
-HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
+HOSTS = [(2,) * 4, (4, 4), (3, 1), (3, 3), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
 LAYOUTS_BY_RANKS = [Layout.contiguous, Layout.zigzag, Layout.striped]
 
 

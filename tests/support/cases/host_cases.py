@@ -12,7 +12,7 @@ from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.plan.cost import H200_NCCL, CostModel
 from customized_ops.ring_attention.core.topology import Topology
 
-HOSTS = [(2, 2), (4, 4), (3, 1), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
+HOSTS = [(2,) * 4, (4, 4), (3, 1), (3, 3), (2, 2, 2), (1, 2, 3), (1, 1, 1), (2, 3)]
 
 
 def costs_over(hosts: tuple[int, ...], held_shards: float = 4.0) -> CostModel:

@@ -23,7 +23,9 @@ from customized_ops.ring_attention.core.comm.comm_groups import comm_by_name
 from customized_ops.ring_attention.core.comm.dist_comm import COSTS as RATES
 from customized_ops.ring_attention.core.comm.dist_comm import HOSTS, DistComm
 from customized_ops.ring_attention.core.cost import H200, CostModel
+from customized_ops.ring_attention.core.plan import Plan
 from customized_ops.ring_attention.core.plan import plan as plans
+from customized_ops.ring_attention.core.plan.choose import request
 from customized_ops.ring_attention.core.topology import Topology
 from customized_ops.ring_attention.op import bound, window_source
 from customized_ops.ring_attention.op.tokens import call_layouts
@@ -125,6 +127,20 @@ def random_batches(seeds: Sequence[int], hosts: str = "") -> float:
                 scale = max(1.0, one.abs().max().item())
                 largest = max(largest, (here - wanted).abs().max().item() / scale)
     return largest
+
+
+def random_batches_in_steps(seeds: Sequence[int], hosts: str) -> tuple[float, int, int]:
+    """:func:`random_batches` over hosts where also few keys are a bound; and the most stages and
+    groups of heads of a plan."""
+    ranks_of_plans, stages, groups = Plan.rank, [0], [0]
+
+    def noted(plan: Plan, rank: int) -> Any:
+        stages.append(plan.n_stages)
+        groups.append(plan.head_groups)
+        return ranks_of_plans(plan, rank)
+
+    with patch.object(request, "HELD_BYTES", 1), patch.object(Plan, "rank", noted):
+        return random_batches(seeds, hosts), max(stages), max(groups)
 
 
 def hosts_found() -> tuple[Topology | None, float]:

@@ -181,11 +181,12 @@ class _Run:
 
     def _step(self, node: Node, strategy: Strategy) -> None:
         keys = [resolve(x) for x in tensor_inputs(node)]
-        on_host = [key for key in keys if self._on_host(key)]
-        # Annotated ops read lengths on the host without a wait for the device.
-        stays = record_of(node.target) is not None or len(on_host) == len(keys)
-        for key in () if stays else on_host:
-            self._values[key] = replicated(self._values[key], self._program.mesh)
+        on_host = [n for n, key in enumerate(keys) if self._on_host(key)]
+        # Annotated ops read whole lengths on the host without a wait for the device.
+        reads = record_of(node.target) is not None or len(on_host) == len(keys)
+        for n in on_host:
+            if not (reads and all(p.is_replicate() for p in strategy.inputs[n])):
+                self._values[keys[n]] = replicated(self._values[keys[n]], self._program.mesh)
 
         def get(x: Node, n: int) -> Any:
             if self._on_host(key := resolve(x)):

@@ -90,7 +90,7 @@ class DistComm(Comm):
             ValueError: it names more ranks than there are, or fewer.
         """
         if HOSTS in os.environ:
-            world = Topology.parse(os.environ[HOSTS])
+            world = Topology.parse(os.environ[HOSTS], HOSTS)
             if world.size != dist.get_world_size():
                 raise ValueError(
                     f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -35,9 +36,10 @@ Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
 
 
 class Coming(NamedTuple):
-    """A fetch that has started: what ``arrive`` returns is still to be put into ``target``."""
+    """A fetch that has started: what ``arrive`` returns is still to be put into what ``target``
+    returns, which may be made then."""
 
-    target: TransferSide
+    target: Callable[[], TransferSide]
     arrive: Arrive
     placed: Any = None
 
@@ -130,7 +132,7 @@ class Comm(ABC):
             Pending list of tensors as ``tensors``, but with ``exchange.tokens`` tokens and this
             rank's share of the heads.
         """
-        straight, buffers = self._fetch(exchange, tensors, dims, seen_by)
+        straight, target = self._fetch(exchange, tensors, dims, seen_by)
         if exchange.relay is None:
             return straight
         cross, spread = exchange.relay
@@ -139,7 +141,7 @@ class Comm(ABC):
         last: list[Pending] = []
 
         def go_on() -> None:
-            last.append(self._fetch(spread, coming.wait(), inside, into=buffers)[0])
+            last.append(self._fetch(spread, coming.wait(), inside, into=target)[0])
 
         def finish() -> Sequence[Tensor]:
             last.pop().wait()
@@ -153,35 +155,46 @@ class Comm(ABC):
         tensors: Sequence[Tensor],
         dims: Sequence[Dims],
         seen_by: SeenBy | None = None,
-        into: Sequence[Tensor] | None = None,
-    ) -> tuple[Pending, Sequence[Tensor]]:
-        """:meth:`fetch` without its relay, and the tensors that it fills: ``into`` if given."""
+        into: Callable[[], TransferSide] | None = None,
+    ) -> tuple[Pending, Callable[[], TransferSide]]:
+        """:meth:`fetch` without its relay, and what it fills: ``into`` if given."""
         source = TransferSide(tensors, dims, exchange.sent)
         target, arrive, placed = self._start_fetch(exchange, source, seen_by, into)
-        if self.rank in exchange.sent:  # what the rank holds itself is part of the buffers
-            copy(source.of(self.rank), target.of(self.rank))
 
         def finish() -> Sequence[Tensor]:
-            for peer, parts in sorted(arrive().items()):
-                place(target.of(peer), parts)
-            return target.tensors
+            arrived, side = arrive(), target()
+            if self.rank in exchange.sent:  # what the rank holds itself is part of the buffers
+                copy(source.of(self.rank), side.of(self.rank))
+            for peer, parts in sorted(arrived.items()):
+                place(side.of(peer), parts)
+            return side.tensors
 
-        return Pending(finish, placed), target.tensors
+        return Pending(finish, placed), target
 
     def _start_fetch(
         self,
         exchange: Exchange,
         source: TransferSide,
         seen_by: SeenBy | None,
-        into: Sequence[Tensor] | None,
+        into: Callable[[], TransferSide] | None,
     ) -> Coming:
         """The part of :meth:`fetch` in which peers take part."""
-        buffers = into or [
-            tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
-            for tensor, dim in zip(source.tensors, source.dims, strict=True)
-        ]
-        target = TransferSide(buffers, [dim.of_share for dim in source.dims], exchange.received)
-        return Coming(target, self._pass(source, target))
+        own = [dim.share_alone(self.rank) for dim in source.dims]
+
+        @cache
+        def target() -> TransferSide:
+            buffers = (
+                into().tensors
+                if into is not None
+                else [
+                    tensor.new_empty(dim.shape(tensor, exchange.tokens, self.rank))
+                    for tensor, dim in zip(source.tensors, own, strict=True)
+                ]
+            )
+            return TransferSide(buffers, [dim.of_share for dim in own], exchange.received)
+
+        wanted = TransferSide(source.tensors, own, exchange.received)
+        return Coming(target, self._pass(source, wanted))
 
     def send_home(
         self,

@@ -26,11 +26,10 @@ last. Then ranks first say when they have read those:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..plan.exchange import Exchange
 from .messages import Arrive, Coming, Comm, PeerParts, SeenBy
@@ -94,7 +93,7 @@ class OneSidedComm(Comm):
         exchange: Exchange,
         source: TransferSide,
         seen_by: SeenBy | None,
-        into: Sequence[Tensor] | None,
+        into: Callable[[], TransferSide] | None,
     ) -> Coming:
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
             return super()._start_fetch(exchange, source, seen_by, into)
@@ -105,7 +104,7 @@ class OneSidedComm(Comm):
             self._arrived(placed)
             return {}  # peers have written into the buffers themselves
 
-        return Coming(placed.received, arrive, placed)
+        return Coming(lambda: placed.received, arrive, placed)
 
     def _start_home(
         self,

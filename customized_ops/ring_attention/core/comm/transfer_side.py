@@ -33,6 +33,12 @@ class Dims(NamedTuple):
         """Those of a tensor that is one share: all of its heads are meant."""
         return self._replace(shares=()) if self.shares else self
 
+    def share_alone(self, rank: int) -> Dims:
+        """Those where all ranks have the share of ``rank``."""
+        if not self.shares:
+            return self
+        return self._replace(shares=(self.shares[rank % len(self.shares)],))
+
     def shape(self, tensor: Tensor, tokens: int, rank: int) -> list[int]:
         """The shape of ``tensor`` with so many tokens and the heads of ``rank`` alone."""
         shape = list(tensor.shape)

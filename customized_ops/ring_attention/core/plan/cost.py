@@ -46,7 +46,7 @@ class Pass:
     @cached_property
     def host_bound(self) -> bool:
         """Whether starting kernels takes longer than running them, on the slowest rank."""
-        return self.attend_seconds > float(self.compute.max())
+        return self.attend_seconds > float((self.compute + self.merge).max())
 
     @cached_property
     def attend_seconds(self) -> float:
@@ -101,6 +101,31 @@ class CostModel:
     memory_bytes: float = 3e12
     held_shards: float = math.inf
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.topology, Topology | None):
+            raise TypeError(
+                f"topology must be a Topology, got {self.topology!r}; CostModel.over reads a text"
+            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            waits = each.name.endswith("seconds")  # of which there may be none
+            if each.type == "float" and not (value > 0 or (waits and value == 0)):
+                raise ValueError(f"{each.name} of a CostModel must be above 0, got {value!r}")
+
+    @staticmethod
+    def over(hosts: Topology | str) -> CostModel:
+        """What groups of GPUs on these hosts are planned with until they have measured their links:
+        H200s that send messages, and hold four shards of others' keys at the most.
+
+        Args:
+            hosts: as text 8x4, 8 hosts of 4 ranks, or 4,4,2.
+        Raises:
+            ValueError: there are no such hosts.
+        """
+        topology = Topology.parse(hosts) if isinstance(hosts, str) else hosts
+        several = len(topology.hosts) > 1
+        return replace(H200_NCCL, topology=topology, held_shards=HELD_SHARDS) if several else H200
+
     def with_rates(self, text: str, name: str) -> CostModel:
         """With the rates that ``text`` gives, as ``link_bytes=2e9,held_shards=8``.
 
@@ -110,12 +135,13 @@ class CostModel:
             ValueError: it is not such a text, or a rate is not a number above 0.
         """
         rates = [f.name for f in fields(self) if f.name not in ("topology", "one_sided")]
-        given = dict(part.partition("=")[::2] for part in text.split(",") if part)
+        parts = [part.strip() for part in text.split(",")]
+        given = dict(part.partition("=")[::2] for part in parts if part)
         try:
             found: Any = {rates[rates.index(rate)]: float(value) for rate, value in given.items()}
         except ValueError:
             found = {"": 0.0}
-        if not all(value > 0 for value in found.values()):
+        if not all(0 < value < math.inf or rate == "held_shards" for rate, value in found.items()):
             raise ValueError(
                 f"{name} gives numbers above 0 for some of {', '.join(rates)}, as link_bytes=2e9, "
                 f"not {text!r}"

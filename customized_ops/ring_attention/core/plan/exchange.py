@@ -25,8 +25,8 @@ NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Which ``count`` tokens of a tensor: those from ``start`` on, or those of ``ranges``, the starts
-    and the stops of some, int64[n] each."""
+    """Which ``count`` tokens of a tensor: those from ``start`` on, or those of ``ranges``, starts
+    and stops, int64[n] each."""
 
     start: int
     count: int

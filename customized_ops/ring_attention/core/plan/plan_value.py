@@ -103,6 +103,12 @@ class PlanValue:
         """Whether keys that several ranks of a host need cross to it once."""
         return self.topology is not None and self.topology.relays and self.team_size == 1
 
+    @property
+    def few_at_once(self) -> bool:
+        """Whether a rank holds few keys of others, and waits for their gradients to be at home, but
+        for the last two exchanges."""
+        return self.most_keys > 0 or self.arrivals is not None
+
     @cached_property
     def arrivals(self) -> Arrivals | None:
         """Steps by hosts, or so that ranks hold few keys; None: by ring distance, as many as
@@ -165,11 +171,14 @@ class PlanValue:
 
     @cached_property
     def steps_with_keys(self) -> Ints:
-        """int64[P]: in about how many steps each rank receives keys, of a bound; 1 without one."""
+        """int64[P]: in about how many steps each rank receives keys."""
         received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
-        if not 0 < room < received.max(initial=0):
+        if self.gathered:
             return np.ones_like(received)
-        return np.maximum(-(-5 * received // (4 * room)), 1)  # few steps are full
+        steps = np.full_like(received, max(self.steps, 1))
+        if 0 < room < received.max(initial=0):
+            steps = np.maximum(-(-5 * received // (4 * room)), steps)  # few steps are full
+        return steps
 
     @cached_property
     def one_call_each(self) -> bool:

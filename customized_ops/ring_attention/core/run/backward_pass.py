@@ -35,7 +35,7 @@ class BackwardPass(RankPass[Sum]):
         self._late_dk, self._late_dv = Sum(k, key_parts), Sum(v, key_parts)
         self._going_home: deque[Pending] = deque()
         # Whether gradients of keys that are on their way are waited for, but for the last ones.
-        self._few_at_once = self._plan.arrivals is not None
+        self._few_at_once = self._plan.few_at_once
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of the rank's tokens."""

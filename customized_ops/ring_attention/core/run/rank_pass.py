@@ -164,6 +164,7 @@ class RankPass(ABC, Generic[Part]):
                 of_groups.append(parts)
             for n, stage, keys in stages:
                 self.attend_stage(n, stage, keys, parts)
+                del keys  # its memory is free before the next keys are put together
                 # Results go home while further keys are attended, from all ranks at once: they
                 # exchange in one order.
                 if rows_left and heads is self.share and n + 1 == self._plan.remote_stages:

@@ -20,7 +20,7 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanValue)
 # What differs by less than a twentieth is as fast.
 AS_FAST = 0.95
 # Ranks of several hosts up to which some plans are simulated before one is chosen, and how many.
-SIMULATED_RANKS, SIMULATED_PLANS = 32, 3
+SIMULATED_RANKS, SIMULATED_PLANS = 32, 4
 # What a plan works out of its work, its layouts and the hosts alone.
 OF_WORK = (
     *("q_needed", "kv_needed", "_tokens", "rows_move", "keys_move", "shared_rows", "area"),
@@ -39,6 +39,12 @@ def _least_of(plans: list[AnyPlan], seconds: Callable[[AnyPlan], float]) -> list
     """Those that take the least time, or 1% more."""
     least = min(map(seconds, plans))
     return [plan for plan in plans if seconds(plan) <= 1.01 * least]
+
+
+def _fits(plan: PlanValue, groups: int) -> bool:
+    """Whether a rank may receive all keys of a group of heads at once."""
+    received = int(plan.kv_tokens()[:, 1].max(initial=0))
+    return not plan.most_keys or received <= plan.most_keys * groups
 
 
 def is_even(area: Ints | Floats) -> bool:
@@ -113,9 +119,9 @@ class Rates:
         """``plan``, or where a rank may hold too few keys for one step, the same in as many groups
         of heads as are the fastest. As many bytes of fewer heads are more keys: so there are fewer
         steps, and results are merged less often."""
-        if plan.team_size > 1 or (plan.steps_with_keys == 1).all():
+        if plan.team_size > 1 or plan.gathered or _fits(plan, 1):
             return plan
-        counts = [count for count in COUNTS if count <= max(self.heads[1], 1)]
+        counts = self._even_groups()
         # Of those that are as fast the most groups: the first keys arrive the soonest.
         plans = [_variant(plan, head_groups=count) for count in reversed(counts)]
         fast = _least_of(plans, self.seconds)
@@ -148,10 +154,18 @@ class Rates:
         the request leaves that open."""
         if plan.team_size > 1 or not plan.keys_move:
             return [plan]
-        staged = plan.gathered and request.stages is None
-        counts = (n for n in COUNTS if n <= max(self.heads[1], 1) and request.head_groups is None)
-        found = [_variant(plan, head_groups=n) for n in counts if n != plan.head_groups]
-        return [plan, *found, *(_variant(each, steps=1) for each in [plan, *found] if staged)]
+        counts = self._even_groups() if request.head_groups is None else [plan.head_groups]
+        found = [_variant(plan, head_groups=count) for count in counts]
+        if plan.gathered and request.stages is None:
+            staged = [_variant(each, steps=1) for each in found]
+            found = [*staged, *(each for each in found if _fits(each, each.head_groups))]
+        now = plan.steps, plan.head_groups
+        return [plan, *(each for each in found if (each.steps, each.head_groups) != now)]
+
+    def _even_groups(self) -> list[int]:
+        """Counts of groups of as many key heads each, so that each has its part of the bytes."""
+        kv_heads = max(self.heads[1], 1)
+        return [count for count in COUNTS if kv_heads % count == 0]
 
     def ask_simulator(self, ranks: int) -> bool:
         """Whether plans are compared by simulating them."""

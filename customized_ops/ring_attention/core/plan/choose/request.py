@@ -97,8 +97,9 @@ class PlanRequest:
             return {"steps": steps, "topology": topology}
         key_bytes = self.sizes.kv_bytes(max(self.heads[1] // team_size, 1))
         shard = max(self.k_layout.sizes)
-        held = max(int(self.costs.held_shards * shard), HELD_BYTES // key_bytes)
-        # Those of a step that is attended and of the next; of each of these, up to half are held
-        # twice where they are relayed.
+        # Of a rank's share of the heads there are as many more keys in a shard's bytes.
+        held = max(int(self.costs.held_shards * shard * team_size), HELD_BYTES // key_bytes)
+        # Those of a step, as they arrived and put together, and of the next as they arrive; up to
+        # half of each once more where they are relayed.
         relays = topology is not None and topology.relays and team_size == 1
-        return {"steps": steps, "topology": topology, "most_keys": held // (3 if relays else 2)}
+        return {"steps": steps, "topology": topology, "most_keys": held // (4 if relays else 3)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +23,14 @@ CELLS = 1 << 12
 
 @dataclass(frozen=True)
 class HostFigures:
-    """Keys in the forward pass.
+    """Keys in the forward pass, of all heads: where ranks share out heads, of as many bytes.
 
     Attributes:
         tokens_into_host: that cross into the host with the most, as often as they do.
         tokens_into_host_at_least: those of them that differ.
-        received_tokens_at_once: that a rank holds at the most, with all heads or as many bytes: of
-            the step that it attends, of the next one, and what it relays for others; 0 where no
-            keys move.
+        received_tokens_at_once: that a rank holds at the most, as keys of all heads with as many
+            bytes; messages of which they are put together, and what is relayed, are counted where
+            there is a bound.
     """
 
     tokens_into_host: int
@@ -48,7 +49,7 @@ def host_figures(plan: PlanValue) -> HostFigures:
         distinct = located(every, plan.k_layout.pieces)
         distinct = distinct[host_of[distinct[:, SEND]] != distinct[:, RECV]]
         tokens = distinct[:, TOKEN1] - distinct[:, TOKEN0]
-        into = int(np.bincount(host_of, across).max())
+        into = int(np.bincount(host_of, across).max()) // plan.team_size
         least = int(np.bincount(distinct[:, RECV], tokens, minlength=1).max())
     return HostFigures(max(into, least), least, _received_at_once(plan))
 
@@ -180,10 +181,31 @@ def _fewest(rows: Ints, keys: Ints, wanted: Ints) -> Ints:
 
 
 def _received_at_once(plan: PlanValue) -> int:
-    steps, most = plan.arrivals, 0
+    """See :class:`HostFigures`. While a step is attended the next one arrives; before it is
+    attended, its keys are put together from messages, which are free then, and those of the one
+    after it begin to arrive. What a rank relays of either, half of it at the most, is there too."""
+    share = plan.head_groups * plan.team_size
+    if plan.most_keys == 0 and not plan.relays:
+        return -(-int(plan.kv_tokens()[:, 1].max(initial=0)) // plan.team_size)
+    most = 0
+    for here in _received_in_steps(plan):
+        # After the last step of a group of heads comes the first of the next group.
+        following = np.roll(here, -1, axis=1)
+        if plan.head_groups == 1:
+            following[:, -1] = 0
+        held = 2 * here + following
+        if plan.relays:
+            held = held + (here + 1) // 2 + (following + 1) // 2
+        most = max(most, int(held.max(initial=0)))
+    return -(-most // share)
+
+
+def _received_in_steps(plan: PlanValue) -> Iterator[Ints]:
+    """int64[teams, steps]: keys that the teams receive, of each unit of ranks after the other."""
+    steps, teams = plan.arrivals, plan.group_size // plan.team_size
     if steps is None or plan.gathered:
-        return int(plan.kv_tokens()[:, 1].max(initial=0))
-    around = steps.steps if plan.head_groups > 1 else steps.steps + 2
+        yield plan.kv_tokens()[:, 1, None]
+        return
     units = steps.unit_of[plan.kv_needed[:, 0] * plan.team_size]
     for unit in range(int(steps.unit_of[-1]) + 1):
         moves = located(plan.kv_needed[units == unit], plan.k_layout.pieces)
@@ -191,17 +213,9 @@ def _received_at_once(plan: PlanValue) -> int:
         if plan.team_size == 1:
             others = parts[:, RECV] != parts[:, SEND]
             parts, step = parts[others], step[others]
-        width = steps.steps + 3
-        shape = plan.group_size // plan.team_size, width
         count = np.bincount(
-            parts[:, RECV] * width + step,
+            parts[:, RECV] * steps.steps + step - 1,
             parts[:, TOKEN1] - parts[:, TOKEN0],
-            minlength=shape[0] * width,
-        ).reshape(shape)
-        # After the last step of a group of heads comes the first of the next group.
-        now, *later = (count[:, np.arange(n, n + steps.steps) % around + 1] for n in range(3))
-        held = now + later[0]
-        if plan.relays:  # of two steps, half of what it needs at the most
-            held = held + (later[0] + later[1] + 1) // 2
-        most = max(most, int(held.max(initial=0)))
-    return -(-most // plan.head_groups)
+            minlength=teams * steps.steps,
+        )
+        yield count.astype(np.int64).reshape(teams, steps.steps)

@@ -185,7 +185,7 @@ def _between(costs: CostModel) -> str:
 
 def _at_least(least: str, ratio: float) -> str:
     """A bound, and how far above it a figure is."""
-    if ratio == 1:
+    if round(ratio, 4) == 1:
         return f"at least {least} (reached)"
     if ratio < 10:
         return f"at least {least} ({ratio - 1:+.1%})"
@@ -193,12 +193,14 @@ def _at_least(least: str, ratio: float) -> str:
 
 
 def _times(pass_: Pass) -> str:
-    attend, link = pass_.attend_seconds, float(pass_.link.max())
-    what = "in kernels" if attend == pass_.compute.max() else "starting kernels"
+    attend, link, alone = pass_.attend_seconds, float(pass_.link.max()), float(pass_.alone.max())
+    what = "in kernels and merges" if pass_.merge.any() else "in kernels"
+    what = "starting kernels" if pass_.host_bound else what
     how = "while" if pass_.overlap else "after"
+    then = f", and {format_seconds(alone)} for rows that nothing hides" if alone else ""
     return (
         f"{format_seconds(pass_.seconds):>8}: {format_seconds(attend)} {what} {how} "
-        f"{format_seconds(link)} on links"
+        f"{format_seconds(link)} on links{then}"
     )
 
 

@@ -97,7 +97,7 @@ class Schedule:
                 self._ranks.attend(what, n, self._seconds(n, whose) / self._groups)
             if back.any():
                 self._send_home("gradients", n, step, back)
-                if self._plan.arrivals is not None:
+                if self._plan.few_at_once:
                     self._end_older_homes()
             for whose in (OWN, REMOTE):
                 self._merge(n, whose, had[whose], now[whose])

@@ -1,0 +1,124 @@
+"""Memory that a rank holds of others' keys, counted while the executor runs, is what plans say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from customized_ops.ring_attention.core.comm.comm_groups import FakeComm
+from customized_ops.ring_attention.core.comm.messages import Comm
+from customized_ops.ring_attention.core.comm.pending import Pending
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.plan.choose import request
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
+from customized_ops.ring_attention.core.plan.report.hosts import host_figures
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.topology import Topology
+
+TOKENS, DIM = 64, 16  # of a rank, of a head
+SHARDS = 4.0
+
+
+class Absent(FakeComm):
+    """A rank whose messages keep their buffers until they are waited for, as those of NCCL."""
+
+    def start(self, send: Any, receive: Any) -> Callable[[], None]:
+        def wait() -> None:
+            assert send is not None and receive is not None
+
+        return wait
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that are made while something is fetched, at the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.fetching = 0, False
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.fetching and "new_empty" in str(func):
+            storage = out.untyped_storage()
+            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._alive.values()))
+        return out
+
+    @contextmanager
+    def while_fetching(self) -> Iterator[None]:
+        before, self.fetching = self.fetching, True
+        try:
+            yield
+        finally:
+            self.fetching = before
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    mode = Held()
+
+    def noted(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def called(*given: Any, **options: Any) -> Any:
+            with mode.while_fetching():
+                return method(*given, **options)
+
+        monkeypatch.setattr(owner, name, called)
+
+    noted(Comm, "_fetch")
+    noted(Pending, "wait")
+    noted(Pending, "go_on")
+    monkeypatch.setattr(request, "HELD_BYTES", 1)
+    return mode
+
+
+def planned(hosts: tuple[int, ...], heads: tuple[int, int], groups: int | None) -> Plan:
+    ranks = sum(hosts)
+    # Rates of its own: plans of other tests are cached, of which few keys are no bound.
+    costs = replace(H200_NCCL, topology=Topology(hosts), held_shards=SHARDS, memory_bytes=2.9e12)
+    mask, layout = AttnMask.causal(ranks * TOKENS), Layout.zigzag(ranks * TOKENS, ranks)
+    return make_plan(mask, layout, heads=heads, head_dim=DIM, head_groups=groups, costs=costs)
+
+
+HOSTS = {"4 of 8": (8,) * 4, "16 of 1": (1,) * 16, "3 of 2": (2,) * 3, "4 of 4": (4,) * 4}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize(
+    ("heads", "groups"), [((8, 8), 8), ((8, 8), 1), ((8, 4), 2), ((6, 3), None)]
+)
+def test_a_rank_holds_no_more_than_the_plan_says(
+    hosts: tuple[int, ...], heads: tuple[int, int], groups: int | None, held: Held
+) -> None:
+    plan, rank = planned(hosts, heads, groups), sum(hosts) // 3
+    key_bytes = heads[1] * DIM * 2 * 4
+    figure = host_figures(plan).received_tokens_at_once
+    assert 0 < figure <= SHARDS * TOKENS
+    comm, kernel, scoring = Absent(rank, sum(hosts)), KERNELS["reference"], Scoring(0.25)
+    q, k, v = (torch.randn(1, TOKENS, h, DIM) for h in (heads[0], heads[1], heads[1]))
+    with held:
+        out, lse = attention_forward(plan, comm, kernel, ForwardOperands(q, k, v), scoring)
+    assert 0.4 * figure * key_bytes < held.most <= figure * key_bytes
+    with held:
+        given = BackwardOperands(out, q, k, v, out, lse)
+        attention_backward(plan, comm, kernel, given, scoring)
+    # Gradients that come home are made while they are waited for, too.
+    assert held.most <= 2 * SHARDS * TOKENS * key_bytes
