@@ -140,6 +140,10 @@ def test_lengths_stay_on_the_host(two_ranks: Pool) -> None:
         assert error < 1e-10 and asked > 0
 
 
+def test_what_is_cut_does_not_stay_on_the_host(two_ranks: Pool) -> None:
+    assert max(two_ranks.run(jobs.integers_elsewhere)) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("hoist", "inductor"),
     [(False, False), *(pytest.param(h, True, marks=pytest.mark.slow) for h in (False, True))],

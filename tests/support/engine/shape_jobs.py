@@ -20,7 +20,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch.fx import GraphModule
 
-from annotations import ComputeConfig, parallelize
+from annotations import ComputeConfig, parallelize, register_op
 from annotations.engines.torch.run import execute, lowered
 from customized_ops.ring_attention import (
     packed_batches,
@@ -128,6 +128,34 @@ def lengths_elsewhere(seeds: Sequence[int], total: int) -> tuple[float, int]:
     asked = mock.Mock(side_effect=lambda tensor, mesh: tensor.dtype == torch.int32)
     with mock.patch.object(execute, "elsewhere", asked):
         return random_steps(seeds, total, -1), asked.call_count
+
+
+@register_op("l d+, l -> l d+")
+def scale_rows(x: Tensor, n: Tensor) -> Tensor:
+    """Rows times numbers that are cut with them."""
+    return x * n[:, None]
+
+
+class Scaled(nn.Module):
+    """An op that is cut on a dim of its integers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return scale_rows(self.into(x), n).square().sum()
+
+
+def integers_elsewhere() -> float:
+    """The error of a loss where integers count as on another device, and are cut."""
+    given = {"x": torch.arange(128.0).double().view(16, 8), "n": torch.arange(16).int()}
+    size = dist.get_world_size()
+    with mock.patch.object(execute, "elsewhere", lambda tensor, mesh: tensor.dtype == torch.int32):
+        parallel = parallelize(Scaled(), given, {"scale_rows": "l"}, ComputeConfig(size, size))
+        loss, wanted = parallel(**given), Scaled()(**given)
+        return abs(loss.item() - wanted.item()) / wanted.item()
 
 
 def as_it_is(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
