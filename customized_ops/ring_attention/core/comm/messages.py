@@ -71,7 +71,7 @@ class Comm(ABC):
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         """Begin passing buffers between peers, all at once; the returned function waits for them.
 
-        Every rank of the group calls this in the same order with matching buffers.
+        Ranks that have something for one another call this in the same order with matching buffers.
         """
 
     @abstractmethod

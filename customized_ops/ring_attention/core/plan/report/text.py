@@ -14,7 +14,7 @@ from ..cost import H200, CostModel, Pass
 from ..heads import Sizes
 from ..plan_value import PlanValue
 from .figures import Measures, measures
-from .hosts import HostBytes, host_bytes, host_figures
+from .hosts import HostBytes, HostFigures, host_bytes, host_figures
 
 # Up to so many ranks have a line each; of more, those at both ends and the busiest do.
 ALL_RANKS = 16
@@ -76,6 +76,8 @@ def _header(plan: PlanValue, figures: Measures, sizes: str, shares: str) -> list
     }
     if plan.topology is not None:
         lines["hosts"] = _hosts(plan)
+    elif plan.most_keys:
+        lines["held"] = _held(host_figures(plan), plan)
     if plan.team_size == 1:
         del lines["teams"]
     if plan.head_groups == 1:
@@ -89,10 +91,14 @@ def _hosts(plan: PlanValue) -> str:
     once = ", each once" if plan.relays else ""
     return (
         f"{plan.topology}; {figures.tokens_into_host / total:.3g} of all keys cross into the "
-        f"busiest{once} (at least {figures.tokens_into_host_at_least / total:.3g}); a rank holds "
-        f"at most {figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1):.3g} shards of "
-        "others' keys at once"
+        f"busiest{once} (at least {figures.tokens_into_host_at_least / total:.3g}); "
+        + _held(figures, plan)
     )
+
+
+def _held(figures: HostFigures, plan: PlanValue) -> str:
+    shards = figures.received_tokens_at_once / max(*plan.k_layout.sizes, 1)
+    return f"a rank holds at most {shards:.3g} shards of others' keys at once"
 
 
 def _table(figures: Measures) -> list[str]:
