@@ -130,31 +130,31 @@ def lengths_elsewhere(seeds: Sequence[int], total: int) -> tuple[float, int]:
         return random_steps(seeds, total, -1), asked.call_count
 
 
-@register_op("l d+, l -> l d+")
-def scale_rows(x: Tensor, n: Tensor) -> Tensor:
-    """Rows times numbers that are cut with them."""
-    return x * n[:, None]
-
-
 class Scaled(nn.Module):
-    """An op that is cut on a dim of its integers, too."""
+    """Rows times integers, by ``op``."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.into = nn.Linear(8, 8).double()
+        self.into, self._op = nn.Linear(8, 8).double(), op
 
     def forward(self, x: Tensor, n: Tensor) -> Tensor:
-        return scale_rows(self.into(x), n).square().sum()
+        return self._op(self.into(x), n).square().sum()
 
 
 def integers_elsewhere() -> float:
     """The error of a loss where integers count as on another device, and are cut."""
+
+    @register_op("l d+, l -> l d+")
+    def scale_rows(x: Tensor, n: Tensor) -> Tensor:
+        return x * n[:, None]
+
     given = {"x": torch.arange(128.0).double().view(16, 8), "n": torch.arange(16).int()}
     size = dist.get_world_size()
     with mock.patch.object(execute, "elsewhere", lambda tensor, mesh: tensor.dtype == torch.int32):
-        parallel = parallelize(Scaled(), given, {"scale_rows": "l"}, ComputeConfig(size, size))
-        loss, wanted = parallel(**given), Scaled()(**given)
+        model = Scaled(scale_rows)
+        parallel = parallelize(model, given, {"scale_rows": "l"}, ComputeConfig(size, size))
+        loss, wanted = parallel(**given), model(**given)
         return abs(loss.item() - wanted.item()) / wanted.item()
 
 
