@@ -19,7 +19,7 @@ from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import Plan, make_plan
 from ..core.plan.choose.search import ASSIGNMENTS
-from ..core.plan.cost import H200, CostModel
+from ..core.plan.cost import CostModel
 from ..core.plan.heads import Sizes
 from ..core.plan.report.hosts import host_figures
 from ..core.plan.report.picture import draw
@@ -48,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=int, metavar="N", help="0 gathers; chosen if not given")
     add("--team-size", type=_team, default=1, metavar="N", help="ranks that split heads, or auto")
     add("--head-groups", type=_positive, metavar="N", help="in which keys arrive; chosen if not")
-    add("--hosts", metavar="N", help="with as many ranks each; or 8x4, or ranks of each as 4,4,2")
+    add(
+        "--hosts",
+        default="1",
+        metavar="N",
+        help="with as many ranks each; or 8x4, or ranks of each as 4,4,2",
+    )
     add("--costs", default="", metavar="RATE=N,...", help="rates, as between_bytes=25e9")
     add("--simulate", action="store_true", help="both passes in time, event by event")
     add("--json", action="store_true", help="figures of hosts and times as one JSON object")
@@ -111,17 +116,16 @@ def plan_report(options: argparse.Namespace) -> str:
 def _costs(options: argparse.Namespace) -> CostModel:
     """Of a group on these hosts."""
     hosts, ranks = options.hosts, options.ranks
-    if hosts is None:
-        if "between" in options.costs:
-            raise ValueError("--costs has a rate between hosts, but there is no --hosts")
-        return H200.with_rates(options.costs, "--costs")
-    if hosts.isdecimal() and (ranks % int(hosts) if int(hosts) else True):
+    count = int(hosts) if hosts.isdecimal() else 0
+    if count and ranks % count:
         raise ValueError(f"--hosts {hosts} does not divide --ranks {ranks}")
-    each = f"{hosts}x{ranks // int(hosts)}" if hosts.isdecimal() else hosts
-    topology = Topology.parse(each, "--hosts")
+    topology = Topology.parse(f"{count}x{ranks // count}" if count else hosts, "--hosts")
     if topology.size != ranks:
         raise ValueError(f"--hosts {hosts} has {topology.size} ranks, --ranks is {ranks}")
-    return CostModel.over(topology).with_rates(options.costs, "--costs")
+    costs = CostModel.over(topology)
+    if costs.topology is None and "between" in options.costs:
+        raise ValueError("--costs has a rate between hosts, but there is one host (see --hosts)")
+    return costs.with_rates(options.costs, "--costs")
 
 
 def _json(plan: Plan, costs: CostModel, sizes: Sizes, timeline: Timeline | None) -> str:

@@ -142,7 +142,9 @@ def test_shuffled_labels_under_autodist(two_ranks: Pool, tmp_path: Any) -> None:
 
 
 def test_a_layout_of_ranks_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="for the ranks of a group, but the call has no process_group"):
+    with pytest.raises(
+        ValueError, match="for the ranks of a group, but the call has no process_group"
+    ):
         jobs.generate(training("to zigzag, own layout"), tmp_path, ranks=2)
 
 

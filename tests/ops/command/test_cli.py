@@ -215,7 +215,10 @@ def test_draws(capsys, tmp_path):
         ("--team-size 3", "team_size must divide the 4 ranks"),
         ("--stages -1", "stages must be 0 or more, got -1"),
         ("--costs link_bytes=0", "--costs gives numbers above 0 for some of forward_flops"),
-        ("--costs between_bytes=1e9", "has a rate between hosts, but there is no --hosts"),
+        (
+            "--costs between_bytes=1e9",
+            "has a rate between hosts, but there is one host (see --hosts)",
+        ),
         ("--hosts 6x2", "--hosts 6x2 has 12 ranks, --ranks is 4"),
         ("--hosts many", "--hosts: hosts are given as 8x4 or 4,4,2, not 'many'"),
         ("--costs speed=3", "memory_bytes, held_shards, as link_bytes=2e9, not 'speed=3'"),

@@ -115,7 +115,8 @@ class CostModel:
     @staticmethod
     def over(hosts: Topology | str) -> CostModel:
         """What groups of GPUs on these hosts are planned with until they have measured their links:
-        H200s that send messages, and hold four shards of others' keys at the most.
+        H200s that send messages, and hold four shards of others' keys at the most; on one host
+        :data:`H200`, which write into one another's memory.
 
         Args:
             hosts: as text 8x4, 8 hosts of 4 ranks, or 4,4,2.

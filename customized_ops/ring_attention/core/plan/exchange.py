@@ -127,9 +127,11 @@ class Exchanges(NamedTuple):
         ``sender`` are received."""
         for each in (self.q, *self.kv):
             for part in each.parts if each is not None else ():
-                sides = [*part.sent.values(), *part.received.values()]
-                if sender is not None:
-                    sides = [part.received[sender]] if sender in part.received else []
+                sent, received = part.sent, part.received
+                if sender is None:
+                    sides = [*sent.values(), *received.values()]
+                else:  # of other peers it counts how many tokens there are
+                    sides = [received[sender]] if sender in received else []
                 for where in sides:
                     _ = where.indices
 

@@ -49,7 +49,7 @@ def document_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> An
     plan = home
     if not (is_even(home.area) and rates.is_fast(rates.staged(home, request))):
         plan = _evened(home, request, rates)
-    return rates.in_head_groups(rates.staged(plan, request), request)
+    return rates.arranged(plan, request)
 
 
 def is_good(plan: PlanValue, rates: Rates) -> bool:

@@ -108,6 +108,11 @@ class Rates:
         """Whether no link is busy for longer than ranks attend."""
         return all(float(each.link.max()) <= each.attend_seconds for each in self.passes(plan))
 
+    def arranged(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
+        """``plan`` with keys that arrive in the steps and groups of heads that are asked for, or
+        best."""
+        return self.in_head_groups(self.staged(plan, request), request)
+
     def staged(self, plan: AnyPlan, request: PlanRequest) -> AnyPlan:
         """``plan`` in as few steps as memory and hosts let it have, where the request leaves that
         open."""

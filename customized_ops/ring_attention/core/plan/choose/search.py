@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ...layout import Layout
 from ...mask.slices import Slices
@@ -74,38 +74,44 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     the best of all candidates; so also of documents where links are too slow for a construction
     that is about kernels, as other candidates send rows to the keys."""
     rates = Rates(request.costs, request.sizes)
-    if request.assignment != "auto" or not is_of_documents(request):
-        if rates.ask_simulator(request.q_layout.group_size):
-            return _best_simulated(list(_candidates(make, request, rates)), request, rates)
-        return searched_plan(make, request, rates)
-    plan = document_plan(make, request, rates)
-    if is_good(plan, rates):
-        return plan
-    return min(plan, searched_plan(make, request, rates), key=rates.seconds)
+    if request.assignment == "auto" and is_of_documents(request):
+        plan = document_plan(make, request, rates)
+        if is_good(plan, rates):
+            return plan
+        return min(plan, searched_plan(make, request, rates), key=rates.seconds)
+    if rates.ask_simulator(request.q_layout.group_size):
+        sizes = _team_sizes(request, rates)
+        plans = [plan for size in sizes for plan in _candidates(make, request, size)]
+        return _best_simulated([rates.arranged(plan, request) for plan in plans], request, rates)
+    return searched_plan(make, request, rates)
 
 
 def searched_plan(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:
-    """The best of all candidates by the cost model, until one is as fast as kernels."""
+    """The best of all candidates by the cost model; no more are made once one is as fast as
+    kernels."""
     plans: list[AnyPlan] = []
-    for plan in _candidates(make, request, rates):
-        if plans and plan.team_size > plans[-1].team_size and rates.is_fast(*plans):
+    for size in _team_sizes(request, rates):
+        if plans and rates.is_fast(*plans):
             break
-        plans.append(plan)
+        plans += _candidates(make, request, size)
+    plans = [rates.arranged(plan, request) for plan in plans]
     return plans[0] if len(plans) == 1 else _best(plans, rates)
 
 
-def _candidates(make: type[AnyPlan], request: PlanRequest, rates: Rates) -> Iterator[AnyPlan]:
-    """The simplest first."""
+def _team_sizes(request: PlanRequest, rates: Rates) -> Iterable[int]:
+    return (
+        [request.team_size] if request.team_size else rates.team_sizes(request.q_layout.group_size)
+    )
+
+
+def _candidates(make: type[AnyPlan], request: PlanRequest, size: int) -> Iterator[AnyPlan]:
+    """Of teams of one size, the simplest first, before it is chosen how keys arrive."""
     mask, q_layout, k_layout = request.mask, request.q_layout, request.k_layout
-    (q_heads, kv_heads), ranks = request.heads, q_layout.group_size
-    for size in [request.team_size] if request.team_size else rates.team_sizes(ranks):
-        row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
-        arranged = request.arrangement(size)
-        for work in ASSIGNMENTS[request.assignment](
-            mask.slices, q_layout, k_layout, size, row_cost
-        ):
-            plan = make(mask, q_layout, k_layout, work, size, **arranged)
-            yield rates.in_head_groups(rates.staged(plan, request), request)
+    q_heads, kv_heads = request.heads
+    row_cost = q_heads / max(kv_heads, size)  # a team receives a copy of a key for each rank
+    works = ASSIGNMENTS[request.assignment](mask.slices, q_layout, k_layout, size, row_cost)
+    arranged = request.arrangement(size)
+    return (make(mask, q_layout, k_layout, work, size, **arranged) for work in works)
 
 
 def _best_simulated(plans: list[AnyPlan], request: PlanRequest, rates: Rates) -> AnyPlan:

@@ -30,7 +30,7 @@ class HostFigures:
         tokens_into_host_at_least: those of them that differ.
         received_tokens_at_once: that a rank holds at the most, as keys of all heads with as many
             bytes; messages of which they are put together, and what is relayed, are counted where
-            there is a bound.
+            there is a bound or keys are relayed.
     """
 
     tokens_into_host: int

@@ -175,7 +175,9 @@ def _between_hosts(entering: HostBytes) -> str:
     )
     return "hosts     into the busiest " + "; ".join(
         f"{name} {format_bytes(bytes_)}, "
-        + _at_least(format_bytes(least), bytes_ / least if least else (1.0 if not bytes_ else 11.0))
+        + _at_least(
+            format_bytes(least), bytes_ / least if least else 1.0 if not bytes_ else float("inf")
+        )
         for name, bytes_, least in passes
     )
 
