@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from windows import dense_mask
 
-from customized_ops.ring_attention.core.kernels.adapters import flash4_blocks
+from customized_ops.ring_attention.core.kernels.adapters import flash4_blocks, flash4_library
 from customized_ops.ring_attention.core.kernels.window.library_calls import Packing
 
 FORWARD = (
@@ -150,7 +150,8 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
         "flash_attn.cute", interface=interface, block_sparsity=sparsity, utils=utils, __path__=[]
     )
     module("flash_attn", cute=cute, __path__=[], __spec__=SimpleNamespace())
-    monkeypatch.setattr(flash4_blocks, "interface", lambda: interface)
+    for module_of_ours in (flash4_blocks, flash4_library):
+        monkeypatch.setattr(module_of_ours, "interface", lambda: interface)
     # What mask_mod functions are written in, on tensors instead of a kernel's values.
     jit = module("cutlass.cute", jit=lambda function: function)
     module("cutlass", cute=jit, Int32=torch.int32, range_constexpr=range, __path__=[])

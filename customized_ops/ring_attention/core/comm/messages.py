@@ -12,11 +12,11 @@ peers. There is no global state, and ranks are always ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..plan.exchange import Exchange
 from .pending import Counters, Pending
 from .transfer_side import Dims, Put, TransferSide, add, copy, place
 
+T = TypeVar("T")
 Messages = dict[int, list[Tensor]]  # peer -> flat buffers, in order
 Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
@@ -42,6 +43,24 @@ class Coming(NamedTuple):
     target: Callable[[], TransferSide]
     arrive: Arrive
     placed: Any = None
+
+
+class Moved(NamedTuple):
+    """What a pass has done to its Comm.
+
+    Attributes:
+        sent_bytes, received_bytes: see :class:`~.pending.Counters`.
+        at: where it got to in memory that peers write to.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    at: Any = None
+
+    def since(self, before: Moved) -> Moved:
+        """From ``before`` on."""
+        sent, received = self.sent_bytes - before.sent_bytes, before.received_bytes
+        return Moved(sent, self.received_bytes - received, self.at)
 
 
 class Comm(ABC):
@@ -100,6 +119,19 @@ class Comm(ABC):
     def leave(self) -> None:  # noqa: B027
         """The pass made its results, so that ranks are at the same step; not called after an
         error."""
+
+    def replay_state(self) -> Hashable | None:
+        """Of a pass that would begin now: passes that are equal here reach the device alike. None
+        where not all that a pass gives the device is seen (:mod:`..tape`)."""
+        return None
+
+    def moved(self) -> Moved:
+        """By all passes so far."""
+        return Moved(self.counters.sent_bytes, self.counters.received_bytes)
+
+    def replay(self, moved: Any, run: Callable[[], T]) -> T:
+        """A pass in which ``run`` does to the device what :meth:`begin` to :meth:`leave` did."""
+        raise NotImplementedError
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -26,13 +26,14 @@ last. Then ranks first say when they have read those:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from ..plan.exchange import Exchange
-from .messages import Arrive, Coming, Comm, PeerParts, SeenBy
+from ..tape import launch, refuse
+from .messages import Arrive, Coming, Comm, Moved, PeerParts, SeenBy, T
 from .pending import Pending
 from .placement import DONE, Arena, Memory, Placed, Placement
 from .transfer_side import TokenBlock, TransferSide, copy
@@ -65,24 +66,45 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def begin(self) -> None:
+        self._enter()
+        if self._passes:
+            for peer in self._peers:
+                launch(self._memory.wait_signal, peer, DONE)
+        self._placement.begin()
+
+    def _enter(self) -> None:
         if self._under_way:  # nobody waits for the signals of the pass before
             raise RuntimeError(
                 f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
                 "may be out of step; make a new process group"
             )
         self._under_way = True
-        if self._passes:
-            for peer in self._peers:
-                self._memory.wait_signal(peer, DONE)
-        self._placement.begin()
 
     def end(self) -> None:
         self._passes += 1
         for peer in self._peers:
-            self._memory.put_signal(peer, DONE)
+            launch(self._memory.put_signal, peer, DONE)
 
     def leave(self) -> None:
         self._under_way = False
+
+    def replay_state(self) -> Hashable | None:
+        # The first pass waits for none, and one that makes memory waits for all ranks.
+        steady = self._passes and self._arena.steady and not self._memory.capturing()
+        return self._arena.generation if steady else None
+
+    def replay(self, moved: Moved, run: Callable[[], T]) -> T:
+        self._enter()
+        results = run()
+        self._passes += 1
+        self._arena.at = moved.at
+        self.counters.sent_bytes += moved.sent_bytes
+        self.counters.received_bytes += moved.received_bytes
+        self._under_way = False
+        return results
+
+    def moved(self) -> Moved:
+        return Moved(self.counters.sent_bytes, self.counters.received_bytes, self._arena.at)
 
     @property
     def arena_bytes(self) -> int:
@@ -96,6 +118,7 @@ class OneSidedComm(Comm):
         into: Callable[[], TransferSide] | None,
     ) -> Coming:
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
+            refuse()
             return super()._start_fetch(exchange, source, seen_by, into)
         placed = self._placement.fetch(exchange, source, seen_by)
         self._write(placed, source)
@@ -116,6 +139,7 @@ class OneSidedComm(Comm):
         over: Pending | None,
     ) -> Arrive:
         if seen_by is None or not self._placement.has_room(source.tensors[0]):
+            refuse()
             return super()._start_home(exchange, source, target, dtype, seen_by, over)
         dtypes = [dtype or t.dtype for t in source.tensors]
         spent = over.placed if over is not None else None
@@ -123,9 +147,9 @@ class OneSidedComm(Comm):
         placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
         for free in placed.channels[1:]:
             for peer in placed.sources:
-                self._memory.put_signal(peer, free)
+                launch(self._memory.put_signal, peer, free)
             for peer in placed.targets:
-                self._memory.wait_signal(peer, free)
+                launch(self._memory.wait_signal, peer, free)
         self._write(placed, source)
 
         def arrive() -> PeerParts:
@@ -143,13 +167,13 @@ class OneSidedComm(Comm):
             else:
                 copy(part, to)
         for peer in placed.targets:
-            self._memory.put_signal(peer, placed.channels[0])
+            launch(self._memory.put_signal, peer, placed.channels[0])
         self.counters.sent_bytes += placed.sent_bytes
         self.counters.received_bytes += placed.received_bytes
 
     def _arrived(self, placed: Placed) -> None:
         for peer in placed.sources:
-            self._memory.wait_signal(peer, placed.channels[0])
+            launch(self._memory.wait_signal, peer, placed.channels[0])
 
 
 def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:

@@ -72,6 +72,16 @@ class Arena:
         self.at = (0, 0, 0)
 
     @property
+    def generation(self) -> int:
+        """Counts how often places that were handed out before were gone."""
+        return self.at[0]
+
+    @property
+    def steady(self) -> bool:
+        """Whether a pass that came before makes no memory."""
+        return len(self._pieces) < 2
+
+    @property
     def used_bytes(self) -> int:
         """Of a rank's memory, up to the place that was taken last in this pass."""
         _, piece, used = self.at

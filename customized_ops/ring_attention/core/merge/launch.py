@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..tape import launch, refuse
 from . import triton_kernels as kernels
 
 VECTOR_ELEMENTS = kernels.VECTOR.value
@@ -134,6 +135,7 @@ def _launch(
     assert tensors[0] is not None
     device = tensors[0].device  # what is written may be memory of a peer
     if device.type == "cuda" and device.index != torch.cuda.current_device():
+        refuse()
         with torch.cuda.device(device):
             _launch(kernel, shape, tensors, strides, constants)
         return
@@ -143,12 +145,18 @@ def _launch(
     key = (id(kernel), device, *constants, *dtypes)
     variant = _variants.get(key)
     if variant is None:
+        refuse()
         variant = kernel[grid](*tensors, length, heads, *strides, *constants)
         if variant is not None:  # where kernels are interpreted
             _variants[key] = variant
     else:
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        variant[grid](*addresses, length, heads, *strides, *constants)
+        launch(_run, variant[grid], len(tensors), *tensors, length, heads, *strides, *constants)
+
+
+def _run(variant: Any, count: int, *arguments: Any) -> None:
+    """Launch a compiled variant; the first ``count`` of its arguments are tensors."""
+    addresses = [None if t is None else t.data_ptr() for t in arguments[:count]]
+    variant(*addresses, *arguments[count:])
 
 
 @cache

@@ -15,6 +15,7 @@ from ..merge.merge import Sum, span_of
 from ..plan.rank_plan import Stage
 from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
+from .replay import kernel_backward
 
 
 class BackwardPass(RankPass[Sum]):
@@ -107,8 +108,13 @@ class BackwardPass(RankPass[Sum]):
         dout, q, out = [span_of(t, 1, start, stop) for t in (dout, q, out)]
         lse, *dlse = [span_of(t, 2, start, stop) for t in (lse, *dlse)]
         operands = BackwardOperands(dout, q, keys.k, keys.v, out, lse, *dlse)
-        return self._kernel.backward(
-            operands, pairs, keys.heads.scoring, tokens, deterministic=self._deterministic
+        return kernel_backward(
+            self._kernel,
+            operands,
+            pairs,
+            keys.heads.scoring,
+            tokens,
+            deterministic=self._deterministic,
         )
 
     def _give_keys(self, n: int, stage: Stage, heads: RankHeads, dk: Sum, dv: Sum) -> None:

@@ -40,6 +40,7 @@ from .call_pairs import only_call
 from .forward_pass import ForwardPass
 from .rank_heads import RankHeads
 from .rank_pass import RankCall
+from .replay import kernel_backward, kernel_forward, replayed_pass
 
 
 def attention_forward(
@@ -63,10 +64,14 @@ def attention_forward(
     """
     given = ForwardOperands(*map(_dense, given))
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        out, lse = kernel.forward(given, pairs, scoring, None)
+        out, lse = kernel_forward(kernel, given, pairs, scoring)
         return out.to(given.q.dtype), lse
-    heads = RankHeads(plan, comm.rank, given.q, given.k, scoring, key_positions)
-    return ForwardPass(RankCall(plan, comm, kernel, heads), given).run()
+
+    def run() -> tuple[Tensor, Tensor]:
+        heads = RankHeads(plan, comm.rank, given.q, given.k, scoring, key_positions)
+        return ForwardPass(RankCall(plan, comm, kernel, heads), given).run()
+
+    return replayed_pass(run, plan, comm, kernel, scoring, given)
 
 
 def attention_backward(
@@ -93,11 +98,16 @@ def attention_backward(
     dout, q, k, v, out = map(_dense, given[:5])
     given = BackwardOperands(dout, q, k, v, out, given.lse, given.dlse)
     if (pairs := _only_call(plan, comm.rank, scoring)) is not None:
-        grads = kernel.backward(given, pairs, scoring, None, deterministic=deterministic)
+        grads = kernel_backward(kernel, given, pairs, scoring, deterministic=deterministic)
         return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-    call = RankCall(plan, comm, kernel, RankHeads(plan, comm.rank, q, k, scoring, key_positions))
     wire = reduce_dtype or (q.dtype if plan.one_call_each else accumulation_dtype(q.dtype))
-    return BackwardPass(call, given, wire, deterministic=deterministic).run()
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        heads = RankHeads(plan, comm.rank, q, k, scoring, key_positions)
+        call = RankCall(plan, comm, kernel, heads)
+        return BackwardPass(call, given, wire, deterministic=deterministic).run()
+
+    return replayed_pass(run, plan, comm, kernel, scoring, given, wire, deterministic)
 
 
 def _only_call(plan: Plan, rank: int, scoring: Scoring) -> Pairs | None:

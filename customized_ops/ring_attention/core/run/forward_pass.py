@@ -13,6 +13,7 @@ from ..merge.merge import Accumulator, accumulation_dtype, as_dtype, span_of
 from ..plan.rank_plan import Stage
 from .rank_heads import RankHeads, concat_heads
 from .rank_pass import Keys, Queries, RankCall, RankPass, counted_from
+from .replay import kernel_forward
 
 
 class ForwardPass(RankPass[Accumulator]):
@@ -78,7 +79,7 @@ class ForwardPass(RankPass[Accumulator]):
         (q,) = self.of_heads(queries, keys.heads)
         rows, pairs, tokens = keys.heads.call(stage, queries.remote)
         given = ForwardOperands(span_of(q, 1, *rows), keys.k, keys.v)
-        return self._kernel.forward(given, pairs, keys.heads.scoring, tokens)
+        return kernel_forward(self._kernel, given, pairs, keys.heads.scoring, tokens)
 
     def send_rows_home(self) -> None:
         parts = self.parts[1].result(self._remote.tensors[0], self._v.shape[-1], self._q.dtype)

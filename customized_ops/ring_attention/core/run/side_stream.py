@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from ..tape import launch, refuse
+
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 # Whether a GPU takes the work of all streams in the order in which the host gives it, so that what
@@ -45,7 +47,10 @@ class SideStream:
         """In this context work goes to the second stream."""
         if not self.two:
             return NOTHING
-        return self._pair if self._here else torch.cuda.stream(self._pair.second)
+        if self._here:
+            return self._pair
+        refuse()
+        return torch.cuda.stream(self._pair.second)
 
     def join(self) -> None:
         """Let the first stream wait for the second."""
@@ -64,18 +69,18 @@ class StreamPair:
         self._given, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        self._given.record(self._main)
-        self.second.wait_event(self._given)
+        launch(self._given.record, self._main)
+        launch(self.second.wait_event, self._given)
 
     def join(self) -> None:
-        self._done.record(self.second)
-        self._main.wait_event(self._done)
+        launch(self._done.record, self.second)
+        launch(self._main.wait_event, self._done)
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self.second)
+        launch(torch.cuda.set_stream, self.second)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._main)
+        launch(torch.cuda.set_stream, self._main)
 
 
 @lru_cache(maxsize=64)

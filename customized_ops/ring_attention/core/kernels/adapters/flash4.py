@@ -33,7 +33,7 @@ from ..window.library_calls import PACKED_ARGUMENTS, CallLimits, LibraryCall, Pa
 from ..window.lowering import Window
 from ..window.signatures import lacking
 from ..window.windowed import NOWHERE, GradientPlaces
-from . import flash4_blocks, flash4_choice
+from . import flash4_blocks, flash4_choice, flash4_library
 from .flash4_choice import LEAST, blocks_if_faster
 
 NAME = "flash4"
@@ -93,7 +93,7 @@ NEEDS = {
 
 MANY = 256  # segments of a call; it has other kernels for more
 LIMITS = CallLimits(least=LEAST)
-prepare = flash4_choice.prepare
+prepare, watched = flash4_choice.prepare, flash4_library.watched
 
 
 @cache
@@ -169,7 +169,7 @@ def backward(
 
 def compiled() -> int:
     """How many kernels the library has compiled in this process; see :func:`.warm_up`."""
-    return flash4_blocks.compiled() if "flash_attn.cute.interface" in sys.modules else 0
+    return flash4_library.compiled() if "flash_attn.cute.interface" in sys.modules else 0
 
 
 def warm_up(
@@ -199,7 +199,7 @@ def attend(
 ) -> OutLse:
     q, k, v = given
     out, lse = (None, None) if into is None else into
-    out, lse, *_ = flash4_blocks.interface()._flash_attn_fwd(
+    out, lse, *_ = flash4_library.interface()._flash_attn_fwd(
         q=q, k=k, v=v, return_lse=True, out=out, lse=lse, **_options(call, scoring)
     )
     return out, lse
@@ -213,7 +213,7 @@ def attend_backward(
     deterministic: bool,
     into: GradientPlaces = NOWHERE,
 ) -> Grads:
-    dq, dk, dv = flash4_blocks.interface()._flash_attn_bwd(
+    dq, dk, dv = flash4_library.interface()._flash_attn_bwd(
         **given._asdict(),  # which have the library's names
         dq=into[0],
         dk=into[1],

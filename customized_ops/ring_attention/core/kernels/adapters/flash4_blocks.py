@@ -11,7 +11,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ...mask.slices import UNBOUNDED, normalise
 from ..protocol.kernel import BackwardOperands, ForwardOperands, Grads, HostKey, OutLse, Pairs
 from ..protocol.scoring import Scoring
 from ..window.block_lists import BlockList, BlocksMet, block_lists, row_intervals
+from .flash4_library import interface
 
 BLOCK_Q = 128
 # A function is compiled for each of these; a row with fewer intervals has empty ones.
@@ -45,18 +45,6 @@ class Lists:
     def tables(self) -> list[IndexTable]:
         """All of them."""
         return [*self.of_rows.values(), *self.of_keys.values(), self.bounds]
-
-
-@cache  # an import statement in each call would cost microseconds
-def interface() -> ModuleType:
-    """The library's functions."""
-    return importlib.import_module("flash_attn.cute.interface")
-
-
-def compiled() -> int:
-    """How many kernels the library has compiled, each kind in the cache of its function."""
-    caches = (getattr(function, "compile_cache", None) for function in vars(interface()).values())
-    return sum(len(cache.cache) for cache in caches if cache is not None)
 
 
 def block_k(head_dim: int) -> int:

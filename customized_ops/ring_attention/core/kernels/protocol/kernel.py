@@ -110,7 +110,9 @@ class Kernel(Protocol):
     A kernel may have a function ``tables(pairs) -> list[IndexTable]`` too: what its calls for these
     pairs read on the device, so that it can be sent there ahead, with the tables of other calls.
     And one ``prepare(pairs)``, which works out, under :class:`HostKey`, what it needs of them
-    without a device: it is called where batches are planned ahead.
+    without a device: it is called where batches are planned ahead. And one ``watched()``, a
+    context, if calls may be recorded in it: all that a kernel then does to the device is
+    dispatched by torch or launched by :func:`...tape.launch`.
     """
 
     NAME: str

@@ -1,0 +1,71 @@
+"""flash-attn-4's functions, and the kernels that they compile and launch."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from ...tape import launch
+
+
+@cache  # an import statement in each call would cost microseconds
+def interface() -> ModuleType:
+    """The library's functions."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def compiled() -> int:
+    """How many kernels the library has compiled, each kind in the cache of its function."""
+    return sum(len(function.compile_cache.cache) for function in _compiling())
+
+
+def _compiling() -> list[Any]:
+    """The functions that have a cache of kernels."""
+    return [f for f in vars(interface()).values() if hasattr(f, "compile_cache")]
+
+
+_lock, _watching = threading.Lock(), 0
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Meanwhile what the library's functions launch is launched by :func:`..tape.launch`. (Most of
+    what a function does is to choose a kernel by some sixty properties of its arguments.)"""
+    global _watching
+    with _lock:
+        _watching += 1
+        for function in _compiling() if _watching == 1 else ():
+            function.compile_cache = _Watched(function.compile_cache)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watching -= 1
+            for function in () if _watching else _compiling():
+                function.compile_cache = function.compile_cache.whole
+
+
+class _Watched:
+    """A cache whose kernels are launched by :func:`..tape.launch`."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole, self.cache = whole, whole.cache
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.whole
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self.whole[key] = kernel
+
+    def __getitem__(self, key: Any) -> Callable[..., Any]:
+        kernel = self.whole[key]
+
+        def call(*arguments: Any) -> Any:
+            return launch(kernel, *arguments)
+
+        return call

@@ -1,0 +1,79 @@
+"""Calls of torch's ops, as functions of arguments in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What a tape cannot repeat: results, or their shapes, that depend on values, and random numbers.
+UNSEEN = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
+# Of these ops the results are made by :func:`empty`, in less time.
+EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
+# Of ops that are called often: torch's methods take less time than the ops themselves.
+METHODS: dict[str, Callable[..., Any]] = {
+    "aten::copy_": Tensor.copy_,
+    "aten::add_": Tensor.add_,
+    "aten::zero_": Tensor.zero_,
+    "aten::fill_": Tensor.fill_,
+}
+
+
+class _Regrouped(NamedTuple):
+    """``function`` of arguments in a row: ``sizes`` are of those that are lists, 0 for others; the
+    last have names."""
+
+    function: Callable[..., Any]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        row = iter(arguments)
+        given = [list(islice(row, size)) if size else next(row) for size in self.sizes]
+        first = len(given) - len(self.names)
+        return self.function(*given[:first], **dict(zip(self.names, given[first:], strict=True)))
+
+
+def in_a_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """An op, and all its arguments, none of which is a list of tensors."""
+    given = (*args, *kwargs.values())
+    sizes = tuple(len(a) if _has_tensors(a) else 0 for a in given)
+    if not kwargs and not any(sizes):
+        return METHODS.get(func._schema.name, func), given
+    row = chain.from_iterable(a if n else [a] for a, n in zip(given, sizes, strict=True))
+    return _Regrouped(func, sizes, tuple(kwargs)), tuple(row)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a list of tensors."""
+    return isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))
+
+
+def empty(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A new tensor."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def view_of(root: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
+    """A part of a tensor's memory; ``offset`` counts elements from where the tensor starts."""
+    return root.as_strided(shape, strides, root.storage_offset() + offset)
+
+
+def geometry(t: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides."""
+    return t.shape, t.stride()
+
+
+def memory(t: Tensor) -> int:
+    """The same for tensors of one memory, and for no others that are alive."""
+    return t.untyped_storage()._cdata

@@ -1,0 +1,257 @@
+"""A pass from its tape does what the pass did, to other tensors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from one_sided_memory import InProcessOneSided
+from torch import Tensor
+
+from customized_ops.ring_attention.core import tape
+from customized_ops.ring_attention.core.comm import Comm, inprocess
+from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.kernels import (
+    KERNELS,
+    BackwardOperands,
+    ForwardOperands,
+    Scoring,
+)
+from customized_ops.ring_attention.core.layout import Layout
+from customized_ops.ring_attention.core.mask import AttnMask
+from customized_ops.ring_attention.core.plan import Plan, make_plan
+from customized_ops.ring_attention.core.run import replay
+from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+
+HEADS, DIM, V_DIM, BATCH = (4, 2), 8, 6, 2
+TIMES = replay.SEEN_BEFORE + 4
+MESSAGES = inprocess.InProcessComm
+
+
+def kernel(name: str = "reference", *, recorded: bool = True) -> Any:
+    """One that may be recorded, or may not."""
+    module = KERNELS[name]
+    made = SimpleNamespace(NAME=name, forward=module.forward, backward=module.backward)
+    if recorded:
+        made.watched = nullcontext
+    return made
+
+
+def draw(mask: AttnMask, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v, dout, Gaussian."""
+    source = torch.Generator().manual_seed(seed)
+    (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
+    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
+    return [
+        torch.randn((BATCH, *s), dtype=torch.float64, generator=source).to(dtype) for s in sizes
+    ]
+
+
+def calls(
+    plan: Plan,
+    attends: Any,
+    times: int = TIMES,
+    own: Callable[[Tensor, int], Tensor] = lambda t, n: t,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> list[tuple[list[Tensor], tuple[int, int, int]]]:
+    """Each rank's (out, lse, dq, dk, dv) of each of so many calls with data of their own, and what
+    its Comm counted; ``own`` makes a rank's tensors of call n what it is given."""
+
+    def body(comm: Comm) -> tuple[list[Tensor], tuple[int, int, int]]:
+        results: list[Tensor] = []
+        for n in range(times):
+            q, k, v, dout = draw(plan.mask, n, dtype)
+            mine = [plan.q_layout.shard(q, comm.rank), plan.q_layout.shard(dout, comm.rank)]
+            mine += [plan.k_layout.shard(t, comm.rank) for t in (k, v)]
+            q, dout, k, v = (own(t, n) for t in mine)
+            scoring = Scoring(0.25)
+            out, lse = attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+            given = BackwardOperands(dout, q, k, v, out, lse)
+            grads = attention_backward(plan, comm, attends, given, scoring, **options)
+            results += [out, lse, *grads]
+        counted = comm.counters
+        return results, (counted.sent_bytes, counted.received_bytes, comm.arena_bytes)
+
+    return run_ranks(plan.group_size, body)
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Every result and every count is the same, to the bit."""
+    for rank, ((a, counted_a), (b, counted_b)) in enumerate(zip(one, other, strict=True)):
+        assert counted_a == counted_b, f"rank {rank} counts other bytes"
+        for n, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert torch.equal(x, y), f"rank {rank}, result {n % 5} of call {n // 5}"
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks of passes that came from tapes."""
+    seen: list[int] = []
+    whole = InProcessOneSided.replay
+
+    def replay(self: InProcessOneSided, moved: Any, run: Any) -> Any:
+        seen.append(self.rank)
+        return whole(self, moved, run)
+
+    monkeypatch.setattr(InProcessOneSided, "replay", replay)
+    monkeypatch.setattr(inprocess, "InProcessComm", InProcessOneSided)
+    return seen
+
+
+CAUSAL = AttnMask.dense(64, causal=True)
+STRIPED = Layout.striped(64, 4, block=4)
+SPLIT: dict[str, Any] = {"heads": HEADS, "assignment": "balanced"}
+PLANS = {
+    "zigzag": make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS),
+    "gathered": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=0, **SPLIT),
+    "staged": make_plan(CAUSAL, Layout.contiguous(64, 4), stages=3, **SPLIT),
+    "scattered": make_plan(CAUSAL, STRIPED, stages=1, heads=HEADS, assignment="owner"),
+    "teams": make_plan(CAUSAL, Layout.zigzag(64, 4), stages=1, team_size=2, **SPLIT),
+    "groups of heads": make_plan(CAUSAL, STRIPED, stages=1, head_groups=2, **SPLIT),
+    "rows of several ranks": make_plan(
+        AttnMask.dense(4, 128),
+        Layout.contiguous(4, 4),
+        Layout.contiguous(128, 4),
+        assignment="nearest",
+    ),
+    "uneven": make_plan(CAUSAL, Layout.from_sizes([7, 0, 30, 27]), heads=HEADS),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tapes_do_what_passes_do(name: str, replays: list[int]) -> None:
+    plan = PLANS[name]
+    want = calls(plan, kernel(recorded=False))
+    assert not replays
+    assert_alike(calls(plan, kernel()), want)
+    # The first call makes memory, the second makes it one piece.
+    for rank in range(plan.group_size):
+        assert replays.count(rank) >= 2 * (TIMES - replay.SEEN_BEFORE - 3)
+
+
+def test_other_tensors_have_other_tapes(replays: list[int]) -> None:
+    """Of other strides, of memory that starts elsewhere, of two that share theirs."""
+    plan = PLANS["zigzag"]
+
+    def own(t: Tensor, n: int) -> Tensor:
+        kind = n % 3
+        if kind == 0:
+            return t.contiguous()
+        wide = t.new_zeros(t.shape[0], t.shape[1] + 1, t.shape[2], 2 * t.shape[3])
+        wide[:, kind - 1 : t.shape[1] + kind - 1, :, : t.shape[3]] = t
+        return wide[:, kind - 1 : t.shape[1] + kind - 1, :, : t.shape[3]]
+
+    times = 3 * TIMES
+    want = calls(plan, kernel(recorded=False), times, own)
+    assert_alike(calls(plan, kernel(), times, own), want)
+    assert replays
+
+
+def test_inputs_may_share_memory(replays: list[int]) -> None:
+    """q and its gradient lie in one tensor in half of the calls that a tape serves."""
+    plan, shared = PLANS["zigzag"], {}
+
+    def own(t: Tensor, n: int) -> Tensor:
+        if n % 2:
+            return t.contiguous()
+        pair = torch.stack([t, t])
+        shared[n] = pair
+        return pair[1]
+
+    assert_alike(calls(plan, kernel(), TIMES, own), calls(plan, kernel(recorded=False), TIMES, own))
+    assert replays and shared
+
+
+def test_options_have_their_own_tapes(replays: list[int]) -> None:
+    plan = PLANS["staged"]
+    for options in ({}, {"reduce_dtype": torch.bfloat16}, {"deterministic": True}):
+        given = {"dtype": torch.float32, **options}
+        assert_alike(calls(plan, kernel(), **given), calls(plan, kernel(recorded=False), **given))
+    assert replays
+
+
+def test_one_device_has_tapes_too(replays: list[int]) -> None:
+    """A call without peers, and those of ranks that send messages."""
+    seen = []
+    whole = tape.Tape.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape.Tape, "run", lambda self, given: seen.append(1) or whole(self, given))
+        alone = make_plan(CAUSAL, Layout.contiguous(64, 1), heads=HEADS)
+        assert_alike(calls(alone, kernel()), calls(alone, kernel(recorded=False)))
+        assert len(seen) == 2 * (TIMES - replay.SEEN_BEFORE - 1)
+        patch.setattr(inprocess, "InProcessComm", MESSAGES)
+        plan = PLANS["zigzag"]
+        assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
+        assert len(seen) > 2 * plan.group_size and not replays
+
+
+def test_none_is_recorded_where_that_is_not_safe(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = PLANS["zigzag"]
+
+    def reading(given: Any, *rest: Any, **options: Any) -> Any:
+        given[0].sum().item()
+        return KERNELS["reference"].forward(given, *rest, **options)
+
+    def unseen(given: Any, *rest: Any, **options: Any) -> Any:
+        out, lse = KERNELS["reference"].forward(given, *rest, **options)
+        return torch.from_numpy(out.numpy()), lse  # memory that torch is not seen to make
+
+    for forward in (reading, unseen):
+        attends = kernel()
+        attends.forward = forward
+        want = kernel(recorded=False)
+        want.forward = forward
+        assert_alike(calls(plan, attends), calls(plan, want))
+        assert len(replays) <= plan.group_size * TIMES, "the backward's alone"
+        replays.clear()
+    monkeypatch.setattr(replay, "LARGE_BYTES", 1)
+    calls(plan, kernel())
+    monkeypatch.setattr(replay, "LARGE_BYTES", 1 << 30)
+    monkeypatch.setattr(replay, "_ENABLED", False)
+    calls(plan, kernel())
+    assert not replays
+
+
+def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:
+    """A pass from a tape that fails leaves its rank as a pass does."""
+    plan = PLANS["zigzag"]
+
+    def body(comm: Comm) -> str:
+        q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, 0))
+        attends, scoring = kernel(), Scoring(0.25)
+        for _ in range(TIMES + 2):
+            attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tape.Tape, "run", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+        with pytest.raises(RuntimeError, match="ended in an error") as caught:
+            attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+        return str(caught.value)
+
+    assert len(run_ranks(2, body)) == 2 and replays
+
+
+def test_tapes_go_with_their_group(replays: list[int]) -> None:
+    plan = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS)
+    groups: list[weakref.ref[Comm]] = []
+
+    def body(comm: Comm) -> None:
+        groups.append(weakref.ref(comm))
+        q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, 0))
+        attends, scoring = kernel(), Scoring(0.25)
+        for _ in range(TIMES + 2):
+            attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+
+    run_ranks(2, body)
+    gc.collect()
+    assert replays and [group() for group in groups] == [None, None]
