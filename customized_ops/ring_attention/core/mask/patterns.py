@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import Ints, columns
 from .intervals import spread
-from .mask_arguments import MaskError, count, integers, reach
+from .mask_arguments import count, reach
 from .mask_value import MaskValue
 from .slices import K0, Q0, UNBOUNDED, Slices, as_slices
 
@@ -113,36 +113,6 @@ class Patterns(MaskValue):
         """
         n, block = count("n", n), count("block", block, least=1)
         return cls._disjoint(local(n, n, 0, block), n, n)
-
-    @classmethod
-    def shared_prefix(cls, prefix: int, branches: object) -> Self:
-        """A shared question: a causal prefix, then answers that see it and themselves only.
-
-            AttnMask.shared_prefix(2, branches=[2, 1])
-            x . . . .
-            x x . . .
-            x x x . .
-            x x x x .
-            x x . . x
-
-        Several samples of one prompt, or the two answers of a preference pair, without repeating
-        the prompt; every branch is causal in itself.
-
-        Args:
-            prefix: tokens of the question.
-            branches: tokens of each answer, integers; may be empty, as may an answer.
-        Raises:
-            MaskError: a number is out of range, or no integer.
-        """
-        prefix = count("prefix", prefix)
-        lengths = integers("branches", branches)
-        for at in np.flatnonzero(lengths < 0).tolist():
-            raise MaskError(f"branches[{at}] must be at least 0, got {lengths[at]}")
-        stops = prefix + np.cumsum(lengths)
-        n = int(stops[-1]) if len(stops) else prefix
-        question = rectangle(0, n, 0, prefix, causal=True)
-        answers = causal_blocks(stops - lengths, stops)
-        return cls._disjoint(np.concatenate([question, answers]), n, n)
 
     @classmethod
     def streaming(cls, n: int, window: int, sink: int, *, block: int = 1) -> Self:
