@@ -1,5 +1,6 @@
 """Documents on ranks: whole where that is even, else by hosts, if there are several; else in order
-where that is even, else the largest of them split over a few ranks."""
+where that is even; else prefix trees by subtrees, and others with the largest of them split over a
+few ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .documents import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
 from .layout_tables import even_bounds, in_order
 from .split_documents import split_documents
+from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
 # Pairs of 32 heads that take as long as another kernel call and its merge do at the least (100 us
@@ -68,6 +70,11 @@ def assign_documents(
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
+    if len(weighted) == 1:
+        by_subtrees = assign_subtrees(weighted[0][0], total, sizes, max(ENOUGH, enough))
+        if by_subtrees is not None:
+            imbalance = _imbalance(weighted, by_subtrees, group_size)
+            return DocumentAssignment(by_subtrees, imbalance, True)
     several = len(documents.area) > 1  # of one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)

@@ -124,6 +124,10 @@ class Layout(LayoutValue):
         may also differ by what a kernel call more would take. A rank holds its parts of split
         documents first, then its whole documents, both in the order of the sequence.
 
+        Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one is to be split,
+        its subtrees stay together as far as work can be within 5% so, and paths with them
+        (:mod:`.subtrees`).
+
         Over several hosts documents are assigned to hosts first, so that few keys cross between
         them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts have as
         many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts do not
