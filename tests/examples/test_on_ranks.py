@@ -62,6 +62,16 @@ def test_hf_finetune(ranks: Pool) -> None:
     assert said == ["the loss curve is that of one process"]
 
 
+@worlds(cpus=[2])
+def test_rl_prefix_trees(ranks: Pool) -> None:
+    """Of so few tokens the time that is saved says nothing."""
+    few = ["--answers", "3", "--prompt", "40", "--answer", "12", "--steps", "1"]
+    assert shown(ranks, "rl_prefix_trees", *few) == [
+        "gradients are those of each rollout alone",
+        "the loss curve is that of rollouts apart",
+    ]
+
+
 @worlds(cpus=[4], gpus=[4])
 def test_fsdp2_context_parallel(ranks: Pool) -> None:
     assert shown(ranks, "fsdp2_context_parallel", "--tokens", "32", "--steps", "3") == [
@@ -74,6 +84,11 @@ def test_fsdp2_context_parallel(ranks: Pool) -> None:
     ("name", "change", "claim"),
     [
         ("video_block_mask", ("EVEN", 0.5), "the balanced layout evens the work out"),
+        (
+            "rl_prefix_trees",
+            ("wrap_masked_attn_func", example_jobs.no_peers),
+            "gradients are those of each rollout alone",
+        ),
         (
             "long_context_inference",
             ("merge_", example_jobs.no_merge),

@@ -116,7 +116,7 @@ class RolloutPart:
         """[p]: what the log-prob of each pair counts, the sum over all targets that it is.
 
         Args:
-            weights: [t], floating, of each target, as :meth:`of_rollouts` gives them.
+            weights: floating [t], of each target, as :meth:`of_rollouts` gives them.
             mean: "token" divides by the number of targets of all rollouts; "rollout" by that of a
                 target's own rollout and by the number of rollouts, so each counts as much; None
                 leaves sums.
@@ -139,12 +139,12 @@ class RolloutPart:
 
         Args:
             log_probs: [p], see :meth:`log_probs`.
-            weights, mean: see :meth:`weights`.
+            weights, mean: see :meth:`weights`; weights are taken in the dtype of log_probs.
         Raises:
             ArgumentError: not of p pairs, and as :meth:`weights`.
         """
         self._sized("loss", "log_probs", log_probs, self.rows, self.rows)
-        return -(self.weights(weights, mean) * log_probs).sum()
+        return -(self.weights(weights.to(log_probs.dtype), mean) * log_probs).sum()
 
     def _sized(self, op: str, name: str, given: Tensor, like: Tensor, index: Tensor) -> Tensor:
         """``index``, where ``given`` is a row of as many as ``like``."""

@@ -71,7 +71,7 @@ def assign_documents(
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
     if len(weighted) == 1:
-        by_subtrees = assign_subtrees(weighted[0][0], total, sizes, max(ENOUGH, enough))
+        by_subtrees = assign_subtrees(weighted[0][0], total, sizes, enough)
         if by_subtrees is not None:
             imbalance = _imbalance(weighted, by_subtrees, group_size)
             return DocumentAssignment(by_subtrees, imbalance, True)

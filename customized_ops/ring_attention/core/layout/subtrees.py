@@ -1,16 +1,20 @@
 """Prefix trees on ranks, so that paths stay together: a token's keys are on its path to the root.
 
-A subtree of few tokens is kept whole, as a document is, and the nodes above such subtrees are
-documents of their own. Few tokens are as many as a rank holds, or a part of that: smaller subtrees
-come out even more often, larger ones need the keys of their ancestors on fewer ranks. All are
-tried, and of those that are even the one is taken that moves the fewest keys.
+Ranks are halved, and tokens with them, again and again (or cut in as many as the next prime factor
+of the number of ranks). So what is near in the tree is on few ranks. In each cut a subtree of few
+tokens is kept whole, as a document is, and the nodes above such subtrees are documents of their
+own. Few tokens are as many as a side holds, or a part of that: smaller subtrees come out even more
+often, larger ones need the keys of their ancestors on fewer sides. All are tried, and of those that
+are even the one is taken that moves the fewest keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Bools, Ints, columns
 from ..mask.intervals import union
 from ..mask.prefix_trees import is_prefix_tree
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
@@ -18,31 +22,88 @@ from .documents import DocumentAreas, distinct, document_bounds
 from .split_documents import split_documents
 from .whole_documents import whole_documents
 
-# The most tokens of a subtree that is kept whole, in parts of a rank's.
+# The largest area over the mean that is not worth more keys that move.
+EVEN = 1.05
+# The most tokens of a subtree that is kept whole, in parts of a side's.
 SHARES = (1.0, 0.5, 0.25)
 
 
 def assign_subtrees(slices: Slices, total: int, sizes: Ints, most: float) -> Ints | None:
     """int64[n, 3] token ranges (rank, start, stop) of a prefix tree that give each rank
-    ``sizes[rank]`` tokens, and at most ``most`` times the mean area; None if it is no prefix tree,
-    or no way is found.
+    ``sizes[rank]`` tokens, and at most EVEN times the mean area, or ``most`` where that is not
+    found; None if it is no prefix tree, or even that is not.
 
     Args:
         slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
     """
     if not is_prefix_tree(slices):
         return None
-    found: list[tuple[int, int, Ints]] = []
+    everything, ranks = np.array([[0, total]]), len(sizes)
+    ways = {(ranks,), tuple(prime_factors(ranks))}
+    table = _best(slices, [_cut(slices, everything, sizes, each) for each in sorted(ways)], EVEN)
+    area, _ = work_of_ranks(slices, table, ranks)
+    return table if area.max() <= max(EVEN, most) * area.mean() else None
+
+
+def prime_factors(number: int) -> Iterator[int]:
+    """Of 1 or more, rising."""
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            yield factor
+            number //= factor
+
+
+def _cut(slices: Slices, held: Ints, sizes: Ints, ways: tuple[int, ...]) -> Ints:
+    """int64[n, 3] ranges by rank and then by start: the tokens of ``held``, int64[m, 2] sorted
+    ranges, cut in ``ways[0]`` sides of as many ranks, and each side in ``ways[1]``, and so on."""
+    if len(sizes) == 1 or len(held) == 0:
+        return np.insert(held, 0, 0, axis=1)
+    of_sides = sizes.reshape(ways[0], -1)
+    even = 1 + (EVEN - 1) / len(ways)  # so that all cuts together may come out even
+    table = _best(slices, [*_cuts(slices, held, of_sides.sum(axis=1))], even)
+    each = []
+    for side, own in enumerate(of_sides):
+        part = _cut(slices, table[table[:, 0] == side, 1:], own, ways[1:])
+        each.append(part + np.array([side * len(own), 0, 0]))
+    return np.concatenate(each)
+
+
+def _best(slices: Slices, tables: Sequence[Ints], even: float) -> Ints:
+    """Of those whose largest area over the mean is ``even``, or else the least, the one with the
+    fewest keys that ranks need, and then with the fewest ranges."""
+
+    def score(table: Ints) -> tuple[float, int, int]:
+        area, keys = work_of_ranks(slices, table, int(table[:, 0].max()) + 1)
+        return max(float(area.max()) / max(area.mean(), 1), even), int(keys.sum()), len(table)
+
+    return min(tables, key=score)
+
+
+def _cuts(slices: Slices, held: Ints, sizes: Ints) -> Iterator[Ints]:
+    """Tables of ways to share out the tokens of ``held`` among sides of so many tokens."""
     for share in SHARES:
-        bounds = subtree_bounds(slices, total, int(share * sizes.max()))
+        bounds = subtree_bounds(slices, int(held[-1, 1]), int(share * sizes.max()))
+        bounds = distinct(np.concatenate([bounds, held.reshape(-1)]))
         parts = DocumentAreas.between([(slices, 1.0)], bounds)
-        for table in (whole_documents(parts, sizes, most), split_documents(parts, sizes)):
+        (own,) = _inside(bounds[:-1], held).nonzero()
+        mine = parts.some(own, parts.even_half)
+        for table in (whole_documents(mine, sizes, EVEN), split_documents(mine, sizes)):
             if table is None:
                 continue
-            area, keys = work_of_ranks(slices, table, len(sizes))
-            if area.max() <= most * area.mean():
-                found.append((int(keys.sum()), len(table), table))
-    return min(found, key=lambda each: each[:2])[2] if found else None
+            side, start, stop = table.T
+            of = mine.bounds.searchsorted(start, side="right") - 1
+            back = bounds[own][of] - mine.bounds[of]  # from tokens held to those of the sequence
+            table = columns(side, start + back, stop + back)
+            yield table[np.lexsort((table[:, 1], table[:, 0]))]
+
+
+def _inside(tokens: Ints, held: Ints) -> Bools:
+    """Whether each of some tokens is in one of int64[m, 2] sorted ranges."""
+    n = held[:, 0].searchsorted(tokens, side="right") - 1
+    return (n >= 0) & (tokens < held[n, 1])
 
 
 def subtree_bounds(slices: Slices, total: int, most: int) -> Ints:
@@ -56,7 +117,7 @@ def subtree_bounds(slices: Slices, total: int, most: int) -> Ints:
 def work_of_ranks(slices: Slices, table: Ints, group_size: int) -> tuple[Ints, Ints]:
     """Two int64[group_size]: pairs of each rank, and keys that its rows attend."""
     rank, start, stop = table[np.argsort(table[:, 1])].T
-    _, at, parts = cut_rows(slices, np.stack([start, stop], axis=1))
+    _, at, parts = cut_rows(slices, columns(start, stop))
     of = rank[at]
     keys = union(of, parts[:, K0], parts[:, K1])
     area = np.bincount(of, areas(parts), minlength=group_size)
