@@ -62,11 +62,13 @@ def test_hf_finetune(ranks: Pool) -> None:
     assert said == ["the loss curve is that of one process"]
 
 
+FEW_ROLLOUTS = ["--answers", "3", "--prompt", "40", "--answer", "12", "--steps", "1"]
+
+
 @worlds(cpus=[2])
 def test_rl_prefix_trees(ranks: Pool) -> None:
     """Of so few tokens the time that is saved says nothing."""
-    few = ["--answers", "3", "--prompt", "40", "--answer", "12", "--steps", "1"]
-    assert shown(ranks, "rl_prefix_trees", *few) == [
+    assert shown(ranks, "rl_prefix_trees", *FEW_ROLLOUTS) == [
         "gradients are those of each rollout alone",
         "the loss curve is that of rollouts apart",
     ]
@@ -85,11 +87,6 @@ def test_fsdp2_context_parallel(ranks: Pool) -> None:
     [
         ("video_block_mask", ("EVEN", 0.5), "the balanced layout evens the work out"),
         (
-            "rl_prefix_trees",
-            ("wrap_masked_attn_func", example_jobs.no_peers),
-            "gradients are those of each rollout alone",
-        ),
-        (
             "long_context_inference",
             ("merge_", example_jobs.no_merge),
             "so are their logits",
@@ -107,6 +104,12 @@ def test_what_is_not_so_is_not_shown(
     for rank, (failed, said) in enumerate(two_ranks.run(example_jobs.run, name, [], change)):
         assert failed == 1
         assert rank or f"NOT SO: {claim}" in said
+
+
+def test_wrong_gradients_of_a_tree_are_not_shown(two_ranks: Pool) -> None:
+    change = ("wrap_masked_attn_func", example_jobs.no_peers)
+    for failed, _ in two_ranks.run(example_jobs.run, "rl_prefix_trees", FEW_ROLLOUTS, change):
+        assert failed == 1
 
 
 def test_a_wrong_mesh_is_not_shown(four_ranks: Pool) -> None:

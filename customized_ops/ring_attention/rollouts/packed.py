@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..core.arrays import Ints
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..op.arguments import ArgumentError
-from .part import RolloutPart, part_of
+from .part import RolloutPart
 from .trie import nodes_of, trie_of
 
 
@@ -74,7 +75,7 @@ class PackedRollouts:
             raise ArgumentError(
                 f"PackedRollouts.part: rank must be 0 to {layout.group_size - 1}, got {rank}"
             )
-        return part_of(self, layout, rank)
+        return _part_of(self, layout, rank)
 
     @property
     def saved_tokens(self) -> float:
@@ -99,6 +100,35 @@ class PackedRollouts:
             f"tokens    {len(self.tokens)} of {apart}: {self.saved_tokens:.1%} saved\n"
             f"attention {self.mask.area} pairs of {self._pairs_apart}: {self.saved_pairs:.1%} saved"
         )
+
+
+def _part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
+    """What a rank needs of packed rollouts."""
+    held = layout.positions(rank)
+    local = np.full(layout.total + 1, -1, dtype=np.int64)  # the last is before the first of a path
+    local[held] = np.arange(len(held))
+    counts = np.diff(packed.bounds)
+    rollout = np.repeat(np.arange(len(counts)), counts)
+    step = np.arange(len(packed.paths)) - packed.bounds[rollout]
+    is_target = step >= np.maximum(packed.prompts, 1)[rollout]
+    here = is_target & (local[packed.before[packed.paths]] >= 0)
+    (place,) = here.nonzero()
+    predicted = np.zeros(layout.total, dtype=bool)
+    predicted[packed.paths[place]] = True
+    (target,) = predicted.nonzero()
+    number = np.cumsum(predicted) - 1
+    arrays = {
+        "tokens": packed.tokens[held],
+        "positions": packed.positions[held],
+        "rows": local[packed.before[target]],
+        "targets": packed.tokens[target],
+        "pair": number[packed.paths[place]],
+        "rollout": rollout[place],
+        "place": place,
+        "target_counts": np.bincount(rollout[is_target], minlength=len(counts)),
+    }
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return RolloutPart(**tensors, layout=layout, mask=packed.mask)
 
 
 def pack_rollouts(

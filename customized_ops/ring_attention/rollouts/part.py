@@ -9,18 +9,14 @@ where rollouts part.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..op.arguments import ArgumentError
-
-if TYPE_CHECKING:
-    from .packed import PackedRollouts
 
 MEANS = ("token", "rollout", None)
 
@@ -153,32 +149,3 @@ class RolloutPart:
                 f"RolloutPart.{op}: {name} must be [{len(like)}], got {list(given.shape)}"
             )
         return index
-
-
-def part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
-    """What a rank needs of packed rollouts."""
-    held = layout.positions(rank)
-    local = np.full(layout.total + 1, -1, dtype=np.int64)  # the last is before the first of a path
-    local[held] = np.arange(len(held))
-    counts = np.diff(packed.bounds)
-    rollout = np.repeat(np.arange(len(counts)), counts)
-    step = np.arange(len(packed.paths)) - packed.bounds[rollout]
-    is_target = step >= np.maximum(packed.prompts, 1)[rollout]
-    here = is_target & (local[packed.before[packed.paths]] >= 0)
-    (place,) = here.nonzero()
-    predicted = np.zeros(layout.total, dtype=bool)
-    predicted[packed.paths[place]] = True
-    (target,) = predicted.nonzero()
-    number = np.cumsum(predicted) - 1
-    arrays = {
-        "tokens": packed.tokens[held],
-        "positions": packed.positions[held],
-        "rows": local[packed.before[target]],
-        "targets": packed.tokens[target],
-        "pair": number[packed.paths[place]],
-        "rollout": rollout[place],
-        "place": place,
-        "target_counts": np.bincount(rollout[is_target], minlength=len(counts)),
-    }
-    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return RolloutPart(**tensors, layout=layout, mask=packed.mask)
