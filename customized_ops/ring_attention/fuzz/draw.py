@@ -216,6 +216,7 @@ MASKS: dict[str, Callable[[Random], AttnMask]] = {
     "varlen": _varlen,
     "prefix_lm": lambda r: AttnMask.prefix_lm(_length(r), _small(r)),
     "block_causal": lambda r: AttnMask.block_causal(_length(r), _small(r)),
+    "block_diffusion": lambda r: AttnMask.block_diffusion(_small(r) * 3, _small(r)),
     "prefix_tree": _prefix_tree,
     "shared_prefix": lambda r: AttnMask.shared_prefix(_length(r), [_small(r) for _ in range(3)]),
     "streaming": lambda r: AttnMask.streaming(_length(r), _small(r), _small(r)),

@@ -141,6 +141,28 @@ def test_block_causal(n, block):
     assert AttnMask.block_causal(n, 1) == AttnMask.causal(n), "one slice, not one per token"
 
 
+@given(st.lists(st.integers(0, 7), max_size=3), positive)
+@example([5], 2)
+@example([4, 0, 3], 1)
+@example([], 3)
+@FEW
+def test_block_diffusion(lengths, block):
+    n, cu_seqlens = sum(lengths), np.cumsum([0, *lengths])
+    document = np.tile(np.repeat(np.arange(len(lengths)), lengths), 2)
+    place = np.tile(np.concatenate([np.arange(length) for length in lengths] or [[]]), 2) // block
+    i, j = ij(2 * n)
+    noisy = (j < n) & (i < n) & (place[i] == place[j])
+    clean = (j >= n) & np.where(i < n, place[j] < place[i], place[j] <= place[i])
+    want = (noisy | clean) & (document[i] == document[j])
+    check(AttnMask.block_diffusion(n, block, cu_seqlens), want)
+    if len(lengths) == 1:
+        check(AttnMask.block_diffusion(n, block), want)
+
+
+def test_block_diffusion_of_single_tokens_takes_three_slices():
+    assert len(AttnMask.block_diffusion(50, 1).slices) == 3
+
+
 @given(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=4))
 @example(0, [])
 @example(0, [3, 1])
@@ -403,6 +425,10 @@ BAD = [
     ("prefix_lm(4, -1)", "prefix must be at least 0, got -1"),
     ("block_causal(-1, 1)", "n must be at least 0, got -1"),
     ("block_causal(4, 0)", "block must be at least 1, got 0"),
+    ("block_diffusion(-1, 1)", "n must be at least 0, got -1"),
+    ("block_diffusion(4, 0)", "block must be at least 1, got 0"),
+    ("block_diffusion(4, 2, [0, 3])", "cu_seqlens must end at n, 4, got 3"),
+    ("block_diffusion(4, 2, [1, 4])", "cu_seqlens must start at 0, got cu_seqlens[0] = 1"),
     ("prefix_tree([-1], [1, 2])", "parents has 1 nodes and lengths 2"),
     ("prefix_tree([-1, -1], [1, -2])", "lengths[1] must be at least 0, got -2"),
     ("prefix_tree([-1, -1], [1 << 39] * 2)", "the sum of lengths must be below 2**40, got 10995"),

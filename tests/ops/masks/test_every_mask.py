@@ -153,6 +153,7 @@ MASKS: dict[str, st.SearchStrategy[AttnMask]] = {
     "varlen": varlen(),
     "prefix_lm": st.builds(AttnMask.prefix_lm, tokens, some),
     "block_causal": st.builds(AttnMask.block_causal, tokens, positive),
+    "block_diffusion": st.builds(AttnMask.block_diffusion, st.integers(1, 12), positive),
     "prefix_tree": prefix_tree(),
     "shared_prefix": st.builds(AttnMask.shared_prefix, some, st.lists(positive, max_size=4)),
     "streaming": st.builds(AttnMask.streaming, tokens, reach, some, block=block),
@@ -204,6 +205,12 @@ def shuffled(draw: Draw, total: int, ranks: int) -> Layout:
 
 
 @st.composite
+def paired(draw: Draw, total: int, ranks: int) -> Layout:
+    half = draw(st.sampled_from([Layout.zigzag, Layout.striped]))(total // 2, ranks)
+    return Layout.paired(half) if total % 2 == 0 else Layout.zigzag(total, ranks)
+
+
+@st.composite
 def balanced(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
     square = mask if mask.q_len == mask.k_len else AttnMask.causal(total)
     return Layout.balanced(square, ranks, draw(st.none() | positive))
@@ -217,6 +224,7 @@ def layouts(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
         "zigzag of documents": documents(total, ranks),
         "striped 1": st.just(Layout.striped(total, ranks)),
         "striped 3": st.just(Layout.striped(total, ranks, 3)),
+        "paired": paired(total, ranks),
         "balanced": balanced(mask, total, ranks),
         "uneven": uneven(total, ranks),
         "shuffled": shuffled(total, ranks),

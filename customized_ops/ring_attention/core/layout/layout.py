@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask import AttnMask
 from ..topology import Topology
 from . import balance, balance_documents
@@ -102,6 +102,22 @@ class Layout(LayoutValue):
         block = whole("Layout.striped: block", block, 1)
         table = tables.of_chunks(total, block, np.arange(-(-total // block)) % group_size)
         return Layout(table, group_size, write("striped", total, group_size, block))
+
+    @staticmethod
+    def paired(half: Layout) -> Layout:
+        """Two sequences end to end, as long as each other: token i of the second is where token i
+        of the first is, which is where ``half`` has it.
+
+            paired(zigzag(4, 2))   rank 0: 0 3 4 7    rank 1: 1 2 5 6
+
+        For :meth:`.AttnMask.block_diffusion`: with ``half`` in whole blocks a rank holds noisy
+        blocks and their clean ones, so clean keys alone move. Work is as even as under ``half`` is
+        that of clean rows: with :meth:`zigzag`, or where a mask of documents is balanced.
+        """
+        rank, start, stop = half.table.T
+        table = np.stack([half.table, columns(rank, start + half.total, stop + half.total)])
+        by_rank = np.argsort(np.concatenate([rank, rank]), kind="stable")
+        return Layout(table.reshape(-1, 3)[by_rank], half.group_size)
 
     @staticmethod
     def balanced(

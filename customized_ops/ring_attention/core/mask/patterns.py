@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import Ints, columns
 from .intervals import spread
-from .mask_arguments import count, reach
+from .mask_arguments import MaskError, count, cumulative, reach
 from .mask_value import MaskValue
 from .slices import K0, Q0, UNBOUNDED, Slices, as_slices
 
@@ -113,6 +113,50 @@ class Patterns(MaskValue):
         """
         n, block = count("n", n), count("block", block, least=1)
         return cls._disjoint(local(n, n, 0, block), n, n)
+
+    @classmethod
+    def block_diffusion(cls, n: int, block: int, cu_seqlens: object = None) -> Self:
+        """A noisy copy of a sequence and then the clean one, for training block diffusion: noisy
+        blocks see themselves and the clean blocks before; clean ones themselves and those before.
+
+            AttnMask.block_diffusion(4, block=2)
+            x x . . . . . .
+            x x . . . . . .
+            . . x x x x . .
+            . . x x x x . .
+            . . . . x x . .
+            . . . . x x . .
+            . . . . x x x x
+            . . . . x x x x
+
+        Arriola et al., arXiv:2503.09573. A noisy row has as many pairs as its clean row. Three
+        slices a block; three a document if ``block`` is 1.
+
+        Args:
+            n: tokens of each copy. block: tokens; the last block may be short.
+            cu_seqlens: cumulative lengths of packed documents from 0 to ``n``, which do not see one
+                another and begin blocks anew; None: one document.
+        Raises:
+            MaskError: a number is out of range, or no integer; or ``cu_seqlens`` are no cumulative
+                lengths that end at ``n``.
+        """
+        n, block = count("n", n), count("block", block, least=1)
+        ends = np.array([0, n]) if cu_seqlens is None else cumulative("cu_seqlens", cu_seqlens)
+        if ends[-1] != n:
+            raise MaskError(f"cu_seqlens must end at n, {n}, got {ends[-1]}")
+        size, bands = np.diff(ends), block == 1  # then a document is as one block, in bands
+        blocks = np.minimum(size, 1) if bands else -(-size // block)
+        document, at = spread(np.zeros_like(size), blocks)
+        first, last = ends[document], ends[document + 1]
+        start = first + at * block
+        stop = last if bands else np.minimum(start + block, last)
+        zero = np.zeros_like(start)
+        wide = zero + UNBOUNDED
+        lo, own, before = (zero, zero, zero + n - 1) if bands else (-wide, wide, wide)
+        noisy = columns(start, stop, start, stop, lo, own)
+        across = columns(start, stop, first + n, (stop if bands else start) + n, -wide, before)
+        clean = columns(start + n, stop + n, first + n, stop + n, -wide, own)
+        return cls._disjoint(np.concatenate([noisy, across, clean]), 2 * n, 2 * n)
 
     @classmethod
     def streaming(cls, n: int, window: int, sink: int, *, block: int = 1) -> Self:
