@@ -84,8 +84,9 @@ def _best(slices: Slices, tables: Sequence[Ints], even: float) -> Ints:
 
 def _cuts(slices: Slices, held: Ints, sizes: Ints) -> Iterator[Ints]:
     """Tables of ways to share out the tokens of ``held`` among sides of so many tokens."""
-    for share in SHARES:
-        bounds = subtree_bounds(slices, int(held[-1, 1]), int(share * sizes.max()))
+    total, most = int(held[-1, 1]), [int(share * sizes.max()) for share in SHARES]
+    each = {cut.tobytes(): cut for cut in (subtree_bounds(slices, total, n) for n in most)}
+    for bounds in each.values():
         bounds = distinct(np.concatenate([bounds, held.reshape(-1)]))
         parts = DocumentAreas.between([(slices, 1.0)], bounds)
         (own,) = _inside(bounds[:-1], held).nonzero()
