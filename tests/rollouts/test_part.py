@@ -211,6 +211,7 @@ def refused(part: RolloutPart) -> dict[str, Callable[[], Tensor]]:
         "log_probs: logits must be of the 4 tokens of this rank": lambda: part.log_probs(logits),
         "of_rollouts: values must be [2], got [1]": lambda: part.of_rollouts(one),
         "of_targets: log_probs must be [3], got [1]": lambda: part.of_targets(one),
+        "of_tokens: values must be [6], one for each token": lambda: part.of_tokens(one),
         "sums: values must be [4], got [1]": lambda: part.sums(one),
         "weights: weights must be [4], got [1]": lambda: part.weights(one),
         "weights: mean must be one of ('token', 'rollout', None), got 'all'": lambda: part.weights(
@@ -220,7 +221,7 @@ def refused(part: RolloutPart) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_errors_name_the_argument(number: int) -> None:
     packed: PackedRollouts = pack_rollouts([[1, 2, 3], [1, 2, 4]])
     said, call = list(refused(packed.part()).items())[number]

@@ -128,7 +128,7 @@ def _part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
         "target_counts": np.bincount(rollout[is_target], minlength=len(counts)),
     }
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return RolloutPart(**tensors, layout=layout, mask=packed.mask)
+    return RolloutPart(**tensors, rollout_tokens=len(packed.paths), layout=layout, mask=packed.mask)
 
 
 def pack_rollouts(

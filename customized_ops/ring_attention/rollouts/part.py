@@ -36,6 +36,7 @@ class RolloutPart:
         rollout: int64[t], whose target it is.
         place: int64[t], which token it is, of those of all rollouts end to end.
         target_counts: int64[rollouts], targets of each rollout on all ranks.
+        rollout_tokens: of all rollouts together.
         layout: which rank holds which tokens.
         mask: what attends; pass both to :func:`.wrap_masked_attn_func`.
     """
@@ -48,6 +49,7 @@ class RolloutPart:
     rollout: Tensor
     place: Tensor
     target_counts: Tensor
+    rollout_tokens: int
     layout: Layout
     mask: AttnMask
 
@@ -100,6 +102,11 @@ class RolloutPart:
     def of_tokens(self, values: Tensor) -> Tensor:
         """[t]: what is given of each token of all rollouts end to end, such as the log-prob that it
         was drawn with, for each target."""
+        if values.shape != (self.rollout_tokens,):
+            raise ArgumentError(
+                f"RolloutPart.of_tokens: values must be [{self.rollout_tokens}], one for each "
+                f"token of all rollouts, got {list(values.shape)}"
+            )
         return values[self.place]
 
     def sums(self, values: Tensor) -> Tensor:

@@ -34,6 +34,16 @@ def test_only_clean_keys_move(half: Layout) -> None:
     assert any(min(keys_of_others(plan, rank)) < 64 for rank in range(4))
 
 
+def test_documents_balanced_by_the_clean_copy() -> None:
+    n, cu_seqlens = 4096, [0, 700, 1100, 1400, 3000, 4096]
+    mask = AttnMask.block_diffusion(n, 4, cu_seqlens)
+    clean = mask.restrict((n, 2 * n), (n, 2 * n)).shift(-n, -n, n, n)
+    half = Layout.balanced(clean, 4)
+    area = make_plan(mask, Layout.paired(half), assignment="owner").area
+    alone = make_plan(clean, half, assignment="owner").area
+    assert (area == 2 * alone).all() and area.max() < 1.05 * area.mean()
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("block", [1, 4, 32])
 def test_no_even_pairing_moves_fewer_keys_than_zigzag(block: int, ranks: int) -> None:
