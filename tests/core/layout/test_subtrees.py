@@ -9,6 +9,7 @@ from customized_ops.ring_attention import AttnMask, Layout, make_plan
 from customized_ops.ring_attention.core.layout import balance_documents, subtrees
 from customized_ops.ring_attention.core.layout.layout_tables import even_bounds
 from customized_ops.ring_attention.core.mask.prefix_trees import is_prefix_tree
+from customized_ops.ring_attention.core.topology import Topology
 
 
 def drawn(seed: int) -> AttnMask:
@@ -41,6 +42,19 @@ def test_even_and_with_few_keys(ranks: int, monkeypatch: pytest.MonkeyPatch) -> 
     others = [make_plan(m, Layout.balanced(m, ranks), assignment="owner") for m in masks]
     keys, before = (sum(int(p.kv_tokens()[:, 1].sum()) for p in each) for each in (plans, others))
     assert keys < 0.95 * before, (keys, before)
+
+
+def test_over_hosts_fewer_keys_cross() -> None:
+    def into_hosts(mask: AttnMask, layout: Layout) -> int:
+        table = layout.table.copy()
+        table[:, 0] //= 4
+        return int(subtrees.work_of_ranks(mask.slices, table, 3)[1].sum()) - mask.q_len
+
+    masks = [drawn(seed) for seed in range(8)]
+    one = sum(into_hosts(mask, Layout.balanced(mask, 12)) for mask in masks)
+    hosts = Topology.parse("3x4", "hosts")
+    two = sum(into_hosts(mask, Layout.balanced(mask, 12, topology=hosts)) for mask in masks)
+    assert two < 0.8 * one, (one, two)
 
 
 def test_a_prompt_is_shared_out_and_its_answers_stay_whole() -> None:

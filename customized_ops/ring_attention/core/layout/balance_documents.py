@@ -1,6 +1,6 @@
-"""Documents on ranks: whole where that is even, else by hosts, if there are several; else in order
-where that is even; else prefix trees by subtrees, and others with the largest of them split over a
-few ranks."""
+"""Documents on ranks: whole where that is even, else prefix trees by subtrees; others by hosts, if
+there are several; else in order where that is even, else the largest of them split over a few
+ranks."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def assign_documents(
     table = whole_documents(documents, sizes, enough)
     if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
         return DocumentAssignment(table, imbalance, True)
+    if len(weighted) == 1:
+        as_large = topology is not None and len(set(topology.hosts)) == 1
+        hosts = len(topology.hosts) if topology is not None and as_large else 1
+        table = assign_subtrees(weighted[0][0], total, sizes, enough, hosts)
+        if table is not None:
+            return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
     if topology is not None and len(topology.hosts) > 1:
         table = _by_hosts(weighted, documents, sizes, topology, enough)
         if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):
@@ -70,11 +76,6 @@ def assign_documents(
         table = in_order(bounds)
         if (imbalance := _imbalance(weighted, table, group_size)) <= AS_EVEN:
             return DocumentAssignment(table, imbalance, True)
-    if len(weighted) == 1:
-        by_subtrees = assign_subtrees(weighted[0][0], total, sizes, enough)
-        if by_subtrees is not None:
-            imbalance = _imbalance(weighted, by_subtrees, group_size)
-            return DocumentAssignment(by_subtrees, imbalance, True)
     several = len(documents.area) > 1  # of one sequence a search is worth while
     good = ENOUGH if several else AS_EVEN
     table = split_documents(documents, sizes)

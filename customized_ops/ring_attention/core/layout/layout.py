@@ -141,13 +141,13 @@ class Layout(LayoutValue):
         documents first, then its whole documents, both in the order of the sequence.
 
         Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one is to be split,
-        its subtrees stay together as far as work can be within 5% so, and paths with them
-        (:mod:`.subtrees`).
+        its subtrees stay together as far as work can be within 5% so, and paths with them, on
+        hosts first (:mod:`.subtrees`).
 
-        Over several hosts documents are assigned to hosts first, so that few keys cross between
-        them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts have as
-        many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts do not
-        count.
+        Over several hosts other documents are assigned to hosts first, so that few keys cross
+        between them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts
+        have as many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts
+        do not count.
 
         Other masks are left contiguous if that is as even, or assigned in chunks by a search
         (:func:`.balance.assign`), so that few keys cross ranks: within 1% of the mean, or the least

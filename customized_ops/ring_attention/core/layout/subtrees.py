@@ -1,11 +1,12 @@
 """Prefix trees on ranks, so that paths stay together: a token's keys are on its path to the root.
 
 Ranks are halved, and tokens with them, again and again (or cut in as many as the next prime factor
-of the number of ranks). So what is near in the tree is on few ranks. In each cut a subtree of few
-tokens is kept whole, as a document is, and the nodes above such subtrees are documents of their
-own. Few tokens are as many as a side holds, or a part of that: smaller subtrees come out even more
-often, larger ones need the keys of their ancestors on fewer sides. All are tried, and of those that
-are even the one is taken that moves the fewest keys.
+of the number of ranks, and in hosts first of all). So what is near in the tree is on few ranks. In
+each cut a subtree of few tokens is kept whole, as a document is, and the nodes above such subtrees
+are documents of their own. Few tokens are as many as a side holds, or a part of that: smaller
+subtrees come out even more often, larger ones need the keys of their ancestors on fewer sides. All
+are tried, and so are a cut in all ranks at once and contiguous tokens. Of those that are even the
+one is taken that moves the fewest keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..mask.intervals import union
 from ..mask.prefix_trees import is_prefix_tree
 from ..mask.slices import K0, K1, Q0, Q1, Slices, areas, cut_rows
 from .documents import DocumentAreas, distinct, document_bounds
+from .layout_tables import in_order
 from .split_documents import split_documents
 from .whole_documents import whole_documents
 
@@ -28,19 +30,27 @@ EVEN = 1.05
 SHARES = (1.0, 0.5, 0.25)
 
 
-def assign_subtrees(slices: Slices, total: int, sizes: Ints, most: float) -> Ints | None:
+def assign_subtrees(
+    slices: Slices, total: int, sizes: Ints, most: float, hosts: int = 1
+) -> Ints | None:
     """int64[n, 3] token ranges (rank, start, stop) of a prefix tree that give each rank
     ``sizes[rank]`` tokens, and at most EVEN times the mean area, or ``most`` where that is not
     found; None if it is no prefix tree, or even that is not.
 
     Args:
         slices: normalised int64[m, 6] of a mask with ``total`` queries and ``total`` keys.
+        hosts: of as many ranks each; few keys cross between them, before few cross between ranks.
     """
     if not is_prefix_tree(slices):
         return None
     everything, ranks = np.array([[0, total]]), len(sizes)
+    inside = ranks // hosts
     ways = {(ranks,), tuple(prime_factors(ranks))}
-    table = _best(slices, [_cut(slices, everything, sizes, each) for each in sorted(ways)], EVEN)
+    if hosts > 1:
+        ways |= {(hosts, inside), (hosts, *prime_factors(inside))}
+    tables = [_cut(slices, everything, sizes, each) for each in sorted(ways)]
+    contiguous = in_order(np.append(0, np.cumsum(sizes)))
+    table = _best(slices, [contiguous, *tables], EVEN, inside)
     area, _ = work_of_ranks(slices, table, ranks)
     return table if area.max() <= max(EVEN, most) * area.mean() else None
 
@@ -71,13 +81,17 @@ def _cut(slices: Slices, held: Ints, sizes: Ints, ways: tuple[int, ...]) -> Ints
     return np.concatenate(each)
 
 
-def _best(slices: Slices, tables: Sequence[Ints], even: float) -> Ints:
+def _best(slices: Slices, tables: Sequence[Ints], even: float, ranks_of_host: int = 1) -> Ints:
     """Of those whose largest area over the mean is ``even``, or else the least, the one with the
-    fewest keys that ranks need, and then with the fewest ranges."""
+    fewest keys that hosts need, and then ranks, and then with the fewest ranges."""
 
-    def score(table: Ints) -> tuple[float, int, int]:
-        area, keys = work_of_ranks(slices, table, int(table[:, 0].max()) + 1)
-        return max(float(area.max()) / max(area.mean(), 1), even), int(keys.sum()), len(table)
+    def score(table: Ints) -> tuple[float, int, int, int]:
+        size = int(table[:, 0].max()) + 1
+        area, keys = work_of_ranks(slices, table, size)
+        of_hosts = np.column_stack([table[:, 0] // ranks_of_host, table[:, 1:]])
+        _, into_hosts = work_of_ranks(slices, of_hosts, size)
+        uneven = max(float(area.max()) / max(area.mean(), 1), even)
+        return uneven, int(into_hosts.sum()), int(keys.sum()), len(table)
 
     return min(tables, key=score)
 
