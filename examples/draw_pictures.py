@@ -25,8 +25,11 @@ def pictures() -> dict[str, Plan]:
     causal = AttnMask.causal(TOKENS)
     packed = AttnMask.varlen(DOCUMENTS, causal=True)
     contiguous = Layout.contiguous(TOKENS, RANKS)
+    diffusion = AttnMask.block_diffusion(TOKENS // 2, 1024)
+    paired = Layout.paired(Layout.zigzag(TOKENS // 2, RANKS))
     return {
         "plans_contiguous.png": make_plan(causal, contiguous),
+        "layouts_paired.png": make_plan(diffusion, paired),
         "layouts_contiguous.png": make_plan(packed, contiguous, assignment="owner"),
         "layouts_balanced.png": make_plan(
             packed, Layout.balanced(packed, RANKS), assignment="owner"

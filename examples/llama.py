@@ -133,6 +133,16 @@ class Llama(nn.Module):
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
+        x, weight = self.hidden(tokens, position_ids, cu_seqlens), self.embed.weight
+        if self.c.chunked:
+            return chunk_linear_cross_entropy(x, weight, targets)
+        logits = F.linear(x, weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    def hidden(
+        self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """[b, l, dim], of which the embedding's weight makes logits."""
         angles = (position_ids.unsqueeze(-1) * self.inv_freq).unsqueeze(2)
         x = self.embed(tokens)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -141,11 +151,7 @@ class Llama(nn.Module):
                 x = checkpoint(block, x, cos, sin, cu_seqlens, use_reentrant=False)
             else:
                 x = block(x, cos, sin, cu_seqlens)
-        x, weight = self.norm(x), self.embed.weight
-        if self.c.chunked:
-            return chunk_linear_cross_entropy(x, weight, targets)
-        logits = F.linear(x, weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return self.norm(x)
 
 
 def inputs(batch: Batch, op: str) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import doc_jobs
 import pytest
+import rl_prefix_trees
 import torch
 from benchmark import command, packed_training, training
 from doc_blocks import ROOT, blocks
@@ -36,6 +37,7 @@ FRAGMENTS = {
     "plans_without_ranks": "",
     "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",
     "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
+    "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
     "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",
 }
 
@@ -129,6 +131,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/held_keys.py": lambda given: beside("held_keys", given),
     "examples/benchmark/parts/many_hosts.py": lambda given: beside("many_hosts", given),
     "examples/benchmark/parts/simulated_points.py": lambda given: beside("simulated_points", given),
+    "examples/rl_prefix_trees.py": lambda given: rl_prefix_trees.parse(given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
     "annotations.engines.torch": lambda given: engine_command(given),
 }

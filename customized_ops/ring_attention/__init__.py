@@ -30,6 +30,7 @@ from .packed_batches import PackDocuments, PackedBatch, packed_batches
 from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
+from .rollouts import PackedRollouts, RolloutPart, pack_rollouts
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
 from .warm_up import compiled_kernels, warm_up
@@ -48,11 +49,14 @@ __all__ = [
     "MaskError",
     "PackDocuments",
     "PackedBatch",
+    "PackedRollouts",
     "PeerFailed",
     "Plan",
+    "RolloutPart",
     "compiled_kernels",
     "group_costs",
     "make_plan",
+    "pack_rollouts",
     "packed_batches",
     "run_ranks",
     "warm_up",

@@ -62,6 +62,18 @@ def test_hf_finetune(ranks: Pool) -> None:
     assert said == ["the loss curve is that of one process"]
 
 
+FEW_ROLLOUTS = ["--answers", "3", "--prompt", "40", "--answer", "12", "--steps", "1"]
+
+
+@worlds(cpus=[2])
+def test_rl_prefix_trees(ranks: Pool) -> None:
+    """Of so few tokens the time that is saved says nothing."""
+    assert shown(ranks, "rl_prefix_trees", *FEW_ROLLOUTS) == [
+        "gradients are those of each rollout alone",
+        "the loss curve is that of rollouts apart",
+    ]
+
+
 @worlds(cpus=[4], gpus=[4])
 def test_fsdp2_context_parallel(ranks: Pool) -> None:
     assert shown(ranks, "fsdp2_context_parallel", "--tokens", "32", "--steps", "3") == [
@@ -92,6 +104,12 @@ def test_what_is_not_so_is_not_shown(
     for rank, (failed, said) in enumerate(two_ranks.run(example_jobs.run, name, [], change)):
         assert failed == 1
         assert rank or f"NOT SO: {claim}" in said
+
+
+def test_wrong_gradients_of_a_tree_are_not_shown(two_ranks: Pool) -> None:
+    change = ("wrap_masked_attn_func", example_jobs.no_peers)
+    for failed, _ in two_ranks.run(example_jobs.run, "rl_prefix_trees", FEW_ROLLOUTS, change):
+        assert failed == 1
 
 
 def test_a_wrong_mesh_is_not_shown(four_ranks: Pool) -> None:

@@ -194,6 +194,17 @@ def _united(random: Random) -> AttnMask:
     return left.restrict(k_range=(0, cut)).union(right.restrict(k_range=(cut, n)))
 
 
+def _prefix_tree(random: Random) -> AttnMask:
+    """Nodes in depth-first order, each below the one before it or one above that."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(_small(random)):
+        path = path[: random.randint(0, len(path))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return AttnMask.prefix_tree(parents, [random.randint(0, 9) for _ in parents])
+
+
 def _small(random: Random) -> int:
     return random.randint(1, 9)
 
@@ -205,6 +216,8 @@ MASKS: dict[str, Callable[[Random], AttnMask]] = {
     "varlen": _varlen,
     "prefix_lm": lambda r: AttnMask.prefix_lm(_length(r), _small(r)),
     "block_causal": lambda r: AttnMask.block_causal(_length(r), _small(r)),
+    "block_diffusion": lambda r: AttnMask.block_diffusion(_small(r) * 3, _small(r)),
+    "prefix_tree": _prefix_tree,
     "shared_prefix": lambda r: AttnMask.shared_prefix(_length(r), [_small(r) for _ in range(3)]),
     "streaming": lambda r: AttnMask.streaming(_length(r), _small(r), _small(r)),
     "strided": lambda r: AttnMask.strided(_length(r), _small(r), _small(r)),

@@ -141,6 +141,28 @@ def test_block_causal(n, block):
     assert AttnMask.block_causal(n, 1) == AttnMask.causal(n), "one slice, not one per token"
 
 
+@given(st.lists(st.integers(0, 7), max_size=3), positive)
+@example([5], 2)
+@example([4, 0, 3], 1)
+@example([], 3)
+@FEW
+def test_block_diffusion(lengths, block):
+    n, cu_seqlens = sum(lengths), np.cumsum([0, *lengths])
+    document = np.tile(np.repeat(np.arange(len(lengths)), lengths), 2)
+    place = np.tile(np.concatenate([np.arange(length) for length in lengths] or [[]]), 2) // block
+    i, j = ij(2 * n)
+    noisy = (j < n) & (i < n) & (place[i] == place[j])
+    clean = (j >= n) & np.where(i < n, place[j] < place[i], place[j] <= place[i])
+    want = (noisy | clean) & (document[i] == document[j])
+    check(AttnMask.block_diffusion(n, block, cu_seqlens), want)
+    if len(lengths) == 1:
+        check(AttnMask.block_diffusion(n, block), want)
+
+
+def test_block_diffusion_of_single_tokens_takes_three_slices():
+    assert len(AttnMask.block_diffusion(50, 1).slices) == 3
+
+
 @given(st.integers(0, 6), st.lists(st.integers(0, 5), max_size=4))
 @example(0, [])
 @example(0, [3, 1])
@@ -153,6 +175,39 @@ def test_shared_prefix(prefix, branches):
     want = (j <= i) & ((branch[j] == -1) | (branch[j] == branch[i]))
     check(AttnMask.shared_prefix(prefix, branches), want)
     check(AttnMask.shared_prefix(prefix, np.array(branches, dtype=np.int32)), want)
+
+
+@st.composite
+def trees(draw):
+    """Parents in depth-first order and lengths, with empty nodes, chains and several roots."""
+    parents, path = [], []
+    for node in range(draw(st.integers(0, 7))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return parents, [draw(st.integers(0, 3)) for _ in parents]
+
+
+@given(trees())
+@example(([-1, 0, 1], [0, 2, 3]))
+@example(([-1, 0, 0, 2, -1, 4], [2, 1, 0, 2, 0, 3]))
+@example(([-1, 0, 1, 1, 0, 4], [1, 1, 1, 1, 1, 1]))
+@FEW
+def test_prefix_tree(tree):
+    parents, lengths = tree
+    above = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        above[node] |= above[parent] if parent >= 0 else False
+    i, j = ij(sum(lengths))
+    node = np.repeat(np.arange(len(parents)), lengths)
+    check(AttnMask.prefix_tree(parents, lengths), (j <= i) & above[node[i], node[j]])
+
+
+def test_a_prefix_tree_takes_a_slice_for_each_branch():
+    lengths = [2, 0, 3]
+    assert AttnMask.prefix_tree([-1, 0, 1], lengths) == AttnMask.causal(5)
+    assert AttnMask.prefix_tree([-1, -1, -1], lengths) == AttnMask.varlen([0, 2, 2, 5], causal=True)
+    assert len(AttnMask.prefix_tree([-1, 0, 1, 1, 3, 0], [1] * 6).slices) == 5
 
 
 @given(tokens, st.integers(1, 6), window, st.integers(1, 4))
@@ -370,6 +425,20 @@ BAD = [
     ("prefix_lm(4, -1)", "prefix must be at least 0, got -1"),
     ("block_causal(-1, 1)", "n must be at least 0, got -1"),
     ("block_causal(4, 0)", "block must be at least 1, got 0"),
+    ("block_diffusion(-1, 1)", "n must be at least 0, got -1"),
+    ("block_diffusion(4, 0)", "block must be at least 1, got 0"),
+    ("block_diffusion(4, 2, [0, 3])", "cu_seqlens must end at n, 4, got 3"),
+    ("block_diffusion(4, 2, [1, 4])", "cu_seqlens must start at 0, got cu_seqlens[0] = 1"),
+    ("prefix_tree([-1], [1, 2])", "parents has 1 nodes and lengths 2"),
+    ("prefix_tree([-1, -1], [1, -2])", "lengths[1] must be at least 0, got -2"),
+    ("prefix_tree([-1, -1], [1 << 39] * 2)", "the sum of lengths must be below 2**40, got 10995"),
+    ("prefix_tree([0], [1])", "parents[0] must be -1 or the number of a node before it, got 0"),
+    ("prefix_tree([-1, -2], [1, 1])", "parents[1] must be -1 or the number of a node before it,"),
+    (
+        "prefix_tree([-1, 0, 0, 1], [1] * 4)",
+        "parents[3] = 1, but node 2 is not below node 1",
+    ),
+    ("prefix_tree([-1, 0.5], [1] * 2)", "parents[1] must be an integer of 64 bits, got 0.5"),
     ("shared_prefix(-1, [1])", "prefix must be at least 0, got -1"),
     ("shared_prefix(1, [1, -2])", "branches[1] must be at least 0, got -2"),
     ("shared_prefix(1, [1.5])", "branches[0] must be an integer of 64 bits, got 1.5"),

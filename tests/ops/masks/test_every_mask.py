@@ -132,6 +132,18 @@ def restrict(draw: Draw) -> AttnMask:
     return mask.restrict(draw(span(mask.q_len)), draw(span(mask.k_len)))
 
 
+@st.composite
+def prefix_tree(draw: Draw) -> AttnMask:
+    """Nodes in depth-first order, each below the one before it or one above that."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(draw(st.integers(1, 6))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return AttnMask.prefix_tree(parents, [draw(some) for _ in parents])
+
+
 block = st.integers(1, 3)
 MASKS: dict[str, st.SearchStrategy[AttnMask]] = {
     "full": st.builds(AttnMask.full, tokens, st.none() | tokens),
@@ -141,6 +153,8 @@ MASKS: dict[str, st.SearchStrategy[AttnMask]] = {
     "varlen": varlen(),
     "prefix_lm": st.builds(AttnMask.prefix_lm, tokens, some),
     "block_causal": st.builds(AttnMask.block_causal, tokens, positive),
+    "block_diffusion": st.builds(AttnMask.block_diffusion, st.integers(1, 12), positive),
+    "prefix_tree": prefix_tree(),
     "shared_prefix": st.builds(AttnMask.shared_prefix, some, st.lists(positive, max_size=4)),
     "streaming": st.builds(AttnMask.streaming, tokens, reach, some, block=block),
     "strided": st.builds(AttnMask.strided, tokens, positive, reach, block=block),
@@ -191,6 +205,12 @@ def shuffled(draw: Draw, total: int, ranks: int) -> Layout:
 
 
 @st.composite
+def paired(draw: Draw, total: int, ranks: int) -> Layout:
+    half = draw(st.sampled_from([Layout.zigzag, Layout.striped]))(total // 2, ranks)
+    return Layout.paired(half) if total % 2 == 0 else Layout.zigzag(total, ranks)
+
+
+@st.composite
 def balanced(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
     square = mask if mask.q_len == mask.k_len else AttnMask.causal(total)
     return Layout.balanced(square, ranks, draw(st.none() | positive))
@@ -204,6 +224,7 @@ def layouts(draw: Draw, mask: AttnMask, total: int, ranks: int) -> Layout:
         "zigzag of documents": documents(total, ranks),
         "striped 1": st.just(Layout.striped(total, ranks)),
         "striped 3": st.just(Layout.striped(total, ranks, 3)),
+        "paired": paired(total, ranks),
         "balanced": balanced(mask, total, ranks),
         "uneven": uneven(total, ranks),
         "shuffled": shuffled(total, ranks),

@@ -24,6 +24,8 @@ MASKS = {
     "streaming": AttnMask.streaming(N, 4, 3),
     "prefix_lm": AttnMask.prefix_lm(N, 7),
     "block_causal": AttnMask.block_causal(N, 6),
+    "block_diffusion": AttnMask.block_diffusion(N // 2, 3, [0, 3, 10]),
+    "prefix_tree": AttnMask.prefix_tree([-1, 0, 1, 1, 0, -1], [4, 3, 5, 1, 3, 4]),
     "shared_prefix": AttnMask.shared_prefix(6, [5, 0, 9]),
     "strided": AttnMask.strided(N, 5, 2),
     "global_local": AttnMask.global_local(N, 2, 3),

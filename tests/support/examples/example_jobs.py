@@ -17,7 +17,7 @@ from torch import Tensor
 from customized_ops.ring_attention import wrap_ring_attn_func
 
 
-def no_peers(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+def no_peers(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     """Attention over a rank's own tokens alone: what an example should notice."""
     return wrap_ring_attn_func(q, k, v)
 

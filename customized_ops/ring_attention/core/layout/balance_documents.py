@@ -1,5 +1,6 @@
-"""Documents on ranks: whole where that is even, else by hosts, if there are several; else in order
-where that is even, else the largest of them split over a few ranks."""
+"""Documents on ranks: whole where that is even, else prefix trees by subtrees; others by hosts, if
+there are several; else in order where that is even, else the largest of them split over a few
+ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .documents import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
 from .layout_tables import even_bounds, in_order
 from .split_documents import split_documents
+from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
 # Pairs of 32 heads that take as long as another kernel call and its merge do at the least (100 us
@@ -58,6 +60,12 @@ def assign_documents(
     table = whole_documents(documents, sizes, enough)
     if table is not None and (imbalance := _imbalance(weighted, table, group_size)) <= enough:
         return DocumentAssignment(table, imbalance, True)
+    if len(weighted) == 1:
+        as_large = topology is not None and len(set(topology.hosts)) == 1
+        hosts = len(topology.hosts) if topology is not None and as_large else 1
+        table = assign_subtrees(weighted[0][0], total, sizes, enough, hosts)
+        if table is not None:
+            return DocumentAssignment(table, _imbalance(weighted, table, group_size), True)
     if topology is not None and len(topology.hosts) > 1:
         table = _by_hosts(weighted, documents, sizes, topology, enough)
         if (imbalance := _imbalance(weighted, table, group_size)) <= max(ENOUGH, enough):

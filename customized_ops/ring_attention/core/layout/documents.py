@@ -30,10 +30,10 @@ def document_bounds(slices: Slices, total: int) -> Ints:
     start = np.minimum(slices[:, Q0], slices[:, K0])
     last = np.maximum(slices[:, Q1], slices[:, K1]) - 1
     _, starts, lasts = union(np.zeros(len(slices), dtype=np.int64), start, last).T
-    return _distinct(np.concatenate([[0], starts, lasts + 1, [total]]))
+    return distinct(np.concatenate([[0], starts, lasts + 1, [total]]))
 
 
-def _distinct(values: Ints) -> Ints:
+def distinct(values: Ints) -> Ints:
     """Sorted, each once; for a few hundred several times as fast as ``np.unique``."""
     values = np.sort(values)
     return values[np.append(True, values[1:] > values[:-1])]
@@ -75,7 +75,7 @@ class DocumentAreas:
     def between(weighted: Weighted, bounds: Ints) -> DocumentAreas:
         """The sequence cut at int64[n + 1] bounds, as if each part were a document."""
         middle = (bounds[:-1] + bounds[1:] + 1) // 2
-        halves = _distinct(np.concatenate([bounds, middle]))
+        halves = distinct(np.concatenate([bounds, middle]))
         of_halves = area_of_ranges(weighted, columns(halves[:-1], halves[1:]))
         first = halves.searchsorted(bounds[:-1])
         area = np.add.reduceat(of_halves, first) if len(first) else of_halves
@@ -93,7 +93,7 @@ class DocumentAreas:
         rows = np.concatenate(cuts)
         document = self.bounds.searchsorted(rows, side="right") - 1
         rows = rows[self.tokens[document] >= least]
-        return DocumentAreas.between(weighted, _distinct(np.concatenate([self.bounds, rows])))
+        return DocumentAreas.between(weighted, distinct(np.concatenate([self.bounds, rows])))
 
     def some(self, which: Ints, even_half: float) -> DocumentAreas:
         """Some of them, as if they followed one another."""

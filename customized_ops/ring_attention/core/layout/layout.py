@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import Ints
+from ..arrays import Ints, columns
 from ..mask import AttnMask
 from ..topology import Topology
 from . import balance, balance_documents
@@ -104,6 +104,22 @@ class Layout(LayoutValue):
         return Layout(table, group_size, write("striped", total, group_size, block))
 
     @staticmethod
+    def paired(half: Layout) -> Layout:
+        """Two sequences end to end, as long as each other: token i of the second is where token i
+        of the first is, which is where ``half`` has it.
+
+            paired(zigzag(4, 2))   rank 0: 0 3 4 7    rank 1: 1 2 5 6
+
+        For :meth:`.AttnMask.block_diffusion`: with ``half`` in whole blocks a rank holds noisy
+        blocks and their clean ones, so clean keys alone move. Work is as even as under ``half`` is
+        that of clean rows: with :meth:`zigzag`, or where a mask of documents is balanced.
+        """
+        rank, start, stop = half.table.T
+        table = np.stack([half.table, columns(rank, start + half.total, stop + half.total)])
+        by_rank = np.argsort(np.concatenate([rank, rank]), kind="stable")
+        return Layout(table.reshape(-1, 3)[by_rank], half.group_size)
+
+    @staticmethod
     def balanced(
         mask: AttnMask | Sequence[tuple[AttnMask, float]],
         group_size: int,
@@ -124,10 +140,14 @@ class Layout(LayoutValue):
         may also differ by what a kernel call more would take. A rank holds its parts of split
         documents first, then its whole documents, both in the order of the sequence.
 
-        Over several hosts documents are assigned to hosts first, so that few keys cross between
-        them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts have as
-        many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts do not
-        count.
+        Prefix trees (:meth:`.AttnMask.prefix_tree`) are documents, too. Where one is to be split,
+        its subtrees stay together as far as work can be within 5% so, and paths with them, on
+        hosts first (:mod:`.subtrees`).
+
+        Over several hosts other documents are assigned to hosts first, so that few keys cross
+        between them (:mod:`.host_documents`), then to the ranks of each; so are chunks if hosts
+        have as many ranks each. Where that does not come out within 5%, and 3% for chunks, hosts
+        do not count.
 
         Other masks are left contiguous if that is as even, or assigned in chunks by a search
         (:func:`.balance.assign`), so that few keys cross ranks: within 1% of the mean, or the least

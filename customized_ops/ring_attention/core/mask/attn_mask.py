@@ -1,8 +1,8 @@
 """Attention masks: disjoint lists of band slices (see :mod:`.slices`).
 
 :class:`AttnMask` is what users make. Here are its dense and packed masks; named patterns come from
-:mod:`.patterns`, other forms of masks from :mod:`.conversions`, and what every mask can do from
-:mod:`.mask_value`.
+:mod:`.patterns`, those of shared prefixes from :mod:`.prefix_trees`, other forms of masks from
+:mod:`.conversions`, and what every mask can do from :mod:`.mask_value`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ..arrays import columns
 from .conversions import Conversions
 from .mask_arguments import MaskError, count, cumulative, flag, reach, window_reach
 from .patterns import Patterns
+from .prefix_trees import PrefixTrees
 from .slices import HI, K0, K1, LO, UNBOUNDED, Slices
 
 __all__ = ["AttnMask", "MaskError"]
 
 
-class AttnMask(Patterns, Conversions):
+class AttnMask(Patterns, PrefixTrees, Conversions):
     """Which (query, key) pairs attend, over whole sequences.
 
     Attributes:

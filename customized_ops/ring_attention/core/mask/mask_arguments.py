@@ -111,6 +111,13 @@ def _require_entries(name: str, values: Sequence[Any], width: int | None) -> Non
             raise MaskError(f"{name}[{n}] must be {wanted} of 64 bits, got {shown(entry)}")
 
 
+def not_negative(name: str, values: Ints) -> Ints:
+    """``values``, tokens or blocks, of which none may be below 0."""
+    for at in np.flatnonzero(values < 0).tolist():
+        raise MaskError(f"{name}[{at}] must be at least 0, got {values[at]}")
+    return values
+
+
 def cumulative(name: str, values: object) -> Ints:
     """Cumulative lengths int64[documents + 1], from 0 and never falling."""
     lengths = integers(name, values)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import Ints, columns
 from .intervals import spread
-from .mask_arguments import MaskError, count, integers, reach
+from .mask_arguments import MaskError, count, cumulative, reach
 from .mask_value import MaskValue
 from .slices import K0, Q0, UNBOUNDED, Slices, as_slices
 
@@ -115,34 +115,48 @@ class Patterns(MaskValue):
         return cls._disjoint(local(n, n, 0, block), n, n)
 
     @classmethod
-    def shared_prefix(cls, prefix: int, branches: object) -> Self:
-        """A shared question: a causal prefix, then answers that see it and themselves only.
+    def block_diffusion(cls, n: int, block: int, cu_seqlens: object = None) -> Self:
+        """A noisy copy of a sequence and then the clean one, for training block diffusion: noisy
+        blocks see themselves and the clean blocks before; clean ones themselves and those before.
 
-            AttnMask.shared_prefix(2, branches=[2, 1])
-            x . . . .
-            x x . . .
-            x x x . .
-            x x x x .
-            x x . . x
+            AttnMask.block_diffusion(4, block=2)
+            x x . . . . . .
+            x x . . . . . .
+            . . x x x x . .
+            . . x x x x . .
+            . . . . x x . .
+            . . . . x x . .
+            . . . . x x x x
+            . . . . x x x x
 
-        Several samples of one prompt, or the two answers of a preference pair, without repeating
-        the prompt; every branch is causal in itself.
+        Arriola et al., arXiv:2503.09573. A noisy row has as many pairs as its clean row. Three
+        slices a block; three a document if ``block`` is 1.
 
         Args:
-            prefix: tokens of the question.
-            branches: tokens of each answer, integers; may be empty, as may an answer.
+            n: tokens of each copy. block: tokens; the last block may be short.
+            cu_seqlens: cumulative lengths of packed documents from 0 to ``n``, which do not see one
+                another and begin blocks anew; None: one document.
         Raises:
-            MaskError: a number is out of range, or no integer.
+            MaskError: a number is out of range, or no integer; or ``cu_seqlens`` are no cumulative
+                lengths that end at ``n``.
         """
-        prefix = count("prefix", prefix)
-        lengths = integers("branches", branches)
-        for at in np.flatnonzero(lengths < 0).tolist():
-            raise MaskError(f"branches[{at}] must be at least 0, got {lengths[at]}")
-        stops = prefix + np.cumsum(lengths)
-        n = int(stops[-1]) if len(stops) else prefix
-        question = rectangle(0, n, 0, prefix, causal=True)
-        answers = causal_blocks(stops - lengths, stops)
-        return cls._disjoint(np.concatenate([question, answers]), n, n)
+        n, block = count("n", n), count("block", block, least=1)
+        ends = np.array([0, n]) if cu_seqlens is None else cumulative("cu_seqlens", cu_seqlens)
+        if ends[-1] != n:
+            raise MaskError(f"cu_seqlens must end at n, {n}, got {ends[-1]}")
+        size, bands = np.diff(ends), block == 1  # then a document is as one block, in bands
+        blocks = np.minimum(size, 1) if bands else -(-size // block)
+        document, at = spread(np.zeros_like(size), blocks)
+        first, last = ends[document], ends[document + 1]
+        start = first + at * block
+        stop = last if bands else np.minimum(start + block, last)
+        zero = np.zeros_like(start)
+        wide = zero + UNBOUNDED
+        lo, own, before = (zero, zero, zero + n - 1) if bands else (-wide, wide, wide)
+        noisy = columns(start, stop, start, stop, lo, own)
+        across = columns(start, stop, first + n, (stop if bands else start) + n, -wide, before)
+        clean = columns(start + n, stop + n, first + n, stop + n, -wide, own)
+        return cls._disjoint(np.concatenate([noisy, across, clean]), 2 * n, 2 * n)
 
     @classmethod
     def streaming(cls, n: int, window: int, sink: int, *, block: int = 1) -> Self:

@@ -1,0 +1,9 @@
+"""Rollouts of a policy that share prefixes, packed in one sequence as a prefix tree.
+
+.. include:: ../docs/prefix_trees.md
+"""
+
+from .packed import PackedRollouts, pack_rollouts
+from .part import RolloutPart
+
+__all__ = ["PackedRollouts", "RolloutPart", "pack_rollouts"]

@@ -1,0 +1,83 @@
+"""From sequences to their trie, in about the time of sorting them.
+
+In lexicographic order a sequence shares its longest prefix with the one before it. So what it has
+beyond that prefix is new, and what is new, sequence after sequence, is the trie in depth-first
+order, as suffix trees are read off suffix arrays (Kasai et al., CPM 2001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.arrays import Ints
+
+
+class Trie(NamedTuple):
+    """Tokens of a trie, depth-first, and the paths of sequences through it.
+
+    Attributes:
+        tokens: int64[l].
+        before: int64[l], which token comes before each on its path; -1 for the first.
+        paths: int64[sum of lengths], which tokens each sequence consists of, in the order that the
+            sequences were given in.
+        bounds: int64[sequences + 1], where each begins in ``paths``.
+    """
+
+    tokens: Ints
+    before: Ints
+    paths: Ints
+    bounds: Ints
+
+
+def trie_of(rows: Sequence[Ints], share: bool = True) -> Trie:
+    """The trie of int64 rows; if not ``share``, one in which each has a root of its own."""
+    bounds = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    paths = np.empty(bounds[-1], dtype=np.int64)
+    order = _lexicographic(rows) if share else range(len(rows))
+    new, before = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    last = path = np.zeros(0, np.int64)
+    total = 0
+    for n in order:
+        row = rows[n]
+        common = _common(last, row) if share else 0
+        stop = total + len(row) - common
+        path = np.concatenate([path[:common], np.arange(total, stop)])
+        if stop > total:
+            new.append(row[common:])
+            before.append(path[common - 1 : -1] if common else np.append(-1, path[:-1]))
+        paths[bounds[n] : bounds[n + 1]] = path
+        last, total = row, stop
+    return Trie(np.concatenate(new), np.concatenate(before), paths, bounds)
+
+
+def _lexicographic(rows: Sequence[Ints]) -> list[int]:
+    """An order in which rows with a common prefix are together, shorter ones first."""
+    as_text = [row.astype(">i8").tobytes() for row in rows]  # whose order is that of the numbers
+    return sorted(range(len(rows)), key=as_text.__getitem__)
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """How many tokens two rows begin with alike."""
+    shorter = min(len(one), len(other))
+    differ = one[:shorter] != other[:shorter]
+    return int(differ.argmax()) if differ.any() else shorter
+
+
+def nodes_of(trie: Trie, multiplicities: Ints) -> tuple[Ints, Ints]:
+    """The nodes of a trie: its longest stretches of tokens that the same sequences go through.
+
+    Args:
+        multiplicities: int64[l], how many sequences go through each token.
+    Returns:
+        int64[nodes] parents, -1 for a root, and int64[nodes] lengths, depth-first.
+    """
+    count = len(trie.tokens)
+    goes_on = trie.before[1:] == np.arange(count - 1)
+    goes_on &= multiplicities[1:] == multiplicities[:-1]
+    starts = np.flatnonzero(np.append(True, ~goes_on)[:count])
+    node_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=count))
+    above = trie.before[starts]
+    return np.where(above < 0, -1, node_of[above]), np.diff(starts, append=count)

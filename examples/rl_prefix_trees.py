@@ -1,0 +1,149 @@
+"""A policy-gradient step on rollouts that share prompts: packed as a prefix tree, and apart.
+
+Several answers are drawn to each prompt, as in GRPO (Shao et al., arXiv:2402.03300), here at
+random. As a tree a prompt is computed once for all of them; apart, rollouts are packed documents.
+Shows that gradients are those of each rollout alone, and what the tree saves.
+
+    python examples/rl_prefix_trees.py              2 processes
+    python examples/rl_prefix_trees.py --large      2 GPUs, a prompt of 8k, 8 answers of 2k, bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import count, on_ranks, verdict
+from llama import Llama, LlamaConfig
+from torch import Tensor
+
+from customized_ops.ring_attention import Layout, pack_rollouts, wrap_masked_attn_func
+
+SMALL = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
+LARGE = {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 8, "hidden": 5632, "checkpoint": True}
+LARGE_ROLLOUTS = {"prompts": 1, "answers": 8, "prompt": 8192, "answer": 2048, "spread": 0.0}
+
+
+class PartAttention:
+    """Attention of a rank's part of rollouts; ``part`` is set for each batch."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        where = {"layout": self.part.layout, "process_group": dist.group.WORLD}
+        return wrap_masked_attn_func(q, k, v, self.part.mask, **where)
+
+
+def drawn(given: argparse.Namespace, step: int) -> tuple[list[Any], list[int], Tensor]:
+    """Rollouts, lengths of their prompts, and advantages within a prompt, of even tokens."""
+    draw = np.random.default_rng((0, step))
+    rollouts, advantages = [], []
+    for _ in range(given.prompts):
+        prompt, rewards = draw.integers(0, 256, given.prompt), []
+        for _ in range(given.answers):
+            length = given.answer * draw.uniform(1 - given.spread, 1 + given.spread)
+            answer = draw.integers(0, 256, max(1, round(length)))
+            rollouts.append(np.concatenate([prompt, answer]))
+            rewards.append((answer % 2 == 0).mean())
+        advantages.append(np.subtract(rewards, np.mean(rewards)) / (np.std(rewards) + 1e-6))
+    return rollouts, [given.prompt] * len(rollouts), torch.from_numpy(np.concatenate(advantages))
+
+
+def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llama:
+    """The same at each call."""
+    torch.manual_seed(0)
+    net = Llama(LlamaConfig(**(LARGE if given.large else SMALL), op=attend))
+    frequencies = net.inv_freq.to(device)  # which stay fp32
+    net.to(device, torch.bfloat16 if given.large else torch.float64).inv_freq = frequencies
+    return net
+
+
+def over_ranks(net: Llama, share: bool, given: argparse.Namespace, step: int) -> Tensor:
+    """The loss of a step; leaves its gradients."""
+    rollouts, prompts, advantages = drawn(given, step)
+    packed, weight = pack_rollouts(rollouts, prompts, share=share), net.embed.weight
+    layout = Layout.balanced(packed.mask, dist.get_world_size())
+    net.c.op.part = part = packed.part(layout, dist.get_rank()).to(weight.device)
+    hidden = net.hidden(part.tokens[None], part.positions[None])
+    log_probs = part.log_probs(F.linear(hidden, weight))
+    loss = part.loss(log_probs, part.of_rollouts(advantages.to(weight.device)), mean="rollout")
+    net.zero_grad()
+    loss.backward()
+    total = loss.detach().clone()
+    for each in (total, *(p.grad for p in net.parameters())):
+        dist.all_reduce(each)
+    return total
+
+
+def alone(net: Llama, given: argparse.Namespace) -> None:
+    """Leaves gradients of the first step, rollout by rollout on this rank alone."""
+    for row, prompt, advantage in zip(*drawn(given, 0), strict=True):
+        tokens = torch.from_numpy(row).to(net.embed.weight.device)
+        positions = torch.arange(len(row), device=tokens.device)
+        logits = F.linear(net.hidden(tokens[None], positions[None])[0], net.embed.weight)
+        loss = F.cross_entropy(logits[prompt - 1 : -1], tokens[prompt:])
+        (advantage * loss / (given.prompts * given.answers)).backward()
+
+
+def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple[Tensor, float]:
+    """The losses of each step, and the median seconds of a step, the first left out."""
+    net = policy(given, device, PartAttention())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    losses, seconds = [], []
+    for step in range(given.steps + 1):
+        started = time.perf_counter()
+        losses.append(over_ranks(net, share, given, step))
+        optimizer.step()
+        losses[-1].item()  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return torch.stack(losses), statistics.median(seconds[1:])
+
+
+def main(given: argparse.Namespace, device: torch.device) -> int:
+    """On every rank: 0 where gradients and losses of the tree are those of rollouts apart."""
+    failed, packed = 0, pack_rollouts(drawn(given, 0)[0])
+    if not given.large:
+        tree, one = policy(given, device, PartAttention()), policy(given, device, "ring")
+        over_ranks(tree, True, given, 0)
+        alone(one, given)
+        pairs = zip(tree.parameters(), one.parameters(), strict=True)
+        apart = torch.stack([(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in pairs])
+        failed = verdict("gradients are those of each rollout alone", apart.max().item(), 1e-10)
+    (curve, of_tree), (other, of_rollouts) = (train(way, given, device) for way in (True, False))
+    if dist.get_rank() == 0:
+        print(packed)
+        for name, took in (("as a tree", of_tree), ("apart", of_rollouts)):
+            print(f"{name:10}{1e3 * took:.1f} ms a step, {len(packed.paths) / took:,.0f} tokens/s")
+        print(f"time      {1 - of_tree / of_rollouts:.1%} saved")
+    difference = (curve - other).abs().max().item()
+    if given.large:  # in bf16 the two round differently
+        print(f"losses differ by at most {difference:.1e}, of {curve.abs().max().item():.1e}")
+        return 0
+    return failed | verdict("the loss curve is that of rollouts apart", difference, 1e-10)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--ranks", type=count, default=2)
+    add("--large", action="store_true", help="a prompt of 8k and 8 answers of 2k tokens, in bf16")
+    add("--prompts", type=count, default=2, help="of a step")
+    add("--answers", type=count, default=8, help="to each prompt")
+    add("--prompt", type=count, default=192, help="tokens")
+    add("--answer", type=count, default=48, help="tokens in the mean")
+    add("--spread", type=float, default=0.5, help="of the lengths of answers, in parts of the mean")
+    add("--steps", type=count, default=4, help="after a first one, which is not timed")
+    given = parser.parse_args(arguments)
+    vars(given).update(LARGE_ROLLOUTS if given.large else {})
+    return given
+
+
+if __name__ == "__main__":
+    options = parse()
+    on_ranks(lambda device: main(options, device), options.ranks)
