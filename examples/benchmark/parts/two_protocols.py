@@ -52,7 +52,7 @@ CASES = (
 )
 CALLS = 20  # in a row, or as many as fill ROW_SECONDS, but no fewer than 3
 ROW_SECONDS = 0.5
-WARM_UP = 8  # calls, after which passes come from their tapes
+WARM_UP = 14  # calls, after which passes come from their tapes
 PROTOCOLS = ("row", "alone", "host")
 
 

@@ -39,9 +39,10 @@ def assert_block_lists(slices, rows, keys, block_q, block_k):
     of_rows, of_keys = block_lists(slices, rows, keys, block_q, block_k)
     assert_lists(of_rows, some & ~full, full)
     assert_lists(of_keys, (some & ~full).T, full.T)
-    assert blocks_touched(slices, block_q, block_k) >= some.sum()
+    part, whole = blocks_touched(slices, rows, keys, block_q, block_k)
+    assert part + whole >= some.sum() and whole <= full.sum()
     if len(slices) == 1:
-        assert blocks_touched(slices, block_q, block_k) == some.sum()
+        assert (part, whole) == ((some & ~full).sum(), full.sum())
 
 
 @given(grids_of_bands(40, 40), st.integers(1, 12), st.integers(1, 12))
@@ -63,7 +64,7 @@ def test_no_slices():
     assert [len(side.full.counts) for side in (of_rows, of_keys)] == [3, 3]
     assert not any(side.partial.counts.any() for side in (of_rows, of_keys))
     assert row_intervals(nothing, 10, 4).tolist() == [[[0, 0]]] * 10
-    assert blocks_touched(nothing, 4, 8) == 0
+    assert blocks_touched(nothing, 10, 20, 4, 8) == (0, 0)
 
 
 def intervals_of(line):

@@ -1,5 +1,5 @@
-"""Passes that came before are given to the device from a tape (:mod:`..tape`): from the third time
-after the first, without the Python that worked them out.
+"""Passes that came often are given to the device from a tape (:mod:`..tape`), without the Python
+that worked them out.
 
 A pass of a rank is one tape where ranks write to one another's memory, and where it has no peers.
 Where messages go through NCCL, which does not tell what it launches, each call of the kernel is.
@@ -24,9 +24,9 @@ from ..plan import Plan
 from ..tape import Tape, record, recording
 
 CHOICE = "SEQSHARD_REPLAY"  # the environment variable: 0 for no tapes
-# Recording takes the host as long as a few calls, so it must pay: where lengths change, a batch is
-# attended by as many calls as a model has layers.
-SEEN_BEFORE = 3
+# Recording takes the host as long as some ten passes, so it must pay: where lengths change, a batch
+# is attended by as many calls as a model has layers.
+SEEN_BEFORE = 10
 # Of the tensors that a pass is given, from which on it is not recorded: meanwhile all that it makes
 # is kept, and so long a pass hides what the host does.
 LARGE_BYTES = 512 << 20
@@ -130,9 +130,11 @@ def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
 
 
 def _stream(given: Given) -> Any:
-    """The current one of the tensors' device."""
+    """The current one of the tensors' device, and the current device."""
     device = _device(given)
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else device
+    if device.type != "cuda":
+        return device
+    return torch._C._cuda_getCurrentRawStream(device.index), torch._C._cuda_getDevice()
 
 
 def _device(given: Given) -> torch.device:

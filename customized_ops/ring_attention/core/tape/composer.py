@@ -72,8 +72,8 @@ class Composer:
             if not self._append(note):
                 return None
         stream = self._streams[-1] if self._streams else 0
-        returned = [self._number(t, stream) for t in results]
-        if None in returned:
+        returned = [number for t in results if (number := self._number(t, stream)) is not None]
+        if len(returned) < len(results):
             return None
         kept = {self._seen.root_of(t) for t in results}
         for root, uses in self._uses.items():
@@ -82,7 +82,7 @@ class Composer:
             if one_stream and root not in kept and root >= self._seen.inputs:
                 step, family = self._steps[uses[-1]], self._family.get(root, [])
                 self._steps[uses[-1]] = step._replace(frees=(*step.frees, root, *family))
-        return Tape(tuple(self._steps), self._count, tuple(n for n in returned if n is not None))
+        return Tape(tuple(self._steps), self._seen.inputs, tuple(returned))
 
     def _append(self, note: Note) -> bool:
         """The step of a note; False where it has a tensor that is not known."""

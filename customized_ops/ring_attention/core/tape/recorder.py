@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .composer import Composer, Note, Seen, View
-from .op_calls import EMPTY, UNSEEN, ZEROS, empty, geometry, in_a_row, memory
+from .op_calls import EMPTY, UNSEEN, ZEROS, geometry, in_a_row, making, memory
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
         elif len(results) > 1:
             self.refused = True
         elif func._schema.name in (*EMPTY, *ZEROS):
-            self.note(empty, (result.shape, result.stride(), result.dtype, result.device), result)
+            self.note(*making(result), result)
             if func._schema.name in ZEROS:
                 self.note(Tensor.zero_, (result,))
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,22 +27,43 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Tape:
-    """The steps of a function of tensors; ``results`` are those that it returns."""
+    """The steps of a function of so many ``inputs``; ``results`` are the tensors that it returns.
+
+    ``print(tape.source)`` shows what it does: steps are run as a Python function of one line each,
+    as a loop over them would take the host longer than some of them do.
+    """
 
     steps: tuple[Step, ...]
-    tensors: int
+    inputs: int
     results: tuple[int, ...]
 
-    def run(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    @property
+    def source(self) -> str:
+        """The steps in Python; tensor n is ``tn``, function n ``fn``, and other arguments of the
+        n-th step ``an_0`` and so on."""
+        return "\n    ".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"def run({', '.join(f't{n}' for n in range(self.inputs))}):"
+        for n, step in enumerate(self.steps):
+            given = [f"a{n}_{place}" for place in range(len(step.arguments))]
+            for place, number in step.places:
+                given[place] = f"t{number}"
+            made = "" if step.makes is None else f"t{step.makes} = "
+            freed = "".join(f"; del t{number}" for number in step.frees)
+            yield f"{made}f{n}({', '.join(given)}){freed}"
+        yield f"return ({', '.join(f't{n}' for n in self.results)},)"
+
+    @cached_property
+    def _function(self) -> Callable[..., tuple[Tensor, ...]]:
+        names: dict[str, Any] = {}
+        for n, step in enumerate(self.steps):
+            names[f"f{n}"] = step.function
+            names |= {f"a{n}_{place}": a for place, a in enumerate(step.arguments)}
+        exec(compile(self.source, "<tape>", "exec"), names)
+        function: Callable[..., tuple[Tensor, ...]] = names["run"]
+        return function
+
+    def run(self, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The function of other tensors, shaped as those that it was recorded with."""
-        tensors: list[Any] = [*inputs, *[None] * (self.tensors - len(inputs))]
-        for function, arguments, places, makes, frees in self.steps:
-            given = list(arguments)
-            for place, number in places:
-                given[place] = tensors[number]
-            made = function(*given)
-            if makes is not None:
-                tensors[makes] = made
-            for number in frees:
-                tensors[number] = None
-        return tuple([tensors[number] for number in self.results])
+        return self._function(*given)

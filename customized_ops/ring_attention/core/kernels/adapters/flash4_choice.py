@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 
 import torch
 
 from ..protocol.kernel import BackwardOperands, ForwardOperands, HostKey, Pairs
 from ..window.block_lists import blocks_touched
 from ..window.library_calls import lowered
-from ..window.lowering import WindowCall
 from . import flash4_blocks
 
-# Measured on an H200 in bf16 with head dim 128; only their ratios decide anything. The block-sparse
-# backward did 350e12 to 560e12, by mask.
-WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (610e12, 480e12)  # per second: forward, backward
+# Measured in bf16 with head dim 128, windows on an H200, blocks on an H100; only ratios decide
+# anything. A block that is attended in part asks the mask for each of its pairs.
+WINDOW_FLOPS, BLOCK_FLOPS = (650e12, 590e12), (675e12, 580e12)  # per second: forward, backward
+PARTIAL_BLOCKS = 2.2, 2.8  # in whole ones
 CALL_SECONDS = 80e-6  # of the host, hidden behind longer kernels
-COPY_BYTES = 3e12  # per second, read or written
+NEXT_SECONDS = 80e-6  # for each call after the first: a GPU is not full at the end of a kernel
+MEMORY_BYTES = 3e12  # per second, read or written
+# Of the numbers of q and of out, and of k and v, which a backward's kernels before and after the
+# one that attends read and write: they sum up out times its gradient, and fp32 sums become halves.
+BACKWARD_ROW_BYTES, BACKWARD_KEY_BYTES = 8, 10
 # The library compiles kernels of their own for what fits a block, of 64 to 256 rows or keys, and
 # lengths that change would meet them one by one. So calls never say that they are so short: fewer
 # rows or keys than this are packed, as packed sequences may be shorter than the longest named.
 LEAST = 512
 COMPILE_SECONDS = 3.0  # of such a kernel for block lists, which cannot be packed
 COMMON_DIM = 128  # of heads; smaller ones have the same blocks
+
+Operands = ForwardOperands | BackwardOperands
+Range = tuple[int, int]
 
 
 def prepare(pairs: Pairs) -> None:
@@ -33,7 +41,7 @@ def prepare(pairs: Pairs) -> None:
 
 
 def blocks_if_faster(
-    given: ForwardOperands | BackwardOperands, pairs: Pairs, *, backward: bool
+    given: Operands, pairs: Pairs, *, backward: bool
 ) -> flash4_blocks.Lists | None:
     """Block lists where one block-sparse call is predicted to be faster than window calls."""
     if len(lowered(pairs)) < 2:
@@ -41,20 +49,11 @@ def blocks_if_faster(
     q, k, v = given.q, given.k, given.v
 
     def make() -> flash4_blocks.Lists | None:
-        calls = lowered(pairs)
         if torch.cuda.get_device_capability(q.device)[0] != 9:
             return None
-        touched = _touched(pairs, q.shape[-1])
-        flops = 2.0 * 128 * 128 * q.shape[0] * q.shape[2] * (q.shape[-1] + v.shape[-1])
-        flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
-        windows = sum(
-            max(CALL_SECONDS, call.tiles * flops / WINDOW_FLOPS[backward])
-            + _merged_bytes(call, given, backward=backward) / COPY_BYTES
-            for call in calls
-        )
         short = q.shape[0] == 1 and min(pairs.q_len, pairs.k_len) < LEAST
-        compiling = COMPILE_SECONDS if short else 0.0
-        if windows < compiling + max(CALL_SECONDS, touched * flops / BLOCK_FLOPS[backward]):
+        windows, blocks = seconds(given, pairs, backward=backward)
+        if windows < blocks + (COMPILE_SECONDS if short else 0.0):
             return None
         return flash4_blocks.lists(pairs, q.shape[-1])
 
@@ -62,25 +61,63 @@ def blocks_if_faster(
     return pairs.made(key, make)
 
 
-def _touched(pairs: Pairs, head_dim: int) -> float:
-    """Blocks of 128 rows and keys that block lists would attend."""
+def seconds(given: Operands, pairs: Pairs, *, backward: bool) -> tuple[float, float]:
+    """Predicted times of window calls, and of one block-sparse call."""
+    q, v, calls = given.q, given.v, lowered(pairs)
+    flops = 2.0 * 128 * 128 * q.shape[0] * q.shape[2] * (q.shape[-1] + v.shape[-1])
+    flops *= 2.5 if backward else 1  # of matrix products: 5 instead of 2
+    extra = partial(_extra_bytes, given, backward=backward)
+    windows = 0.0
+    for call in calls:
+        moved = extra(call.rows, call.keys) / MEMORY_BYTES
+        windows += max(CALL_SECONDS, call.tiles * flops / WINDOW_FLOPS[backward] + moved)
+    # What a call has in common with those before it is read, added to and written.
+    rows, keys = ([getattr(call, side) for call in calls] for side in ("rows", "keys"))
+    merged = _merged_bytes(given, _common(rows), _common(keys), backward=backward)
+    part, whole = _touched(pairs, q.shape[-1])
+    blocks = (whole + PARTIAL_BLOCKS[backward] * part) * flops / BLOCK_FLOPS[backward]
+    blocks += extra((0, pairs.q_len), (0, pairs.k_len)) / MEMORY_BYTES
+    windows += (len(calls) - 1) * NEXT_SECONDS + merged / MEMORY_BYTES
+    return windows, max(CALL_SECONDS, blocks)
+
+
+def _touched(pairs: Pairs, head_dim: int) -> tuple[float, float]:
+    """Blocks of 128 rows and keys that block lists would attend in part, and whole."""
     block_k = flash4_blocks.block_k(head_dim)
 
-    def make() -> float:
-        return blocks_touched(pairs.slices, flash4_blocks.BLOCK_Q, block_k) * block_k / 128
+    def make() -> tuple[float, float]:
+        lengths = pairs.q_len, pairs.k_len
+        part, whole = blocks_touched(pairs.slices, *lengths, flash4_blocks.BLOCK_Q, block_k)
+        return part * block_k / 128, whole * block_k / 128
 
     return pairs.made(HostKey("blocks touched", (block_k,)), make)
 
 
-def _merged_bytes(
-    call: WindowCall, given: ForwardOperands | BackwardOperands, *, backward: bool
-) -> int:
-    """Bytes read and written to add a call's results to those of others: of each number one half
+def _common(ranges: list[Range]) -> int:
+    """How many tokens ranges have beyond those that some range has."""
+    total = sum(stop - start for start, stop in ranges)
+    end, union = 0, 0
+    for start, stop in sorted(ranges):
+        union += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total - union
+
+
+def _extra_bytes(given: Operands, rows: Range, keys: Range, *, backward: bool) -> int:
+    """Bytes that a backward reads and writes of these rows and keys beside attending them."""
+    if not backward:
+        return 0
+    q, k, v = given.q, given.k, given.v
+    of_rows = (rows[1] - rows[0]) * q.shape[2] * (q.shape[-1] + v.shape[-1])
+    of_keys = (keys[1] - keys[0]) * k.shape[2] * (k.shape[-1] + v.shape[-1])
+    return q.shape[0] * (BACKWARD_ROW_BYTES * of_rows + BACKWARD_KEY_BYTES * of_keys)
+
+
+def _merged_bytes(given: Operands, rows: int, keys: int, *, backward: bool) -> int:
+    """Bytes read and written to add the results of rows and keys to others: of each number one half
     read and one fp32 read and written."""
     q, k, v = given.q, given.k, given.v
-    rows, keys = (stop - start for start, stop in (call.rows, call.keys))
+    numbers = rows * q.shape[2] * (q.shape[-1] if backward else v.shape[-1])
     if backward:
-        numbers = rows * q[0, 0].numel() + keys * (k[0, 0].numel() + v[0, 0].numel())
-    else:
-        numbers = rows * q.shape[2] * v.shape[-1]
+        numbers += keys * k.shape[2] * (k.shape[-1] + v.shape[-1])
     return q.shape[0] * numbers * (2 + 4 + 4)

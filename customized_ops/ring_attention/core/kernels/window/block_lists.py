@@ -75,10 +75,16 @@ def block_lists(
     )
 
 
-def blocks_touched(slices: Slices, block_q: int, block_k: int) -> int:
-    """How many blocks normalised slices touch; one that several touch counts as often."""
+def blocks_touched(
+    slices: Slices, q_len: int, k_len: int, block_q: int, block_k: int
+) -> tuple[int, int]:
+    """How many blocks normalised slices attend in part, and how many whole; one that several touch
+    counts as often."""
     strips = _strips(slices, block_q)
-    return int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
+    touched = int((-(-strips[:, K1] // block_k) - strips[:, K0] // block_k).sum())
+    first, stop = _whole_blocks(strips, q_len, k_len, block_q, block_k)
+    whole = int((stop - first).sum())
+    return touched - whole, whole
 
 
 def row_intervals(slices: Slices, q_len: int, most: int) -> npt.NDArray[np.int32] | None:
