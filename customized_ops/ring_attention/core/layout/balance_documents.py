@@ -17,9 +17,9 @@ from .split_documents import split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
-# Pairs of 32 heads that take as long as another kernel call and its merge do at the least (100 us
-# on an H200): so much more on one rank is better than documents split.
-CALL_PAIRS = 1 << 20
+# Pairs of 32 heads that take less time than what a split document brings: another kernel call, what
+# it sends and what it merges. So much more on one rank is better than documents split.
+CALL_PAIRS = 2 << 20
 # The largest area over the mean that is not worth a search, which takes seconds for many ranks.
 ENOUGH = 1.05
 # Documents of windows of so many of a rank's tokens, whose stretches differ in area: the long ones
