@@ -27,6 +27,7 @@ from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .op.arguments import ArgumentError
 from .packed_batches import PackDocuments, PackedBatch, packed_batches
+from .probes import ModelRun, ProbeError, ProbeReport, check_parallel_model
 from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
@@ -46,10 +47,14 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MaskError",
+    "ModelRun",
     "PackDocuments",
     "PackedBatch",
     "PeerFailed",
     "Plan",
+    "ProbeError",
+    "ProbeReport",
+    "check_parallel_model",
     "compiled_kernels",
     "group_costs",
     "make_plan",
