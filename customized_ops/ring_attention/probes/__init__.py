@@ -4,9 +4,7 @@
     print(report)
     report.raise_if_failed()
 
-``alone`` and ``parallel`` are functions of a whole batch that make one step each and return a
-:class:`ModelRun`. Both are run on the batch, and on batches with one token changed. See
-``docs/reliability.md``.
+.. include:: ../docs/probes.md
 """
 
 from .check import check_parallel_model
