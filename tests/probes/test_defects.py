@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import probe_models
 import pytest
+import torch
+import torch.nn.functional as F
 from probe_models import DOCUMENTS, LAYERS, TOKENS, WINDOW
+from torch import Tensor
 
 from customized_ops.ring_attention import (
     AttnMask,
@@ -106,6 +110,7 @@ def test_a_mask_that_the_model_alone_does_not_have() -> None:
     [
         ("lengths", EMPTY, "holds 14 tokens, but layout"),
         ("index −1", CONTIGUOUS, "cu_seqlens"),
+        ("unsupported", CONTIGUOUS, "return_attn_probs=True is not supported yet"),
     ],
 )
 def test_what_our_ops_refuse_is_reported(drops: str, layout: Layout, text: str) -> None:
@@ -114,24 +119,71 @@ def test_what_our_ops_refuse_is_reported(drops: str, layout: Layout, text: str) 
     assert {each.verdict for each in report.checks[1:]} == {"left out"}
 
 
+Change = Callable[[ModelRun, int], ModelRun]
+
+
+def of_other_code(change: Change, rows: int = 1) -> ProbeReport:
+    """The report of a model that is the one alone, but for what is changed on each of two ranks:
+    code that compares nothing."""
+
+    def rank(group: Comm) -> ProbeReport:
+        batch = {"input_ids": probe_models.make_batch()["input_ids"].view(rows, -1)}
+        table = torch.linspace(1, 2, probe_models.VOCAB, dtype=torch.float64)[:, None]
+
+        def alone(batch: Mapping[str, Tensor]) -> ModelRun:
+            x = table[batch["input_ids"]].cumsum(1)
+            return ModelRun(x.mean(), x)
+
+        return check_parallel_model(
+            alone, lambda given: change(alone(given), group.rank), batch, group
+        )
+
+    return same(run_ranks(2, rank))
+
+
+def cut(run: ModelRun, rank: int, first_ends: int, second_begins: int) -> ModelRun:
+    """A part of what the model alone has."""
+    where = range(first_ends) if rank == 0 else range(second_begins, TOKENS)
+    return replace(run, output=run.output[:, list(where)], positions=list(where))
+
+
 def test_ranks_that_cut_by_different_lengths() -> None:
-    """As code does that compares nothing: no rank holds token 12, or two do."""
-    for ends, text in (
-        ((12, 11), "token 11 is held 2 times, on ranks [0, 1]"),
-        ((11, 12), "1 in all"),
-    ):
-
-        def rank(group: Comm, ends: tuple[int, int] = ends) -> ProbeReport:
-            alone, _ = probe_models.models(CONTIGUOUS, None)
-
-            def parallel(batch: Any) -> ModelRun:
-                own = slice(0, ends[0]) if group.rank == 0 else slice(ends[1], TOKENS)
-                run = alone(batch)
-                where = list(range(TOKENS))[own]
-                return replace(run, output=run.output[:, own], positions=where)
-
-            return check_parallel_model(alone, parallel, probe_models.make_batch(), group)
-
-        report = same(run_ranks(2, rank))
-        assert text in report["tokens"].found and "disagree on lengths" in str(report)
+    twice = of_other_code(lambda run, rank: cut(run, rank, 12, 11))
+    assert "token 11 is held 2 times, on ranks [0, 1]" in twice["tokens"].found
+    never = of_other_code(lambda run, rank: cut(run, rank, 11, 12))
+    assert "token 11, and 1 in all, are on no rank" in never["tokens"].found
+    for report in (twice, never):
+        assert report["tokens"].cause == "ranks disagree on lengths or on the layout"
         assert report["influence"].verdict == "left out"
+    beyond = of_other_code(lambda run, rank: replace(run, positions=[*range(1, TOKENS + 1)]))
+    assert "rank 0 says position 24 of 24 tokens" in beyond["tokens"].found
+
+
+def padded(run: ModelRun, rank: int) -> ModelRun:
+    """With two tokens more, that belong to no position."""
+    part = cut(run, rank, 12, 12)
+    output = F.pad(part.output, (0, 0, 1, 1), value=7.0)
+    return replace(part, output=output, positions=[-1, *part.positions, -1])  # type: ignore[misc]
+
+
+def test_padding_belongs_to_no_token() -> None:
+    report = of_other_code(padded)
+    report.raise_if_failed()
+    assert report["tokens"].found == "each of 24 on one rank; ranks have [12, 12]"
+
+
+def test_rows_that_are_mixed() -> None:
+    report = of_other_code(lambda run, rank: replace(run, output=run.output.flip(0)), rows=2)
+    assert report["influence"].cause.startswith("rows of the batch are mixed")
+
+
+def test_outputs_that_are_no_numbers() -> None:
+    report = of_other_code(lambda run, rank: replace(run, output=run.output / rank))
+    assert report["runs"].found == "outputs of rank 0 are not all numbers; alone they are"
+
+
+def test_tokens_that_differ_from_run_to_run() -> None:
+    """As where a layout follows from what the tokens are."""
+    ends = itertools.chain([12, 12], itertools.repeat(10))  # of both ranks, in the first run
+    report = of_other_code(lambda run, rank: cut(run, rank, *[next(ends)] * 2))
+    assert "parallel must have the same tokens in each run" in report["runs"].found

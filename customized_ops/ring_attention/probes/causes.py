@@ -82,8 +82,7 @@ def _of_lost(evidence: Evidence, lost: Sequence[Difference]) -> str:
 
 def _reaches_others(evidence: Evidence, trial: Trial) -> bool:
     holder = evidence.shards.holder()
-    loud = max(each.noise[1] for each in evidence.seen)
-    changed = (trial.parallel > 4 * loud).any(0)
+    changed = (trial.parallel > evidence.loud).any(0)
     return bool((changed & (holder != holder[trial.place])).any())
 
 
@@ -92,7 +91,8 @@ def _crosses_documents(evidence: Evidence, each: Difference) -> bool:
 
 
 def _is_causal(evidence: Evidence) -> bool:
-    return not any(trial.alone[:, : trial.place].any() for trial in evidence.trials)
+    trials = evidence.trials
+    return not any((each.alone[:, : each.place] > evidence.quiet).any() for each in trials)
 
 
 def _last_tokens(evidence: Evidence) -> set[int]:

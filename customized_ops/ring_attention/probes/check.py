@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from annotations.consistency import described, digest
 
@@ -13,13 +13,14 @@ from ..core.comm.comm_groups import GroupLike, group_comm
 from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge
-from .evidence import Evidence, Seen, Trial, seen_of
-from .model_run import PADDING, ModelRun, Step, change, distance
+from .evidence import Evidence, Seen, Trial, errors, seen_of
+from .model_run import PADDING, Floats, ModelRun, Step, distance, require_same_tokens
 from .report import Check, ProbeReport
 from .shards import Shards, telling_places
 
 OP = "check_parallel_model"
 Batch = Mapping[str, Any]
+T = TypeVar("T")
 Model = Callable[[Batch], ModelRun]
 
 
@@ -68,7 +69,7 @@ def check_parallel_model(
         tolerance: largest difference of values over the largest value; if None 1e-10 for fp64
             outputs, 1e-4 for fp32 and 5e-2 for others.
     Returns:
-        The same verdicts on every rank.
+        The same verdicts on every rank. After a step that raised, the group is of no use.
     Raises:
         ArgumentError: an argument that does not fit, or that is not the same on every rank
             (:class:`.DisagreementError`).
@@ -78,7 +79,8 @@ def check_parallel_model(
         problem: Exception | None = None
         facts: dict[str, str] = {}
         try:
-            size = _checked(tokens, batch, documents, mask, layers, places)
+            names = _Names(tokens, _in(batch, labels), _in(batch, position_ids))
+            size = _checked(names, batch, documents, mask, layers, places, tolerance)
             facts = {
                 name: described(value)
                 for name, value in (
@@ -99,7 +101,6 @@ def check_parallel_model(
         if problem is not None:
             raise problem
         probing = _Probing(alone, parallel, comm, beside)
-        names = _Names(tokens, _in(batch, labels), _in(batch, position_ids))
         try:
             evidence = _gather(probing, batch, names, size, documents, places, tolerance)
         except _Stopped as stopped:
@@ -116,16 +117,25 @@ def _fact(value: Any) -> str:
 
 
 def _checked(
-    tokens: str,
+    names: _Names,
     batch: Batch,
     documents: Sequence[int] | None,
     mask: AttnMask | None,
     layers: int,
     places: Sequence[int] | None,
+    tolerance: float | None,
 ) -> tuple[int, int]:
     """Rows and tokens of the batch, after all arguments were looked at."""
+    tokens = names.tokens
     require(batch.get(tokens) is not None, OP, "tokens", f"one of {sorted(batch)}", tokens)
     rows, count = changed_batches.rows_and_tokens(OP, tokens, batch[tokens])
+    for name in filter(None, (names.labels, names.position_ids)):
+        shape = tuple(batch[name].shape)
+        of_labels = name == names.position_ids or shape in ((rows, count), (count,))
+        fits = bool(shape) and shape[-1] == count and of_labels
+        require(fits, OP, f"batch[{name!r}]", f"of {rows} rows of {count} tokens", shape)
+    fits = tolerance is None or tolerance > 0
+    require(fits, OP, "tolerance", "above 0, or None", tolerance)
     require(is_integer(layers, 1), OP, "layers", "a number of layers, 1 or more", layers)
     if documents is not None:
         ends = [int(n) for n in documents]
@@ -166,19 +176,27 @@ class _Probing:
     comm: Comm
     beside: Comm
 
-    def both(self, batch: Batch) -> tuple[Step, Step]:
-        """A step alone and one over the group; raises :class:`_Stopped` on every rank if one
-        failed on any."""
-        return self._on_every_rank(
-            lambda: (Step.of(self.alone(batch), "alone"), Step.of(self.parallel(batch), "parallel"))
-        )
+    def both(self, batch: Batch, like: tuple[Step, Step] | None = None) -> tuple[Step, Step]:
+        """A step alone and one over the group, of the same tokens as ``like``; raises
+        :class:`_Stopped` on every rank if one failed on any."""
+
+        def steps() -> tuple[Step, Step]:
+            found = self._alone(batch), Step.of(self.parallel(batch), "parallel")
+            for who, step, base in zip(("alone", "parallel"), found, like or found, strict=True):
+                require_same_tokens(who, step, base)
+            return found
+
+        return self._on_every_rank(steps)
 
     def only_alone(self, batch: Batch) -> Step:
         """A step alone."""
-        return self._on_every_rank(lambda: Step.of(self.alone(batch), "alone"))
+        return self._on_every_rank(lambda: self._alone(batch))
 
-    def _on_every_rank(self, function: Callable[[], Any]) -> Any:
-        result, text = None, None
+    def _alone(self, batch: Batch) -> Step:
+        return Step.of(self.alone(batch), "alone")
+
+    def _on_every_rank(self, function: Callable[[], T]) -> T:
+        text = None
         try:
             result = function()
         except Exception as error:
@@ -188,6 +206,11 @@ class _Probing:
         if any(texts):
             raise _Stopped(judge.failed_runs(texts))
         return result
+
+
+def _changes(steps: tuple[Step, Step], base: tuple[Step, Step]) -> tuple[Floats, Floats]:
+    """Of both models how far each token's output [b, l] is from that of the batch itself."""
+    return distance(steps[0].output, base[0].output), distance(steps[1].output, base[1].output)
 
 
 def _gather(
@@ -201,10 +224,9 @@ def _gather(
 ) -> Evidence:
     """All that the ranks saw, the same on every rank."""
     everyone = probing.beside.all_gather_object
-    alone, parallel = probing.both(batch)
-    again = probing.both(batch)
-    noise = [change(b, a).max(initial=0.0) for a, b in zip((alone, parallel), again, strict=True)]
-    seen: list[Seen] = everyone(seen_of(alone, parallel, noise, size))
+    base = alone, parallel = probing.both(batch)
+    noise = [float(each.max(initial=0.0)) for each in _changes(probing.both(batch, base), base)]
+    seen: list[Seen] = everyone(seen_of(alone, parallel, noise))
     shards = Shards.of([each.positions for each in seen], size[1])
     if (wrong := judge.tokens(shards, seen, size)).verdict == "failed":
         raise _Stopped(wrong)
@@ -214,15 +236,14 @@ def _gather(
     for n, place in enumerate(at):
         row = n % size[0]
         changed = changed_batches.with_another(batch, names.tokens, row, place)
-        steps = probing.both(changed or batch)
-        found = everyone((change(steps[0], alone), change(steps[1], parallel)))
+        found = everyone(_changes(probing.both(changed or batch, base), base))
         whole = shards.whole([each for _, each in found], size)
         trials.append(Trial(place, row, found[0][0], whole))
     of_labels = []
     for n, place in enumerate(at if names.labels else ()):
         changed = changed_batches.with_another(batch, names.labels or "", n % size[0], place)
         if changed is not None:
-            steps = probing.both(changed)
+            steps = probing.both(changed, base)
             losses = everyone((steps[0].loss - alone.loss, steps[1].loss - parallel.loss))
             of_labels.append((place, losses))
     local = None
@@ -230,7 +251,6 @@ def _gather(
         moved = probing.only_alone(
             changed_batches.with_local_positions(batch, names.position_ids, shards)
         )
-        own = parallel.positions != PADDING
-        far = distance(parallel.output[:, own], moved.output[:, parallel.positions[own]])
+        far = errors(parallel, moved)[:, parallel.positions != PADDING]
         local = max(everyone(float(far.max(initial=0.0))))
     return Evidence(size, shards, ends, seen, tuple(trials), tuple(of_labels), local, tolerance)

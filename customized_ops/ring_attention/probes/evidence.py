@@ -90,37 +90,37 @@ class Evidence:
         """Of all tokens [b, l] how far outputs are from those of the model alone."""
         return self.shards.whole([each.error for each in self.seen], self.size)
 
+    @property
+    def loud(self) -> float:
+        """The largest change over the group that may be noise."""
+        return 4 * max(each.noise[1] for each in self.seen)
+
+    @property
+    def quiet(self) -> float:
+        """The same of the model alone."""
+        return 4 * max(each.noise[0] for each in self.seen)
+
     def extra(self, trial: Trial) -> Ints:
         """(row, token) of outputs that changed though alone they do not."""
-        quiet, loud = (max(each.noise[n] for each in self.seen) for n in (0, 1))
-        return np.argwhere((trial.parallel > 4 * loud) & (trial.alone <= 4 * quiet))
+        return np.argwhere((trial.parallel > self.loud) & (trial.alone <= self.quiet))
 
     def lost(self, trial: Trial) -> Ints:
         """(row, token) of outputs that did not change though alone they do, clearly."""
-        loud = max(each.noise[1] for each in self.seen)
-        return np.argwhere((trial.parallel <= 4 * loud) & (trial.alone > self.near))
+        return np.argwhere((trial.parallel <= self.loud) & (trial.alone > self.near))
 
     def document(self, token: int) -> int:
         """The number of a token's document."""
         return 0 if self.documents is None else int(np.searchsorted(self.documents, token, "right"))
 
 
-def seen_of(alone: Step, parallel: Step, noise: Sequence[float], size: tuple[int, int]) -> Seen:
+def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
     """What this rank saw of both."""
-    rows, count = parallel.output.shape[:2]
-    error = np.full((rows, count), np.inf)
-    own = parallel.positions != PADDING
-    inside = (parallel.positions[own] >= 0) & (parallel.positions[own] < alone.output.shape[1])
-    if rows == alone.output.shape[0] and inside.all() and own.any():
-        want = alone.output[:, parallel.positions[own]]
-        if want.shape[2] == parallel.output.shape[2]:
-            error[:, own] = distance(parallel.output[:, torch.from_numpy(own)], want)
     finite = tuple(bool(step.output.isfinite().all()) for step in (alone, parallel))
     return Seen(
         parallel.positions,
-        rows,
+        parallel.output.shape[0],
         alone.output.shape[1],
-        error,
+        errors(parallel, alone),
         float(alone.output.abs().nan_to_num().max()),
         TOLERANCES.get(alone.precision, COARSE),
         finite,  # type: ignore[arg-type]
@@ -128,6 +128,20 @@ def seen_of(alone: Step, parallel: Step, noise: Sequence[float], size: tuple[int
         (alone.loss, parallel.loss),
         _compared(alone.gradients, parallel.gradients),
     )
+
+
+def errors(parallel: Step, alone: Step) -> Floats:
+    """Of each token [b, l] of a run how far it is from that of the whole sequence; infinite for
+    padding, and where shapes do not fit."""
+    rows, count, width = parallel.output.shape
+    found = np.full((rows, count), np.inf)
+    own = parallel.positions != PADDING
+    at = parallel.positions[own]
+    inside = bool(((at >= 0) & (at < alone.output.shape[1])).all())
+    if inside and (rows, width) == (alone.output.shape[0], alone.output.shape[2]):
+        mine, want = torch.from_numpy(np.flatnonzero(own)), torch.from_numpy(at)
+        found[:, own] = distance(parallel.output[:, mine], alone.output[:, want])
+    return found
 
 
 def _compared(

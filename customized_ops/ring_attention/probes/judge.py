@@ -124,7 +124,7 @@ def _loss(evidence: Evidence) -> Check:
         return Check("loss", "passed", f"{got[0]:.6g}, as alone, on every rank")
     rank = wrong[0]
     found = f"rank {rank} has {got[rank]:.6g}, one process {want[rank]:.6g}"
-    cause = causes.of_ratio(got[rank] / want[rank], ranks, "the loss is")
+    cause = causes.of_ratio(_ratio(got[rank], want[rank]), ranks, "the loss is")
     if np.isfinite(got).all() and max(got) - min(got) > allowed:
         cause = "ranks report losses of their own tokens: add up sums, and divide by the count"
     is_number = bool(np.isfinite(got).all())
@@ -134,13 +134,13 @@ def _loss(evidence: Evidence) -> Check:
 def _gradients(evidence: Evidence) -> Check:
     names = evidence.seen[0].gradients
     if not names:
-        return Check("gradients", "left out", "neither run, or not both, has any")
+        return Check("gradients", "left out", "the run alone has none")
     for rank, each in enumerate(evidence.seen):
         largest = max(g.largest for g in each.gradients.values())
         for name, g in each.gradients.items():
             if not g.error <= evidence.tolerance * max(largest, 1e-300):
                 total = sum(g.square for g in each.gradients.values())
-                ratio = sum(g.product for g in each.gradients.values()) / total
+                ratio = _ratio(sum(g.product for g in each.gradients.values()), total)
                 found = (
                     f"of {name} on rank {rank}: off by {g.error:.1e} of {g.largest:.1e}; all are "
                     f"{ratio:.4g} times those of one process"
@@ -154,6 +154,10 @@ def _gradients(evidence: Evidence) -> Check:
                     "gradients", "failed", found, _or_values(evidence, cause, np.isfinite(ratio))
                 )
     return Check("gradients", "passed", f"of {len(names)} parameters, on every rank")
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else np.nan
 
 
 def _differ(evidence: Evidence) -> bool:
@@ -195,12 +199,11 @@ def _mask(evidence: Evidence, mask: AttnMask | None, layers: int) -> Check:
     if mask is None:
         return Check("mask", "left out", "no mask was given; influence is compared with alone")
     dense = mask.to_dense()
-    loud = max(each.noise[1] for each in evidence.seen)
     for trial in evidence.trials:
         reached: Ints = np.arange(evidence.size[1]) == trial.place
         for _ in range(layers):
             reached = reached | dense[:, reached].any(1)
-        changed = trial.parallel[trial.row] > 4 * loud
+        changed = trial.parallel[trial.row] > evidence.loud
         wrong = np.flatnonzero(changed != reached)
         if len(wrong):
             token = int(wrong[0])

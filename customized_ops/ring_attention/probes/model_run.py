@@ -106,16 +106,18 @@ def _whole(gradient: Any) -> Tensor:
     return whole.detach().to("cpu", torch.float64)
 
 
-def change(step: Step, base: Step) -> Floats:
-    """Of each token of each row [b, l] how far two runs of one model are apart; infinite where a
-    value is not a number in one of them alone, or where they have different tokens."""
-    if step.output.shape != base.output.shape or (step.positions != base.positions).any():
-        return np.full(tuple(step.output.shape[:2]), np.inf)
-    return distance(step.output, base.output)
+def require_same_tokens(who: str, step: Step, base: Step) -> None:
+    """Raise ArgumentError where two runs of one model, on this rank, have different tokens."""
+    if not np.array_equal(step.positions, base.positions) or step.output.shape != base.output.shape:
+        raise ArgumentError(
+            f"check_parallel_model: {who} must have the same tokens in each run, got outputs "
+            f"[b, l, n] of {tuple(base.output.shape)}, then {tuple(step.output.shape)}"
+        )
 
 
 def distance(a: Tensor, b: Tensor) -> Floats:
-    """The largest difference over the last dim: [b, l, n] twice -> [b, l]."""
+    """The largest difference over the last dim: [b, l, n] twice -> [b, l]; infinite where a value
+    is not a number in one of them alone."""
     apart = (a - b).abs()
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, apart.nan_to_num(torch.inf))
     found: Floats = apart.amax(-1).numpy() if apart.numel() else np.zeros(apart.shape[:2])

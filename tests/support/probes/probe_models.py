@@ -118,6 +118,8 @@ class Model:
                 options["layout"] = None
             case "index −1":
                 cu = [0, -1, TOKENS]
+            case "unsupported":
+                options["return_attn_probs"] = True
         return cu, options
 
 
