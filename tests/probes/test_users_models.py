@@ -48,6 +48,13 @@ def test_by_the_engine(two_ranks: Pool) -> None:
     assert "gradients are not added up over the ranks" in wrong, wrong
 
 
+def test_under_fsdp(two_ranks: Pool) -> None:
+    sound = same(two_ranks.run(probe_jobs.under_fsdp, 1.0))
+    assert sound.startswith("parallel model: passed\n"), sound
+    wrong = same(two_ranks.run(probe_jobs.under_fsdp, 2.0))
+    assert "gradients are added up over 2 ranks" in wrong, wrong
+
+
 def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
     said = same(two_ranks.run(probe_jobs.by_hand, "", 1))
     assert "every rank raised" in said, said
@@ -84,7 +91,7 @@ def test_hugging_face(drops: str) -> None:
 
     from customized_ops.ring_attention.api import transformers as seqshard
 
-    model = hf_models.tiny("mistral")  # it has a window
+    model = hf_models.tiny("mistral", layers=1)  # it has a window
     batch = hf_models.batch("plain")
     batch["labels"] = batch["input_ids"]
     batch["position_ids"] = torch.arange(hf_models.TOKENS).expand(hf_models.ROWS, -1).clone()
@@ -115,7 +122,7 @@ def test_hugging_face(drops: str) -> None:
             return ModelRun(loss, out.logits, where, own)
 
         # Norms, angles and the loss are fp32.
-        told: dict[str, Any] = {"tolerance": 1e-5, "places": [0, 5, 6, 18]}
+        told: dict[str, Any] = {"tolerance": 1e-5, "places": [0, 6, 18]}
         return check_parallel_model(alone, parallel, batch, group, **told)
 
     (report, other) = run_ranks(2, rank)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (
@@ -63,6 +64,25 @@ def parallelized(policy: str, forgets_sync: bool = False) -> str:
         lambda given: step(alone, given), parallel, batch, dist.group.WORLD, places=[0, 7, 8]
     )
     return str(report)
+
+
+def under_fsdp(scale: float) -> str:
+    """The report of a module whose weights are sharded, and whose gradients are DTensors: FSDP
+    averages them over ranks, which here have the same rows."""
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    alone, model = Small(), fully_shard(Small())
+
+    def parallel(given: Mapping[str, Tensor]) -> ModelRun:
+        loss, hidden = model(**given)
+        (loss * scale).backward()
+        return ModelRun(loss.detach(), hidden, gradients=model)
+
+    group = dist.group.WORLD
+    told: dict[str, Any] = {"labels": None, "places": [0]}
+    return str(
+        check_parallel_model(lambda given: step(alone, given), parallel, batch, group, **told)
+    )
 
 
 def by_hand(drops: str = "", failing: int | None = None) -> str:
