@@ -36,12 +36,18 @@ def same(reports: Sequence[ProbeReport]) -> ProbeReport:
     return reports[0]
 
 
-def probed(layout: Layout, drops: str = "", parts: Sequence[str] = (), **told: Any) -> ProbeReport:
+def probed(
+    layout: Layout,
+    drops: str = "",
+    parts: Sequence[str] = (),
+    dtype: torch.dtype = torch.float64,
+    **told: Any,
+) -> ProbeReport:
     """The report of the small model, by default of its tokens alone."""
     given: dict[str, Any] = {"documents": DOCUMENTS, "labels": None, **told}
 
     def rank(group: Comm) -> ProbeReport:
-        alone, parallel = probe_models.models(layout, group, drops, frozenset(parts))
+        alone, parallel = probe_models.models(layout, group, drops, frozenset(parts), dtype)
         return check_parallel_model(alone, parallel, probe_models.make_batch(), group, **given)
 
     return same(run_ranks(layout.group_size, rank))
@@ -70,6 +76,7 @@ def test_a_sound_model_passes(layout: Layout, parts: Sequence[str]) -> None:
         ("loss scale", CONTIGUOUS, (), "gradients", "divided by the 2 ranks once too often"),
         ("strides", CONTIGUOUS, (), "influence", "strides that are not read"),
         ("scale", CONTIGUOUS, (), "values", "scale, softcap or bias is lost"),
+        ("softcap", CONTIGUOUS, ("softcap",), "values", "scale, softcap or bias is lost"),
         ("sink", CONTIGUOUS, ("sink",), "values", "sinks are lost"),
         ("empty", EMPTY, (), "loss", "a rank divides 0 by 0"),
         ("combination", CONTIGUOUS, ("softcap",), "influence", "a combination that is not"),
@@ -83,6 +90,13 @@ def test_a_planted_defect_is_named(
     assert report[check].verdict == "failed" and cause in report[check].cause, str(report)
     others = {each.cause for each in report.failures if each.name != check}
     assert all(each.startswith("see ") for each in others if drops != "empty"), str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_no_defect(dtype: torch.dtype) -> None:
+    probed(ZIGZAG, dtype=dtype).raise_if_failed()
+    report = probed(CONTIGUOUS, "group", dtype=dtype)
+    assert "parallelism is off" in report["influence"].cause, str(report)
 
 
 def test_positions_that_the_batch_does_not_hold() -> None:

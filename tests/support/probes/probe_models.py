@@ -89,7 +89,7 @@ class Model:
         cu, options = self._told(len(x))
         if "sink" in self.parts and self.drops != "sink":
             options["sink"] = weights["sink"]
-        if "softcap" in self.parts:
+        if "softcap" in self.parts and self.drops != "softcap":
             options["softcap"] = 2.0
             if self.drops == "combination":  # the window is ignored where there is a softcap
                 options["window_size"] = (-1, 0)
@@ -130,8 +130,8 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
-def make_weights() -> nn.ParameterDict:
-    """The same at each call, in fp64."""
+def make_weights(dtype: torch.dtype = torch.float64) -> nn.ParameterDict:
+    """The same at each call, drawn in fp64."""
     g = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, 16), "head": (16, VOCAB)}
     for layer in range(LAYERS):
@@ -140,7 +140,8 @@ def make_weights() -> nn.ParameterDict:
         name: nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64) / 3)
         for name, shape in shapes.items()
     }
-    return nn.ParameterDict({**made, "sink": nn.Parameter(torch.zeros(HEADS).double())})
+    made["sink"] = nn.Parameter(torch.zeros(HEADS).double())
+    return nn.ParameterDict(made).to(dtype)
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -155,10 +156,14 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def models(
-    layout: Layout, group: Any, drops: str = "", parts: frozenset[str] = frozenset()
+    layout: Layout,
+    group: Any,
+    drops: str = "",
+    parts: frozenset[str] = frozenset(),
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Callable[..., ModelRun], Callable[..., ModelRun]]:
     """The model alone, and over a group."""
-    one, weights = Layout.contiguous(TOKENS, 1), make_weights()
+    one, weights = Layout.contiguous(TOKENS, 1), make_weights(dtype)
     own = copy.deepcopy(weights)
     return (
         lambda batch: Model(one, parts=parts).step(weights, batch),
