@@ -19,6 +19,7 @@ from .report import Check, ProbeReport
 from .shards import Shards, telling_places
 
 OP = "check_parallel_model"
+CHECKED = ("documents", "mask", "layers", "places", "tolerance")
 Batch = Mapping[str, Any]
 T = TypeVar("T")
 Model = Callable[[Batch], ModelRun]
@@ -75,37 +76,35 @@ def check_parallel_model(
             (:class:`.DisagreementError`).
     """
     comm = group_comm(group)
+    told: dict[str, Any] = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
+    told |= {"documents": documents, "mask": mask, "layers": layers, "places": places}
     with comm.beside() as beside:
-        problem: Exception | None = None
-        facts: dict[str, str] = {}
-        try:
-            names = _Names(tokens, _in(batch, labels), _in(batch, position_ids))
-            size = _checked(names, batch, documents, mask, layers, places, tolerance)
-            facts = {
-                name: described(value)
-                for name, value in (
-                    ("tokens", tokens),
-                    ("labels", labels),
-                    ("position_ids", position_ids),
-                    ("documents", documents),
-                    ("mask", mask),
-                    ("layers", layers),
-                    ("places", places),
-                    ("tolerance", tolerance),
-                )
-            }
-            facts |= {f"batch[{name!r}]": _fact(value) for name, value in batch.items()}
-        except Exception as error:
-            problem = error
-        agree(OP, beside, facts, problem)
-        if problem is not None:
-            raise problem
+        names, size = _agreed(beside, batch, {**told, "tolerance": tolerance})
         probing = _Probing(alone, parallel, comm, beside)
         try:
             evidence = _gather(probing, batch, names, size, documents, places, tolerance)
         except _Stopped as stopped:
             return judge.stopped(stopped.check)
         return judge.judge(evidence, mask, layers)
+
+
+def _agreed(beside: Comm, batch: Batch, told: Mapping[str, Any]) -> tuple[_Names, tuple[int, int]]:
+    """The entries to change, and rows and tokens of the batch; raises on every rank where an
+    argument does not fit on one, or is not the same on all."""
+    problem: Exception | None = None
+    facts: dict[str, str] = {}
+    try:
+        found = (_in(batch, told[name]) for name in ("labels", "position_ids"))
+        names = _Names(told["tokens"], *found)
+        size = _checked(names, batch, *(told[name] for name in CHECKED))
+        facts = {name: described(value) for name, value in told.items()}
+        facts |= {f"batch[{name!r}]": _fact(value) for name, value in batch.items()}
+    except Exception as error:
+        problem = error
+    agree(OP, beside, facts, problem)
+    if problem is not None:
+        raise problem
+    return names, size
 
 
 def _in(batch: Batch, name: str | None) -> str | None:
