@@ -20,7 +20,7 @@ MODULES := customized_ops annotations annotations.engines annotations.engines.to
   customized_ops.ring_attention.core.layout customized_ops.ring_attention.core.mask \
   customized_ops.ring_attention.core.mask.patterns customized_ops.ring_attention.core.plan \
   customized_ops.ring_attention.core.report customized_ops.ring_attention.packed_batches \
-  customized_ops.ring_attention.rollouts
+  customized_ops.ring_attention.probes customized_ops.ring_attention.rollouts
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

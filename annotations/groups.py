@@ -107,13 +107,16 @@ def group_of_ranks(ranks: tuple[int, ...]) -> Any:
     return known
 
 
-def another_group(ranks: tuple[int, ...], options: Any = None) -> Any:
+def another_group(ranks: tuple[int, ...], options: Any = None, backend: str | None = None) -> Any:
     """A new group of these global ranks, which all of them make together.
 
     Args:
         options: of NCCL, as ``dist.ProcessGroupNCCL.Options``, which is its backend then.
+        backend: if another than the world's.
     """
-    chosen = {} if options is None else {"backend": "nccl", "pg_options": options}
+    chosen: dict[str, Any] = {} if backend is None else {"backend": backend}
+    if options is not None:
+        chosen = {"backend": "nccl", "pg_options": options}
     with _name_from(ranks), _not_split():
         return dist.new_group(list(ranks), use_local_synchronization=True, **chosen)
 

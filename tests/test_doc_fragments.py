@@ -36,6 +36,7 @@ FRAGMENTS = {
     '"mesh_shape": (4, 2)': "",
     "plans_without_ranks": "",
     "module(batch.tokens": "needs ranks; tests/engine/module/test_shapes.py has such a loader",
+    "def other_package(": "needs ranks; tests/probes/test_users_models.py has such functions",
     "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
     "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
     "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",

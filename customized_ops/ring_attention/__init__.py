@@ -27,6 +27,7 @@ from .masked_attn import wrap_masked_attn_func
 from .maybe_shuffle import wrap_maybe_shuffle, wrap_maybe_unshuffle
 from .op.arguments import ArgumentError
 from .packed_batches import PackDocuments, PackedBatch, packed_batches
+from .probes import ModelRun, ProbeError, ProbeReport, check_parallel_model
 from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
@@ -47,12 +48,16 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MaskError",
+    "ModelRun",
     "PackDocuments",
     "PackedBatch",
     "PackedRollouts",
     "PeerFailed",
     "Plan",
+    "ProbeError",
+    "ProbeReport",
     "RolloutPart",
+    "check_parallel_model",
     "compiled_kernels",
     "group_costs",
     "make_plan",

@@ -24,6 +24,7 @@ from transformers import DataCollatorWithFlattening, StaticCache
 
 from annotations.engines.torch import Link, Rates
 from customized_ops.ring_attention import (
+    AttnMask,
     DisagreementError,
     Layout,
     PackedBatch,
@@ -90,6 +91,19 @@ def test_equals_transformers_own_on_any_ranks(name: str, case: str) -> None:
         where = getattr(Layout, layout)(TOKENS, size)
         whole = where.unshard([part["logits"] for part in parts])
         same(name, counted(parts[0] | {"logits": whole}), want)
+
+
+def test_balanced_by_name() -> None:
+    """Of the documents that all rows have."""
+    model, given = tiny("llama"), batch("packed", rows=1)
+    parts = run_ranks(2, lambda comm: hf_jobs.cut(model, given, comm, "balanced"))
+    where = Layout.balanced(AttnMask.varlen([0, 5, TOKENS], causal=True), 2)
+    whole = where.unshard([part["logits"] for part in parts])
+    same("llama", parts[0] | {"logits": whole}, run(model, "sdpa", given))
+    with pytest.raises(ValueError, match="rows with the same documents"):
+        seqshard.shard_batch(batch("packed"), None, "balanced")
+    with pytest.raises(ValueError, match="layout is of 9 tokens, the batch's rows have 22"):
+        seqshard.shard_batch(batch("plain"), None, Layout.contiguous(9, 1))
 
 
 def test_documents_do_not_see_each_other_in_gpt_oss() -> None:

@@ -25,10 +25,12 @@ from ...core.comm import Comm
 from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.index_table import IndexTable
 from ...core.layout import Layout
+from ...core.mask import AttnMask
 from ...op.arguments import ArgumentError
+from ...op.tokens.call_layouts import BALANCED_NAME, balanced_layout
 from ...op.tokens.lengths import know_values, on_host
 from ...packed_batches import PackedBatch
-from .batch_mask import check_ends, host_copy
+from .batch_mask import begins, check_ends, host_copy
 from .cut import Cut, mark_part, sequence_parallel
 
 IGNORED = -100  # the label of tokens that do not count
@@ -90,8 +92,10 @@ def shard_batch(
             (2-dimensional) and cu_seq_lens_q and _k as transformers has them. Or what
             :func:`.packed_batches` gave this rank: its own tokens, or all.
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
-        layout: ``"zigzag"``, which is taken for None, ``"contiguous"``, ``"striped"``, or a Layout
-            of l tokens. A PackedBatch has its own: give None, or the same.
+        layout: ``"zigzag"``, which is taken for None, ``"contiguous"``, ``"striped"``; or
+            ``"balanced"``, :meth:`.Layout.balanced` of causal attention over the documents, the
+            same in all rows; or a Layout of l tokens. A PackedBatch has its own: give None, or the
+            same.
         dropout_seed: see :func:`sequence_parallel`.
     Raises:
         ValueError: an entry that is not one of these, or that is not of l tokens; names it.
@@ -102,8 +106,9 @@ def shard_batch(
         where, is_cut = _layout_of_packed(batch, layout, comm)
         given, positions, padding = _entries(batch), _positions(batch.cu_seqlens), None
     else:
-        where, is_cut, given = _layout_of(batch, layout, comm), False, batch
-        positions, padding = _position_ids(batch, where.total), batch.get("attention_mask")
+        total = _tokens_of(batch)
+        positions, padding = _position_ids(batch, total), batch.get("attention_mask")
+        where, is_cut, given = _layout_of(positions, layout, comm), False, batch
     whole = {name: given[name] for name in CUT_ENTRIES if given.get(name) is not None}
     kept = {name: given[name] for name in KEPT_ENTRIES if name in given}
     if "labels" in whole and "shift_labels" not in whole:
@@ -156,7 +161,8 @@ def _entries(batch: PackedBatch) -> dict[str, Tensor]:
     }
 
 
-def _layout_of(batch: Mapping[str, Any], layout: str | Layout | None, comm: Comm) -> Layout:
+def _tokens_of(batch: Mapping[str, Any]) -> int:
+    """How many each row has, after all entries were looked at."""
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ArgumentError("shard_batch: the batch has neither input_ids nor inputs_embeds")
@@ -164,18 +170,42 @@ def _layout_of(batch: Mapping[str, Any], layout: str | Layout | None, comm: Comm
         raise ArgumentError(
             f"shard_batch: tokens must be [b, l], or [b, l, d] embedded, got {tuple(tokens.shape)}"
         )
-    total = tokens.shape[1]
-    _check_entries(batch, total)
+    _check_entries(batch, tokens.shape[1])
+    return int(tokens.shape[1])
+
+
+def _layout_of(positions: Ints, layout: str | Layout | None, comm: Comm) -> Layout:
+    total = positions.shape[1]
     if isinstance(layout, Layout):
+        if layout.total != total:
+            raise ArgumentError(
+                f"shard_batch: layout is of {layout.total} tokens, the batch's rows have {total}"
+            )
         return layout
+    if layout == BALANCED_NAME:
+        return _balanced(positions, comm)
     kinds = {k: getattr(Layout, k) for k in ("zigzag", "contiguous", "striped")}
     if layout is not None and layout not in kinds:
         raise ArgumentError(
-            f"shard_batch: layout must be {', '.join(kinds)} or a Layout, as "
+            f"shard_batch: layout must be {', '.join(kinds)}, {BALANCED_NAME} or a Layout, as "
             f"Layout.balanced(mask, ranks) makes one, got {layout!r}"
         )
     made: Layout = kinds[layout or "zigzag"](total, comm.size)
     return made
+
+
+def _balanced(positions: Ints, comm: Comm) -> Layout:
+    """Of causal attention over the documents of a row."""
+    ends = [
+        np.flatnonzero(np.concatenate([[True], row, [True]])) for row in begins(positions, None)
+    ]
+    if any(not np.array_equal(each, ends[0]) for each in ends):
+        raise ArgumentError(
+            "shard_batch: layout='balanced' is of rows with the same documents; give "
+            "Layout.balanced([(mask, 1), ...], ranks) of the masks of all rows"
+        )
+    mask = AttnMask.varlen(ends[0], causal=True)
+    return balanced_layout(mask, comm.size, comm.costs.topology)
 
 
 def _check_entries(batch: Mapping[str, Any], total: int) -> None:

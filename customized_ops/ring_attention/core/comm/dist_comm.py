@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,6 +137,15 @@ class DistComm(Comm):
         values: list[Any] = [None] * self.size
         self._wait(partial(dist.all_gather_object, values, value, group=self._group))
         return values
+
+    @contextmanager
+    def beside(self) -> Iterator[Comm]:
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        group = another_group(ranks, backend="gloo")
+        try:
+            yield DistComm(group)
+        finally:
+            dist.destroy_process_group(group)
 
     def tell_failure(self, error: BaseException) -> None:
         if self._patience is not None:

@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -92,6 +93,16 @@ class InProcessComm(Comm):
         world.wait_for(lambda: all(key in world.gathered for key in keys))
         return [world.gathered[key] for key in keys]
 
+    @contextmanager
+    def beside(self) -> Iterator[Comm]:
+        world = self.all_gather_object(World(self.size))[0]
+        yield InProcessComm(world, self.rank)
+
+    def give_up(self, error: BaseException) -> None:
+        with self._world.changed:
+            self._world.failed = True
+            self._world.changed.notify_all()
+
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         # In rank order, so every rank gets the same bits.
         parts = self.all_gather_object(tensor.clone())
@@ -137,5 +148,5 @@ def run_ranks(size: int, function: Callable[[Comm], T]) -> list[T]:
     if errors:
         causes = [e for _, e in sorted(errors.items()) if not isinstance(e, PeerFailed)]
         raise causes[0] if causes else next(iter(errors.values()))
-    assert not world.mail, f"messages that nobody received: {sorted(world.mail)}"
+    assert world.failed or not world.mail, f"messages that nobody received: {sorted(world.mail)}"
     return results

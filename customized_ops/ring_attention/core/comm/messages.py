@@ -97,6 +97,12 @@ class Comm(ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order. For checks, not for the hot path."""
 
+    @contextmanager
+    def beside(self) -> Iterator[Comm]:
+        """A Comm of the same ranks for objects alone, whose order is apart from that of this one's
+        messages: ranks that are at different steps here still meet there. On every rank."""
+        yield self
+
     @abstractmethod
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         """The part of :meth:`all_reduce` that depends on how ranks are connected."""
@@ -145,6 +151,10 @@ class Comm(ABC):
 
     def tell_failure(self, error: BaseException) -> None:  # noqa: B027
         """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell peers that this rank sends and receives no more, though it goes on."""
+        self.tell_failure(error)
 
     def fetch(
         self,

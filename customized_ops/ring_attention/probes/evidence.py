@@ -1,0 +1,161 @@
+"""What ranks saw of both models, gathered; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.arrays import Ints
+from .model_run import PADDING, Floats, Step, distance
+from .shards import Shards
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+COARSE = 5e-2  # of other dtypes
+
+
+class Gradient(NamedTuple):
+    """One parameter's gradient beside that of one process: inf and nan where shapes differ or one
+    is missing."""
+
+    error: float
+    largest: float
+    product: float  # of the two
+    square: float  # of that of one process
+
+
+class Seen(NamedTuple):
+    """What one rank saw on the batch itself. ``error`` [b, l]: how far each of its tokens is from
+    the model alone; ``noise``: how far two runs were apart, alone and over the group."""
+
+    positions: Ints
+    rows: int
+    tokens_alone: int
+    error: Floats
+    largest: float
+    tolerance: float
+    finite: tuple[bool, bool]
+    noise: tuple[float, float]
+    losses: tuple[float, float]
+    gradients: Mapping[str, Gradient]
+
+
+class Trial(NamedTuple):
+    """One token was changed: how much the outputs of all tokens changed [b, l]."""
+
+    place: int
+    row: int
+    alone: Floats
+    parallel: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """All of it.
+
+    Attributes:
+        size: rows and tokens of the batch.
+        documents: cumulative lengths, or None.
+        labels: for each changed label its place, and of each rank the changes of both losses.
+        local_positions: how far the outputs over the group are from those of the model alone with
+            positions that each rank counts from 0; None where that was not tried.
+        tolerance: as the user gave it.
+    """
+
+    size: tuple[int, int]
+    shards: Shards
+    documents: Sequence[int] | None
+    seen: Sequence[Seen]
+    trials: Sequence[Trial]
+    labels: Sequence[tuple[int, Sequence[tuple[float, float]]]]
+    local_positions: float | None
+    given_tolerance: float | None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference."""
+        own = self.seen[0].tolerance
+        return own if self.given_tolerance is None else self.given_tolerance
+
+    @property
+    def near(self) -> float:
+        """Largest difference of outputs that are taken for equal."""
+        return self.tolerance * max(each.largest for each in self.seen)
+
+    @property
+    def error(self) -> Floats:
+        """Of all tokens [b, l] how far outputs are from those of the model alone."""
+        return self.shards.whole([each.error for each in self.seen], self.size)
+
+    @property
+    def loud(self) -> float:
+        """The largest change over the group that may be noise."""
+        return 4 * max(each.noise[1] for each in self.seen)
+
+    @property
+    def quiet(self) -> float:
+        """The same of the model alone."""
+        return 4 * max(each.noise[0] for each in self.seen)
+
+    def extra(self, trial: Trial) -> Ints:
+        """(row, token) of outputs that changed though alone they do not."""
+        return np.argwhere((trial.parallel > self.loud) & (trial.alone <= self.quiet))
+
+    def lost(self, trial: Trial) -> Ints:
+        """(row, token) of outputs that did not change though alone they do, clearly."""
+        return np.argwhere((trial.parallel <= self.loud) & (trial.alone > self.near))
+
+    def document(self, token: int) -> int:
+        """The number of a token's document."""
+        return 0 if self.documents is None else int(np.searchsorted(self.documents, token, "right"))
+
+
+def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
+    """What this rank saw of both."""
+    finite = tuple(bool(step.output.isfinite().all()) for step in (alone, parallel))
+    return Seen(
+        parallel.positions,
+        parallel.output.shape[0],
+        alone.output.shape[1],
+        errors(parallel, alone),
+        float(alone.output.abs().nan_to_num().max()),
+        TOLERANCES.get(alone.precision, COARSE),
+        finite,  # type: ignore[arg-type]
+        (float(noise[0]), float(noise[1])),
+        (alone.loss, parallel.loss),
+        _compared(alone.gradients, parallel.gradients),
+    )
+
+
+def errors(parallel: Step, alone: Step) -> Floats:
+    """Of each token [b, l] of a run how far it is from that of the whole sequence; infinite for
+    padding, and where shapes do not fit."""
+    rows, count, width = parallel.output.shape
+    found = np.full((rows, count), np.inf)
+    own = parallel.positions != PADDING
+    at = parallel.positions[own]
+    inside = bool(((at >= 0) & (at < alone.output.shape[1])).all())
+    if inside and (rows, width) == (alone.output.shape[0], alone.output.shape[2]):
+        mine, want = torch.from_numpy(np.flatnonzero(own)), torch.from_numpy(at)
+        found[:, own] = distance(parallel.output[:, mine], alone.output[:, want])
+    return found
+
+
+def _compared(
+    alone: Mapping[str, torch.Tensor], parallel: Mapping[str, torch.Tensor]
+) -> dict[str, Gradient]:
+    if not alone:
+        return {}
+    found = {}
+    for name, want in alone.items():
+        got = parallel.get(name)
+        largest, square = float(want.abs().max()), float((want * want).sum())
+        if got is None or got.shape != want.shape:
+            found[name] = Gradient(np.inf, largest, np.nan, square)
+            continue
+        apart = (got - want).abs().nan_to_num(torch.inf)
+        found[name] = Gradient(float(apart.max()), largest, float((got * want).sum()), square)
+    return found

@@ -1,0 +1,124 @@
+"""One step of a model, as its owner shows it to the probes; and what a rank notes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ..core.arrays import Ints
+from ..op.arguments import ArgumentError
+
+Floats = npt.NDArray[np.float64]
+PADDING = -1  # the position of an output that belongs to no token
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRun:
+    """What one step of a model computed, on this rank.
+
+    Attributes:
+        loss: one number, of the whole batch, as a log would show it: the same on every rank.
+        output: [b, l, ...] of this rank's tokens: logits, or hidden states, which take less memory.
+        positions: of each token of ``output`` its place in the whole sequence, -1 for padding; None
+            where ``output`` has the whole sequence in order.
+        gradients: after they were added up over the ranks, as an optimizer takes them: by name, or
+            the module whose parameters have them, which are then set to None. DTensors are made
+            whole. None leaves them out.
+    """
+
+    loss: Tensor | float
+    output: Tensor
+    positions: Tensor | Sequence[int] | Ints | None = None
+    gradients: nn.Module | Mapping[str, Tensor | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a :class:`ModelRun` showed, on the host in fp64: output [b, l, n], positions [l];
+    ``precision`` is the dtype that output had."""
+
+    loss: float
+    output: Tensor
+    positions: Ints
+    gradients: Mapping[str, Tensor]
+    precision: torch.dtype
+
+    @classmethod
+    def of(cls, run: object, who: str) -> Step:
+        """Read a run.
+
+        Raises:
+            ArgumentError: ``who`` returned something else; names what would fit.
+        """
+        if not isinstance(run, ModelRun):
+            raise ArgumentError(
+                f"check_parallel_model: {who} must return a ModelRun, got {type(run).__name__}"
+            )
+        output = run.output
+        if not isinstance(output, Tensor) or output.ndim < 2 or not output.is_floating_point():
+            shown = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ArgumentError(
+                f"check_parallel_model: output of {who} must be floating [b, l, ...], got {shown}"
+            )
+        rows, tokens = output.shape[:2]
+        positions = _positions(run.positions, tokens, who)
+        values = output.detach().to("cpu", torch.float64)
+        flat = values.reshape(rows, tokens, prod(output.shape[2:]))
+        return cls(float(run.loss), flat, positions, _gradients(run.gradients), output.dtype)
+
+
+def _positions(given: Any, tokens: int, who: str) -> Ints:
+    if given is None:
+        return np.arange(tokens)
+    if isinstance(given, Tensor):
+        given = given.detach().cpu().numpy()
+    positions = np.asarray(given, dtype=np.int64).reshape(-1)
+    if len(positions) != tokens:
+        raise ArgumentError(
+            f"check_parallel_model: positions of {who} must be of the {tokens} tokens of output, "
+            f"got {len(positions)}"
+        )
+    return positions
+
+
+def _gradients(given: Any) -> dict[str, Tensor]:
+    if given is None:
+        return {}
+    if not isinstance(given, nn.Module):
+        return {name: _whole(g) for name, g in given.items() if g is not None}
+    found = {}
+    for name, parameter in given.named_parameters():
+        if parameter.grad is not None:
+            found[name] = _whole(parameter.grad)
+            parameter.grad = None
+    return found
+
+
+def _whole(gradient: Any) -> Tensor:
+    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole.detach().to("cpu", torch.float64)
+
+
+def require_same_tokens(who: str, step: Step, base: Step) -> None:
+    """Raise ArgumentError where two runs of one model, on this rank, have different tokens."""
+    if not np.array_equal(step.positions, base.positions) or step.output.shape != base.output.shape:
+        raise ArgumentError(
+            f"check_parallel_model: {who} must have the same tokens in each run, got outputs "
+            f"[b, l, n] of {tuple(base.output.shape)}, then {tuple(step.output.shape)}"
+        )
+
+
+def distance(a: Tensor, b: Tensor) -> Floats:
+    """The largest difference over the last dim: [b, l, n] twice -> [b, l]; infinite where a value
+    is not a number in one of them alone."""
+    apart = (a - b).abs()
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, apart.nan_to_num(torch.inf))
+    found: Floats = apart.amax(-1).numpy() if apart.numel() else np.zeros(apart.shape[:2])
+    return found

@@ -1,0 +1,75 @@
+"""Which rank has which tokens, as ranks say, and where it is telling to change one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.arrays import Ints
+from .model_run import PADDING, Floats
+
+MOST_PLACES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Tokens of each rank.
+
+    Attributes:
+        said: of each rank the position of each token of its output; -1 for padding.
+        total: tokens of the whole sequence.
+        replicated: whether every rank has all tokens in order.
+    """
+
+    said: Sequence[Ints]
+    total: int
+    replicated: bool
+
+    @classmethod
+    def of(cls, said: Sequence[Ints], total: int) -> Shards:
+        """As ranks say; they may be wrong, which :meth:`held` shows."""
+        whole = np.arange(total)
+        return cls(said, total, all(np.array_equal(each, whole) for each in said))
+
+    @property
+    def positions(self) -> Sequence[Ints]:
+        """Of each rank its tokens, without padding; where all have all, those of the first."""
+        ranks = self.said[:1] if self.replicated else self.said
+        return [each[each != PADDING] for each in ranks]
+
+    def held(self) -> Ints:
+        """On how many ranks each token is."""
+        inside = [each[(each >= 0) & (each < self.total)] for each in self.positions]
+        return np.bincount(np.concatenate(inside), minlength=self.total)
+
+    def holder(self) -> Ints:
+        """The rank of each token."""
+        ranks = np.full(self.total, -1)
+        for rank, positions in enumerate(self.positions):
+            ranks[positions] = rank
+        return ranks
+
+    def borders(self) -> list[int]:
+        """Tokens that another rank holds than the token before."""
+        return [int(n) + 1 for n in np.flatnonzero(np.diff(self.holder()))]
+
+    def whole(self, parts: Sequence[Floats], size: tuple[int, int]) -> Floats:
+        """Values of all tokens [b, l] from those of each rank's tokens; where all ranks have all,
+        the largest."""
+        found = np.zeros(size)
+        for said, part in zip(self.said, parts, strict=True):
+            own = said != PADDING
+            at = found[:, said[own]]
+            found[:, said[own]] = np.maximum(at, part[:, own])
+        return found
+
+
+def telling_places(shards: Shards, documents: Sequence[int] | None) -> list[int]:
+    """The first and the last token, and those on either side of a border of shards or documents: if
+    they are many, some of them, evenly."""
+    ends = shards.borders() + [n for n in documents or () if 0 < n < shards.total]
+    found = sorted({0, shards.total - 1, *ends, *(end - 1 for end in ends)})
+    kept = np.linspace(0, len(found) - 1, min(len(found), MOST_PLACES)).round().astype(int)
+    return [found[n] for n in kept]

@@ -1,0 +1,177 @@
+"""Probes of models as users shard them: by hand, by the engine, by Hugging Face; over processes,
+where a rank fails, and with arguments that do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import probe_jobs
+import probe_models
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor
+
+from customized_ops.ring_attention import (
+    AttnMask,
+    Layout,
+    ModelRun,
+    ProbeError,
+    ProbeReport,
+    check_parallel_model,
+    run_ranks,
+)
+from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.op.arguments import ArgumentError
+
+
+def same(texts: list[str]) -> str:
+    """What all ranks say."""
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def test_by_hand_over_processes(two_ranks: Pool) -> None:
+    sound = same(two_ranks.run(probe_jobs.by_hand))
+    assert sound.startswith("parallel model: passed\n")
+    wrong = same(two_ranks.run(probe_jobs.by_hand, "group"))
+    assert "FAILED" in wrong and "parallelism is off" in wrong
+
+
+def test_by_the_engine(two_ranks: Pool) -> None:
+    sound = same(two_ranks.run(probe_jobs.parallelized, "cp"))
+    assert sound.startswith("parallel model: passed\n"), sound
+    assert "every rank has the output of all" in sound
+    wrong = same(two_ranks.run(probe_jobs.parallelized, "cp", True))
+    assert "gradients are not added up over the ranks" in wrong, wrong
+
+
+def test_under_fsdp(two_ranks: Pool) -> None:
+    sound = same(two_ranks.run(probe_jobs.under_fsdp, 1.0))
+    assert sound.startswith("parallel model: passed\n"), sound
+    wrong = same(two_ranks.run(probe_jobs.under_fsdp, 2.0))
+    assert "gradients are added up over 2 ranks" in wrong, wrong
+
+
+def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
+    said = same(two_ranks.run(probe_jobs.by_hand, "", 1))
+    assert "every rank raised" in said, said
+    assert "rank 1: RuntimeError: out of something" in said and "PeerFailed" in said
+
+
+def test_in_process_too() -> None:
+    def rank(group: Comm) -> ProbeReport:
+        alone, parallel = probe_models.models(Layout.contiguous(24, 2), group)
+
+        def failing(batch: Mapping[str, Tensor]) -> ModelRun:
+            if group.rank == 0:
+                raise KeyError("no such weight")
+            return parallel(batch)
+
+        return check_parallel_model(alone, failing, probe_models.make_batch(), group)
+
+    reports = run_ranks(2, rank)
+    said = same([str(report) for report in reports])
+    assert "rank 0: KeyError: 'no such weight'; rank 1: PeerFailed" in said
+    with pytest.raises(ProbeError, match="no such weight"):
+        reports[1].raise_if_failed()
+
+
+def test_batches_that_differ(two_ranks: Pool) -> None:
+    said = same(two_ranks.run(probe_jobs.different_batches))
+    assert "DisagreementError: check_parallel_model" in said and "batch['input_ids']" in said
+
+
+@pytest.mark.parametrize("drops", ["", "labels", "attention"])
+def test_hugging_face(drops: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: '.[hf]'")
+    import hf_models
+
+    from customized_ops.ring_attention.api import transformers as seqshard
+
+    model = hf_models.tiny("mistral", layers=1)  # it has a window
+    batch = hf_models.batch("plain")
+    batch["labels"] = batch["input_ids"]
+    batch["position_ids"] = torch.arange(hf_models.TOKENS).expand(hf_models.ROWS, -1).clone()
+
+    def rank(group: Comm) -> ProbeReport:
+        own, whole = copy.deepcopy(model), copy.deepcopy(model)
+        own.set_attn_implementation("seqshard")
+        whole.set_attn_implementation("sdpa")
+
+        def alone(batch: Mapping[str, Tensor]) -> ModelRun:
+            out = whole(**batch, use_cache=False)
+            out.loss.backward()
+            return ModelRun(out.loss.detach(), out.logits, gradients=whole)
+
+        def parallel(batch: Mapping[str, Tensor]) -> ModelRun:
+            shard = seqshard.shard_batch(batch, group)
+            inputs: dict[str, Any] = dict(shard.inputs)
+            if drops == "labels":  # of the rank's own tokens
+                del inputs["shift_labels"]
+            if drops == "attention":  # alone, as if there were no group
+                own.set_attn_implementation("sdpa")
+            with shard.context():
+                out = own(**inputs)
+            out.loss.backward()
+            seqshard.sum_gradients(own, group)
+            loss = seqshard.sum_over_ranks(out.loss, group)
+            where = shard.layout.positions(group.rank)
+            return ModelRun(loss, out.logits, where, own)
+
+        # Norms, angles and the loss are fp32.
+        told: dict[str, Any] = {"tolerance": 1e-5, "places": [0, 6, 18]}
+        return check_parallel_model(alone, parallel, batch, group, **told)
+
+    (report, other) = run_ranks(2, rank)
+    assert str(report) == str(other)
+    failed = {check.name: check.cause for check in report.failures}
+    if drops == "labels":
+        assert "shifted after the batch is cut" in failed["labels"], str(report)
+        assert failed["loss"] == failed["gradients"] == "see labels"
+    elif drops == "attention":
+        assert "no attention ran over the ranks" in report["runs"].found, str(report)
+    else:
+        report.raise_if_failed()
+        assert {check.name for check in report.checks if check.verdict == "left out"} == {"mask"}
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ({"tokens": "ids"}, "tokens must be one of"),
+        ({"documents": [0, 9]}, r"documents must be lengths added up, from 0 to 24, got \[0, 9\]"),
+        ({"mask": AttnMask.causal(9)}, r"mask must be of 24 tokens, got \(9, 9\)"),
+        ({"places": [24]}, "places must be tokens from 0 to 23, got 24"),
+        ({"places": [-1]}, "places must be tokens from 0 to 23, got -1"),
+        ({"layers": 0}, "layers must be a number of layers, 1 or more, got 0"),
+        ({"tokens": "one"}, "two different tokens"),
+        ({"labels": "short"}, r"batch\['short'\] must be of 1 rows of 24 tokens, got \(1, 9\)"),
+        ({"tolerance": 0.0}, "tolerance must be above 0, or None, got 0.0"),
+    ],
+)
+def test_arguments_that_do_not_fit(told: dict[str, Any], text: str) -> None:
+    """They raise on all ranks, also where one rank alone has them."""
+    batch = {**probe_models.make_batch(), "one": torch.zeros(1, 24, dtype=torch.int64)}
+    batch["short"] = torch.ones(1, 9, dtype=torch.int64)
+    errors = []
+
+    def rank(group: Comm) -> None:
+        alone, parallel = probe_models.models(Layout.contiguous(24, 2), group)
+        with pytest.raises(ValueError, match=text) as caught:
+            check_parallel_model(alone, parallel, batch, group, **(told if group.rank else {}))
+        errors.append(caught.type)
+
+    run_ranks(2, rank)
+    assert {error.__name__ for error in errors} == {ArgumentError.__name__, "DisagreementError"}
+
+
+def test_a_run_that_is_none_is_reported() -> None:
+    def rank(group: Comm) -> str:
+        alone, _ = probe_models.models(Layout.contiguous(24, 2), group)
+        batch = probe_models.make_batch()
+        return str(check_parallel_model(alone, lambda given: None, batch, group))  # type: ignore[arg-type,return-value]
+
+    assert "parallel must return a ModelRun, got NoneType" in same(run_ranks(2, rank))

@@ -1,0 +1,114 @@
+"""Probes of models as users have them, over real ranks; see ``ranks.Pool``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import probe_models
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from annotations import ComputeConfig, parallelize
+from customized_ops.ring_attention import (
+    Layout,
+    ModelRun,
+    check_parallel_model,
+    wrap_ring_attn_func,
+)
+
+
+class Small(nn.Module):
+    """One layer of attention that knows of no group; returns the loss and hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv = nn.Embedding(32, 16), nn.Linear(16, 48)
+        self.head = nn.Linear(16, 32)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.embed(input_ids)).unflatten(-1, (3, 2, 8)).unbind(2)
+        x = wrap_ring_attn_func(q, k, v, causal=True).flatten(2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), x
+
+
+def step(model: Any, batch: Mapping[str, Tensor]) -> ModelRun:
+    """Of a module that takes whole batches."""
+    loss, hidden = model(**batch)
+    loss.backward()
+    if hasattr(model, "sync_grad"):
+        model.sync_grad()
+    return ModelRun(loss.detach(), hidden, gradients=model)
+
+
+def parallelized(policy: str, forgets_sync: bool = False) -> str:
+    """The report of a module of ``parallelize``; its gradients may not be added up."""
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    size = dist.get_world_size()
+    alone, model = Small(), parallelize(Small(), batch, policy, ComputeConfig(size, size))
+
+    def parallel(given: Mapping[str, Tensor]) -> ModelRun:
+        if not forgets_sync:
+            return step(model, given)
+        loss, hidden = model(**given)
+        loss.backward()
+        return ModelRun(loss.detach(), hidden, gradients=model)
+
+    report = check_parallel_model(
+        lambda given: step(alone, given), parallel, batch, dist.group.WORLD, places=[0, 7, 8]
+    )
+    return str(report)
+
+
+def under_fsdp(scale: float) -> str:
+    """The report of a module whose weights are sharded, and whose gradients are DTensors: FSDP
+    averages them over ranks, which here have the same rows."""
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    alone, model = Small(), fully_shard(Small())
+
+    def parallel(given: Mapping[str, Tensor]) -> ModelRun:
+        loss, hidden = model(**given)
+        (loss * scale).backward()
+        return ModelRun(loss.detach(), hidden, gradients=model)
+
+    group = dist.group.WORLD
+    told: dict[str, Any] = {"labels": None, "places": [0]}
+    return str(
+        check_parallel_model(lambda given: step(alone, given), parallel, batch, group, **told)
+    )
+
+
+def by_hand(drops: str = "", failing: int | None = None) -> str:
+    """The report of the small model over the world; on one rank it may fail between two ops."""
+    size = dist.get_world_size()
+    group = dist.new_group(list(range(size)))  # of no use after a failure
+    layout = Layout.contiguous(probe_models.TOKENS, size)
+    alone, parallel = probe_models.models(layout, group, drops)
+
+    def may_fail(batch: Any) -> ModelRun:
+        if dist.get_rank() == failing:
+            raise RuntimeError("out of something")
+        return parallel(batch)
+
+    batch = probe_models.make_batch()
+    told = {"documents": probe_models.DOCUMENTS, "labels": None, "places": [0, 11, 12]}
+    return str(check_parallel_model(alone, may_fail, batch, group, **told))
+
+
+def different_batches() -> str:
+    """What is said where ranks are given different batches."""
+    alone, parallel = probe_models.models(Layout.contiguous(24, 2), dist.group.WORLD)
+    batch = probe_models.make_batch()
+    batch["input_ids"] = (batch["input_ids"] + dist.get_rank()) % probe_models.VOCAB
+    try:
+        check_parallel_model(alone, parallel, batch, dist.group.WORLD)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
