@@ -132,6 +132,7 @@ PARSERS: dict[str, Callable[[list[str]], Any]] = {
     "examples/benchmark/parts/held_keys.py": lambda given: beside("held_keys", given),
     "examples/benchmark/parts/many_hosts.py": lambda given: beside("many_hosts", given),
     "examples/benchmark/parts/simulated_points.py": lambda given: beside("simulated_points", given),
+    "examples/benchmark/parts/two_protocols.py": lambda given: beside("two_protocols", given),
     "examples/rl_prefix_trees.py": lambda given: rl_prefix_trees.parse(given),
     "customized_ops.ring_attention": lambda given: commands._parser().parse_args(given),
     "annotations.engines.torch": lambda given: engine_command(given),
