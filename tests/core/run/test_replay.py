@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_cases import drawn
 from one_sided_memory import InProcessOneSided
 from torch import Tensor
 
@@ -111,6 +113,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+SLOW = pytest.mark.slow
 CAUSAL = AttnMask.dense(64, causal=True)
 STRIPED = Layout.striped(64, 4, block=4)
 SPLIT: dict[str, Any] = {"heads": HEADS, "assignment": "balanced"}
@@ -140,6 +143,22 @@ def test_tapes_do_what_passes_do(name: str, replays: list[int]) -> None:
     # The first call makes memory, the second makes it one piece.
     for rank in range(plan.group_size):
         assert replays.count(rank) >= 2 * (TIMES - SEEN - 3)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=SLOW) for n in range(4, 60))])
+def test_drawn_plans(seed: int, replays: list[int]) -> None:
+    source = random.Random(seed)
+    mask, layout = drawn(source, source.randrange(2, 6))
+    plan = make_plan(
+        mask,
+        layout,
+        heads=HEADS,
+        stages=source.choice([None, 0, 1, 2]),
+        assignment=source.choice(["owner", "balanced", "shared", "auto"]),
+        team_size=2 if layout.group_size % 2 == 0 and source.random() < 0.3 else 1,
+    )
+    assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
+    assert replays or not plan.keys_move
 
 
 def test_other_tensors_have_other_tapes(replays: list[int]) -> None:
