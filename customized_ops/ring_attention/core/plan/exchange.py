@@ -138,16 +138,19 @@ class Exchanges(NamedTuple):
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
-    where = {}
     peers, starts, counts = ranges[ranges[:, 0].argsort(kind="stable")].T
     heads, lasts = runs(peers[1:] != peers[:-1], len(peers))
-    for head, last in zip(heads.tolist(), lasts.tolist(), strict=True):
-        start, count = starts[head : last + 1], counts[head : last + 1]
-        stop, peer = start + count, int(peers[head])
-        if (start[1:] == stop[:-1]).all():
-            where[peer] = Where(int(start[0]), int(stop[-1] - start[0]))
+    stops, before = starts + counts, np.append(0, counts.cumsum())
+    gaps = np.append(0, (starts[1:] != stops[:-1]).cumsum())  # up to each range
+    scattered = gaps[lasts] > gaps[heads]
+    tokens = before[lasts + 1] - before[heads]
+    where = {}
+    each = (peers[heads], starts[heads], tokens, scattered, heads, lasts + 1)
+    for peer, start, count, in_parts, head, end in zip(*(c.tolist() for c in each), strict=True):
+        if in_parts:
+            where[peer] = Where(0, count, (starts[head:end], stops[head:end]))
         else:
-            where[peer] = Where(0, int(count.sum()), (start, stop))
+            where[peer] = Where(start, count)
     return where
 
 

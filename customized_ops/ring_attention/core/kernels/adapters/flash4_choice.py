@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -35,9 +35,14 @@ Range = tuple[int, int]
 
 def prepare(pairs: Pairs) -> None:
     """Make the block lists of the commonest head dims, where there is the library to take them."""
-    if len(lowered(pairs)) > 1 and importlib.util.find_spec("flash_attn") is not None:
+    if len(lowered(pairs)) > 1 and _is_installed():
         _touched(pairs, COMMON_DIM)
         flash4_blocks.lists(pairs, COMMON_DIM)
+
+
+@cache  # for each batch, it would look at all folders of packages
+def _is_installed() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
 
 
 def blocks_if_faster(
