@@ -45,11 +45,13 @@ def kernel(name: str = "reference", *, recorded: bool = True) -> Any:
     return made
 
 
-def draw(mask: AttnMask, seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def draw(
+    mask: AttnMask, seed: int, dtype: torch.dtype = torch.float64, v_dim: int = V_DIM
+) -> list[Tensor]:
     """q, k, v, dout, Gaussian."""
     source = torch.Generator().manual_seed(seed)
     (h, g), q_len, k_len = HEADS, mask.q_len, mask.k_len
-    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, V_DIM), (q_len, h, V_DIM)]
+    sizes = [(q_len, h, DIM), (k_len, g, DIM), (k_len, g, v_dim), (q_len, h, v_dim)]
     return [
         torch.randn((BATCH, *s), dtype=torch.float64, generator=source).to(dtype) for s in sizes
     ]
@@ -192,6 +194,25 @@ def test_inputs_may_share_memory(replays: list[int]) -> None:
 
     assert_alike(calls(plan, kernel(), TIMES, own), calls(plan, kernel(recorded=False), TIMES, own))
     assert replays and shared
+
+
+def test_one_tensor_may_be_given_twice(replays: list[int]) -> None:
+    """k and v are one tensor in some calls, and two in others that are alike."""
+    plan = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS)
+
+    def body(comm: Comm) -> list[Tensor]:
+        results: list[Tensor] = []
+        for n in range(4 * SEEN):
+            q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, n, v_dim=DIM))
+            given = ForwardOperands(q, k, k if n < 2 * SEEN else v)
+            results += attention_forward(plan, comm, attends, given, Scoring(0.25))
+        return results
+
+    attends = kernel()
+    got = run_ranks(2, body)
+    attends = kernel(recorded=False)
+    for one, other in zip(got, run_ranks(2, body), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_options_have_their_own_tapes(replays: list[int]) -> None:

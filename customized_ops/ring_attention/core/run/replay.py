@@ -27,8 +27,8 @@ CHOICE = "SEQSHARD_REPLAY"  # the environment variable: 0 for no tapes
 # Recording takes the host as long as some ten passes, so it must pay: where lengths change, a batch
 # is attended by as many calls as a model has layers.
 SEEN_BEFORE = 10
-# Of the tensors that a pass is given, from which on it is not recorded: meanwhile all that it makes
-# is kept, and so long a pass hides what the host does.
+# Of the tensors that a pass is given, from which on it is not recorded: it is so long that it hides
+# what the host does.
 LARGE_BYTES = 512 << 20
 MOST_KEPT = 32  # tapes of one plan, or one call
 

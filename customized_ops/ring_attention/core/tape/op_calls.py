@@ -81,11 +81,6 @@ def making(t: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     return (_empty, (*geometry, t.device)) if function is None else (function, geometry)
 
 
-def geometry(t: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides."""
-    return t.shape, t.stride()
-
-
 def memory(t: Tensor) -> int:
     """The same for tensors of one memory, and for no others that are alive."""
     return t.untyped_storage()._cdata

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .composer import Composer, Note, Seen, View
-from .op_calls import EMPTY, UNSEEN, ZEROS, geometry, in_a_row, making, memory
+from .composer import Composer, Note, Part
+from .op_calls import EMPTY, UNSEEN, ZEROS, in_a_row, making, memory
 from .tape import Tape
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -22,9 +24,11 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, which does something on a device that torch does not dispatch; its
     arguments may be tensors."""
     recorder: Recorder | None = getattr(_recording, "recorder", None)
-    if recorder is not None:
-        recorder.note(function, arguments)
-    return function(*arguments)
+    if recorder is None:
+        return function(*arguments)
+    recorder.note(function, arguments)
+    with _disable_current_modes():  # what it dispatches is a part of it
+        return function(*arguments)
 
 
 def recording() -> bool:
@@ -58,24 +62,39 @@ def record(
     return results, recorder.tape(results)
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the calls of one function.
+class Root(NamedTuple):
+    """What is known of an input, or of a tensor that was made; it is not kept itself."""
 
-    All tensors that it meets are kept until the end, so that each has an id of its own.
-    """
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int  # in its memory
+
+    @classmethod
+    def of(cls, t: Tensor) -> Root:
+        return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the calls of one function; memory is used and freed as without it."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.refused = False
-        self._device = next(t.device for t in inputs if t is not None)
-        numbers = {id(t): n for n, t in enumerate(inputs) if t is not None}
-        self._seen = Seen(len(inputs), list(inputs), numbers)
-        self._kept: list[Any] = []
+        given = [t for t in inputs if t is not None]
+        # One tensor that is given twice may be two in another call.
+        self.refused = len(set(map(id, given))) < len(given)
+        self._inputs, self._device = len(inputs), given[0].device
+        self._parts: Any = WeakTensorKeyDictionary()  # of each tensor of the tape that is alive
+        self._roots: list[Root | None] = []
+        # Of the roots. While there is a weak reference, no other memory has the same number.
+        self._memory: dict[int, StorageWeakRef] = {}
+        self._notes: list[Note] = []
+        for t in inputs:
+            self._see_root(t)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._kept.append((args, result))
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(tag in func.tags for tag in UNSEEN) or not all(map(torch.is_tensor, results)):
             self.refused = True
@@ -99,28 +118,52 @@ class Recorder(TorchDispatchMode):
         self, function: Callable[..., Any], arguments: Sequence[Any], made: Tensor | None = None
     ) -> None:
         """A call, and the tensor that it made."""
-        seen, stream, makes = self._seen, 0, None
+        stream, parts, others = 0, {}, []
         if self._device.type == "cuda":
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if made is not None:
-            makes = seen.numbers[id(made)] = len(seen.roots)
-            seen.roots.append(made)
-        self._kept.append(arguments)
-        seen.notes.append(Note(function, tuple(arguments), makes, stream))
+        for n, argument in enumerate(arguments):
+            part = self._parts.get(argument) if torch.is_tensor(argument) else None
+            if part is not None:
+                parts[n] = part
+            others.append(argument if part is None else None)
+        # Any other tensor is the same in all calls, so it has memory of its own.
+        self.refused |= any(memory(t) in self._memory for t in _tensors_in(others))
+        makes = None if made is None else self._see_root(made)
+        self._notes.append(Note(function, parts, tuple(others), makes, stream))
+
+    def _see_root(self, t: Tensor | None) -> int:
+        number = len(self._roots)
+        self._roots.append(None if t is None else Root.of(t))
+        if t is not None:
+            self._parts[t] = Part(number)
+            self._memory[memory(t)] = StorageWeakRef(t.untyped_storage())
+        return number
 
     def _see_view(self, view: Tensor, of: Tensor) -> None:
-        seen, root = self._seen, self._seen.root_of(of)
-        if root is None:
+        part: Part | None = self._parts.get(of)
+        if part is None:
             return  # of a tensor that is the same in all calls: so is the view
-        whole = seen.roots[root]
-        assert whole is not None
-        self.refused |= view.dtype != whole.dtype
-        offset = int(view.storage_offset() - whole.storage_offset())
-        if root >= seen.inputs and not offset and geometry(view) == geometry(whole):
-            seen.numbers[id(view)] = root
+        root, here = self._roots[part.root], Root.of(view)
+        assert root is not None
+        self.refused |= view.dtype != root.dtype
+        if part.root >= self._inputs and here == root:
+            self._parts[view] = Part(part.root)
         else:
-            seen.views[id(view)] = View(root, view.shape, view.stride(), offset)
+            geometry = here.shape, here.strides, here.start - root.start
+            self._parts[view] = Part(part.root, geometry)
 
     def tape(self, results: Sequence[Tensor]) -> Tape | None:
         """Of all that was noted; None where it was refused."""
-        return None if self.refused else Composer(self._seen).tape(results)
+        parts: list[Part | None] = [self._parts.get(t) for t in results]
+        known = [part for part in parts if part is not None]
+        if self.refused or len(known) < len(parts):
+            return None
+        return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
+
+
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if torch.is_tensor(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)

@@ -1,0 +1,92 @@
+"""What a function gives a device, recorded and given again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from customized_ops.ring_attention.core import tape
+
+BIAS = torch.randn(2, 3, dtype=torch.float64)
+
+
+def mixed(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Views, results of several kinds, and a tensor that is the same in all calls."""
+    part = q[:, 1:3].detach()
+    summed = torch.zeros_like(part)
+    summed.add_(part, alpha=2).add_(k.narrow(1, 0, 2))
+    wide = torch.full((2, 3), 0.5, dtype=torch.float64)
+    wide.add_(BIAS)
+    both = torch.cat([summed, part], dim=-1)
+    return both.transpose(0, 1).contiguous(), summed[1:], wide
+
+
+def test_a_tape_is_its_function_of_other_tensors() -> None:
+    def drawn(seed: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(seed)
+        return torch.randn(3, 5, 2, generator=source), torch.randn(3, 4, 2, generator=source)
+
+    first = drawn(0)
+    results, made = tape.record(lambda: mixed(*first), first)
+    assert made is not None
+    for seed in range(3):
+        given = drawn(seed)
+        for mine, his in zip(made.run(given), mixed(*given), strict=True):
+            assert torch.equal(mine, his) and mine.stride() == his.stride()
+    offset = torch.randn(4, 5, 2)[1:]  # memory that starts elsewhere
+    for mine, his in zip(made.run((offset, first[1])), mixed(offset, first[1]), strict=True):
+        assert torch.equal(mine, his)
+    assert all(torch.equal(a, b) for a, b in zip(results, mixed(*first), strict=True))
+    assert made.source.startswith("def run(t0, t1):\n    ")
+
+
+def test_memory_is_freed_as_without_recording() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def function(q: Tensor) -> tuple[Tensor, ...]:
+        made = torch.empty_like(q).copy_(q)
+        view = made[1:]
+        memory = StorageWeakRef(made.untyped_storage())
+        del made
+        alive = not memory.expired()
+        total = view.sum(dim=0)
+        del view
+        seen.append((alive, memory.expired()))
+        return (total,)
+
+    q = torch.randn(4, 3)
+    _, made = tape.record(lambda: function(q), (q,))
+    assert seen == [(True, True)] and made is not None
+    freed = [number for step in made.steps for number in step.frees]
+    assert len(freed) == len(set(freed)) == 2, "the tensor that was made, and its view"
+    assert torch.equal(made.run((q,))[0], function(q)[0])
+
+
+def test_launches_are_seen_and_others_refused() -> None:
+    told: list[float] = []
+    q = torch.ones(2)
+
+    def told_of(t: Tensor, number: int) -> None:
+        told.append(float(t[0]) + number)
+
+    def launching(t: Tensor) -> tuple[Tensor, ...]:
+        double = torch.empty_like(t).copy_(t)
+        tape.launch(told_of, double, 3)
+        return (double,)
+
+    _, made = tape.record(lambda: launching(q), (q,))
+    assert made is not None and not tape.recording()
+    made.run((torch.full((2,), 5.0),))
+    assert told == [4.0, 8.0]
+    refused = [
+        lambda: (q * q.sum().item(),),  # a value is read
+        lambda: (torch.rand(2),),  # another one each time
+        lambda: (torch.from_numpy((q + 1).numpy()),),  # made where torch does not see it
+        lambda: (q.view(torch.int32),),
+        lambda: tape.refuse() or (q + 1,),
+    ]
+    for function in refused:
+        results, made = tape.record(function, (q,))
+        assert made is None and len(results) == 1
+    assert tape.record(lambda: (q + q,), (q, q))[1] is None, "one tensor that is given twice"
