@@ -1,10 +1,10 @@
 """A Hugging Face Llama under transformers' Trainer, with accelerate's context parallelism.
 
 ``ParallelismConfig(cp_size=...)`` is accelerate's own; ``ContextParallel`` before ``Trainer`` and
-``attn_implementation="seqshard"`` are what changes. Batches are packed as supervised fine-tuning
-does it: documents of a prompt and an answer one after another, position_ids that begin anew, no
-loss on prompts. ``--loop`` trains with a loop over an Accelerator instead. Shows that the losses and
-the weights are those of one process, whose loop has neither.
+``attn_implementation="seqshard"`` are what changes. Batches are packed as for supervised
+fine-tuning: position_ids begin anew with each document, and prompts are not learnt. ``--loop``
+trains by a loop over an Accelerator instead. Shows that losses and weights are those of one
+process.
 
     python examples/hf_trainer.py                           2 processes
     python examples/hf_trainer.py --loop --layout contiguous
@@ -31,14 +31,18 @@ from customized_ops.ring_attention.api.frameworks.accelerate import ContextParal
 from customized_ops.ring_attention.api.transformers import register, shard_batch, sum_over_ranks
 
 LOSS_TOLERANCE = 1e-5  # transformers adds losses up in fp32; gradients of tokens are not affected
-LEARNING_RATE, PROMPT = 0.1, 8  # tokens of a document that are asked about, and not learnt
+PROMPT = 8  # tokens of a document that are asked about, and not learnt
+SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+QUIET = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+
+
+Rows = list[dict[str, Tensor]]
 
 
 class OnCpu(ParallelismConfig):
-    """accelerate's configuration, which is refused on CPUs: there FSDP2 gives way to DDP."""
+    """accelerate refuses its own on CPUs, where DDP takes the place of FSDP2."""
 
-    def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Accept."""
+    def _validate_accelerator(self, accelerator: Accelerator) -> None: ...
 
 
 class SequenceTrainer(ContextParallel, Trainer):
@@ -61,7 +65,7 @@ def make_model(attention: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def batches(given: argparse.Namespace) -> list[dict[str, Tensor]]:
+def batches(given: argparse.Namespace) -> Rows:
     """Rows of packed documents, as a padding-free collator makes them."""
     text = PackedText(load_documents(max_bytes=100_000), given.tokens)
     rows = []
@@ -73,26 +77,12 @@ def batches(given: argparse.Namespace) -> list[dict[str, Tensor]]:
     return rows
 
 
-def by_trainer(
-    model: LlamaForCausalLM, rows: list[dict[str, Tensor]], given: argparse.Namespace
-) -> list[Tensor]:
+def by_trainer(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -> list[Tensor]:
     """The mean loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=1,
-            max_steps=given.steps,
-            learning_rate=LEARNING_RATE,
-            optim="sgd",
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-            parallelism_config=OnCpu(cp_size=given.cp, dp_shard_size=given.dp),
-        )
+        sizes = OnCpu(cp_size=given.cp, dp_shard_size=given.dp)
+        steps = {"max_steps": given.steps, "per_device_train_batch_size": 1, "use_cpu": True}
+        arguments = TrainingArguments(folder, parallelism_config=sizes, **steps, **SGD, **QUIET)
         trainer = SequenceTrainer(model, arguments, train_dataset=rows)
         trainer.sequence_layout, trainer.losses = given.layout, []
         trainer._get_train_sampler = lambda *_: None  # rows in their order, as the loops have them
@@ -101,14 +91,12 @@ def by_trainer(
     return [sum_over_ranks(loss / world, dist.group.WORLD) for loss in trainer.losses]
 
 
-def by_loop(
-    model: LlamaForCausalLM, rows: list[dict[str, Tensor]], given: argparse.Namespace
-) -> list[Tensor]:
+def by_loop(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -> list[Tensor]:
     """The same with accelerate alone."""
-    sizes = OnCpu(cp_size=given.cp, dp_shard_size=given.dp)
-    accelerator = Accelerator(cpu=True, parallelism_config=sizes)
+    sizes = {"cp_size": given.cp, "dp_shard_size": given.dp}
+    accelerator = Accelerator(cpu=True, parallelism_config=OnCpu(**sizes))
     group = use_seqshard(accelerator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
     (model, optimizer, loader), losses = prepared, []
     for batch in loader:
@@ -124,9 +112,9 @@ def by_loop(
     return losses
 
 
-def alone(model: LlamaForCausalLM, rows: list[dict[str, Tensor]], dp: int) -> list[Tensor]:
+def alone(model: LlamaForCausalLM, rows: Rows, dp: int) -> list[Tensor]:
     """The same in this process, with transformers' own attention."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for batch in DataLoader(rows, batch_size=dp):
         loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -141,12 +129,11 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
     register()
     rows, model, single = batches(given), make_model("seqshard"), make_model("sdpa")
     losses = torch.stack((by_loop if given.loop else by_trainer)(model, rows, given))
-    expected = torch.stack(alone(single, rows, given.dp))
+    difference = (losses - torch.stack(alone(single, rows, given.dp))).abs().max().item()
     if dist.get_rank() == 0:
         print(f"losses on {given.dp} x {given.cp} ranks: {[round(x, 4) for x in losses.tolist()]}")
-    pairs = zip(model.parameters(), single.parameters(), strict=True)
-    weights = max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
-    difference = (losses - expected).abs().max().item()
+    both = zip(model.parameters(), single.parameters(), strict=True)
+    weights = max((a.detach() - b.detach()).abs().max().item() for a, b in both)
     failed = verdict("losses are those of one process", difference, LOSS_TOLERANCE)
     return failed | verdict("so are the weights after the last step", weights, 1e-10)
 
