@@ -30,13 +30,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from customized_ops.ring_attention.api.frameworks.accelerate import ContextParallel, use_seqshard
 from customized_ops.ring_attention.api.transformers import register, shard_batch, sum_over_ranks
 
-LOSS_TOLERANCE = 1e-5  # transformers adds losses up in fp32; gradients of tokens are not affected
+LOSS_TOLERANCE = 1e-5  # transformers adds losses up in fp32, which does not affect gradients
 PROMPT = 8  # tokens of a document that are asked about, and not learnt
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-QUIET = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-
-
 Rows = list[dict[str, Tensor]]
+QUIET = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 class OnCpu(ParallelismConfig):
@@ -47,8 +45,6 @@ class OnCpu(ParallelismConfig):
 
 class SequenceTrainer(ContextParallel, Trainer):
     """A Trainer; it notes the loss of each step."""
-
-    losses: list[Tensor]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The Trainer's: this rank's share of the loss, times the number of ranks."""

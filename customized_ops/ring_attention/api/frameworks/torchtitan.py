@@ -70,7 +70,7 @@ def _layout_by(title: str, load_balancer_type: str | None) -> Callable[[int, int
     return LAYOUTS[load_balancer_type]
 
 
-def _attention_of(module: nn.Module) -> Callable[..., Tensor]:
+def _attention_of(module: nn.Module) -> Callable[..., Any]:
     for each in type(module).__mro__:
         if each.__name__ in ATTENTIONS:
             return ATTENTIONS[each.__name__]
@@ -120,7 +120,8 @@ def _varlen(
     """The same; ``attention_masks`` has cu_seq_q and cu_seq_k of all tokens of the batch's rows."""
     _refuse(module, others, out_transform=out_transform)
     rows, length = q.shape[:2]
-    total, (left, right) = length * comm.size, module.window_size
+    total, window = length * comm.size, module.window_size
+    left, right = int(window[0]), int(window[1])  # type: ignore[index, arg-type]
     out: Any = wrap_ring_attn_varlen_func(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -136,7 +137,10 @@ def _varlen(
     return out.unflatten(0, (rows, length))
 
 
-ATTENTIONS = {"ScaledDotProductAttention": _sdpa, "VarlenAttention": _varlen}
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "ScaledDotProductAttention": _sdpa,
+    "VarlenAttention": _varlen,
+}
 
 
 def _refuse(module: nn.Module, others: dict[str, Any], **named: Any) -> None:
