@@ -2,9 +2,8 @@
 
 ``ParallelismConfig(cp_size=...)`` is accelerate's own; ``ContextParallel`` before ``Trainer`` and
 ``attn_implementation="seqshard"`` are what changes. Batches are packed as for supervised
-fine-tuning: position_ids begin anew with each document, and prompts are not learnt. ``--loop``
-trains by a loop over an Accelerator instead. Shows that losses and weights are those of one
-process.
+fine-tuning: position_ids begin anew with each document, and prompts are not learnt. ``--loop`` has
+no Trainer. Shows that losses and weights are those of one process.
 
     python examples/hf_trainer.py                           2 processes
     python examples/hf_trainer.py --loop --layout contiguous
@@ -83,8 +82,7 @@ def by_trainer(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -
         trainer.sequence_layout, trainer.losses = given.layout, []
         trainer._get_train_sampler = lambda *_: None  # rows in their order, as the loops have them
         trainer.train()
-    world = dist.get_world_size()
-    return [sum_over_ranks(loss / world, dist.group.WORLD) for loss in trainer.losses]
+    return [sum_over_ranks(t / dist.get_world_size(), dist.group.WORLD) for t in trainer.losses]
 
 
 def by_loop(model: LlamaForCausalLM, rows: Rows, given: argparse.Namespace) -> list[Tensor]:
