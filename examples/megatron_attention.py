@@ -1,6 +1,6 @@
 """A small model with Megatron's core attention over the ranks of a context-parallel group.
 
-``megatron_core_attention.RingCoreAttention`` has the constructor and the call of Megatron-Core's
+``RingCoreAttention`` has the constructor and the call of Megatron-Core's
 core attentions: tokens first, [s, b, h, d] to [s, b, h d]. ``get_batch_on_this_cp_rank`` cuts
 tensors as Megatron's function of that name does: 2 P chunks, of which rank r gets chunk r and chunk
 2 P - 1 - r, which is ``Layout.zigzag``. Megatron is not needed. Shows that the model over ranks has
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import count, on_ranks, verdict
-from megatron_core_attention import RingCoreAttention
 from text_corpus import VOCAB_SIZE, PackedText, load_documents
 from torch import Tensor, nn
+
+from customized_ops.ring_attention.api.frameworks.megatron import RingCoreAttention
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:

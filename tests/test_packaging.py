@@ -48,7 +48,7 @@ def test_extras(pyproject):
         "docs": ["pdoc"],
         "test": [
             *("pytest", "pytest-xdist", "hypothesis", "matplotlib"),
-            *("transformers", "pdoc", "ruff", "mypy"),
+            *("transformers", "accelerate", "pdoc", "ruff", "mypy"),
         ],
     }
     assert extras["te"] == ["transformer-engine[pytorch]>=2.15"]

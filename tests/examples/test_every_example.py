@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MOST_LINES = 149
-HELPERS = {"curves", "group_norm", "launch", "llama", "megatron_core_attention", "text_corpus"}
+HELPERS = {"curves", "group_norm", "launch", "llama", "text_corpus", "torchtitan_attention"}
 RUN = sorted(
     path
     for path in (ROOT / "examples").glob("*.py")

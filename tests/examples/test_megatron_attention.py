@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_jobs
 import pytest
 import torch
-from megatron_core_attention import RingCoreAttention
 from megatron_jobs import SINK, config
 from ranks import Pool, worlds
 
 from customized_ops.ring_attention import AttnMask
+from customized_ops.ring_attention.api.frameworks.megatron import RingCoreAttention
 
 N = 32
 CASES: dict[str, dict[str, Any]] = {
@@ -86,12 +87,51 @@ def test_ranks_need_a_group() -> None:
         layer({"context_parallel_size": 2})
 
 
+def packed(**given: Any) -> SimpleNamespace:
+    """Megatron's PackedSeqParams."""
+    plain = dict.fromkeys(("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    plain |= {"qkv_format": "thd", "cu_seqlens_q": [0, 2, 4], "cp_group": None}
+    return SimpleNamespace(**{**plain, **given})
+
+
+PACKED = {
+    "causal": ({}, {"cu_seqlens_q": [0, 8, 24, 40]}, (0, 8, 24, 40)),
+    "padded": ({}, {"cu_seqlens_q_padded": [0, 8, 40]}, (0, 8, 40)),
+    "all tokens of each": (
+        {"attn_mask_type": "padding"},
+        {"cu_seqlens_q": [0, 16, 24]},
+        (0, 16, 24),
+    ),
+}
+
+
+@worlds(cpus=[2], gpus=[2])
+def test_packed_sequences_equal_dense_attention(ranks: Pool) -> None:
+    for call, params, bounds in PACKED.values():
+        mask = AttnMask.varlen(bounds, causal=not call)
+        full = [mask, bounds, {**call, "packed_seq_params": packed(**params)}]
+        for far in ranks.run(megatron_jobs.far_packed, *full):
+            assert len(far) == 4 and max(far.values()) < 1e-10, far
+
+
+def test_packed_sequences_are_divided_by_the_ranks(two_ranks: Pool) -> None:
+    for said in two_ranks.run(megatron_jobs.refused, packed(cu_seqlens_q=[0, 6, 8])):
+        assert "sequences of [6, 2] tokens" in said
+        assert "pad each to a multiple of 4 for 2 ranks" in said
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask='Tensor': leave it out"),
         ({"attention_bias": torch.ones(1)}, "attention_bias='Tensor'"),
-        ({"packed_seq_params": 1}, "packed_seq_params='int'"),
+        ({"packed_seq_params": packed(qkv_format="sbhd")}, "packed_seq_params.qkv_format='sbhd'"),
+        ({"packed_seq_params": packed(cu_seqlens_kv=[0, 3, 4])}, "packed_seq_params.cu_seqlens_kv"),
+        ({"packed_seq_params": packed(cp_group="other")}, "packed_seq_params.cp_group='other'"),
+        (
+            {"packed_seq_params": packed(cu_seqlens_q_padded=[0, 4]), "attn_mask_type": "padding"},
+            "packed_seq_params.cu_seqlens_q_padded='list'",
+        ),
         ({"attn_mask_type": "arbitrary"}, "attn_mask_type='arbitrary'"),
         ({"num_splits": 2}, "num_splits=2"),
     ],

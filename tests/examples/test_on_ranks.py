@@ -13,6 +13,8 @@ import pytest
 import torch
 from ranks import Pool, worlds
 
+SLOTS = "customized_ops.ring_attention.api.frameworks"
+TRAINED = ["losses are those of one process", "so are the weights after the last step"]
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
@@ -74,6 +76,29 @@ def test_rl_prefix_trees(ranks: Pool) -> None:
     ]
 
 
+@worlds(cpus=[2, 4], gpus=[])
+def test_hf_trainer(ranks: Pool) -> None:
+    """On four ranks two groups, each with its rows, of which it learns its own number of tokens."""
+    pytest.importorskip("accelerate")
+    sizes = ["--dp", str(ranks.size // 2), "--steps", "2", "--tokens", "96"]
+    for way in ([], ["--loop", "--layout", "contiguous"]):
+        assert shown(ranks, "hf_trainer", *sizes, *way) == TRAINED
+
+
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+@worlds(cpus=[2], gpus=[])
+def test_torchtitan_context_parallel(ranks: Pool, attention: str) -> None:
+    sizes = ["--tokens", "64", "--steps", "2", "--attention", attention]
+    assert shown(ranks, "torchtitan_context_parallel", *sizes) == TRAINED
+
+
+@worlds(cpus=[2, 4], gpus=[])
+def test_rl_rollouts(ranks: Pool) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    claims = [f"{what} are those of one process" for what in ("losses", "log-probs", "weights")]
+    assert shown(ranks, "rl_rollouts", "--steps", "2", "--rollouts", "4") == claims
+
+
 @worlds(cpus=[4], gpus=[4])
 def test_fsdp2_context_parallel(ranks: Pool) -> None:
     assert shown(ranks, "fsdp2_context_parallel", "--tokens", "32", "--steps", "3") == [
@@ -93,8 +118,16 @@ def test_fsdp2_context_parallel(ranks: Pool) -> None:
         ),
         (
             "megatron_attention",
-            ("megatron_core_attention.wrap_zigzag_attn_func", example_jobs.no_peers),
+            (
+                "customized_ops.ring_attention.api.frameworks.megatron.wrap_zigzag_attn_func",
+                example_jobs.no_peers,
+            ),
             "the losses are those of one process",
+        ),
+        (
+            "torchtitan_context_parallel",
+            (f"{SLOTS}.torchtitan.wrap_ring_attn_varlen_func", example_jobs.no_peers_varlen),
+            "losses are those of one process",
         ),
     ],
 )

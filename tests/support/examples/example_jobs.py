@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import train_llama
 from rank_groups import device
 from torch import Tensor
@@ -20,6 +22,11 @@ from customized_ops.ring_attention import wrap_ring_attn_func
 def no_peers(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     """Attention over a rank's own tokens alone: what an example should notice."""
     return wrap_ring_attn_func(q, k, v)
+
+
+def no_peers_varlen(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
+    """The same, of one document."""
+    return wrap_ring_attn_func(q[None], k[None], v[None])[0]
 
 
 def no_merge(*_: object) -> None:
@@ -48,7 +55,10 @@ def run(name: str, arguments: Sequence[str], change: tuple[str, object] | None =
     """What an example's ``main`` returns and prints here, with something, named from its module or
     another, changed."""
     module = importlib.import_module(name)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with said_here() as said, contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, torchrun))  # as examples find it
         if change is not None:
             what, value = change
             stack.enter_context(mock.patch(what if "." in what else f"{name}.{what}", value))

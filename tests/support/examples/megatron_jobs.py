@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense import dense_gradients
-from megatron_core_attention import RingCoreAttention
 from rank_groups import device
 from torch import Tensor
 
 from customized_ops.ring_attention import AttnMask, Layout
+from customized_ops.ring_attention.api.frameworks.megatron import RingCoreAttention
 
 SINK = (0.25, -1.0, 0.0, 2.0)
 
@@ -69,3 +69,49 @@ def far(
         dist.all_reduce(gradient)  # as Megatron does with those of all parameters
         apart["dsink"] = (gradient.cpu() - want[5]).abs().max().item()
     return apart
+
+
+def far_packed(mask: AttnMask, bounds: tuple[int, ...], call: dict[str, Any]) -> dict[str, float]:
+    """The same of packed sequences, [t, h, d]."""
+    size, where = dist.get_world_size(), torch.device(device())
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, mask.q_len, heads, 8, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2, 4)
+    )
+    own_tokens = torch.cat([chunk for n in range(len(bounds) - 1) for chunk in chunks(bounds, n)])
+    layer = core_attention(size).to(where)
+    own = [t[0, own_tokens].to(where) for t in (q, k, v, dout)]
+    leaves = [t.requires_grad_() for t in own[:3]]
+    out = layer(*leaves, None, **call)
+    assert out.shape == (mask.q_len // size, 4 * 8)
+    out.backward(own[3].flatten(1))
+    want = dense_gradients(q, k, v, mask, 8**-0.5, dout)
+    found = (out.detach().unflatten(1, (4, 8)), *(t.grad for t in leaves))
+    pairs = zip(("out", "dq", "dk", "dv"), found, (want[0], *want[2:5]), strict=True)
+    return {n: (a.cpu() - whole[0, own_tokens]).abs().max().item() for n, a, whole in pairs}
+
+
+def chunks(bounds: tuple[int, ...], n: int) -> tuple[Tensor, Tensor]:
+    """This rank's two of the 2 P chunks that TransformerEngine cuts sequence n into."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    each = torch.arange(bounds[n], bounds[n + 1]).chunk(2 * size)
+    return each[rank], each[2 * size - 1 - rank]
+
+
+def core_attention(size: int) -> RingCoreAttention:
+    """A causal one over all ranks."""
+    group = SimpleNamespace(cp=dist.group.WORLD)
+    return RingCoreAttention(
+        config(context_parallel_size=size), 2, "causal", "self", pg_collection=group
+    )
+
+
+def refused(packed_seq_params: Any) -> str:
+    """What is said of them."""
+    q = torch.zeros(4, 4, 8, device=device())
+    try:
+        core_attention(dist.get_world_size())(q, q, q, None, packed_seq_params=packed_seq_params)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -37,7 +37,7 @@ IGNORED = -100  # the label of tokens that do not count
 CUT_ENTRIES = ("input_ids", "inputs_embeds", "labels", "shift_labels")
 WHOLE_ENTRIES = ("position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 KEPT_ENTRIES = ("num_items_in_batch", "use_cache")
-UNNEEDED_ENTRIES = ("max_length_q", "max_length_k")
+UNNEEDED_ENTRIES = ("max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,8 @@ def shard_batch(
     Args:
         batch: the same whole batch on every rank: input_ids [b, l] or inputs_embeds [b, l, d]; if
             there, labels [b, l], or shift_labels, shifted already; position_ids, attention_mask
-            (2-dimensional) and cu_seq_lens_q and _k as transformers has them. Or what
+            (2-dimensional) and cu_seq_lens_q and _k as transformers has them, seq_idx beside one of
+            these. Or what
             :func:`.packed_batches` gave this rank: its own tokens, or all.
         group: a ProcessGroup, its global ranks in increasing order, or a Comm.
         layout: ``"zigzag"``, which is taken for None, ``"contiguous"``, ``"striped"``; or
@@ -221,6 +222,13 @@ def _check_entries(batch: Mapping[str, Any], total: int) -> None:
             raise ArgumentError(
                 f"shard_batch: {name} must be of {total} tokens a row, got {tuple(value.shape)}"
             )
+    if batch.get("seq_idx") is not None and all(
+        batch.get(name) is None for name in ("position_ids", "cu_seq_lens_q")
+    ):
+        raise ArgumentError(
+            "shard_batch: seq_idx alone does not name the documents; give position_ids that begin "
+            "anew, or cu_seq_lens_q"
+        )
     if batch.get("shift_labels") is not None and batch.get("labels") is None:
         raise ArgumentError(
             "shard_batch: shift_labels without labels, which make models return a loss"

@@ -1,7 +1,9 @@
 """Megatron-Core's core attention over a context-parallel group.
 
 Name ``RingCoreAttention`` as ``core_attention`` in a layer spec, in place of
-``TEDotProductAttention``. Megatron is not needed to import this.
+``TEDotProductAttention``, whose arguments in megatron-core 0.16.1 it has. Megatron is not needed to
+import this. Tokens stay in the zigzag shards of TransformerEngine; of packed sequences these are
+zigzag shards of each.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from customized_ops.ring_attention import Layout, wrap_zigzag_attn_func
+from ...core.layout import Layout
+from ...op.tokens.lengths import on_host
+from ...ring_attn_varlen import wrap_ring_attn_varlen_func
+from ...zigzag_attn import wrap_zigzag_attn_func
 
 REFUSED_FLAGS = ("qk_clip", "log_max_attention_logit", "batch_invariant_mode")
 CAUSAL = ("causal", "causal_bottom_right")  # of as many keys as queries they are the same
+PACKED = {"padding_causal": "causal", "padding": "no_mask"}  # their names for packed sequences
 
 
 def refuse(what: str, value: Any, reason: str) -> None:
@@ -23,9 +29,11 @@ def refuse(what: str, value: Any, reason: str) -> None:
     raise NotImplementedError(f"RingCoreAttention: {what}={value!r}: {reason}")
 
 
-def name_of(mask_type: Any) -> str:
+def name_of(mask_type: Any, packed: bool = False) -> str:
     """Of Megatron's ``AttnMaskType``, or of its name."""
-    name = getattr(mask_type, "name", mask_type)
+    name: str = getattr(mask_type, "name", mask_type)
+    if packed:
+        name = PACKED.get(name, name)
     if name not in (*CAUSAL, "no_mask"):
         refuse("attn_mask_type", name, f"there are {', '.join(CAUSAL)} and no_mask")
     return name
@@ -83,7 +91,7 @@ class RingCoreAttention(nn.Module):
             raise ValueError(
                 f"RingCoreAttention: context_parallel_size={ranks}, pg_collection.cp has {there}"
             )
-        self.window = (-1, -1)
+        self.window: tuple[int, int] = (-1, -1)
         skip = getattr(config, "window_attn_skip_freq", None)
         own = skip[layer_number - 1] if isinstance(skip, list) else not skip or layer_number % skip
         if getattr(config, "window_size", None) and own:
@@ -116,33 +124,84 @@ class RingCoreAttention(nn.Module):
         packed_seq_params: Any = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        """``s b (g n) d, s b g d, s b g e -> s b ((g n) e)``, tokens in zigzag shards of a group.
+        """``s b (g n) d, s b g d, s b g e -> s b ((g n) e)``, tokens in zigzag shards of a group;
+        packed, ``t (g n) d, t g d, t g e -> t ((g n) e)``, each sequence in such shards.
 
         Args:
             attention_mask: None; the type alone says who attends to whom.
             attn_mask_type: None is the constructor's.
+            packed_seq_params: of format "thd": cu_seqlens_q and, where sequences are padded to a
+                multiple of twice the ranks, cu_seqlens_q_padded, of all ranks' tokens. Rows of
+                padding have results that mean nothing. Its cp_group is None or the constructor's.
         Raises:
-            NotImplementedError: what this attention does not do. ValueError: other head dims.
+            NotImplementedError: what this attention does not do. ValueError: other head dims, or
+                sequences that the ranks do not divide.
         """
-        given = {"attention_bias": attention_bias, "packed_seq_params": packed_seq_params}
-        for what, it in {"attention_mask": attention_mask, **given}.items():
+        given = {"attention_mask": attention_mask, "attention_bias": attention_bias}
+        for what, it in given.items():
             if it is not None:
                 refuse(what, type(it).__name__, "leave it out; attn_mask_type alone is the mask")
         if num_splits not in (None, 1):
             refuse("num_splits", num_splits, "the plan cuts the work")
-        kind = self.mask_type if attn_mask_type is None else name_of(attn_mask_type)
+        packed = packed_seq_params is not None
+        kind = name_of(self.mask_type if attn_mask_type is None else attn_mask_type, packed)
         for what, t, wide in zip(("key", "value"), (key, value), self.channels, strict=True):
             if wide not in (None, t.shape[-1]):
                 raise ValueError(f"RingCoreAttention: {what} {tuple(t.shape)} has no dim {wide}")
+        options: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "causal": kind in CAUSAL,
+            "window_size": self.window,
+            "deterministic": getattr(self.config, "deterministic_mode", False),
+            "process_group": self.group,
+            "sink": self.softmax_offset,
+        }
         size = 1 if self.group is None else dist.get_world_size(self.group)
-        out = wrap_zigzag_attn_func(
-            *(t.transpose(0, 1) for t in (query, key, value)),
-            softmax_scale=self.softmax_scale,
-            causal=kind in CAUSAL,
-            window_size=self.window,
-            deterministic=getattr(self.config, "deterministic_mode", False),
-            process_group=self.group,
-            sink=self.softmax_offset,
-            layout=Layout.zigzag(query.shape[0] * size, size),
-        )
+        if packed:
+            return self._packed(query, key, value, packed_seq_params, options, size)
+        options["layout"] = Layout.zigzag(query.shape[0] * size, size)
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        out: Any = wrap_zigzag_attn_func(q, k, v, **options)
         return out.transpose(0, 1).flatten(2)
+
+    def _packed(
+        self, q: Tensor, k: Tensor, v: Tensor, params: Any, options: dict[str, Any], size: int
+    ) -> Tensor:
+        self._check_packed(params, options["causal"])
+        padded = params.cu_seqlens_q_padded
+        cu_seqlens = params.cu_seqlens_q if padded is None else padded
+        bounds = on_host(torch.as_tensor(cu_seqlens))
+        parts = 1 if size == 1 else 2 * size
+        lengths = bounds[1:] - bounds[:-1]
+        if (lengths % parts).any() or bounds[-1] != len(q) * size:
+            raise ValueError(
+                f"RingCoreAttention: sequences of {lengths.tolist()} tokens in packed_seq_params, "
+                f"of which this rank has {len(q)}; pad each to a multiple of {parts} for {size} "
+                "ranks"
+            )
+        options["layout"] = Layout.zigzag(int(bounds[-1]), size, bounds)
+        out: Any = wrap_ring_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **options)
+        return out.flatten(1)
+
+    def _check_packed(self, params: Any, causal: bool) -> None:
+        if getattr(params, "qkv_format", None) != "thd":
+            found = getattr(params, "qkv_format", type(params).__name__)
+            refuse("packed_seq_params.qkv_format", found, "it is 'thd'")
+        if not causal and params.cu_seqlens_q_padded is not None:
+            refuse(
+                "packed_seq_params.cu_seqlens_q_padded",
+                type(params.cu_seqlens_q_padded).__name__,
+                "without a causal mask padding would be attended",
+            )
+        for what in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
+            theirs, ours = getattr(params, what), getattr(params, what.replace("kv", "q"))
+            if theirs is not None and theirs is not ours and not _equal(theirs, ours):
+                refuse(f"packed_seq_params.{what}", theirs, "keys are the queries' tokens")
+        if getattr(params, "cp_group", None) not in (None, self.group):
+            refuse("packed_seq_params.cp_group", params.cp_group, "it is not pg_collection.cp")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if b is None:
+        return False
+    return bool((on_host(torch.as_tensor(a)) == on_host(torch.as_tensor(b))).all())

@@ -1,0 +1,191 @@
+"""torchtitan's two hooks of context parallelism, over this package's attention.
+
+Import ``apply_cp_to_forward`` and ``prepare_context_parallel_input`` from here in place of
+``torchtitan.distributed.context_parallel``: names and arguments are those of torchtitan 0.3.0.
+torchtitan is not needed to import this.
+
+    inner attention                 attended over the ranks
+    ScaledDotProductAttention       causal, or all tokens with is_causal=False
+    VarlenAttention                 documents, and its window; refused by torchtitan's own hook
+    FlexAttention                   refused; take the attention backend "varlen"
+
+Refused by name: the load balancer "ptrr", which deals out blocks of a BlockMask, and an
+``out_transform``, which wants the lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...core.comm import Comm
+from ...core.comm.comm_groups import GroupLike, group_comm
+from ...core.layout import Layout
+from ...op.arguments import ArgumentError
+from ...ring_attn import wrap_ring_attn_func
+from ...ring_attn_varlen import wrap_ring_attn_varlen_func
+from ..peer_calls import group_of
+from ..transformers.batch_mask import repeated
+
+LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
+    "headtail": Layout.zigzag,
+    None: Layout.contiguous,
+}
+
+
+def apply_cp_to_forward(
+    attention_modules: Sequence[nn.Module],
+    cp_mesh: DeviceMesh | GroupLike,
+    load_balancer_type: str | None = "headtail",
+) -> None:
+    """Have inner attentions attend the whole sequence, of which they are given this rank's tokens.
+
+    Args:
+        attention_modules: ``ScaledDotProductAttention`` or ``VarlenAttention`` of torchtitan, by
+            the names of their classes or of bases. q, k and v are [b, l, h, d], and l is the same
+            on every rank.
+        cp_mesh: of one dim, whose ranks share the sequence; a group serves as well.
+        load_balancer_type: the same as of :func:`prepare_context_parallel_input`.
+    Raises:
+        NotImplementedError: another attention. ValueError: another load balancer.
+    """
+    layout = _layout_by("apply_cp_to_forward", load_balancer_type)
+    comm = group_comm(group_of("apply_cp_to_forward", cp_mesh))
+    made = [_attention_of(module) for module in attention_modules]
+    for module, attend in zip(attention_modules, made, strict=True):
+        module.forward = partial(attend, module, comm, layout)
+
+
+def _layout_by(title: str, load_balancer_type: str | None) -> Callable[[int, int], Layout]:
+    if load_balancer_type not in LAYOUTS:
+        raise ArgumentError(
+            f"{title}: load_balancer_type={load_balancer_type!r}: there are 'headtail' and None; "
+            "set parallelism.context_parallel_load_balancer to one of them"
+        )
+    return LAYOUTS[load_balancer_type]
+
+
+def _attention_of(module: nn.Module) -> Callable[..., Any]:
+    for each in type(module).__mro__:
+        if each.__name__ in ATTENTIONS:
+            return ATTENTIONS[each.__name__]
+    raise NotImplementedError(
+        f"apply_cp_to_forward: {type(module).__name__} is none of {', '.join(ATTENTIONS)}; choose "
+        "the model's attention backend 'sdpa' or 'varlen'"
+    )
+
+
+def _sdpa(
+    module: nn.Module,
+    comm: Comm,
+    layout: Callable[[int, int], Layout],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attention_masks: None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    is_causal: bool = True,
+    **others: Any,
+) -> Tensor:
+    """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], with ``enable_gqa`` or without."""
+    _refuse(module, others, attention_masks=attention_masks)
+    where = layout(q.shape[1] * comm.size, comm.size)
+    out: Any = wrap_ring_attn_func(
+        q, k, v, softmax_scale=scale, causal=is_causal, process_group=comm, layout=where
+    )
+    return out
+
+
+def _varlen(
+    module: nn.Module,
+    comm: Comm,
+    layout: Callable[[int, int], Layout],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attention_masks: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    out_transform: None = None,
+    **others: Any,
+) -> Tensor:
+    """The same; ``attention_masks`` has cu_seq_q and cu_seq_k of all tokens of the batch's rows."""
+    _refuse(module, others, out_transform=out_transform)
+    rows, length = q.shape[:2]
+    total, window = length * comm.size, module.window_size
+    left, right = int(window[0]), int(window[1])  # type: ignore[index, arg-type]
+    out: Any = wrap_ring_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        attention_masks.cu_seq_q,
+        attention_masks.cu_seq_k,
+        softmax_scale=scale,
+        causal=right == 0,
+        window_size=(left, right),
+        process_group=comm,
+        layout=repeated(layout(total, comm.size), rows),
+    )
+    return out.unflatten(0, (rows, length))
+
+
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "ScaledDotProductAttention": _sdpa,
+    "VarlenAttention": _varlen,
+}
+
+
+def _refuse(module: nn.Module, others: dict[str, Any], **named: Any) -> None:
+    for name, value in {**others, **named}.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} over ranks: {name} of type {type(value).__name__} is not "
+                "supported; leave it out"
+            )
+
+
+def prepare_context_parallel_input(
+    inputs: Tensor,
+    labels: Tensor,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: DeviceMesh | GroupLike,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    ptrr_mask_key: str | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """This rank's inputs, labels and positions, each [b, l] of the whole sequence before.
+
+    Args:
+        extra_kwargs: positions [b, l] or [1, l]; attention_masks, of the whole sequence, stay as
+            they are. Anything else in it stays, too.
+        device: torchtitan's; tensors stay where they are.
+        load_balancer_type: "headtail", zigzag shards, or None, contiguous ones.
+        ptrr_mask_key: None.
+    Raises:
+        ValueError: another load balancer, or l that the ranks (times 2) do not divide.
+    """
+    title = "prepare_context_parallel_input"
+    layout = _layout_by(title, load_balancer_type)
+    if ptrr_mask_key is not None:
+        raise ArgumentError(f"{title}: ptrr_mask_key={ptrr_mask_key!r} goes with 'ptrr'; give None")
+    comm, length = group_comm(group_of(title, cp_mesh)), inputs.shape[1]
+    ranks = comm.size
+    parts = ranks if load_balancer_type is None else 2 * ranks
+    if length % parts:
+        raise ArgumentError(
+            f"{title}: inputs have {length} tokens a row; give a multiple of {parts} for "
+            f"{ranks} ranks with load_balancer_type={load_balancer_type!r}"
+        )
+    where = layout(length, ranks)
+    own = [
+        where.shard(t, comm.rank).contiguous() for t in (inputs, labels, extra_kwargs["positions"])
+    ]
+    return own[0], own[1], {**extra_kwargs, "positions": own[2]}

@@ -1,0 +1,163 @@
+"""Slots of frameworks: what their hooks do that the examples do not show, and what they refuse."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torchtitan_attention as inner
+from torch import Tensor
+
+from customized_ops.ring_attention import run_ranks
+from customized_ops.ring_attention.api.frameworks import accelerate, torchtitan
+from customized_ops.ring_attention.api.frameworks.torchtitan import (
+    apply_cp_to_forward,
+    prepare_context_parallel_input,
+)
+from customized_ops.ring_attention.api.transformers import shard_batch
+
+CPU = torch.device("cpu")
+POSITIONS = torch.cat([torch.arange(n) for n in (7, 17, 20, 4)]).view(2, 24)
+
+
+def metadata(positions: Tensor) -> inner.VarlenMetadata:
+    starts = (positions.flatten() == 0).nonzero().flatten().int()
+    ends = torch.cat([starts, torch.tensor([positions.numel()], dtype=torch.int32)])
+    longest = int(ends.diff().max())
+    return inner.VarlenMetadata(ends, ends, longest, longest)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+    """Attention within the documents of POSITIONS, rows of all pairs."""
+    document = (POSITIONS == 0).cumsum(1)
+    at = torch.arange(q.shape[1])
+    apart = at[:, None] - at
+    attended = document[:, :, None] == document[:, None]
+    attended &= (apart <= window[0]) | torch.tensor(window[0] < 0)
+    attended &= (-apart <= window[1]) | torch.tensor(window[1] < 0)
+    k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    weights = scores.masked_fill(~attended[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (5, 0), (-1, -1)])
+@pytest.mark.parametrize(("balancer", "ranks"), [("headtail", 2), ("headtail", 3), (None, 4)])
+def test_torchtitan_varlen(window: tuple[int, int], balancer: str | None, ranks: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 24, heads, 8, dtype=torch.float64, generator=draw) for heads in (4, 2, 2)
+    )
+    tokens = torch.arange(48).view(2, 24)
+
+    def rank(comm: Any) -> tuple[Tensor, Tensor]:
+        module = inner.VarlenAttention()
+        module.window_size = window
+        apply_cp_to_forward([module], comm, balancer)
+        extra = {"positions": POSITIONS, "attention_masks": metadata(POSITIONS)}
+        own, labels, rest = prepare_context_parallel_input(
+            tokens, tokens + 1, extra, comm, CPU, balancer
+        )
+        assert (labels == own + 1).all()
+        assert (rest["positions"] == POSITIONS.flatten()[own]).all()
+        mine = (t.flatten(0, 1)[own] for t in (q, k, v))
+        return own, module(*mine, attention_masks=rest["attention_masks"], scale=0.5)
+
+    expected = dense(q, k, v, window, 0.5).flatten(0, 1)
+    found = run_ranks(ranks, rank)
+    assert sorted(torch.cat([own.flatten() for own, _ in found]).tolist()) == list(range(48))
+    for own, out in found:
+        assert (out - expected[own]).abs().max() < 1e-10
+
+
+class FlexAttention(torch.nn.Module):
+    """Of torchtitan by its name."""
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda comm: apply_cp_to_forward([FlexAttention()], comm), "FlexAttention is none of"),
+        (lambda comm: apply_cp_to_forward([], comm, "ptrr"), "there are 'headtail' and None"),
+        (lambda comm: prepared(comm, "ptrr"), "there are 'headtail' and None"),
+        (lambda comm: prepared(comm, ptrr_mask_key="m"), "ptrr_mask_key='m' goes with 'ptrr'"),
+        (lambda comm: prepared(comm, tokens=10), "10 tokens a row; give a multiple of 4"),
+        (lambda comm: attended(comm, out_transform=len), "out_transform of type builtin_function"),
+    ],
+)
+def test_what_torchtitan_is_refused(call: Any, says: str) -> None:
+    def rank(comm: Any) -> str:
+        with pytest.raises((ValueError, NotImplementedError)) as error:
+            call(comm)
+        return str(error.value)
+
+    for said in run_ranks(2, rank):
+        assert says in said
+
+
+def prepared(
+    comm: Any, balancer: str | None = "headtail", tokens: int = 8, ptrr_mask_key: str | None = None
+) -> None:
+    row = torch.zeros(1, tokens)
+    given = row, row, {"positions": row}
+    prepare_context_parallel_input(*given, comm, CPU, balancer, ptrr_mask_key)
+
+
+def attended(comm: Any, **options: Any) -> None:
+    module, q = inner.VarlenAttention(), torch.zeros(1, 4, 2, 8)
+    apply_cp_to_forward([module], comm)
+    module(q, q, q, attention_masks=metadata(torch.arange(8)[None]), **options)
+
+
+def test_an_accelerator_without_context_parallelism() -> None:
+    for config in (None, SimpleNamespace(cp_enabled=False)):
+        with pytest.raises(ValueError, match=r"use_seqshard: accelerator has no context par"):
+            accelerate.use_seqshard(SimpleNamespace(parallelism_config=config))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"attention": "sdpa"}, "attn_implementation is 'sdpa'; load it with"),
+        ({"compute_loss_func": len}, "compute_loss_func is given labels that are not shifted"),
+        ({"label_smoother": len}, "label_smoother is given labels that are not shifted"),
+        ({"model_accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
+    ],
+)
+def test_what_a_trainer_is_refused(given: dict[str, Any], says: str) -> None:
+    trainer: Any = accelerate.ContextParallel()
+    attention = given.pop("attention", "seqshard")
+    plain = {"compute_loss_func": None, "label_smoother": None, "model_accepts_loss_kwargs": True}
+    config = SimpleNamespace(_attn_implementation=attention)
+    vars(trainer).update(plain | given, model=SimpleNamespace(config=config), sequence_group=[0])
+    with pytest.raises(ValueError) as error:
+        trainer._prepare_context_parallel_inputs(None, {})
+    assert says in str(error.value)
+
+
+def test_a_trainer_of_whole_sequences_is_left_alone() -> None:
+    context, inputs = accelerate.ContextParallel()._prepare_context_parallel_inputs(None, {"a": 1})
+    with context() as nothing:
+        assert nothing is None
+    assert inputs == {"a": 1}
+
+
+def test_numbers_of_documents_go_with_their_positions() -> None:
+    """As a padding-free collator gives both."""
+    tokens, numbers = torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0] * 3 + [1] * 5])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    batch = {"input_ids": tokens, "seq_idx": numbers}
+
+    def rank(comm: Any) -> None:
+        shard = shard_batch({**batch, "position_ids": positions}, comm)
+        assert "seq_idx" not in shard.inputs
+        with pytest.raises(ValueError, match="seq_idx alone does not name the documents"):
+            shard_batch(batch, comm)
+
+    run_ranks(2, rank)
+
+
+def test_attentions_are_known_by_torchtitans_names() -> None:
+    assert set(torchtitan.ATTENTIONS) == {"ScaledDotProductAttention", "VarlenAttention"}
