@@ -30,6 +30,7 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import Plan, make_plan
 from customized_ops.ring_attention.core.run import replay
 from customized_ops.ring_attention.core.run.executor import attention_backward, attention_forward
+from customized_ops.ring_attention.core.run.side_stream import keeping_stream
 
 HEADS, DIM, V_DIM, BATCH = (4, 2), 8, 6, 2
 SEEN, TIMES = 2, 6  # calls before one is recorded, and of a test
@@ -285,6 +286,24 @@ def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:
         return str(caught.value)
 
     assert len(run_ranks(2, body)) == 2 and replays
+
+
+def test_a_failed_tape_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [(7, 0, 1)]
+
+    def change(**stream: int) -> None:
+        current[0] = stream["stream_id"], stream["device_index"], stream["device_type"]
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda n: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", change, raising=False)
+
+    def failing() -> None:
+        change(stream_id=8, device_index=0, device_type=1)
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        keeping_stream(torch.device("cuda", 0), failing)
+    assert current == [(7, 0, 1)]
 
 
 def test_tapes_go_with_their_group(replays: list[int]) -> None:

@@ -22,6 +22,7 @@ from ..kernels import BackwardOperands, ForwardOperands, Kernel, Pairs, Scoring,
 from ..kernels.protocol.kernel import Grads, OutLse
 from ..plan import Plan
 from ..tape import Tape, record, recording
+from .side_stream import keeping_stream
 
 CHOICE = "SEQSHARD_REPLAY"  # the environment variable: 0 for no tapes
 # Recording takes the host as long as some ten passes, so it must pay: where lengths change, a batch
@@ -152,9 +153,11 @@ def _from_tape(
     """What ``run`` returns; recorded, if it came often enough, and then from its tape."""
     found = known.get(key, 0)
     if type(found) is Recorded:
-        replay: Callable[[], Any] = partial(found.tape.run, given)
-        results: Results = replay() if comm is None else comm.replay(found.moved, replay)
-        return results
+        # A tape changes streams without the contexts that a pass has, so an error would leave it in
+        # the second one.
+        replay = partial(keeping_stream, _device(given), partial(found.tape.run, given))
+        results: Any = replay() if comm is None else comm.replay(found.moved, replay)
+        return results  # type: ignore[no-any-return]
     if found is None or (not found and len(known) >= MOST_KEPT):
         return run()
     assert type(found) is int

@@ -8,13 +8,16 @@ The second stream goes first: what it computes must still travel home.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from ..tape import launch, refuse
 
+T = TypeVar("T")
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 # Whether a GPU takes the work of all streams in the order in which the host gives it, so that what
@@ -56,6 +59,20 @@ class SideStream:
         """Let the first stream wait for the second."""
         if self.two:
             self._pair.join()
+
+
+def keeping_stream(device: torch.device, function: Callable[[], T]) -> T:
+    """``function()``, which leaves the device's current stream as it was: if it fails, too."""
+    if device.type != "cuda":
+        return function()
+    stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(device.index)
+    try:
+        return function()
+    except BaseException:
+        torch._C._cuda_setStream(
+            stream_id=stream_id, device_index=device_index, device_type=device_type
+        )
+        raise
 
 
 class StreamPair:
