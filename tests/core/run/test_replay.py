@@ -239,6 +239,80 @@ def test_one_device_has_tapes_too(replays: list[int]) -> None:
         assert len(seen) > 2 * plan.group_size and not replays
 
 
+def test_where_nothing_moves_peers_are_not_told(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ranks that attend their own keys alone, some rows attend nothing: their passes are tapes,
+    and leave the group as it was."""
+    played = []
+    whole = tape.Tape.run
+    monkeypatch.setattr(tape.Tape, "run", lambda self, t: played.append(1) or whole(self, t))
+    mask = AttnMask.from_slices([(16, 32, 0, 32, -64, 0), (32, 48, 32, 64, -64, 64)], 64, 64)
+    plan = make_plan(mask, Layout.contiguous(64, 2), heads=HEADS, assignment="owner")
+    assert not (plan.rows_move or plan.keys_move)
+    assert_alike(calls(plan, kernel()), calls(plan, kernel(recorded=False)))
+    assert played and not replays
+    assert not [comm for comm in replay._of_comms if plan in replay._of_comms[comm][1]]
+
+
+def test_each_device_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default streams of two GPUs have one handle."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    gpus = [SimpleNamespace(device=torch.device("cuda", n)) for n in range(2)]
+    first, second = (replay._where([gpu]) for gpu in gpus)  # type: ignore[list-item]
+    assert first != second
+
+
+def test_autocast_has_tapes_of_its_own(replays: list[int]) -> None:
+    """Under it the same call reaches the device as others."""
+    plan = PLANS["zigzag"]
+
+    def own(t: Tensor, n: int) -> Tensor:
+        torch.set_autocast_enabled("cpu", n % 2 == 0)  # of this rank's thread
+        return t
+
+    given: dict[str, Any] = {"own": own, "dtype": torch.float32}
+    want = calls(plan, kernel(recorded=False), 2 * TIMES, **given)
+    assert_alike(calls(plan, kernel(), 2 * TIMES, **given), want)
+    assert replays
+    (one, _), *_ = want
+    assert not torch.equal(one[0], calls(plan, kernel(), 1, dtype=torch.float32)[0][0][0])
+
+
+def test_memory_made_in_inference_mode_trains(replays: list[int]) -> None:
+    plan = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS)
+
+    def body(comm: Comm) -> Tensor:
+        q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, 0))
+        for inference in (True, False):
+            with torch.inference_mode(inference):
+                for _ in range(TIMES):
+                    out, _ = attention_forward(
+                        plan, comm, kernel(), ForwardOperands(q, k, v), Scoring(0.25)
+                    )
+        return out
+
+    assert all(out.isfinite().all() for out in run_ranks(2, body)) and replays
+
+
+def test_a_call_is_recorded_later_where_it_could_not_be(replays: list[int]) -> None:
+    """Something kept the first recording; the next try is after ten times as many calls."""
+    plan, tries = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS), []
+
+    def forward(given: Any, *rest: Any, **options: Any) -> Any:
+        if tape.recording():
+            tries.append(1)
+            if len(tries) <= 2 * plan.group_size:
+                tape.refuse()
+        return KERNELS["reference"].forward(given, *rest, **options)
+
+    attends = kernel()
+    attends.forward = forward
+    assert_alike(calls(plan, attends, 12 * SEEN), calls(plan, kernel(recorded=False), 12 * SEEN))
+    assert len(tries) > 2 * plan.group_size
+
+
 def test_none_is_recorded_where_that_is_not_safe(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,34 +363,41 @@ def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:
 
 
 def test_a_failed_tape_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = [(7, 0, 1)]
-
-    def change(**stream: int) -> None:
-        current[0] = stream["stream_id"], stream["device_index"], stream["device_type"]
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda n: current[0], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_setStream", change, raising=False)
+    current: list[Any] = [{"stream_id": 7, "device_index": 0, "device_type": 1}]
+    here = list(current)
+    now = lambda n: tuple(current[0].values())  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", now, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **stream: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
 
     def failing() -> None:
-        change(stream_id=8, device_index=0, device_type=1)
+        torch.cuda.set_stream(torch.cuda.Stream(stream_id=8, device_index=0, device_type=1))
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
         keeping_stream(torch.device("cuda", 0), failing)
-    assert current == [(7, 0, 1)]
+    assert current == here
 
 
 def test_tapes_go_with_their_group(replays: list[int]) -> None:
     plan = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS)
-    groups: list[weakref.ref[Comm]] = []
+    known = list(replay._of_comms)
+    kept: list[weakref.ref[Any]] = []
 
     def body(comm: Comm) -> None:
-        groups.append(weakref.ref(comm))
+        kept.append(weakref.ref(comm))
         q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, 0))
         attends, scoring = kernel(), Scoring(0.25)
         for _ in range(TIMES + 2):
             attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+        tapes = [seen.tape for seen in replay._of_comms[comm][1][plan].values() if seen.tape]
+        kept.extend(weakref.ref(made._function) for made in tapes)
 
-    run_ranks(2, body)
-    gc.collect()
-    assert replays and [group() for group in groups] == [None, None]
+    gc.disable()
+    try:
+        run_ranks(2, body)
+        gone = [ref() is None for ref in kept]
+    finally:
+        gc.enable()
+    assert replays and len(gone) == 4 and all(gone), "without a collection of garbage"
+    assert not [comm for comm in replay._of_comms if comm not in known]

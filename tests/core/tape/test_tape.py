@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from customized_ops.ring_attention.core import tape
+from customized_ops.ring_attention.core.tape import composer, op_calls
+from customized_ops.ring_attention.core.tape.composer import Composer, Note, Part
 
 BIAS = torch.randn(2, 3, dtype=torch.float64)
 
@@ -22,7 +28,14 @@ def mixed(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return both.transpose(0, 1).contiguous(), summed[1:], wide
 
 
-def test_a_tape_is_its_function_of_other_tensors() -> None:
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_tape_is_its_function_of_other_tensors(
+    promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if promised:  # what a torch has that lacks the faster ways
+        monkeypatch.setattr(op_calls, "_compiled", None)
+        monkeypatch.setattr(composer, "view_of", op_calls._view)
+
     def drawn(seed: int) -> tuple[Tensor, Tensor]:
         source = torch.Generator().manual_seed(seed)
         return torch.randn(3, 5, 2, generator=source), torch.randn(3, 4, 2, generator=source)
@@ -63,6 +76,19 @@ def test_memory_is_freed_as_without_recording() -> None:
     assert torch.equal(made.run((q,))[0], function(q)[0])
 
 
+@torch.library.custom_op("seqshard_tests::new_and_given", mutates_args=("t",))
+def new_and_given(t: Tensor) -> Tensor:
+    """Writes to a tensor, and returns a new one."""
+    return t.mul_(1) + 1
+
+
+@dataclass
+class Held:
+    """Tensors that a launch is given in an object."""
+
+    tensors: list[Tensor]
+
+
 def test_launches_are_seen_and_others_refused() -> None:
     told: list[float] = []
     q = torch.ones(2)
@@ -85,8 +111,35 @@ def test_launches_are_seen_and_others_refused() -> None:
         lambda: (torch.from_numpy((q + 1).numpy()),),  # made where torch does not see it
         lambda: (q.view(torch.int32),),
         lambda: tape.refuse() or (q + 1,),
+        lambda: (q + tape.launch(torch.neg, q),),  # a tensor that a launch makes
+        lambda: (tape.launch(told_of, q + 1, 3) or q + new_and_given(q),),  # and an op that writes
+        lambda: tape.launch(len, {"in a dict": q}) and (q + 1,),
+        lambda: tape.launch(str, Held([(q + 1)])) and (q + 1,),
+        lambda: (q + q.to("meta").numel(),),
     ]
     for function in refused:
         results, made = tape.record(function, (q,))
         assert made is None and len(results) == 1
     assert tape.record(lambda: (q + q,), (q, q))[1] is None, "one tensor that is given twice"
+
+
+def test_memory_of_two_streams_is_freed_once_they_have_met() -> None:
+    """Made on the second stream, and read on the first when the second has no steps left; but not
+    what the first stream made and the second read."""
+
+    def make(*_: Any) -> Tensor:
+        return torch.ones(1)
+
+    def use(*_: Any) -> None:
+        pass
+
+    first, second = 0, 7
+    notes = [
+        Note(make, {}, (), 1, first),
+        Note(make, {}, (), 2, second),
+        Note(use, {0: Part(1), 1: Part(2)}, (None, None), None, second),
+        Note(use, {0: Part(1), 1: Part(2)}, (None, None), None, first),
+        Note(make, {}, (), 3, first),
+    ]
+    made = Composer(1, 4).tape(notes, [Part(3)])
+    assert [step.frees for step in made.steps] == [(), (), (), (2,), ()]

@@ -100,7 +100,7 @@ class OneSidedComm(Comm):
         self._arena.at = moved.at
         self.counters.sent_bytes += moved.sent_bytes
         self.counters.received_bytes += moved.received_bytes
-        self._under_way = False
+        self.leave()
         return results
 
     def moved(self) -> Moved:

@@ -100,7 +100,7 @@ class Arena:
         grown = len(self._pieces) > 1 and not capturing
         if grown:
             # The old pieces are let go only after that: peers may have been using them.
-            self._pieces = [self._memory.allocate(sum(map(len, self._pieces)))]
+            self._pieces = [self._new(sum(map(len, self._pieces)))]
             generation += 1
         self.at = (generation, 0, 0)
         return grown
@@ -113,9 +113,14 @@ class Arena:
             n, used = n + 1, 0
         if n == len(self._pieces):
             more = _aligned(int(GROWTH * sum(map(len, self._pieces))))
-            self._pieces.append(self._memory.allocate(max(n_bytes, more)))
+            self._pieces.append(self._new(max(n_bytes, more)))
         self.at = (generation, n, used + n_bytes)
         return [t[used : used + n_bytes] for t in self._pieces[n].of_ranks]
+
+    def _new(self, n_bytes: int) -> Piece:
+        """Memory for passes of all kinds: what is made in inference mode is for inference alone."""
+        with torch.inference_mode(False):
+            return self._memory.allocate(n_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +281,8 @@ def tensors_in(memory: Tensor, shapes: Shapes, dtypes: Sequence[torch.dtype]) ->
     views, at = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         n_bytes = prod(shape) * dtype.itemsize
-        views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
+        with torch.inference_mode(False):  # as views of another dtype would be for inference alone
+            views.append(memory[at : at + n_bytes].view(dtype).view(list(shape)))
         at += _aligned(n_bytes)
     return views
 

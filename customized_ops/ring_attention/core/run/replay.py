@@ -1,8 +1,9 @@
 """Passes that came often are given to the device from a tape (:mod:`..tape`), without the Python
 that worked them out.
 
-A pass of a rank is one tape where ranks write to one another's memory, and where it has no peers.
+A pass of a rank is one tape where ranks write to one another's memory, and where nothing moves.
 Where messages go through NCCL, which does not tell what it launches, each call of the kernel is.
+Passes that are not recorded, and those before, replay the tapes of their kernel's calls as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,18 +38,37 @@ Results = TypeVar("Results", OutLse, Grads)
 Given = Sequence[Tensor | None]
 
 
-class Recorded(NamedTuple):
-    """A pass, or a kernel's call, and what a pass does to its rank's Comm."""
+class Seen:
+    """A pass, or a kernel's call, that came so many times.
 
-    tape: Tape
-    moved: Moved | None
+    Attributes:
+        tape: its tape, once it was recorded.
+        moved: what a pass that moves something does to its rank's Comm.
+    """
+
+    __slots__ = "moved", "record_at", "tape", "times"
+
+    def __init__(self) -> None:
+        self.times, self.record_at = 0, SEEN_BEFORE
+        self.tape: Tape | None = None
+        self.moved: Moved | None = None
+
+    def next_is_recorded(self) -> bool:
+        """Counts a call without a tape. One that could not be recorded is recorded again ten times
+        as late: what kept it may have passed."""
+        self.times += 1
+        if self.times <= self.record_at:
+            return False
+        self.record_at *= 10
+        return True
 
 
-# How often each call came, by all that matters but its plan; then its tape, or None where it cannot
-# be recorded.
-Known = dict[Hashable, "int | Recorded | None"]
+Known = dict[Hashable, Seen]  # by all that matters but the plan, or the pairs
+OfPlans = WeakKeyDictionary[Plan, Known]
 _of_pairs: WeakKeyDictionary[Pairs, Known] = WeakKeyDictionary()
-_of_plans: WeakKeyDictionary[Comm, WeakKeyDictionary[Plan, Known]] = WeakKeyDictionary()
+_of_plans: OfPlans = WeakKeyDictionary()  # passes in which nothing moves
+# Others, by their Comm, and the state that it is in: tapes keep memory of that state.
+_of_comms: WeakKeyDictionary[Comm, tuple[Hashable, OfPlans]] = WeakKeyDictionary()
 
 
 def replayed_pass(
@@ -61,14 +81,19 @@ def replayed_pass(
     *options: Hashable,
 ) -> Results:
     """``run()``, a pass of ``given`` over a plan with these options, or its tape."""
-    state = comm.replay_state()
-    if state is None or not _can_be_recorded(kernel, scoring):
+    if not _can_be_recorded(kernel, scoring):
         return run()
-    plans = _of_plans.get(comm)
-    if plans is None:
-        plans = _of_plans[comm] = WeakKeyDictionary()
-    key = state, *options, *_key(kernel, scoring, given)
-    return _from_tape(plans.setdefault(plan, {}), key, kernel, given, run, comm)
+    key = comm.rank, *options, *_key(kernel, scoring, given)
+    if not (plan.rows_move or plan.keys_move):
+        return _from_tape(_of_plans.setdefault(plan, {}), key, kernel, given, run)
+    state = comm.replay_state()
+    if state is None:
+        return run()
+    was, of_plans = _of_comms.get(comm, (None, None))
+    if of_plans is None or was != state:
+        of_plans = WeakKeyDictionary()
+        _of_comms[comm] = state, of_plans
+    return _from_tape(of_plans.setdefault(plan, {}), key, kernel, given, run, comm)
 
 
 def kernel_forward(
@@ -119,9 +144,11 @@ def _can_be_recorded(kernel: Kernel, scoring: Scoring) -> bool:
 
 
 def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
-    """All that matters of a call but the data of its tensors: their strides, where their memory
-    starts as far as copies of 16 bytes mind, and the stream."""
-    key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, _stream(given)]
+    """All that matters of a call but the data of its tensors: their shapes, strides and dtypes,
+    where their memory starts as far as copies of 16 bytes mind, the stream, and autocast. Left out
+    is what a recorded call has not (:func:`_can_be_recorded`), and what its plan, its group or its
+    pairs, whose tapes these are, already say."""
+    key: list[Hashable] = [kernel.NAME, scoring.softmax_scale, scoring.softcap, *_where(given)]
     for t in given:
         if t is None:
             key.append(None)
@@ -130,12 +157,14 @@ def _key(kernel: Kernel, scoring: Scoring, given: Given) -> list[Hashable]:
     return key
 
 
-def _stream(given: Given) -> Any:
-    """The current one of the tensors' device, and the current device."""
+def _where(given: Given) -> list[Hashable]:
+    """The tensors' device, its autocast dtype, its current stream, and the current device."""
     device = _device(given)
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     if device.type != "cuda":
-        return device
-    return torch._C._cuda_getCurrentRawStream(device.index), torch._C._cuda_getDevice()
+        return [device, autocast]
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return [device, autocast, stream, torch._C._cuda_getDevice()]
 
 
 def _device(given: Given) -> torch.device:
@@ -150,29 +179,28 @@ def _from_tape(
     run: Callable[[], Results],
     comm: Comm | None = None,
 ) -> Results:
-    """What ``run`` returns; recorded, if it came often enough, and then from its tape."""
-    found = known.get(key, 0)
-    if type(found) is Recorded:
+    """What ``run`` returns; recorded, if it came often enough, and then from its tape. ``comm``: of
+    a pass in which something moves."""
+    seen = known.get(key)
+    if seen is None:
+        if len(known) >= MOST_KEPT:
+            return run()
+        seen = known[key] = Seen()
+    if seen.tape is not None:
         # A tape changes streams without the contexts that a pass has, so an error would leave it in
         # the second one.
-        replay = partial(keeping_stream, _device(given), partial(found.tape.run, given))
-        results: Any = replay() if comm is None else comm.replay(found.moved, replay)
+        replay = partial(keeping_stream, _device(given), partial(seen.tape.run, given))
+        results: Any = replay() if comm is None else comm.replay(seen.moved, replay)
         return results  # type: ignore[no-any-return]
-    if found is None or (not found and len(known) >= MOST_KEPT):
+    if not seen.next_is_recorded() or _capturing(given):
         return run()
-    assert type(found) is int
-    if found < SEEN_BEFORE or _capturing(given):
-        known[key] = found + 1
-        return run()
-    known[key] = None
     if sum(t.nbytes for t in given if t is not None) > LARGE_BYTES:
         return run()
     before = None if comm is None else comm.moved()
     with kernel.watched():
-        results, tape = record(run, given)
-    if tape is not None:
-        moved = None if comm is None or before is None else comm.moved().since(before)
-        known[key] = Recorded(tape, moved)
+        results, seen.tape = record(run, given)
+    if comm is not None and before is not None:
+        seen.moved = comm.moved().since(before)
     return results
 
 

@@ -69,9 +69,10 @@ def keeping_stream(device: torch.device, function: Callable[[], T]) -> T:
     try:
         return function()
     except BaseException:
-        torch._C._cuda_setStream(
+        before = torch.cuda.Stream(
             stream_id=stream_id, device_index=device_index, device_type=device_type
         )
+        torch.cuda.set_stream(before)
         raise
 
 

@@ -75,14 +75,18 @@ class Composer:
         return self._views[part]
 
     def _free(self, kept: set[int]) -> None:
-        """Let go of each root that was made, and its views, after its last step; but of memory that
-        two streams use only at the end, when they have met."""
+        """Let go of each root that was made, and its views, after its last step. What two streams
+        use is let go of at the end, when they have met; or once its own stream has no steps left,
+        as the steps of another one that read it have waited for it, and the next pass will start
+        its streams after all that came before."""
         views: dict[int, list[int]] = {}
         for part, number in self._views.items():
             views.setdefault(part.root, []).append(number)
+        last_on = {stream: n for n, stream in enumerate(self._streams)}
         for root, uses in self._uses.items():
             one_stream = len({self._streams[n] for n in uses}) == 1
-            if one_stream and root not in kept and root >= self._inputs:
+            met = one_stream or last_on[self._streams[uses[0]]] < uses[-1]
+            if met and root not in kept and root >= self._inputs:
                 last = self._steps[uses[-1]]
                 frees = (*last.frees, root, *views.get(root, []))
                 self._steps[uses[-1]] = last._replace(frees=frees)

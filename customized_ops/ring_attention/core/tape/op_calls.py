@@ -68,7 +68,7 @@ def _view(t: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -
 
 
 # How code that torch.compile makes does these, in half the time; not promised to stay.
-_compiled = getattr(torch._C._dynamo, "guards", None)
+_compiled = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 # A part of a tensor's memory: of the tensor, a shape, strides, and an offset from where it starts.
 view_of: Callable[..., Tensor] = getattr(_compiled, "_reinterpret_tensor", _view)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +30,9 @@ def launch(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     recorder.note(function, arguments)
     with _disable_current_modes():  # what it dispatches is a part of it
-        return function(*arguments)
+        result = function(*arguments)
+    recorder.refused |= any(True for _ in all_tensors(result))  # it would be the same in all calls
+    return result
 
 
 def recording() -> bool:
@@ -49,8 +53,10 @@ def record(
     """What ``function`` returns, and its tape; None where it did something that is not seen.
 
     Args:
-        function: of ``inputs``, which it does not change. Any other tensor that it finds is the
-            same in all calls.
+        function: of ``inputs``, which it does not change. Any other tensor that it finds is taken
+            to be the same in all calls. What is not dispatched is not seen: memory that
+            ``from_numpy`` or dlpack makes a tensor of, and values that ``numpy()`` or ``tolist()``
+            read on a CPU.
     """
     recorder = Recorder(inputs)
     _recording.recorder = recorder
@@ -98,7 +104,11 @@ class Recorder(TorchDispatchMode):
         results = result if isinstance(result, (tuple, list)) else (result,)
         if any(tag in func.tags for tag in UNSEEN) or not all(map(torch.is_tensor, results)):
             self.refused = True
+        elif any(t.device != self._device for t in results):
+            self.refused = True  # values are read, or made of others than tensors of the tape
         elif func._schema.is_mutable:
+            given = set(map(id, all_tensors((args, kwargs))))
+            self.refused |= any(id(t) not in given for t in results)
             self.note(*in_a_row(func, args, kwargs))
         elif args and torch.is_tensor(args[0]) and memory(results[0]) == memory(args[0]):
             for view in results:
@@ -126,8 +136,9 @@ class Recorder(TorchDispatchMode):
             if part is not None:
                 parts[n] = part
             others.append(argument if part is None else None)
-        # Any other tensor is the same in all calls, so it has memory of its own.
-        self.refused |= any(memory(t) in self._memory for t in _tensors_in(others))
+        # A tensor that is the same in all calls has memory of its own. One that has not is a tensor
+        # of the tape inside a list, or made of one in a way that was not seen.
+        self.refused |= any(memory(t) in self._memory for t in all_tensors(others))
         makes = None if made is None else self._see_root(made)
         self._notes.append(Note(function, parts, tuple(others), makes, stream))
 
@@ -161,9 +172,13 @@ class Recorder(TorchDispatchMode):
         return Composer(self._inputs, len(self._roots)).tape(self._notes, known)
 
 
-def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if torch.is_tensor(value):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
+def all_tensors(value: Any) -> Iterator[Tensor]:
+    """A tensor, or those in lists, tuples, dicts and dataclasses."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from chain.from_iterable(map(all_tensors, value))
+    elif isinstance(value, Mapping):
+        yield from all_tensors(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from all_tensors([getattr(value, field.name) for field in fields(value)])

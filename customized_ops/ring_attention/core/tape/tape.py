@@ -61,7 +61,8 @@ class Tape:
             names[f"f{n}"] = step.function
             names |= {f"a{n}_{place}": a for place, a in enumerate(step.arguments)}
         exec(compile(self.source, "<tape>", "exec"), names)
-        function: Callable[..., tuple[Tensor, ...]] = names["run"]
+        # Out of its own globals, so that what the tape keeps is freed with it.
+        function: Callable[..., tuple[Tensor, ...]] = names.pop("run")
         return function
 
     def run(self, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

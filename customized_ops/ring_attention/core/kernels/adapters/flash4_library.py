@@ -29,7 +29,9 @@ def _compiling() -> list[Any]:
     return [f for f in vars(interface()).values() if hasattr(f, "compile_cache")]
 
 
-_lock, _watching = threading.Lock(), 0
+_lock = threading.Lock()
+_watching = 0
+_watched: list[Any] = []  # the functions, while there are threads that watch
 
 
 @contextmanager
@@ -41,13 +43,16 @@ def watched() -> Iterator[None]:
         _watching += 1
         for function in _compiling() if _watching == 1 else ():
             function.compile_cache = _Watched(function.compile_cache)
+            _watched.append(function)
     try:
         yield
     finally:
         with _lock:
             _watching -= 1
-            for function in () if _watching else _compiling():
-                function.compile_cache = function.compile_cache.whole
+            while _watched and not _watching:
+                function = _watched.pop()
+                if isinstance(function.compile_cache, _Watched):  # not replaced meanwhile
+                    function.compile_cache = function.compile_cache.whole
 
 
 class _Watched:

@@ -112,7 +112,8 @@ class Kernel(Protocol):
     And one ``prepare(pairs)``, which works out, under :class:`HostKey`, what it needs of them
     without a device: it is called where batches are planned ahead. And one ``watched()``, a
     context, if calls may be recorded in it: all that a kernel then does to the device is
-    dispatched by torch or launched by :func:`...tape.launch`.
+    dispatched by torch or launched by :func:`...tape.launch`, and what it decides depends on
+    ``pairs``, ``scoring``, and the tensors' shapes, strides and dtypes alone.
     """
 
     NAME: str
