@@ -28,6 +28,7 @@ from customized_ops.ring_attention.core.comm.one_sided import (
     OneSidedComm,
 )
 from customized_ops.ring_attention.core.comm.placement import ALIGNED_BYTES, Arena, Piece
+from customized_ops.ring_attention.core.comm.signals import NO_CALL
 from customized_ops.ring_attention.core.comm.transfer_side import ROWS
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
@@ -565,7 +566,7 @@ def test_late_memory_is_late() -> None:
     memory = ThreadMemory(inprocess.World(1), 0)
     memory.late = random.Random(0)
     state = memory.late.getstate()
-    memory.put_signal(0, 0)
+    memory.signal([0], 0, NO_CALL)
     assert memory.late.getstate() != state
 
 

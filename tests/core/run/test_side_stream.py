@@ -184,7 +184,7 @@ class Unheard(Comm):
         self._under_way = 0
         self._arrived: list[tuple[StorageWeakRef, set[int]]] = []
 
-    def begin(self) -> None:
+    def begin(self, call: int) -> None:
         """See :meth:`Comm.begin`."""
         assert not self._begun, "a pass begins in another"
         self._begun = {self._order.note("begin")}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, World
 from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
+from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.comm.placement import Piece
+from customized_ops.ring_attention.core.comm.signals.watch import disagreement, require_alike
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64
@@ -27,6 +30,7 @@ class ThreadMemory:
     def allocate(self, n_bytes: int) -> Piece:
         """See :class:`~.placement.Memory`."""
         self._allocated += 1
+        require_alike(self._world.local.comm.all_gather_object(n_bytes))
         mine = torch.full((n_bytes,), POISON, dtype=torch.uint8)
         return Piece(self._world.local.comm.all_gather_object(mine), None)
 
@@ -38,31 +42,41 @@ class ThreadMemory:
         """See :class:`~.placement.Memory`."""
         return False
 
-    def _flags(self) -> dict[tuple[int, int, int], bool]:
+    def name(self, call: int, what: str) -> None:
+        """See :class:`~.placement.Memory`."""
+
+    def check(self, what: str) -> None:
+        """See :class:`~.placement.Memory`."""
+
+    def _flags(self) -> dict[tuple[int, int, int], int]:
         return self._world.__dict__.setdefault("flags", {})
 
     def _wait(self) -> None:
         if self.late is not None:
             time.sleep(self.late.random() / 500)
 
-    def put_signal(self, peer: int, channel: int) -> None:
+    def signal(self, peers: Sequence[int], channel: int, call: int) -> None:
         """See :class:`~.placement.Memory`."""
-        self._wait()
         assert channel < self.channels
-        key = (self._rank, peer, channel)
-        self._world.wait_for(lambda: not self._flags().get(key))
-        with self._world.changed:
-            self._flags()[key] = True
-            self._world.changed.notify_all()
+        for peer in peers:
+            self._wait()
+            key = (self._rank, peer, channel)
+            self._world.wait_for(lambda key=key: not self._flags().get(key))
+            with self._world.changed:
+                self._flags()[key] = call
+                self._world.changed.notify_all()
 
-    def wait_signal(self, peer: int, channel: int) -> None:
+    def wait(self, peers: Sequence[int], channel: int, call: int) -> None:
         """See :class:`~.placement.Memory`."""
-        self._wait()
-        key = (peer, self._rank, channel)
-        self._world.wait_for(lambda: bool(self._flags().get(key)))
-        with self._world.changed:
-            self._flags()[key] = False
-            self._world.changed.notify_all()
+        for peer in peers:
+            self._wait()
+            key = (peer, self._rank, channel)
+            self._world.wait_for(lambda key=key: bool(self._flags().get(key)))
+            with self._world.changed:
+                theirs, self._flags()[key] = self._flags()[key], 0
+                self._world.changed.notify_all()
+            if theirs != call:
+                raise PeerFailed(f"rank {self._rank}{disagreement(peer, call, theirs)}")
 
 
 class InProcessOneSided(OneSidedComm, InProcessComm):

@@ -20,7 +20,8 @@ from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .link_probe import measured
 from .messages import Comm, Messages, Reduction
-from .patience import Patience
+from .patience import Patience, timeout_of
+from .signals.stamps import Stamps, comparing
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
@@ -44,6 +45,7 @@ class DistComm(Comm):
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
         self._patience = Patience(group) if self.compares else None
+        self._stamps: Stamps | None = None  # of messages between GPUs
         if "nccl" in backends:
             self.costs = H200_NCCL
         if (topology := self._topology()) is not None:
@@ -64,6 +66,8 @@ class DistComm(Comm):
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
         after, before = ((self.rank + way) % self.size for way in (1, -1))
         one, other = torch.zeros(2, device=device)
+        patience, timeout = Patience.of_gpus(self._group), timeout_of(self._group, device)
+        self._stamps = Stamps(self.rank, self.size, device, patience, timeout)
         for way in self._of_gpus:
             everybody = way._replace(peers=frozenset(range(self.size)))
             for work in self._begin(everybody, {after: [one]}, {before: [other]}):
@@ -103,9 +107,20 @@ class DistComm(Comm):
             return Topology.of(self.all_gather_object(socket.gethostname()))
         return None
 
+    def begin(self, call: int) -> None:
+        if self._stamps is not None:
+            self._stamps.begin(call, self.now)
+
+    def end(self) -> None:
+        if self._stamps is not None:
+            self._stamps.end()
+
     def start(self, send: Messages, receive: Messages) -> Callable[[], None]:
         every = [message for side in (send, receive) for each in side.values() for message in each]
         on_cpu = bool(every) and every[0].is_cpu  # a group may have a backend for each device
+        stamped: list[int] = []  # peers whose stamps come
+        if self._stamps is not None and not on_cpu:
+            send, receive, stamped = self._stamps.add_to(send, receive)
         try:
             ways = self._of_cpus if on_cpu else self._of_gpus
             works = [work for way in ways for work in self._begin(way, send, receive)]
@@ -120,6 +135,8 @@ class DistComm(Comm):
 
         # The buffers live until the messages have left.
         wait.buffers = (send, receive)  # type: ignore[attr-defined]
+        if self._stamps is not None and stamped:
+            return comparing(wait, self._stamps, stamped)
         return partial(self._wait, wait) if works and on_cpu else wait
 
     def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
@@ -148,8 +165,12 @@ class DistComm(Comm):
             dist.destroy_process_group(group)
 
     def tell_failure(self, error: BaseException) -> None:
-        if self._patience is not None:
-            self._patience.tell_failure(self.now, self.step, error)
+        patience = self._patience
+        if self._stamps is not None:
+            patience = self._stamps.patience
+            self._stamps.fail()
+        if patience is not None:
+            patience.tell_failure(self.now, self.step, error)
 
     def _wait(self, function: Callable[[], None]) -> None:
         """``function()``, which waits for peers."""

@@ -116,8 +116,9 @@ class Comm(ABC):
         self.combine(tensor, how)
         return tensor
 
-    def begin(self) -> None:  # noqa: B027, most need not know
-        """Before the first exchange of a forward or backward pass; on every rank, or on none."""
+    def begin(self, call: int) -> None:  # noqa: B027, most need not know
+        """Before the first exchange of a forward or backward pass; on every rank, or on none.
+        ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
 
     def end(self) -> None:  # noqa: B027
         """After the last use of what was received in the pass."""

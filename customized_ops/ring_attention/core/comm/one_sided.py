@@ -15,6 +15,9 @@ its exchanges have places in one arena, of one size on every rank, so that every
 write (``placement``). The arena grows to the largest pass, is used again by all layers and plans of
 the group, and is freed with the group.
 
+Each signal is the sender's fingerprint of its pass (``signals``): a receiver in another pass finds
+out as it waits, and reads nothing.
+
 Results that go home at the end of a backward may come into the place of the keys that were fetched
 last. Then ranks first say when they have read those:
 
@@ -26,7 +29,7 @@ last. Then ranks first say when they have read those:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from ..tape import launch, refuse
 from .messages import Arrive, Coming, Comm, Moved, PeerParts, SeenBy, T
 from .pending import Pending
 from .placement import DONE, Arena, Memory, Placed, Placement
+from .signals import NO_CALL
 from .transfer_side import TokenBlock, TransferSide, copy
 
 MOST_COPIES = 8  # batch entries that are copied one by one, so that each is one range
@@ -62,17 +66,19 @@ class OneSidedComm(Comm):
         self._memory, self._arena = memory, Arena(memory)
         self._placement = Placement(self.rank, self.size, memory, self._arena)
         self._peers = self._placement.others(range(self.size))
-        self._passes = 0
+        self._passes, self._call = 0, NO_CALL
         self._under_way = False
 
-    def begin(self) -> None:
+    def begin(self, call: int) -> None:
         self._enter()
+        self._memory.name(call, self.now)
+        self._call = call
         if self._passes:
-            for peer in self._peers:
-                launch(self._memory.wait_signal, peer, DONE)
+            launch(self._memory.wait, self._peers, DONE, NO_CALL)
         self._placement.begin()
 
     def _enter(self) -> None:
+        self._memory.check(self.now)
         if self._under_way:  # nobody waits for the signals of the pass before
             raise RuntimeError(
                 f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
@@ -82,8 +88,7 @@ class OneSidedComm(Comm):
 
     def end(self) -> None:
         self._passes += 1
-        for peer in self._peers:
-            launch(self._memory.put_signal, peer, DONE)
+        launch(self._memory.signal, self._peers, DONE, NO_CALL)
 
     def leave(self) -> None:
         self._under_way = False
@@ -146,10 +151,8 @@ class OneSidedComm(Comm):
         spared = self.spared_bytes, self.spared_tokens
         placed = self._placement.home(exchange, target, dtypes, seen_by, spent, spared)
         for free in placed.channels[1:]:
-            for peer in placed.sources:
-                launch(self._memory.put_signal, peer, free)
-            for peer in placed.targets:
-                launch(self._memory.wait_signal, peer, free)
+            self._set_flags(placed.sources, free)
+            self._await_flags(placed.targets, free)
         self._write(placed, source)
 
         def arrive() -> PeerParts:
@@ -166,14 +169,20 @@ class OneSidedComm(Comm):
                 _copy_ranges(part, to)
             else:
                 copy(part, to)
-        for peer in placed.targets:
-            launch(self._memory.put_signal, peer, placed.channels[0])
+        self._set_flags(placed.targets, placed.channels[0])
         self.counters.sent_bytes += placed.sent_bytes
         self.counters.received_bytes += placed.received_bytes
 
     def _arrived(self, placed: Placed) -> None:
-        for peer in placed.sources:
-            launch(self._memory.wait_signal, peer, placed.channels[0])
+        self._await_flags(placed.sources, placed.channels[0])
+
+    def _set_flags(self, peers: Sequence[int], channel: int) -> None:
+        if peers:
+            launch(self._memory.signal, peers, channel, self._call)
+
+    def _await_flags(self, peers: Sequence[int], channel: int) -> None:
+        if peers:
+            launch(self._memory.wait, peers, channel, self._call)
 
 
 def _copy_ranges(source: TokenBlock, target: TokenBlock) -> None:

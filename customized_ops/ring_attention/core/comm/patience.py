@@ -13,14 +13,18 @@ Nothing is written while all goes well.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -39,12 +43,24 @@ class PeerFailed(RuntimeError):
 class Patience:
     """One rank's waits for its group. ``step`` counts what ranks do together."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, processes: Mapping[int, int] | None = None
+    ) -> None:
+        """``processes``: ids of those of peers on this host, by rank; where they end is seen."""
         self._store = _get_process_group_store(group)
+        self._processes = processes or {}
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: set[int] = set()  # the steps in which this rank failed
+
+    @classmethod
+    def of_gpus(cls, group: dist.ProcessGroup) -> Patience:
+        """Of a group of which no connection says that a process has ended; all ranks call this
+        together."""
+        said: list[Any] = [None] * group.size()
+        dist.all_gather_object(said, this_process(), group=group)
+        return cls(group, processes_of(said))
 
     def wait(self, doing: str, function: Job) -> None:
         """``function()``, which waits for peers.
@@ -63,7 +79,7 @@ class Patience:
             done.set()
 
         self._run(job)
-        self._until(done, doing)
+        self.until(done.wait, doing)
         if errors:
             self.fail(doing, errors[0])
 
@@ -74,17 +90,30 @@ class Patience:
         # A closed connection or the group's timeout. Why it closed may have been written down.
         self._raise_if_a_peer_failed(doing)
         cause = str(error).partition("\n")[0]
-        raise PeerFailed(f"{self._here(doing)} lost a peer: {cause}") from error
+        raise PeerFailed(f"{self.here(doing)} lost a peer: {cause}") from error
 
-    def _until(self, done: threading.Event, doing: str) -> None:
-        """Wait, and look what peers have written meanwhile."""
+    def until(
+        self, over: Callable[[float], bool], doing: str, most_seconds: float = math.inf
+    ) -> None:
+        """Wait, and look what peers have written meanwhile.
+
+        Args:
+            over: whether the wait ends within so many seconds.
+            most_seconds: that the wait may take.
+        Raises:
+            PeerFailed: as :meth:`wait`, or it took longer.
+        """
         seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
+        patience = min(patience, most_seconds / 2)
         asked = warned = False
-        while not done.wait(LOOK_SECONDS):
+        while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             self._raise_if_a_peer_failed(doing)
+            if seconds >= most_seconds:
+                raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
-                self._warn(doing, seconds)  # peers have had time to write, too
+                # Peers have had time to write, too.
+                warnings.warn(self._waited(doing, seconds), stacklevel=2)
                 warned = True
             elif not asked and seconds >= patience:
                 self._store.set(f"waits/{self._rank}", doing)
@@ -101,7 +130,8 @@ class Patience:
         with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
             self._store.set(f"failed/{self._rank}", text)
 
-    def _here(self, doing: str) -> str:
+    def here(self, doing: str) -> str:
+        """The start of an error."""
         return f"{doing}: rank {self._rank} of the group of ranks {self._ranks}"
 
     def _run(self, job: Job) -> None:
@@ -120,14 +150,16 @@ class Patience:
             failed = self._written("failed")
         except RuntimeError as error:
             problem = "lost the group's store, which one of its ranks keeps (usually the first)"
-            raise PeerFailed(f"{self._here(doing)} {problem}") from error
+            raise PeerFailed(f"{self.here(doing)} {problem}") from error
         for rank, text in failed.items():
             step, _, what = text.partition(" ")
             if int(step) not in self._failed:
-                raise PeerFailed(f"{self._here(doing)} cannot go on: rank {rank} failed in {what}")
+                raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
+        if gone := [str(rank) for rank, process in self._processes.items() if _has_ended(process)]:
+            raise PeerFailed(f"{self.here(doing)} lost rank {', '.join(gone)}: its process ended")
 
-    def _warn(self, doing: str, seconds: float) -> None:
-        """Say which ranks do not wait as this one does."""
+    def _waited(self, doing: str, seconds: float) -> str:
+        """Which ranks do not wait as this one does."""
         waits = self._written("waits")
         found = [
             f"rank {rank} has not come"
@@ -137,7 +169,39 @@ class Patience:
             if rank != self._rank and waits.get(rank) != doing
         ]
         who = "; ".join(found) or "all ranks wait here for a message"
-        warnings.warn(f"{self._here(doing)} has waited {seconds:.0f} s: {who}", stacklevel=2)
+        return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """In seconds."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout.total_seconds()
+
+
+def processes_of(peers: Sequence[tuple[int, int] | None]) -> dict[int, int]:
+    """Of what ranks say of themselves by :func:`this_process`, the ids of processes whose end this
+    one can see."""
+    here = this_process()
+    if here is None:
+        return {}
+    same = {rank: each[0] for rank, each in enumerate(peers) if each and each[1] == here[1]}
+    return {rank: process for rank, process in same.items() if not _has_ended(process)}
+
+
+def this_process() -> tuple[int, int] | None:
+    """Its id, and the namespace of processes that this is one of; None where that is not known."""
+    try:
+        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        _, _, rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+    except OSError:
+        return True
+    return rest.split()[0] in "ZX"  # it is kept until its parent has asked for it
 
 
 def _serve(jobs: queue.SimpleQueue[Job]) -> None:

@@ -53,12 +53,23 @@ class Memory(Protocol):
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, which will use the memory of now for ever."""
 
-    def put_signal(self, peer: int, channel: int) -> None:
-        """Set the peer's flag for this rank and channel, once it is clear; after all that this
-        rank's stream was given before."""
+    def name(self, call: int, what: str) -> None:
+        """``what`` is the pass with the fingerprint ``call``, for errors."""
 
-    def wait_signal(self, peer: int, channel: int) -> None:
-        """Wait until the peer has set the flag here, and clear it."""
+    def check(self, what: str) -> None:
+        """``what`` is next.
+
+        Raises:
+            PeerFailed: a wait has ended in an error that nobody has seen yet.
+        """
+
+    def signal(self, peers: Sequence[int], channel: int, call: int) -> None:
+        """Set the flag of each peer for this rank and channel to the fingerprint ``call``, once it
+        is clear; after all that this rank's stream was given before."""
+
+    def wait(self, peers: Sequence[int], channel: int, call: int) -> None:
+        """Wait until each peer has set the flag here, and clear it. Work that follows fails if it
+        is not ``call``, and :meth:`check` says why."""
 
 
 class Arena:

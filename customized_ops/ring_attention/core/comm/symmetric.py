@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from annotations.groups import group_of_ranks
 from ..plan.cost import H200
 from .dist_comm import COSTS, DistComm
 from .one_sided import OneSidedComm
+from .patience import Patience, timeout_of
 from .placement import Piece
+from .signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
+from .signals.watch import Watch, require_alike
 
-SIGNAL_BYTES = 256  # nothing is written there: the library keeps flags beside every allocation
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
 
@@ -37,18 +40,26 @@ class SymmetricMemory:
     # makes is not counted.
     made = 0
 
+    channels = CHANNELS
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._signals, self._signals_memory = self._rendezvous(SIGNAL_BYTES)
-        # Each channel has a flag of 4 bytes for each rank.
-        self.channels = self._signals.signal_pad_size // (4 * group.size())
+        n_bytes = flags_bytes(group.size())
+        handle, self._flags_memory = self._rendezvous(n_bytes)
+        words = (n_bytes // FLAG_BYTES,)
+        of_ranks = [handle.get_buffer(n, words, torch.int64) for n in range(group.size())]
+        self._handle, self._flags = handle, Flags(of_ranks, group.rank(), device)
+        self.patience = Patience.of_gpus(group)
+        self._watch = Watch(self.patience, self._flags.record, timeout_of(group, device))
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
-        times: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(times, SymmetricMemory.made, group=self._group)
+        said: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(said, (SymmetricMemory.made, n_bytes), group=self._group)
+        times, sizes = zip(*said, strict=True)
+        require_alike(sizes)
         for _ in range(max(times) - SymmetricMemory.made):
-            self._make(SIGNAL_BYTES, group_of_ranks((dist.get_rank(),)))
+            self._make(FLAG_BYTES, group_of_ranks((dist.get_rank(),)))
         return self._make(n_bytes, self._group)
 
     def _make(self, n_bytes: int, group: dist.ProcessGroup) -> tuple[Any, Tensor]:
@@ -56,6 +67,8 @@ class SymmetricMemory:
 
         SymmetricMemory.made += 1
         memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        memory.zero_()
+        torch.cuda.synchronize(self._device)  # before a peer gets hold of it
         return symmetric.rendezvous(memory, group.group_name), memory
 
     def allocate(self, n_bytes: int) -> Piece:
@@ -77,22 +90,33 @@ class SymmetricMemory:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def put_signal(self, peer: int, channel: int) -> None:
-        self._signals.put_signal(peer, channel)
+    def name(self, call: int, what: str) -> None:
+        self._watch.name(call, what)
 
-    def wait_signal(self, peer: int, channel: int) -> None:
-        self._signals.wait_signal(peer, channel)
+    def check(self, what: str) -> None:
+        self._watch.check(what)
+
+    def signal(self, peers: Sequence[int], channel: int, call: int) -> None:
+        self._flags.put(peers, channel, call)
+
+    def wait(self, peers: Sequence[int], channel: int, call: int) -> None:
+        self._flags.wait(peers, channel, call)
 
 
 class SymmetricComm(OneSidedComm, DistComm):
     """Over symmetric memory, and NCCL for exchanges that have no place in it."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(SymmetricMemory(group, device), group)
+        memory = SymmetricMemory(group, device)
+        super().__init__(memory, group)
+        self._tell = memory.patience.tell_failure
         # All keys have their places in the arena, so there is no bound on what a rank holds.
         self.costs = replace(
             H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf
         )
+
+    def tell_failure(self, error: BaseException) -> None:
+        self._tell(self.now, self.step, error)
 
 
 def comm_over(group: dist.ProcessGroup) -> DistComm:

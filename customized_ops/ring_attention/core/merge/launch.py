@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..tape import launch, refuse
+from ..triton_launch import Grid, Launch, launch_of
 from . import triton_kernels as kernels
 
 VECTOR_ELEMENTS = kernels.VECTOR.value
@@ -33,7 +34,7 @@ class _Tile(NamedTuple):
     constants: tuple[Any, ...]
 
 
-_variants: dict[tuple[Any, ...], Any] = {}
+_variants: dict[tuple[Any, ...], Launch] = {}
 
 
 def compiled() -> int:
@@ -148,15 +149,15 @@ def _launch(
         refuse()
         variant = kernel[grid](*tensors, length, heads, *strides, *constants)
         if variant is not None:  # where kernels are interpreted
-            _variants[key] = variant
+            _variants[key] = launch_of(variant, device.index)
     else:
-        launch(_run, variant[grid], len(tensors), *tensors, length, heads, *strides, *constants)
+        launch(_run, variant, grid, len(tensors), *tensors, length, heads, *strides, *constants)
 
 
-def _run(variant: Any, count: int, *arguments: Any) -> None:
+def _run(variant: Launch, grid: Grid, count: int, *arguments: Any) -> None:
     """Launch a compiled variant; the first ``count`` of its arguments are tensors."""
     addresses = [None if t is None else t.data_ptr() for t in arguments[:count]]
-    variant(*addresses, *arguments[count:])
+    variant(grid, *addresses, *arguments[count:])
 
 
 @cache

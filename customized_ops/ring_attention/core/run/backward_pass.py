@@ -66,6 +66,10 @@ class BackwardPass(RankPass[Sum]):
         self.leave()
         return grads
 
+    def agreed(self) -> tuple[object, ...]:
+        dlse = len(self._rows) > 4
+        return *self.agreed_on(self._q, self._k, self._v), dlse, self._wire
+
     def _attend_local(self) -> None:
         if self.local is not None:
             dq, dk, dv = self.attend(0, self._own, self.own_keys(self._k, self._v))

@@ -50,6 +50,9 @@ class ForwardPass(RankPass[Accumulator]):
         out, lse = self._results
         return as_dtype(out, self._q.dtype), lse
 
+    def agreed(self) -> tuple[object, ...]:
+        return self.agreed_on(self._q, self._k, self._v)
+
     def _attend_local(self) -> None:
         if self.local is not None:
             part = self.attend(0, self._own, self.own_keys(self._k, self._v))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import Comm
 from ..comm.messages import SeenBy
 from ..comm.pending import Pending
+from ..comm.signals import fingerprint
 from ..index_table import IndexTable
 from ..kernels import Kernel
 from ..merge.merge import Accumulator, Sum
@@ -89,7 +90,17 @@ class RankPass(ABC, Generic[Part]):
         """Before the first exchange with a peer."""
         self.streams.fork()
         if self._moves:
-            self._comm.begin()
+            self._comm.begin(fingerprint(self._plan, type(self).__name__, *self.agreed()))
+
+    @abstractmethod
+    def agreed(self) -> tuple[object, ...]:
+        """What ranks must agree on beside the plan: all that is computed or sent depends on it."""
+
+    def agreed_on(self, *tensors: Tensor) -> tuple[object, ...]:
+        """Shapes but for the tokens, dtypes, and how scores become probabilities."""
+        scoring = self.share.scoring
+        kinds = [(t.shape[:1], t.shape[2:], t.dtype) for t in tensors]
+        return kinds, scoring.softmax_scale, scoring.softcap
 
     def end(self) -> None:
         """After the last use of what peers have sent: they may start the next pass."""

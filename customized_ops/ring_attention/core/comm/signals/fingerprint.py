@@ -1,0 +1,62 @@
+"""What ranks must agree on in a pass, in the 64 bits of a signal.
+
+A flag that says "arrived" could be any number but 0, so it is the sender's fingerprint of its pass,
+and the receiver, which waits for the flag anyway, compares it to its own. Each part has 16 bits, so
+that one says which differs.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+
+from ...plan import Plan
+
+PARTS = ("the mask", "the layouts", "how the plan shares out the work", "tensors or options")
+PART_BITS = 16
+NO_CALL = 1  # of signals between passes
+
+
+def fingerprint(plan: Plan, *call: object) -> int:
+    """int64, not 0, of a pass over ``plan``; ``call`` is what else ranks must agree on, as values
+    whose text is the same on all of them."""
+    if "fingerprint" not in plan.made:
+        mask, layouts = plan.mask, (plan.q_layout.table, plan.k_layout.table)
+        shares = plan.team_size, plan.steps, plan.head_groups, plan.most_keys
+        of_plan = [
+            _sum(mask.slices, (mask.q_len, mask.k_len)),
+            _sum(*layouts),
+            _sum(plan.work, shares),
+        ]
+        plan.made["fingerprint"] = _joined(of_plan)
+    value: int = plan.made["fingerprint"] << PART_BITS | _part(crc32(repr(call).encode()))
+    return (value if value < 1 << 63 else value - (1 << 64)) or NO_CALL
+
+
+def differing(one: int, other: int) -> list[str]:
+    """The PARTS in which two fingerprints differ."""
+    at = reversed(range(len(PARTS)))
+    return [
+        part
+        for part, n in zip(PARTS, at, strict=True)
+        if _part(one >> n * PART_BITS) != _part(other >> n * PART_BITS)
+    ]
+
+
+def _sum(*tables: object) -> int:
+    total = 0
+    for table in tables:
+        total = crc32(np.ascontiguousarray(table).tobytes(), total)
+    return total
+
+
+def _part(value: int) -> int:
+    return value & (1 << PART_BITS) - 1
+
+
+def _joined(values: list[int]) -> int:
+    joined = 0
+    for value in values:
+        joined = joined << PART_BITS | _part(value)
+    return joined

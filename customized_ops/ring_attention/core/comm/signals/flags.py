@@ -1,0 +1,79 @@
+"""Flags in the memory of GPUs of one host, and the watch over waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...triton_launch import Grid, Launch, launch_of
+from .record import RECORD_LENGTH
+
+CHANNELS = 256
+FLAG_BYTES = 8
+MOST_RANKS = 63  # whose bits an int64 has
+
+
+def flags_bytes(ranks: int) -> int:
+    """Of the flags of one rank: a flag for each channel and peer."""
+    return CHANNELS * ranks * FLAG_BYTES
+
+
+class Flags:
+    """Of the GPU ``device``, which is rank ``rank``; ``of_ranks``: int64, zeros, of every rank."""
+
+    def __init__(self, of_ranks: Sequence[Tensor], rank: int, device: torch.device) -> None:
+        from . import triton_kernels as kernels
+
+        self._ranks, self._device = len(of_ranks), device
+        self._grid = (self._ranks, 1, 1)
+        if self._ranks > MOST_RANKS:
+            raise NotImplementedError(f"{self._ranks} ranks; flags are for {MOST_RANKS}")
+        record = torch.zeros(RECORD_LENGTH, dtype=torch.int64, pin_memory=True)
+        there = [t.data_ptr() + FLAG_BYTES * rank for t in of_ranks]
+        here = [of_ranks[rank].data_ptr() + FLAG_BYTES * peer for peer in range(self._ranks)]
+        self._there, self._here = (torch.tensor(t, device=device) for t in (there, here))
+        self._record = record
+        self.record: npt.NDArray[np.int64] = record.numpy()
+        self._there_at, self._here_at = self._there.data_ptr(), self._here.data_ptr()
+        self._record_at = record.data_ptr()
+        self._put = self._compiled(kernels.put, self._there, record, 0, 0, 1)
+        self._wait = self._compiled(kernels.wait, self._here, record, 0, 0, 1)
+        self._mark = self._compiled(kernels.mark, record, 0)
+
+    def _compiled(self, kernel: Any, *given: Any) -> Launch:
+        """Launched once, for no peers."""
+        with torch.cuda.device(self._device):
+            compiled = kernel[self._grid](*given, num_warps=1)
+        return launch_of(compiled, self._device.index)
+
+    def put(self, peers: Iterable[int], channel: int, call: int) -> None:
+        """See :meth:`..placement.Memory.signal`."""
+        self._of_peers(self._put, self._there_at, peers, channel, call)
+
+    def wait(self, peers: Iterable[int], channel: int, call: int) -> None:
+        """See :meth:`..placement.Memory.wait`."""
+        self._of_peers(self._wait, self._here_at, peers, channel, call)
+
+    def mark(self, passes: int) -> None:
+        """Tell the host that so many passes have ended, after all that came before."""
+        self._launch(self._mark, (1, 1, 1), self._record_at, passes)
+
+    def _of_peers(
+        self, kernel: Launch, flags: int, peers: Iterable[int], channel: int, call: int
+    ) -> None:
+        bits = 0
+        for peer in peers:
+            bits |= 1 << peer
+        offset = channel * self._ranks * FLAG_BYTES
+        self._launch(kernel, self._grid, flags, self._record_at, bits, offset, call)
+
+    def _launch(self, kernel: Launch, grid: Grid, *given: int) -> None:
+        if torch._C._cuda_getDevice() == self._device.index:
+            return kernel(grid, *given)
+        with torch.cuda.device(self._device):
+            return kernel(grid, *given)

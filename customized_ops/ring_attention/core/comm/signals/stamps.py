@@ -1,0 +1,92 @@
+"""Fingerprints of passes whose messages go between GPUs: the first message of a pass to each peer
+has one more number with it, which the peer's GPU compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..patience import Patience
+from .flags import Flags
+from .watch import Watch
+
+Messages = dict[int, list[Tensor]]
+KEPT = 64  # fingerprints that are kept on the device
+
+
+class Stamps:
+    """Of one rank's passes."""
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, patience: Patience, timeout: float
+    ) -> None:
+        # By peer; a pass is over here before the next one's stamps arrive.
+        self._arrived = torch.zeros(size, dtype=torch.int64, device=device)
+        self._flags = Flags([self._arrived] * size, rank, device)
+        self.patience = patience
+        self._watch = Watch(patience, self._flags.record, timeout)
+        self._kept = lru_cache(KEPT)(self._made)
+        self._call: int | None = None
+        self._counted = False  # whether the watch waits for the end of the pass
+        self._sent: set[int] = set()
+        self._received: set[int] = set()
+
+    def begin(self, call: int, what: str) -> None:
+        """A pass begins, which has this fingerprint and name.
+
+        Raises:
+            PeerFailed: a pass before was not that of a peer.
+        """
+        self._watch.name(call, what)
+        self._watch.check(what)
+        self._call = call
+        self._sent, self._received = set(), set()
+        # What a CUDA graph captures happens later, or never.
+        self._counted = not torch.cuda.is_current_stream_capturing()
+        if self._counted:
+            self._watch.begun += 1
+
+    def end(self) -> None:
+        """It ends once the current stream gets here."""
+        self._call = None
+        if self._counted:
+            self._flags.mark(self._watch.begun)
+
+    def fail(self) -> None:
+        """The pass has no end, if there is one."""
+        self._call, self._watch.begun = None, 0
+
+    def add_to(self, send: Messages, receive: Messages) -> tuple[Messages, Messages, list[int]]:
+        """The messages with stamps, where they are the first of a pass, and whose stamps come."""
+        if self._call is None:
+            return send, receive, []
+        first, to = sorted(receive.keys() - self._received), send.keys() - self._sent
+        self._received.update(first)
+        self._sent.update(to)
+        stamp = (self._kept if self._counted else self._made)(self._call)
+        sent = {peer: [*each, stamp] if peer in to else each for peer, each in send.items()}
+        received = dict(receive)
+        for peer in first:
+            received[peer] = [*receive[peer], self._arrived[peer : peer + 1]]
+        return sent, received, first
+
+    def _made(self, call: int) -> Tensor:
+        return torch.full_like(self._arrived[:1], call)
+
+    def compare(self, peers: list[int]) -> None:
+        """Compare what has come from these peers."""
+        if peers and self._call is not None:
+            self._flags.wait(peers, 0, self._call)
+
+
+def comparing(wait: Callable[[], None], stamps: Stamps, peers: list[int]) -> Callable[[], None]:
+    """``wait``, and then compare what came from these peers."""
+
+    def both() -> None:
+        wait()
+        stamps.compare(peers)
+
+    return both

@@ -1,0 +1,126 @@
+"""Triton kernels that set and await flags in the memory of GPUs of one host, one program a peer.
+
+    flags     int64[ranks]: the address of the flag of each peer in channel 0; 0 is clear
+    record    int64[RECORD_LENGTH] of the host's memory: what the host must know (``watch``)
+
+A kernel that waits for long tells the host so, and goes on until the host says stop. A rank that
+finds another fingerprint than its own stops by itself. To stop is to trap: whatever else is done on
+the device, the host's next synchronisation included, ends in an error, so no wrong number is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .record import CALL, DIFFERS, ENDED, PEER, STATUS, STOP, STOPPED, THEIRS, WAITS
+
+TELL_NS = tl.constexpr(1_000_000_000)  # a longer wait is told of
+NUMBERS = ["peers", "offset", "call"]
+POINTERS = ["flags", "record"]
+_CALL, _DIFFERS, _PEER = tl.constexpr(CALL), tl.constexpr(DIFFERS), tl.constexpr(PEER)
+_STATUS, _STOP, _STOPPED = tl.constexpr(STATUS), tl.constexpr(STOP), tl.constexpr(STOPPED)
+_THEIRS, _WAITS, _ENDED = tl.constexpr(THEIRS), tl.constexpr(WAITS), tl.constexpr(ENDED)
+
+
+@triton.jit
+def nanoseconds() -> Any:
+    """Of the GPU's clock."""
+    asm: tl.constexpr = "mov.u64 $0, %globaltimer;"
+    return tl.inline_asm_elementwise(asm, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def shown() -> None:
+    """Return once the host can see what was stored."""
+    asm: tl.constexpr = "membar.sys; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def trap() -> None:
+    """End the kernel with an error."""
+    asm: tl.constexpr = "trap; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def tell(record: tl.tensor, status: tl.constexpr, peer: tl.tensor, call: tl.tensor) -> None:
+    """Tell the host."""
+    tl.store(record + _PEER, peer.to(tl.int64))
+    tl.store(record + _CALL, call)
+    shown()
+    tl.store(record + _STATUS, status)
+    shown()
+
+
+@triton.jit
+def wait_longer(
+    record: tl.tensor, peer: tl.tensor, call: tl.tensor, began: tl.tensor, told: tl.tensor
+) -> Any:
+    """Tell the host once of a long wait, and ask it whether to stop; whether it was told."""
+    if told == 0:
+        if nanoseconds() - began > TELL_NS:
+            tell(record, _WAITS, peer, call)
+            told += 1
+    else:
+        if tl.load(record + _STOP, volatile=True) != 0:
+            tell(record, _STOPPED, peer, call)
+            trap()
+    return told
+
+
+@triton.jit
+def flag_of(flags: tl.tensor, peer: tl.tensor, offset: tl.tensor) -> Any:
+    """A pointer to a flag; ``offset``: of its channel, in bytes."""
+    return (tl.load(flags + peer) + offset).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def put(
+    flags: tl.tensor, record: tl.tensor, peers: tl.int64, offset: tl.int64, call: tl.int64
+) -> None:
+    """Set the flag of each of ``peers``, a bit each, to ``call`` once it is clear."""
+    peer = tl.program_id(0)
+    if (peers >> peer) & 1 != 0:
+        flag = flag_of(flags, peer, offset)
+        clear = call * 0
+        began = nanoseconds()
+        told = peer * 0
+        seen = tl.atomic_cas(flag, clear, call, sem="release", scope="sys")
+        while seen != 0:
+            told = wait_longer(record, peer, call, began, told)
+            seen = tl.atomic_cas(flag, clear, call, sem="release", scope="sys")
+        if told != 0:
+            tl.store(record + _STATUS, 0)
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def wait(
+    flags: tl.tensor, record: tl.tensor, peers: tl.int64, offset: tl.int64, call: tl.int64
+) -> None:
+    """Wait until the flag of each of ``peers`` is set, clear it, and compare it to ``call``."""
+    peer = tl.program_id(0)
+    if (peers >> peer) & 1 != 0:
+        flag = flag_of(flags, peer, offset)
+        clear = call * 0
+        began = nanoseconds()
+        told = peer * 0
+        seen = tl.atomic_xchg(flag, clear, sem="acquire", scope="sys")
+        while seen == 0:
+            told = wait_longer(record, peer, call, began, told)
+            seen = tl.atomic_xchg(flag, clear, sem="acquire", scope="sys")
+        if told != 0:
+            tl.store(record + _STATUS, 0)
+        if seen != call:
+            tl.store(record + _THEIRS, seen)
+            tell(record, _DIFFERS, peer, call)
+            trap()
+
+
+@triton.jit(do_not_specialize=["passes"], do_not_specialize_on_alignment=["record"])
+def mark(record: tl.tensor, passes: tl.int64) -> None:
+    """Tell the host that so many passes have ended."""
+    tl.store(record + _ENDED, passes)

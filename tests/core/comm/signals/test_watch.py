@@ -1,0 +1,166 @@
+"""What the host makes of what a GPU tells about its waits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from customized_ops.ring_attention.core.comm import patience
+from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
+from customized_ops.ring_attention.core.comm.signals import record as of
+from customized_ops.ring_attention.core.comm.signals import watch as watch_module
+from customized_ops.ring_attention.core.comm.signals.watch import Watch, disagreement
+
+FORWARD, BACKWARD = 0x0001_0002_0003_0004, 0x0001_0002_0003_0005
+PASS = "ring attention, forward"
+START = "ring attention, forward: rank 0 of the group of ranks [0, 1]"
+
+
+class Store(dict[str, bytes]):
+    """As a group's."""
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0] in self
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def delete_key(self, key: str) -> None:
+        del self[key]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    made = Store()
+    for module in (patience, watch_module):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(patience, "_get_process_group_store", lambda group: made)
+    monkeypatch.setattr(patience.dist, "get_process_group_ranks", lambda group: [0, 1])
+    return made
+
+
+class Group:
+    """The first of two ranks."""
+
+    def rank(self) -> int:
+        return 0
+
+
+def watched(seconds: float = 100.0, processes: Any = None) -> tuple[Watch, Any]:
+    record = np.zeros(of.RECORD_LENGTH, dtype=np.int64)
+    made = Watch(Patience(Group(), processes), record, seconds)  # type: ignore[arg-type]
+    made.name(FORWARD, PASS)
+    return made, record
+
+
+def told(record: Any, status: int, theirs: int = 0) -> None:
+    """As a kernel does: the status last."""
+    record[of.PEER], record[of.CALL], record[of.THEIRS] = 1, FORWARD, theirs
+    record[of.STATUS] = status
+
+
+def until(happens: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not happens():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def problem_of(watch: Watch) -> str:
+    with pytest.raises(PeerFailed) as caught:
+        watch.check(PASS)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_who_disagrees_and_on_what(store: Store) -> None:
+    watch, record = watched()
+    watch.check(PASS)
+    told(record, of.DIFFERS, BACKWARD)
+    want = f"{START} and rank 1 do not agree on tensors or options"
+    assert problem_of(watch) == problem_of(watch) == want
+    assert disagreement(1, FORWARD, 1).endswith("the same calls in the same order")
+
+
+def test_a_long_wait_that_ends(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is late is named, and nothing else happens."""
+    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    watch, record = watched()
+    with pytest.warns(UserWarning, match="rank 1 has not come") as warned:
+        told(record, of.WAITS)
+        until(lambda: "waits/0" in store)
+        until(lambda: warned.list)
+        record[of.STATUS] = of.NOTHING
+        until(lambda: not store)
+    watch.check(PASS)
+    assert not record[of.STOP] and str(warned[0].message).startswith(f"{START} has waited")
+
+
+FAILED = b"3 ring attention, forward: OutOfMemoryError: 20 GiB"
+REASONS = [
+    ("a failure", f"{START} cannot go on: rank 1 failed in {FAILED[2:].decode()}"),
+    ("an end", f"{START} lost rank 1: its process ended"),
+    ("its time", f"{START} has waited 0 s: rank 1 has not come, as long as it may"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+@pytest.mark.parametrize(("why", "text"), REASONS, ids=[why for why, _ in REASONS])
+def test_a_wait_in_vain_is_stopped(store: Store, why: str, text: str) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process = os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+        assert patience.this_process() == process
+        seen = patience.processes_of([process, (other.pid, process[1]), (other.pid, 0), None])
+        assert seen == {0: os.getpid(), 1: other.pid}
+        watch, record = watched(0.3 if why == "its time" else 100, {1: other.pid})
+        if why == "a failure":
+            store["failed/1"] = FAILED
+        elif why == "an end":
+            other.kill()
+        told(record, of.WAITS)
+        until(lambda: watch.problem)
+        assert problem_of(watch) == text and record[of.STOP]
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_thread_ends_with_its_watch(store: Store) -> None:
+    watch, _ = watched()
+    gone = weakref.ref(watch)
+    del watch
+    until(lambda: gc.collect() or gone() is None)
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels of others wait, the record counts passes."""
+    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    watch, record = watched()
+    watch.check(PASS)
+    watch.begun, record[of.ENDED] = 3, 3
+    time.sleep(0.2)
+    assert not store
+    with pytest.warns(UserWarning, match="rank 1 has not come"):
+        watch.begun = 4
+        until(lambda: "waits/0" in store)
+        time.sleep(0.2)
+        record[of.ENDED] = 4
+        until(lambda: not store)
+    watch.check(PASS)
+    watch.begun, store["failed/1"] = 5, FAILED
+    until(lambda: watch.problem)
+    assert "rank 1 failed" in problem_of(watch)
