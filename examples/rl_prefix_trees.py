@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,13 @@ from launch import count, on_ranks, verdict
 from llama import Llama, LlamaConfig
 from torch import Tensor
 
-from customized_ops.ring_attention import Layout, pack_rollouts, wrap_masked_attn_func
+from customized_ops.ring_attention import (
+    RolloutPart,
+    group_costs,
+    pack_rollouts,
+    rollout_parts,
+    wrap_masked_attn_func,
+)
 
 SMALL = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
 LARGE = {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 8, "hidden": 5632, "checkpoint": True}
@@ -39,8 +45,9 @@ class PartAttention:
         return wrap_masked_attn_func(q, k, v, self.part.mask, **where)
 
 
-def drawn(given: argparse.Namespace, step: int) -> tuple[list[Any], list[int], Tensor]:
-    """Rollouts, lengths of their prompts, and advantages within a prompt, of even tokens."""
+def drawn(given: argparse.Namespace, step: int) -> tuple[list[tuple[Any, int]], Tensor]:
+    """Rollouts with the lengths of their prompts, and advantages within a prompt, of even
+    tokens."""
     draw = np.random.default_rng((0, step))
     rollouts, advantages = [], []
     for _ in range(given.prompts):
@@ -48,10 +55,20 @@ def drawn(given: argparse.Namespace, step: int) -> tuple[list[Any], list[int], T
         for _ in range(given.answers):
             length = given.answer * draw.uniform(1 - given.spread, 1 + given.spread)
             answer = draw.integers(0, 256, max(1, round(length)))
-            rollouts.append(np.concatenate([prompt, answer]))
+            rollouts.append((np.concatenate([prompt, answer]), given.prompt))
             rewards.append((answer % 2 == 0).mean())
         advantages.append(np.subtract(rewards, np.mean(rewards)) / (np.std(rewards) + 1e-6))
-    return rollouts, [given.prompt] * len(rollouts), torch.from_numpy(np.concatenate(advantages))
+    return rollouts, torch.from_numpy(np.concatenate(advantages))
+
+
+def parts(given: argparse.Namespace, steps: int, share: bool) -> Iterator[RolloutPart]:
+    """This rank's of each step, made while the device computes on the one before."""
+    size = LARGE if given.large else SMALL
+    ranks, rank, heads = dist.get_world_size(), dist.get_rank(), (size["heads"], size["kv_heads"])
+    where = {"ranks": ranks, "rank": rank, "costs": group_costs(dist.group.WORLD)}
+    loader = (drawn(given, step)[0] for step in range(steps))
+    head_dim = size["dim"] // size["heads"]
+    return rollout_parts(loader, heads=heads, head_dim=head_dim, share=share, **where)
 
 
 def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llama:
@@ -63,12 +80,10 @@ def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llam
     return net
 
 
-def over_ranks(net: Llama, share: bool, given: argparse.Namespace, step: int) -> Tensor:
+def over_ranks(net: Llama, part: RolloutPart, advantages: Tensor) -> Tensor:
     """The loss of a step; leaves its gradients."""
-    rollouts, prompts, advantages = drawn(given, step)
-    packed, weight = pack_rollouts(rollouts, prompts, share=share), net.embed.weight
-    layout = Layout.balanced(packed.mask, dist.get_world_size())
-    net.c.op.part = part = packed.part(layout, dist.get_rank()).to(weight.device)
+    weight = net.embed.weight
+    net.c.op.part = part = part.to(weight.device)
     hidden = net.hidden(part.tokens[None], part.positions[None])
     log_probs = part.log_probs(F.linear(hidden, weight))
     loss = part.loss(log_probs, part.of_rollouts(advantages.to(weight.device)), mean="rollout")
@@ -82,7 +97,7 @@ def over_ranks(net: Llama, share: bool, given: argparse.Namespace, step: int) ->
 
 def alone(net: Llama, given: argparse.Namespace) -> None:
     """Leaves gradients of the first step, rollout by rollout on this rank alone."""
-    for row, prompt, advantage in zip(*drawn(given, 0), strict=True):
+    for (row, prompt), advantage in zip(*drawn(given, 0), strict=True):
         tokens = torch.from_numpy(row).to(net.embed.weight.device)
         positions = torch.arange(len(row), device=tokens.device)
         logits = F.linear(net.hidden(tokens[None], positions[None])[0], net.embed.weight)
@@ -95,9 +110,9 @@ def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple
     net = policy(given, device, PartAttention())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     losses, seconds = [], []
-    for step in range(given.steps + 1):
+    for step, part in enumerate(parts(given, given.steps + 1, share)):
         started = time.perf_counter()
-        losses.append(over_ranks(net, share, given, step))
+        losses.append(over_ranks(net, part, drawn(given, step)[1]))
         optimizer.step()
         losses[-1].item()  # waits for the device
         seconds.append(time.perf_counter() - started)
@@ -106,10 +121,10 @@ def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
     """On every rank: 0 where gradients and losses of the tree are those of rollouts apart."""
-    failed, packed = 0, pack_rollouts(drawn(given, 0)[0])
+    failed, packed = 0, pack_rollouts(*zip(*drawn(given, 0)[0], strict=True))
     if not given.large:
         tree, one = policy(given, device, PartAttention()), policy(given, device, "ring")
-        over_ranks(tree, True, given, 0)
+        over_ranks(tree, next(parts(given, 1, True)), drawn(given, 0)[1])
         alone(one, given)
         pairs = zip(tree.parameters(), one.parameters(), strict=True)
         apart = torch.stack([(a.grad - b.grad).abs().max() / b.grad.abs().max() for a, b in pairs])

@@ -31,7 +31,7 @@ from .probes import ModelRun, ProbeError, ProbeReport, check_parallel_model
 from .public_calls import make_plan  # the module declares all functions here to engines
 from .ring_attn import wrap_ring_attn_func
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
-from .rollouts import PackedRollouts, RolloutPart, pack_rollouts
+from .rollouts import PackedRollouts, PackRollouts, RolloutPart, pack_rollouts, rollout_parts
 from .sliding_window_attn import wrap_sliding_window_attn_func
 from .streaming_attn import wrap_streaming_attn_func
 from .warm_up import compiled_kernels, warm_up
@@ -50,6 +50,7 @@ __all__ = [
     "MaskError",
     "ModelRun",
     "PackDocuments",
+    "PackRollouts",
     "PackedBatch",
     "PackedRollouts",
     "PeerFailed",
@@ -63,6 +64,7 @@ __all__ = [
     "make_plan",
     "pack_rollouts",
     "packed_batches",
+    "rollout_parts",
     "run_ranks",
     "warm_up",
     "wrap_masked_attn_func",

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from queue import SimpleQueue
-from threading import Event, Semaphore, Thread
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .ahead import made_ahead
 from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
@@ -197,6 +196,10 @@ class PackDocuments:
             self,
         )
 
+    def made(self, given: Sequence[Any] | PackedBatch) -> PackedBatch:
+        """What a loader gives, packed; or taken, if it is a batch."""
+        return self.take(given) if isinstance(given, PackedBatch) else self(given)
+
     def take(self, batch: PackedBatch) -> PackedBatch:
         """A batch that a DataLoader packed, if it is what this would have made.
 
@@ -222,7 +225,7 @@ class PackDocuments:
 
 
 def packed_batches(
-    loader: Iterable[Sequence[Any]],
+    loader: Iterable[Sequence[Any] | PackedBatch],
     *,
     ranks: int,
     rank: int,
@@ -250,44 +253,8 @@ def packed_batches(
             arguments, and as :class:`PackDocuments`; what ``loader`` raises is raised where its
             batch is due.
     """
-    if ahead < 1:
-        raise ValueError(f"packed_batches: ahead must be at least 1, got {ahead}")
     pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, head_dim)
-    return _ahead(loader, pack, ahead)
-
-
-def _ahead(loader: Iterable[Any], pack: PackDocuments, count: int) -> Iterator[PackedBatch]:
-    """What is made in a thread, so many in advance; the thread ends with the iterator."""
-    made: SimpleQueue[tuple[PackedBatch | None, BaseException | None]] = SimpleQueue()
-    room, stopped = Semaphore(count), Event()
-
-    def work() -> None:
-        try:
-            for given in loader:
-                packed = isinstance(given, PackedBatch)
-                made.put((pack.take(given) if packed else pack(given), None))
-                room.acquire()
-                if stopped.is_set():
-                    return
-            made.put((None, None))
-        except BaseException as error:
-            made.put((None, error))
-
-    thread = Thread(target=work, name="packed_batches", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, error = made.get()
-            room.release()
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        stopped.set()
-        room.release()
-        thread.join()
+    return made_ahead(loader, pack.made, ahead, "packed_batches")
 
 
 def _row(number: int, document: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -5,5 +5,6 @@
 
 from .packed import PackedRollouts, pack_rollouts
 from .part import RolloutPart
+from .planned import PackRollouts, rollout_parts
 
-__all__ = ["PackedRollouts", "RolloutPart", "pack_rollouts"]
+__all__ = ["PackRollouts", "PackedRollouts", "RolloutPart", "pack_rollouts", "rollout_parts"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.mask import AttnMask
+from ..core.plan import Plan
 from ..op.arguments import ArgumentError
 
 MEANS = ("token", "rollout", None)
@@ -39,6 +40,7 @@ class RolloutPart:
         rollout_tokens: of all rollouts together.
         layout: which rank holds which tokens.
         mask: what attends; pass both to :func:`.wrap_masked_attn_func`.
+        plan: what attention will find, if it was made ahead (:class:`.PackRollouts`).
     """
 
     tokens: Tensor
@@ -52,6 +54,7 @@ class RolloutPart:
     rollout_tokens: int
     layout: Layout
     mask: AttnMask
+    plan: Plan | None = None
 
     def to(self, device: torch.device | str) -> RolloutPart:
         """The same on a device. From pinned memory the host does not wait for the copies."""

@@ -1,0 +1,94 @@
+"""Rollouts packed with their layout and plan, in a worker or a thread, before the step that needs
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from ..ahead import made_ahead
+from ..core.cost import H200, CostModel
+from ..core.layout import Layout
+from ..core.plan.heads import head_counts
+from ..core.plan.plan import expect
+from ..core.run.call_pairs import prepare
+from ..masked_attn import MASKED_ATTN
+from ..op.arguments import require
+from ..op.mask_source import Problem
+from .packed import pack_rollouts
+from .part import RolloutPart
+
+Rollouts = Sequence[tuple[Any, int]]  # the ids of each, and how many of its first are its prompt
+
+
+@dataclass(frozen=True)
+class PackRollouts:
+    """From rollouts to one rank's :class:`RolloutPart`, over ``Layout.balanced`` and with its plan:
+    the ``collate_fn`` of a DataLoader, whose workers then plan ahead. Every rank must get the same
+    rollouts in the same order.
+
+    Attributes:
+        ranks, rank: of the group that attends together.
+        heads: query and key heads of the model.
+        share: whether shared prefixes are packed once, as :func:`pack_rollouts` takes it.
+        costs: rates that plans are chosen by, and hosts that layouts go by; give those of the
+            group, :func:`.group_costs`, or attention plans again in the step.
+        head_dim: of the model. Attention of other heads plans again in the step.
+    """
+
+    ranks: int
+    rank: int
+    heads: tuple[int, int]
+    share: bool = True
+    costs: CostModel = H200
+    head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        vars(self).update(heads=head_counts("PackRollouts", self.heads))
+        fits = 0 <= self.rank < self.ranks
+        require(fits, "PackRollouts", "rank", f"0 to {self.ranks - 1}", self.rank)
+
+    def __call__(self, rollouts: Rollouts) -> RolloutPart:
+        """Pack rollouts: of each the ids of its tokens, and how many of its first are its prompt.
+
+        Raises:
+            ArgumentError: as :func:`pack_rollouts`.
+        """
+        started = perf_counter()
+        rows, prompts = zip(*rollouts, strict=True) if rollouts else ((), ())
+        packed = pack_rollouts(rows, prompts, share=self.share)
+        layout = Layout.balanced(packed.mask, self.ranks, topology=self.costs.topology)
+        problem, dims = Problem(packed.mask, layout, layout), (self.head_dim, self.head_dim)
+        plan = MASKED_ATTN.plan(problem, self.heads, dims, costs=self.costs)
+        prepare(plan, self.rank)
+        expect(plan, perf_counter() - started)
+        return replace(packed.part(layout, self.rank), plan=plan)
+
+
+def rollout_parts(
+    loader: Iterable[Rollouts],
+    *,
+    ranks: int,
+    rank: int,
+    heads: tuple[int, int],
+    share: bool = True,
+    costs: CostModel = H200,
+    head_dim: int = 128,
+    ahead: int = 2,
+) -> Iterator[RolloutPart]:
+    """Parts of rollouts of one rank, packed and planned ahead in a thread.
+
+    Args:
+        loader: of rollouts as :class:`PackRollouts` takes them, the same on every rank.
+        ahead: parts that are made before they are asked for.
+
+    The other arguments are those of :class:`PackRollouts`.
+
+    Raises:
+        ValueError: ``ahead`` is not positive. What ``loader`` raises, or :class:`PackRollouts`, is
+            raised where its part is due.
+    """
+    pack = PackRollouts(ranks, rank, heads, share, costs, head_dim)
+    return made_ahead(loader, pack, ahead, "rollout_parts")

@@ -1,0 +1,98 @@
+"""Rollouts that are packed, laid out and planned before the step that attends to them."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from customized_ops.ring_attention import (
+    ArgumentError,
+    Layout,
+    PackRollouts,
+    RolloutPart,
+    group_costs,
+    pack_rollouts,
+    rollout_parts,
+    run_ranks,
+    wrap_masked_attn_func,
+)
+from customized_ops.ring_attention.core.comm import Comm
+from customized_ops.ring_attention.core.plan import plan as plans
+
+RANKS, HEADS, DIM = 2, (4, 2), 8
+
+
+def drawn(seed: int) -> list[tuple[list[int], int]]:
+    """Rollouts of two prompts."""
+    source = random.Random(seed)
+    rollouts = []
+    for _ in range(2):
+        prompt = [source.randrange(9) for _ in range(source.randrange(5, 20))]
+        for _ in range(3):
+            answer = [source.randrange(9) for _ in range(source.randrange(1, 9))]
+            rollouts.append((prompt + answer, len(prompt)))
+    return rollouts
+
+
+STEPS = [drawn(seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+def test_attention_finds_what_was_made_ahead(
+    share: bool, sent: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    def packed(comm: Comm) -> list[RolloutPart]:
+        where = {"ranks": RANKS, "rank": comm.rank, "costs": group_costs(comm)}
+        return list(rollout_parts(STEPS, heads=HEADS, head_dim=DIM, share=share, **where))
+
+    of_ranks = run_ranks(RANKS, packed)
+    if sent:
+        of_ranks = pickle.loads(pickle.dumps(of_ranks))
+
+    def attend(comm: Comm) -> None:
+        for part in of_ranks[comm.rank]:
+            q, k, v = (torch.ones(1, len(part.tokens), heads, DIM) for heads in (4, 2, 2))
+            where = {"layout": part.layout, "process_group": comm}
+            wrap_masked_attn_func(q, k, v, part.mask, **where)
+
+    known = len(plans._PLANS)
+    run_ranks(RANKS, attend)
+    assert len(plans._PLANS) == known and not recwarn.list
+    for rank, made in enumerate(of_ranks):
+        for rollouts, part in zip(STEPS, made, strict=True):
+            rows, prompts = zip(*rollouts, strict=True)
+            whole = pack_rollouts(rows, prompts, share=share)
+            assert part.layout == Layout.balanced(whole.mask, RANKS) == part.plan.q_layout
+            want = whole.part(part.layout, rank)
+            assert torch.equal(part.tokens, want.tokens) and torch.equal(part.rows, want.rows)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ArgumentError, match="rank must be 0 to 1, got 2"):
+        PackRollouts(2, 2, HEADS)
+    with pytest.raises(ArgumentError, match="rollouts must be one or more, got none"):
+        PackRollouts(2, 0, HEADS)([])
+    with pytest.raises(ValueError, match="rollout_parts: ahead must be at least 1, got 0"):
+        rollout_parts([], ranks=2, rank=0, heads=HEADS, ahead=0)
+
+
+def test_errors_come_where_they_are_due_and_the_thread_ends() -> None:
+    def loader() -> Iterator[Any]:
+        yield STEPS[0]
+        raise OSError("no more rollouts")
+
+    made = rollout_parts(loader(), ranks=2, rank=1, heads=HEADS)
+    assert isinstance(next(made), RolloutPart)
+    with pytest.raises(OSError, match="no more rollouts"):
+        next(made)
+    more = rollout_parts(STEPS, ranks=2, rank=1, heads=HEADS)
+    next(more)
+    more.close()
+    assert not [t for t in threading.enumerate() if t.name == "rollout_parts"]
