@@ -39,6 +39,7 @@ FRAGMENTS = {
     "def other_package(": "needs ranks; tests/probes/test_users_models.py has such functions",
     "shard_batch(batch.to(": "needs ranks; tests/api/test_transformers.py has such a loader",
     "part.of_tokens(drawn_with)": "needs a model; tests/rollouts/test_part.py has such a loss",
+    "rollout_parts(loader": "needs ranks; tests/rollouts/test_planned.py has such a loader",
     "warm_up(tokens=": "needs a GPU and a training; tests/ops/batches/test_warm_up.py",
 }
 

@@ -81,6 +81,7 @@ def faulty_call(faulty: int, fault: str, comm: str) -> None:
     leaves, said = drawn(), []
     dist.barrier()
     torch.cuda.synchronize()
+    started = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         first = FAULTS[fault] if dist.get_rank() == faulty else call
@@ -89,7 +90,8 @@ def faulty_call(faulty: int, fault: str, comm: str) -> None:
                 attempt()
                 said.append("nothing")
             except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+                seconds = time.monotonic() - started
+                said.append(f"after {seconds:.1f} s {type(error).__name__}: {error}")
             time.sleep(1.5)  # the host looks each second
     if dist.get_rank() != faulty:
         raise AssertionError("\n".join(said + [str(w.message) for w in warned]))
