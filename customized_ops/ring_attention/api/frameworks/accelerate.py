@@ -14,12 +14,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from ...core.layout import Layout
+from ...layout_ops import wrap_unshard_func
 from ...op.arguments import ArgumentError
-from ..transformers import IMPLEMENTATION, register, shard_batch
+from ..transformers import IMPLEMENTATION, register, shard_batch, sum_over_ranks
 
 
 def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
@@ -62,24 +66,50 @@ class ContextParallel:
     Every rank of a "cp" group gets the same batch from the Trainer's loader and keeps its tokens of
     it, in ``sequence_layout``. Labels are shifted before they are cut; the Trainer divides losses
     by the count of all ranks' tokens and its optimizer step sums the gradients of all. Batches may
-    be packed: ``position_ids`` that begin anew, or ``cu_seq_lens_q``.
+    be packed: ``position_ids`` that begin anew, or ``cu_seq_lens_q``. In evaluation each row counts
+    once, and predictions are of whole rows.
 
     Raises:
-        ValueError: in training, an attention other than "seqshard", or a loss that is not the
+        TypeError: a class has it after Trainer.
+        ValueError: the Trainer's arguments ask for context parallelism that this process has no
+            part in. In training, an attention other than "seqshard", or a loss that is not the
             model's own of each token: label smoothing, ``compute_loss_func``.
     """
 
     sequence_layout = "zigzag"  # or "contiguous", "striped"; see shard_batch
     sequence_group: dist.ProcessGroup | None = None
+    _cut: Layout | None = None  # of the last batch that was cut
+    _gather: Callable[..., Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hook = "_prepare_context_parallel_inputs"
+        for base in cls.__mro__[: cls.__mro__.index(ContextParallel)]:
+            if hook in vars(base) and not issubclass(base, ContextParallel):
+                raise TypeError(
+                    f"{cls.__name__}: {base.__name__} goes before ContextParallel, whose methods "
+                    f"are then not called; write class {cls.__name__}(ContextParallel, ...)"
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; with context parallelism, its accelerator leaves attention alone."""
         trainer: Any = super()
         trainer.create_accelerator_and_postprocess()
-        accelerator = self.accelerator  # type: ignore[attr-defined]
-        config = accelerator.parallelism_config
+        accelerator, arguments = self.accelerator, self.args  # type: ignore[attr-defined]
+        config, asked = accelerator.parallelism_config, arguments.parallelism_config
         if config is not None and config.cp_enabled:
+            if arguments.eval_use_gather_object:
+                raise ArgumentError(
+                    "ContextParallel: eval_use_gather_object gathers each row from every rank that "
+                    "has a part of it; leave it out"
+                )
             self.sequence_group = use_seqshard(accelerator)
+        elif asked is not None and asked.cp_size > 1:
+            raise ArgumentError(
+                f"ContextParallel: parallelism_config has cp_size={asked.cp_size}, but accelerate "
+                f"runs {accelerator.num_processes} process here; start the script with torchrun "
+                "or accelerate launch, and on CPUs give TrainingArguments use_cpu=True"
+            )
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
@@ -89,7 +119,66 @@ class ContextParallel:
             return contextlib.nullcontext, inputs
         _check_trainer(self)
         shard = shard_batch(inputs, self.sequence_group, self.sequence_layout)
+        self._cut = shard.layout
         return shard.context, dict(shard.inputs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """The Trainer's: the loss of whole rows, and their outputs and labels, alike on all ranks
+        that share them."""
+        trainer: Any = super()
+        self._cut = None
+        loss, outputs, labels = trainer.prediction_step(*args, **kwargs)
+        if self._cut is None:
+            return loss, outputs, labels
+        group = self.sequence_group
+        assert group is not None
+        loss = sum_over_ranks(loss, group) / group.size()
+        return loss, _joined(outputs, self._cut, group), labels
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """The Trainer's, of what evaluation gathers: of ranks that share rows, from one."""
+        if self.sequence_group is None:
+            return self._gather
+        return partial(_gather_once, self.accelerator, self._gather)  # type: ignore[attr-defined]
+
+    @gather_function.setter
+    def gather_function(self, function: Callable[..., Any]) -> None:
+        self._gather = function
+
+
+def _joined(outputs: Any, layout: Layout, group: dist.ProcessGroup) -> Any:
+    """Whole rows of a model's outputs for a rank's tokens."""
+    if outputs is None:
+        return None
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(_joined(each, layout, group) for each in outputs)
+    tokens = layout.sizes[group.rank()]
+    if not isinstance(outputs, Tensor) or outputs.ndim < 2 or outputs.shape[1] != tokens:
+        shown = tuple(getattr(outputs, "shape", ())) or type(outputs).__name__
+        raise ArgumentError(
+            f"ContextParallel: the model returns {shown}, which is not of this rank's {tokens} "
+            "tokens; name it in ignore_keys, or evaluate with prediction_loss_only=True"
+        )
+    return wrap_unshard_func(outputs, layout, group)
+
+
+def _gather_once(accelerator: Any, gather: Callable[..., Any], data: Any, **options: Any) -> Any:
+    """``gather`` of the rows of one rank of each group that shares them."""
+    mesh, whole = accelerator.torch_device_mesh, accelerator.gather
+    firsts = mesh.mesh.select(mesh.mesh_dim_names.index("cp"), 0).flatten().sort().values
+
+    def of_firsts(tensors: Any) -> Any:
+        if isinstance(tensors, (list, tuple)):
+            return type(tensors)(map(of_firsts, tensors))
+        of_ranks = whole(tensors).unflatten(0, (mesh.size(), -1))
+        return of_ranks[firsts.to(of_ranks.device)].flatten(0, 1)
+
+    accelerator.gather = of_firsts
+    try:
+        return gather(data, **options)
+    finally:
+        del accelerator.gather
 
 
 def _check_trainer(trainer: Any) -> None:

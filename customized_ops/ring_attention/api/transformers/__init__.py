@@ -107,7 +107,7 @@ def attention(
     Raises:
         NotImplementedError, ValueError: something that is asked for cannot be done; names it.
     """
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = (_as_autocast(t).transpose(1, 2) for t in (query, key, value))
     cut = attention_mask.cut if isinstance(attention_mask, Mask) else current_cut()
 
     def check() -> tuple[Mask, Tensor | None]:
@@ -120,6 +120,7 @@ def attention(
             _check_window(mask, sliding_window)
         if mask.cut is None:
             refuse_part(position_ids, others.get("num_items_in_batch"))
+            _refuse_other_cut(module)
         elif not mask.model_is_known:
             _refuse_for_parts(module, others)
             mask.model_is_known = True
@@ -138,6 +139,24 @@ def attention(
     if mask.cut is not None:
         options |= mask.cut.options(module, dropout)
     return of_batch.attend(q, k, v, **options), None
+
+
+def _as_autocast(t: Tensor) -> Tensor:
+    """In autocast's dtype, as torch casts what ``scaled_dot_product_attention`` is given."""
+    if t.dtype != torch.float32 or not torch.is_autocast_enabled(t.device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
+
+
+def _refuse_other_cut(module: torch.nn.Module) -> None:
+    """Raise where accelerate cuts the sequence, for an attention that is not this one."""
+    for hook in module._forward_pre_hooks.values():
+        if "context_parallel" in getattr(hook, "__qualname__", ""):
+            raise ArgumentError(
+                f"{TITLE}: accelerate cuts sequences for torch's own context parallelism, so each "
+                "rank would attend its own tokens alone; with the Trainer put ContextParallel "
+                "first in the bases of its class, else call use_seqshard before prepare"
+            )
 
 
 def _refuse_for_parts(module: torch.nn.Module, others: dict[str, Any]) -> None:
