@@ -56,7 +56,8 @@ def _policies(case: Case, ranks: int) -> list[str]:
     """Those that can split the case over so many ranks; others refuse it by name."""
     heads = ["ulysses", "tp"] if case.heads[0] >= ranks else []
     batch = ["dp"] if case.batch >= ranks and not case.packed else []
-    return ["cp", "auto", *heads, *batch]
+    tokens = ["cp"] if min(case.length, case.k_length) >= ranks else []
+    return ["auto", *tokens, *heads, *batch]
 
 
 def _rarely(random: Random) -> bool:

@@ -43,6 +43,7 @@ class Machine:
         patch.setattr(symmetric, "SymmetricComm", self._symmetric)
         connect = lambda comm, device: self.connected.append(comm.rank)  # noqa: E731
         patch.setattr(InProcessComm, "connect", connect, raising=False)
+        patch.setattr(InProcessComm, "look_after", lambda comm, device: None, raising=False)
         patch.setattr(dist, "get_backend_config", lambda comm: self.backend)
         patch.setattr(symmetric.socket, "gethostname", lambda: self.hosts[self._thread.rank])
         patch.setattr(torch.cuda, "current_device", lambda: self.gpus[self._thread.rank])

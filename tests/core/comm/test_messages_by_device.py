@@ -22,7 +22,8 @@ def test_messages_go_over_a_group_that_has_their_device(
     monkeypatch.setattr(dist, "P2POp", lambda operation, message, group, group_peer: group)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: sent.extend(ops) or [])
     comm: Any = object.__new__(DistComm)
-    comm.rank, comm.size, comm._patience, comm._stamps = 1, 4, None, None
+    comm.rank, comm.size = 1, 4
+    comm._patience = comm._stamps = comm._device = None
     comm._of_cpus = [Way("the caller's", frozenset(range(4)))]  # type: ignore[arg-type]
     comm._of_gpus = [Way("near", frozenset({0, 1})), Way("far", frozenset({2, 3}))]  # type: ignore[arg-type]
     messages = {peer: [torch.empty(3, device=device)] for peer in (3, 0, 2)}

@@ -21,7 +21,7 @@ from ..topology import Topology
 from .link_probe import measured
 from .messages import Comm, Messages, Reduction
 from .patience import Patience, timeout_of
-from .signals.stamps import Stamps, comparing
+from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
 COSTS = "SEQSHARD_COSTS"  # and that of rates of the CostModel
@@ -45,12 +45,17 @@ class DistComm(Comm):
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
         self._patience = Patience(group) if self.compares else None
+        self._device: torch.device | None = None  # of a group of GPUs
         self._stamps: Stamps | None = None  # of messages between GPUs
         if "nccl" in backends:
             self.costs = H200_NCCL
         if (topology := self._topology()) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def look_after(self, device: torch.device) -> None:
+        """Look after what the host of a GPU waits for, too; all ranks call this together."""
+        self._patience, self._device = Patience.of_gpus(self._group), device
 
     def connect(self, device: torch.device) -> None:
         """Before the first messages between GPUs; all ranks call this together.
@@ -66,8 +71,9 @@ class DistComm(Comm):
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
         after, before = ((self.rank + way) % self.size for way in (1, -1))
         one, other = torch.zeros(2, device=device)
-        patience, timeout = Patience.of_gpus(self._group), timeout_of(self._group, device)
-        self._stamps = Stamps(self.rank, self.size, device, patience, timeout)
+        assert self._patience is not None
+        timeout = timeout_of(self._group, device)
+        self._stamps = Stamps(self.rank, self.size, device, self._patience, timeout)
         for way in self._of_gpus:
             everybody = way._replace(peers=frozenset(range(self.size)))
             for work in self._begin(everybody, {after: [one]}, {before: [other]}):
@@ -125,7 +131,7 @@ class DistComm(Comm):
             ways = self._of_cpus if on_cpu else self._of_gpus
             works = [work for way in ways for work in self._begin(way, send, receive)]
         except RuntimeError as error:  # a connection that is closed already
-            if self._patience is None:
+            if self._patience is None or not on_cpu:
                 raise
             self._patience.fail(self.now, error)
 
@@ -136,7 +142,7 @@ class DistComm(Comm):
         # The buffers live until the messages have left.
         wait.buffers = (send, receive)  # type: ignore[attr-defined]
         if self._stamps is not None and stamped:
-            return comparing(wait, self._stamps, stamped)
+            return self._stamps.comparing(wait, stamped)
         return partial(self._wait, wait) if works and on_cpu else wait
 
     def _begin(self, way: Way, send: Messages, receive: Messages) -> list[dist.Work]:
@@ -165,19 +171,17 @@ class DistComm(Comm):
             dist.destroy_process_group(group)
 
     def tell_failure(self, error: BaseException) -> None:
-        patience = self._patience
         if self._stamps is not None:
-            patience = self._stamps.patience
             self._stamps.fail()
-        if patience is not None:
-            patience.tell_failure(self.now, self.step, error)
+        if self._patience is not None:
+            self._patience.tell_failure(self.now, self.step, error)
 
     def _wait(self, function: Callable[[], None]) -> None:
         """``function()``, which waits for peers."""
         if self._patience is None:
             function()
         else:
-            self._patience.wait(self.now, function)
+            self._patience.wait(self.now, function, self._device)
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         dense = tensor.contiguous()

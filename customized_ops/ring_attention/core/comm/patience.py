@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import os
 import queue
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,8 +63,8 @@ class Patience:
         dist.all_gather_object(said, this_process(), group=group)
         return cls(group, processes_of(said))
 
-    def wait(self, doing: str, function: Job) -> None:
-        """``function()``, which waits for peers.
+    def wait(self, doing: str, function: Job, device: torch.device | None = None) -> None:
+        """``function()``, which waits for peers; ``device``: the GPU that it uses, if any.
 
         Raises:
             PeerFailed: a peer failed in a step in which this rank did not, or its process is gone.
@@ -73,7 +74,8 @@ class Patience:
 
         def job() -> None:
             try:
-                function()
+                with nullcontext() if device is None else torch.cuda.device(device):
+                    function()
             except BaseException as error:
                 errors.append(error)
             done.set()
@@ -93,13 +95,18 @@ class Patience:
         raise PeerFailed(f"{self.here(doing)} lost a peer: {cause}") from error
 
     def until(
-        self, over: Callable[[float], bool], doing: str, most_seconds: float = math.inf
+        self,
+        over: Callable[[float], bool],
+        doing: str,
+        most_seconds: float = math.inf,
+        awaited: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Wait, and look what peers have written meanwhile.
 
         Args:
             over: whether the wait ends within so many seconds.
             most_seconds: that the wait may take.
+            awaited: peers whose processes must not have ended.
         Raises:
             PeerFailed: as :meth:`wait`, or it took longer.
         """
@@ -109,11 +116,12 @@ class Patience:
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             self._raise_if_a_peer_failed(doing)
+            self._raise_if_one_has_ended(doing, awaited())
             if seconds >= most_seconds:
                 raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
                 # Peers have had time to write, too.
-                warnings.warn(self._waited(doing, seconds), stacklevel=2)
+                tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
                 self._store.set(f"waits/{self._rank}", doing)
@@ -155,7 +163,10 @@ class Patience:
             step, _, what = text.partition(" ")
             if int(step) not in self._failed:
                 raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
-        if gone := [str(rank) for rank, process in self._processes.items() if _has_ended(process)]:
+
+    def _raise_if_one_has_ended(self, doing: str, awaited: Iterable[int]) -> None:
+        known = [rank for rank in awaited if rank in self._processes]
+        if gone := [str(rank) for rank in known if _has_ended(self._processes[rank])]:
             raise PeerFailed(f"{self.here(doing)} lost rank {', '.join(gone)}: its process ended")
 
     def _waited(self, doing: str, seconds: float) -> str:
@@ -172,10 +183,21 @@ class Patience:
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
 
 
+def tell(text: str) -> None:
+    """Warn; where warnings are errors, a thread that looks after a wait must still go on."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except UserWarning:
+        print(text, file=sys.stderr)
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """In seconds."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout.total_seconds()
+    """In seconds: the world's, where that is longer than what a group is made with by default."""
+    timeouts: list[timedelta] = []
+    for each in (group, dist.group.WORLD):
+        with suppress(RuntimeError):  # the world has no backend for the device
+            timeouts.append(each._get_backend(device).options._timeout)  # type: ignore[union-attr]
+    return max(timeouts).total_seconds()
 
 
 def processes_of(peers: Sequence[tuple[int, int] | None]) -> dict[int, int]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,18 +45,19 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
+        self.patience = Patience.of_gpus(group)
         n_bytes = flags_bytes(group.size())
         handle, self._flags_memory = self._rendezvous(n_bytes)
         words = (n_bytes // FLAG_BYTES,)
         of_ranks = [handle.get_buffer(n, words, torch.int64) for n in range(group.size())]
         self._handle, self._flags = handle, Flags(of_ranks, group.rank(), device)
-        self.patience = Patience.of_gpus(group)
         self._watch = Watch(self.patience, self._flags.record, timeout_of(group, device))
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
         said: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(said, (SymmetricMemory.made, n_bytes), group=self._group)
+        mine = SymmetricMemory.made, n_bytes
+        self._wait(partial(dist.all_gather_object, said, mine, group=self._group))
         times, sizes = zip(*said, strict=True)
         require_alike(sizes)
         for _ in range(max(times) - SymmetricMemory.made):
@@ -78,11 +80,15 @@ class SymmetricMemory:
                 "captured; run the step once as it is first"
             )
         torch.cuda.synchronize(self._device)
-        dist.barrier(self._group, device_ids=[self._device.index])
+        self._wait(partial(dist.barrier, self._group, device_ids=[self._device.index]))
         handle, memory = self._rendezvous(n_bytes)
         ranks = range(self._group.size())
         buffers = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in ranks]
         return Piece(buffers, (handle, memory))
+
+    def _wait(self, function: Callable[[], None]) -> None:
+        """``function()``, which waits for peers."""
+        self.patience.wait("where memory for exchanges is made", function, self._device)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
@@ -109,14 +115,11 @@ class SymmetricComm(OneSidedComm, DistComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         memory = SymmetricMemory(group, device)
         super().__init__(memory, group)
-        self._tell = memory.patience.tell_failure
+        self._patience, self._device = memory.patience, device
         # All keys have their places in the arena, so there is no bound on what a rank holds.
         self.costs = replace(
             H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf
         )
-
-    def tell_failure(self, error: BaseException) -> None:
-        self._tell(self.now, self.step, error)
 
 
 def comm_over(group: dist.ProcessGroup) -> DistComm:
@@ -132,6 +135,7 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
     if "nccl" not in str(dist.get_backend_config(group)):
         return messages
     device = torch.device("cuda", torch.cuda.current_device())
+    messages.look_after(device)
     if choice == "nccl":
         messages.connect(device)
         return messages

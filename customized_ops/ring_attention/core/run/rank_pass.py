@@ -98,9 +98,11 @@ class RankPass(ABC, Generic[Part]):
 
     def agreed_on(self, *tensors: Tensor) -> tuple[object, ...]:
         """Shapes but for the tokens, dtypes, and how scores become probabilities."""
-        scoring = self.share.scoring
+        scoring, seed = self.share.scoring, self.share.scoring.dropout_seed
         kinds = [(t.shape[:1], t.shape[2:], t.dtype) for t in tensors]
-        return kinds, scoring.softmax_scale, scoring.softcap
+        # What is on a GPU cannot be read here.
+        seeded = None if seed is None or seed.is_cuda else seed.tolist()
+        return kinds, scoring.softmax_scale, scoring.softcap, scoring.dropout_p, seeded
 
     def end(self) -> None:
         """After the last use of what peers have sent: they may start the next pass."""

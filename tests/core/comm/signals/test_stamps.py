@@ -21,11 +21,13 @@ class Flags:
     """As those of a GPU."""
 
     def __init__(self, of_ranks: list[Tensor], rank: int, device: torch.device) -> None:
-        self._here, self.record = of_ranks[rank], np.zeros(of.RECORD_LENGTH, dtype=np.int64)
+        self._here, self._ranks = of_ranks[rank], len(of_ranks)
+        self.record = np.zeros(of.record_length(self._ranks), dtype=np.int64)
         self.differing: list[int] = []
 
     def wait(self, peers: list[int], channel: int, call: int) -> None:
-        self.differing += [peer for peer in peers if int(self._here[peer]) != call]
+        places = [channel * self._ranks + peer for peer in peers]
+        self.differing += [p for p, n in zip(peers, places, strict=True) if self._here[n] != call]
 
     def mark(self, passes: int) -> None:
         self.record[of.ENDED] = passes
@@ -61,7 +63,7 @@ def test_each_peer_gets_one_a_pass(stamps: Any) -> None:
         assert int(sent[1][1]) == call
         for peer, theirs in ((1, call), (2, FORWARD)):
             received[peer][1].fill_(theirs)
-        stamps.compare(first)
+        stamps.comparing(lambda: None, first)()
         sent, received, first = stamps.add_to({2: [rows]}, {1: [rows]})
         assert int(sent[2][1]) == call and received == {1: [rows]} and not first
         assert stamps.add_to({2: [rows]}, {1: [rows]}) == ({2: [rows]}, {1: [rows]}, [])

@@ -59,16 +59,17 @@ class Group:
 
 
 def watched(seconds: float = 100.0, processes: Any = None) -> tuple[Watch, Any]:
-    record = np.zeros(of.RECORD_LENGTH, dtype=np.int64)
+    record = np.zeros(of.record_length(3), dtype=np.int64)
     made = Watch(Patience(Group(), processes), record, seconds)  # type: ignore[arg-type]
     made.name(FORWARD, PASS)
     return made, record
 
 
-def told(record: Any, status: int, theirs: int = 0) -> None:
+def told(record: Any, status: int, theirs: int = 0, peer: int = 1) -> None:
     """As a kernel does: the status last."""
-    record[of.PEER], record[of.CALL], record[of.THEIRS] = 1, FORWARD, theirs
-    record[of.STATUS] = status
+    at = of.slot(peer)
+    record[at + of.CALL], record[at + of.THEIRS] = FORWARD, theirs
+    record[at + of.STATUS] = status
 
 
 def until(happens: Callable[[], Any]) -> None:
@@ -102,7 +103,7 @@ def test_a_long_wait_that_ends(store: Store, monkeypatch: pytest.MonkeyPatch) ->
         told(record, of.WAITS)
         until(lambda: "waits/0" in store)
         until(lambda: warned.list)
-        record[of.STATUS] = of.NOTHING
+        told(record, of.NOTHING)
         until(lambda: not store)
     watch.check(PASS)
     assert not record[of.STOP] and str(warned[0].message).startswith(f"{START} has waited")
@@ -143,6 +144,56 @@ def test_the_thread_ends_with_its_watch(store: Store) -> None:
     gone = weakref.ref(watch)
     del watch
     until(lambda: gc.collect() or gone() is None)
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_of_two_waits_one_ends(store: Store) -> None:
+    """The other is still looked after; and it is not whoever has ended that matters, but whoever
+    is waited for."""
+    other = subprocess.Popen([sys.executable, "-c", ""])
+    while not patience._has_ended(other.pid):
+        time.sleep(0.01)
+    watch, record = watched(processes={1: other.pid, 2: os.getpid()})
+    told(record, of.WAITS, peer=2)
+    time.sleep(0.1)
+    assert watch.problem is None
+    told(record, of.WAITS)
+    told(record, of.NOTHING, peer=2)
+    until(lambda: watch.problem)
+    assert problem_of(watch).endswith("lost rank 1: its process ended")
+    other.wait()
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_difference_ends_other_waits(store: Store) -> None:
+    """Also where the end of a pass is waited for, which does not come then."""
+    watch, record = watched()
+    watch.check(PASS)
+    watch.begun = 1
+    time.sleep(0.1)
+    told(record, of.DIFFERS, BACKWARD)
+    until(lambda: watch.problem)
+
+
+SCRIPT = """
+import test_watch as test
+import numpy as np
+test.patience._get_process_group_store = lambda group: test.Store()
+test.patience.dist.get_process_group_ranks = lambda group: [0, 1]
+watch, record = test.watched()
+test.told(record, test.of.DIFFERS, test.BACKWARD)
+raise RuntimeError("CUDA error: unspecified launch failure")
+"""
+
+
+def test_the_end_of_a_process_says_why() -> None:
+    """The thread may not have looked by then; and warnings may be errors."""
+    paths = ":".join([os.path.dirname(__file__), *sys.path])
+    for options in ([], ["-W", "error"]):
+        command = [sys.executable, *options, "-c", SCRIPT]
+        environment = os.environ | {"PYTHONPATH": paths}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert "do not agree on tensors or options" in done.stderr, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")

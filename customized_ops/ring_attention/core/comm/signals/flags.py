@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...triton_launch import Grid, Launch, launch_of
-from .record import RECORD_LENGTH
+from .record import record_length
 
 CHANNELS = 256
 FLAG_BYTES = 8
@@ -33,7 +33,7 @@ class Flags:
         self._grid = (self._ranks, 1, 1)
         if self._ranks > MOST_RANKS:
             raise NotImplementedError(f"{self._ranks} ranks; flags are for {MOST_RANKS}")
-        record = torch.zeros(RECORD_LENGTH, dtype=torch.int64, pin_memory=True)
+        record = torch.zeros(record_length(self._ranks), dtype=torch.int64, pin_memory=True)
         there = [t.data_ptr() + FLAG_BYTES * rank for t in of_ranks]
         here = [of_ranks[rank].data_ptr() + FLAG_BYTES * peer for peer in range(self._ranks)]
         self._there, self._here = (torch.tensor(t, device=device) for t in (there, here))

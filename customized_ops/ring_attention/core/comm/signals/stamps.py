@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..patience import Patience
-from .flags import Flags
+from .flags import CHANNELS, Flags
 from .watch import Watch
 
 Messages = dict[int, list[Tensor]]
@@ -23,10 +23,10 @@ class Stamps:
     def __init__(
         self, rank: int, size: int, device: torch.device, patience: Patience, timeout: float
     ) -> None:
-        # By peer; a pass is over here before the next one's stamps arrive.
-        self._arrived = torch.zeros(size, dtype=torch.int64, device=device)
+        # By the number of the pass and by peer: streams may be at several passes.
+        self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
+        self._size, self._passes = size, 0
         self._flags = Flags([self._arrived] * size, rank, device)
-        self.patience = patience
         self._watch = Watch(patience, self._flags.record, timeout)
         self._kept = lru_cache(KEPT)(self._made)
         self._call: int | None = None
@@ -42,7 +42,7 @@ class Stamps:
         """
         self._watch.name(call, what)
         self._watch.check(what)
-        self._call = call
+        self._call, self._passes = call, self._passes + 1
         self._sent, self._received = set(), set()
         # What a CUDA graph captures happens later, or never.
         self._counted = not torch.cuda.is_current_stream_capturing()
@@ -70,23 +70,24 @@ class Stamps:
         sent = {peer: [*each, stamp] if peer in to else each for peer, each in send.items()}
         received = dict(receive)
         for peer in first:
-            received[peer] = [*receive[peer], self._arrived[peer : peer + 1]]
+            place = self._channel * self._size + peer
+            received[peer] = [*receive[peer], self._arrived[place : place + 1]]
         return sent, received, first
 
     def _made(self, call: int) -> Tensor:
         return torch.full_like(self._arrived[:1], call)
 
-    def compare(self, peers: list[int]) -> None:
-        """Compare what has come from these peers."""
-        if peers and self._call is not None:
-            self._flags.wait(peers, 0, self._call)
+    def comparing(self, wait: Callable[[], None], peers: list[int]) -> Callable[[], None]:
+        """``wait``, and then compare what has come from these peers."""
+        channel, call = self._channel, self._call
+        assert call is not None
 
+        def both() -> None:
+            wait()
+            self._flags.wait(peers, channel, call)
 
-def comparing(wait: Callable[[], None], stamps: Stamps, peers: list[int]) -> Callable[[], None]:
-    """``wait``, and then compare what came from these peers."""
+        return both
 
-    def both() -> None:
-        wait()
-        stamps.compare(peers)
-
-    return both
+    @property
+    def _channel(self) -> int:
+        return self._passes % CHANNELS

@@ -1,7 +1,7 @@
 """Triton kernels that set and await flags in the memory of GPUs of one host, one program a peer.
 
     flags     int64[ranks]: the address of the flag of each peer in channel 0; 0 is clear
-    record    int64[RECORD_LENGTH] of the host's memory: what the host must know (``watch``)
+    record    int64 of the host's memory: what the host must know (:mod:`.record`)
 
 A kernel that waits for long tells the host so, and goes on until the host says stop. A rank that
 finds another fingerprint than its own stops by itself. To stop is to trap: whatever else is done on
@@ -15,12 +15,24 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .record import CALL, DIFFERS, ENDED, PEER, STATUS, STOP, STOPPED, THEIRS, WAITS
+from .record import (
+    CALL,
+    DIFFERS,
+    ENDED,
+    SLOT_LENGTH,
+    SLOTS,
+    STATUS,
+    STOP,
+    STOPPED,
+    THEIRS,
+    WAITS,
+)
 
 TELL_NS = tl.constexpr(1_000_000_000)  # a longer wait is told of
 NUMBERS = ["peers", "offset", "call"]
 POINTERS = ["flags", "record"]
-_CALL, _DIFFERS, _PEER = tl.constexpr(CALL), tl.constexpr(DIFFERS), tl.constexpr(PEER)
+_CALL, _DIFFERS = tl.constexpr(CALL), tl.constexpr(DIFFERS)
+_SLOTS, _SLOT_LENGTH = tl.constexpr(SLOTS), tl.constexpr(SLOT_LENGTH)
 _STATUS, _STOP, _STOPPED = tl.constexpr(STATUS), tl.constexpr(STOP), tl.constexpr(STOPPED)
 _THEIRS, _WAITS, _ENDED = tl.constexpr(THEIRS), tl.constexpr(WAITS), tl.constexpr(ENDED)
 
@@ -47,28 +59,29 @@ def trap() -> None:
 
 
 @triton.jit
-def tell(record: tl.tensor, status: tl.constexpr, peer: tl.tensor, call: tl.tensor) -> None:
+def tell(slot: tl.tensor, status: tl.constexpr, call: tl.tensor) -> None:
     """Tell the host."""
-    tl.store(record + _PEER, peer.to(tl.int64))
-    tl.store(record + _CALL, call)
+    tl.store(slot + _CALL, call)
     shown()
-    tl.store(record + _STATUS, status)
+    tl.store(slot + _STATUS, status)
     shown()
 
 
 @triton.jit
 def wait_longer(
-    record: tl.tensor, peer: tl.tensor, call: tl.tensor, began: tl.tensor, told: tl.tensor
+    record: tl.tensor, slot: tl.tensor, call: tl.tensor, began: tl.tensor, told: tl.tensor
 ) -> Any:
-    """Tell the host once of a long wait, and ask it whether to stop; whether it was told."""
+    """Tell the host of a long wait, and ask it whether to stop; whether it was told."""
     if told == 0:
         if nanoseconds() - began > TELL_NS:
-            tell(record, _WAITS, peer, call)
+            tell(slot, _WAITS, call)
             told += 1
     else:
         if tl.load(record + _STOP, volatile=True) != 0:
-            tell(record, _STOPPED, peer, call)
+            tell(slot, _STOPPED, call)
             trap()
+        if tl.load(slot + _STATUS, volatile=True) == 0:  # another wait for the peer is over
+            tell(slot, _WAITS, call)
     return told
 
 
@@ -86,15 +99,16 @@ def put(
     peer = tl.program_id(0)
     if (peers >> peer) & 1 != 0:
         flag = flag_of(flags, peer, offset)
+        slot = record + _SLOTS + _SLOT_LENGTH * peer
         clear = call * 0
         began = nanoseconds()
         told = peer * 0
         seen = tl.atomic_cas(flag, clear, call, sem="release", scope="sys")
         while seen != 0:
-            told = wait_longer(record, peer, call, began, told)
+            told = wait_longer(record, slot, call, began, told)
             seen = tl.atomic_cas(flag, clear, call, sem="release", scope="sys")
         if told != 0:
-            tl.store(record + _STATUS, 0)
+            tl.store(slot + _STATUS, 0)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -105,18 +119,19 @@ def wait(
     peer = tl.program_id(0)
     if (peers >> peer) & 1 != 0:
         flag = flag_of(flags, peer, offset)
+        slot = record + _SLOTS + _SLOT_LENGTH * peer
         clear = call * 0
         began = nanoseconds()
         told = peer * 0
         seen = tl.atomic_xchg(flag, clear, sem="acquire", scope="sys")
         while seen == 0:
-            told = wait_longer(record, peer, call, began, told)
+            told = wait_longer(record, slot, call, began, told)
             seen = tl.atomic_xchg(flag, clear, sem="acquire", scope="sys")
         if told != 0:
-            tl.store(record + _STATUS, 0)
+            tl.store(slot + _STATUS, 0)
         if seen != call:
-            tl.store(record + _THEIRS, seen)
-            tell(record, _DIFFERS, peer, call)
+            tl.store(slot + _THEIRS, seen)
+            tell(slot, _DIFFERS, call)
             trap()
 
 

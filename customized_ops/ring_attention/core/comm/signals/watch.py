@@ -7,24 +7,23 @@ do (:mod:`..patience`), and tells the kernel to stop where there is nothing more
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ..patience import LOOK_SECONDS, Patience, PeerFailed
+from ..patience import LOOK_SECONDS, Patience, PeerFailed, tell
 from .fingerprint import NO_CALL, differing
 from .record import (
     CALL,
     DIFFERS,
     ENDED,
-    NOTHING,
-    PEER,
-    RECORD_LENGTH,
+    SLOT_LENGTH,
+    SLOTS,
     STATUS,
     STOP,
     THEIRS,
@@ -33,10 +32,11 @@ from .record import (
 
 MOST_KNOWN = 256  # passes whose names are kept
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
+_all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
-    """Of one rank; ``record``: int64[RECORD_LENGTH], see :mod:`.record`.
+    """Of one rank; ``record``: int64[record_length(ranks)], see :mod:`.record`.
 
     Attributes:
         begun: how many passes have begun whose end the record counts.
@@ -46,19 +46,21 @@ class Watch:
     def __init__(
         self, patience: Patience, record: npt.NDArray[np.int64], timeout_seconds: float
     ) -> None:
-        assert len(record) == RECORD_LENGTH
         self._patience, self._record = patience, record
+        self._slots = record[SLOTS:].reshape(-1, SLOT_LENGTH)
         self._most_seconds = OF_TIMEOUT * timeout_seconds
         self._names: dict[int, str] = {}
         self._now, self._ended = "a pass", 0
         self.begun = 0
         self.problem: str | None = None
+        _all.add(self)
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
 
     def name(self, call: int, what: str) -> None:
         """``what`` is the pass with the fingerprint ``call``, for errors."""
-        if len(self._names) < MOST_KNOWN:
-            self._names[call] = what
+        if call not in self._names and len(self._names) >= MOST_KNOWN:
+            self._names.pop(next(iter(self._names)))
+        self._names[call] = what
 
     def check(self, what: str) -> None:
         """``what`` is next.
@@ -67,22 +69,36 @@ class Watch:
             PeerFailed: a wait of the GPU has ended in an error.
         """
         self._now = what
-        if self.problem is None and self._record[STATUS] == DIFFERS:
-            self.look()
+        self.compare()
         if self.problem is not None:
             raise PeerFailed(self.problem)
 
+    def compare(self) -> None:
+        """See whether a peer was found in another pass."""
+        if self.problem is None and (peers := self._peers(DIFFERS)):
+            call, theirs = map(int, self._slots[peers[0], [CALL, THEIRS]])
+            self._end(
+                self._patience.here(self._name_of(call)) + disagreement(peers[0], call, theirs)
+            )
+
     def look(self) -> None:
         """Read what the GPU tells; blocks while it waits."""
-        status, peer, call, theirs = (int(self._record[n]) for n in (STATUS, PEER, CALL, THEIRS))
-        doing = self._names.get(call, self._now)
-        if status == DIFFERS:
-            self._end(self._patience.here(doing) + disagreement(peer, call, theirs))
-        elif status == WAITS:
-            self._wait(doing, lambda: self._record[STATUS] != WAITS)
-        elif self._record[ENDED] < self.begun and self._record[ENDED] == self._ended:
-            self._wait(self._now, lambda: self._record[ENDED] != self._ended)
-        self._ended = int(self._record[ENDED])
+        self.compare()
+        ended = int(self._record[ENDED])
+        if peers := self._peers(WAITS):
+            doing = self._name_of(int(self._slots[peers[0], CALL]))
+            self._wait(doing, lambda: not self._peers(WAITS) or bool(self._peers(DIFFERS)))
+        elif ended < self.begun and ended == self._ended:
+            told = self._slots[:, STATUS]
+            self._wait(self._now, lambda: self._record[ENDED] != ended or bool(told.any()))
+        self._ended = ended
+
+    def _peers(self, status: int) -> list[int]:
+        found: list[int] = (self._slots[:, STATUS] == status).nonzero()[0].tolist()
+        return found
+
+    def _name_of(self, call: int) -> str:
+        return self._names.get(call, self._now)
 
     def _wait(self, doing: str, is_over: Callable[[], bool]) -> None:
         """Look after a wait that has taken a second; end it where it is in vain."""
@@ -94,7 +110,7 @@ class Watch:
             return over
 
         try:
-            self._patience.until(within, doing, self._most_seconds)
+            self._patience.until(within, doing, self._most_seconds, lambda: self._peers(WAITS))
         except PeerFailed as failure:
             self._record[STOP] = 1
             self._end(str(failure))
@@ -102,8 +118,7 @@ class Watch:
     def _end(self, problem: str) -> None:
         if self.problem is None:
             self.problem = problem
-            self._record[STATUS] = NOTHING
-            warnings.warn(f"{problem} (CUDA reports this as a launch failure)", stacklevel=2)
+            tell(f"{problem} (CUDA reports this as a launch failure)")
 
 
 def disagreement(peer: int, call: int, theirs: int) -> str:
@@ -134,3 +149,10 @@ def _look_on(reference: weakref.ref[Watch]) -> None:
             return
         watch.look()
         del watch
+
+
+@atexit.register
+def _at_exit() -> None:
+    """The error of a synchronisation may end the process before the thread has looked."""
+    for watch in list(_all):
+        watch.compare()
