@@ -19,6 +19,7 @@ from torch import Tensor
 from customized_ops.ring_attention.core import tape
 from customized_ops.ring_attention.core.comm import Comm, inprocess
 from customized_ops.ring_attention.core.comm.inprocess import run_ranks
+from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.kernels import (
     KERNELS,
     BackwardOperands,
@@ -360,6 +361,25 @@ def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:
         return str(caught.value)
 
     assert len(run_ranks(2, body)) == 2 and replays
+
+
+@pytest.mark.parametrize("before", [0, TIMES + 2])
+def test_what_a_device_found_is_raised_by_the_next_pass(before: int, replays: list[int]) -> None:
+    """Whether it is a tape or not, and before anything else is asked of the device."""
+    plan = make_plan(CAUSAL, Layout.zigzag(64, 2), stages=1, heads=HEADS)
+
+    def body(comm: Any) -> None:
+        q, k, v, _ = (plan.q_layout.shard(t, comm.rank) for t in draw(CAUSAL, 0))
+        attends, given = kernel(), ForwardOperands(q, k, v)
+        for _ in range(before):
+            attention_forward(plan, comm, attends, given, Scoring(0.25))
+        comm.memory.problem = "rank 1 is elsewhere"
+        comm.memory.capturing = lambda: 1 / 0
+        with pytest.raises(PeerFailed, match="rank 1 is elsewhere"):
+            attention_forward(plan, comm, attends, given, Scoring(0.25))
+
+    run_ranks(2, body)
+    assert bool(replays) == bool(before)
 
 
 def test_a_failed_tape_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

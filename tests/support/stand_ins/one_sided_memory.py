@@ -26,6 +26,7 @@ class ThreadMemory:
         self._world, self._rank = world, rank
         self._allocated, self.device, self.channels = 0, torch.device("cpu"), CHANNELS
         self.late: random.Random | None = None
+        self.problem: str | None = None  # of a wait on a device
 
     def allocate(self, n_bytes: int) -> Piece:
         """See :class:`~.placement.Memory`."""
@@ -47,6 +48,8 @@ class ThreadMemory:
 
     def check(self, what: str) -> None:
         """See :class:`~.placement.Memory`."""
+        if self.problem is not None:
+            raise PeerFailed(f"{what}: {self.problem}")
 
     def _flags(self) -> dict[tuple[int, int, int], int]:
         return self._world.__dict__.setdefault("flags", {})

@@ -94,6 +94,7 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def replay_state(self) -> Hashable | None:
+        self._memory.check(self.now)  # before what asks a GPU, which may take no more questions
         # The first pass waits for none, and one that makes memory waits for all ranks.
         steady = self._passes and self._arena.steady and not self._memory.capturing()
         return self._arena.generation if steady else None

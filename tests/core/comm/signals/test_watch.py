@@ -90,6 +90,7 @@ def test_who_disagrees_and_on_what(store: Store) -> None:
     watch, record = watched()
     watch.check(PASS)
     told(record, of.DIFFERS, BACKWARD)
+    until(lambda: watch.problem)
     want = f"{START} and rank 1 do not agree on tensors or options"
     assert problem_of(watch) == problem_of(watch) == want
     assert disagreement(1, FORWARD, 1).endswith("the same calls in the same order")

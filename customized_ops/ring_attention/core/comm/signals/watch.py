@@ -66,10 +66,9 @@ class Watch:
         """``what`` is next.
 
         Raises:
-            PeerFailed: a wait of the GPU has ended in an error.
+            PeerFailed: a wait of the GPU has ended in an error, as :meth:`look` has found.
         """
         self._now = what
-        self.compare()
         if self.problem is not None:
             raise PeerFailed(self.problem)
 
