@@ -26,6 +26,7 @@ from ..core.layout import Layout
 from ..core.plan import Plan
 
 T = TypeVar("T")
+BY_NAME = "(flash-attn's max_seqlen_q and max_seqlen_k go by name here)"
 
 
 class ArgumentError(ValueError):
@@ -53,6 +54,8 @@ def window_bounds(op: str, window_size: Sequence[int]) -> tuple[int, int]:
     bounds = tuple(window_size) if isinstance(window_size, Sequence) else ()
     fits = len(bounds) == 2 and all(is_integer(n, -1) for n in bounds)
     what = "(left, right), each a number of tokens or -1 for no bound"
+    if isinstance(window_size, bool):  # flash-attn's causal, where two more arguments came before
+        what += f" {BY_NAME}"
     require(fits, op, "window_size", what, window_size)
     return int(bounds[0]), int(bounds[1])
 

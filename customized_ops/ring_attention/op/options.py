@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.merge.merge import accumulation_dtype
-from .arguments import ArgumentError, flag_of, is_integer, require
+from .arguments import BY_NAME, ArgumentError, flag_of, is_integer, require
 from .tokens.call_layouts import BALANCED_NAME
 
 
@@ -168,7 +168,7 @@ def softcap_of(op: str, softcap: float) -> float:
 def _dropout(op: str, dropout_p: float) -> float:
     expected = "in [0, 1)"
     if isinstance(dropout_p, int) and dropout_p > 1:
-        expected += " (flash-attn's max_seqlen_q and max_seqlen_k go by name here)"
+        expected += f" {BY_NAME}"
     return _number(op, "dropout_p", dropout_p, lambda x: 0 <= x < 1, expected)
 
 

@@ -488,6 +488,25 @@ def test_masked_op_refuses(mask: Any, options: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith("wrap_masked_attn_func: ")
 
 
+@pytest.mark.parametrize("rest", [(7, 7), (7, 7, 0.0, None, True)])
+def test_arguments_in_flash_attns_order_are_told(rest: tuple[Any, ...]) -> None:
+    q, ends = torch.ones(8, 2, 4), torch.tensor([0, 3, 8])
+    with pytest.raises(ValueError, match=r"flash-attn's max_seqlen_q and max_seqlen_k go by name"):
+        wrap_ring_attn_varlen_func(q, q, q, ends, ends, *rest)
+
+
+@pytest.mark.parametrize("layout", [None, Layout.zigzag(16, 2)])
+def test_lengths_of_the_own_tokens_alone_are_told(layout: Layout | None) -> None:
+    def body(comm: Any) -> str:
+        q, ends = torch.ones(8, 2, 4), torch.tensor([0, 3, 8])
+        with pytest.raises(ValueError) as caught:
+            wrap_ring_attn_varlen_func(q, q, q, ends, ends, process_group=comm, layout=layout)
+        return str(caught.value)
+
+    for said in run_ranks(2, body):
+        assert "cumulative lengths of the whole sequence, all ranks' tokens together" in said
+
+
 @pytest.mark.parametrize(
     ("window", "sink_tokens", "message"),
     [

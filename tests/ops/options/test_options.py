@@ -437,6 +437,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"dropout_p": 1.0}, "dropout_p must be in [0, 1), got 1.0"),
     ({"dropout_p": -0.1}, "dropout_p must be in [0, 1), got -0.1"),
     ({"dropout_p": 512}, "(flash-attn's max_seqlen_q and max_seqlen_k go by name here), got 512"),
+    (
+        {"window_size": True},
+        "(flash-attn's max_seqlen_q and max_seqlen_k go by name here), got True",
+    ),
     ({"dropout_p": "half"}, "dropout_p must be a number, got 'half'"),
     ({"dropout_p": None}, "dropout_p must be a number, got None"),
     ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed must be an int, an int64 tensor"),

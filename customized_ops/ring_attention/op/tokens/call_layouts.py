@@ -28,6 +28,11 @@ BALANCED_NAME = "balanced"
 BY_DOCUMENT = "zigzag by document"
 BALANCED = "balanced by document:"
 
+OF_THE_WHOLE = (
+    "if these are a part of the sequence, give the mask or the cumulative lengths of the whole "
+    "sequence, all ranks' tokens together, the same on every rank"
+)
+
 
 def by_lengths(spec: str) -> bool:
     """Whether the layout is made of the call's own cu_seqlens."""
@@ -156,16 +161,15 @@ def layout_of(op: str, comm: Comm, name: str, spec: str, local: int, total: int 
             f"{op}: {name} {layout} is for {layout.group_size} ranks, but the group has {comm.size}"
         )
     if total is not None and layout.total != total:
+        remedy = f"; {OF_THE_WHOLE}" if local == total and comm.size > 1 else ""
         raise ArgumentError(
             f"{op}: {name} {layout} holds {layout.total} tokens, but the sequence has {total}"
+            f"{remedy}"
         )
     if layout.sizes[comm.rank] != local:
         remedy = f"if the sequence is cut otherwise, say so with {name}=Layout.from_sizes([...])"
         if known_from and local == total:
-            remedy = (
-                "if these are a part of the sequence, give the mask or the cumulative lengths of "
-                "the whole sequence, all ranks' tokens together, the same on every rank"
-            )
+            remedy = OF_THE_WHOLE
         raise ArgumentError(
             f"{op}: rank {comm.rank} of {comm.size} holds {local} tokens, but {name} {layout} "
             f"gives it {layout.sizes[comm.rank]} (sizes {list(layout.sizes)}){known_from}; {remedy}"
