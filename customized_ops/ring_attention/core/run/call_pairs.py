@@ -3,6 +3,7 @@ them, or ahead of it (:func:`prepare`), by whoever makes the plan. They travel w
 
 from __future__ import annotations
 
+from ..comm.signals import fingerprint
 from ..kernels import KERNELS, Pairs
 from ..kernels.speeds import needs_window, shape_class
 from ..kernels.window import library_calls
@@ -51,6 +52,7 @@ def prepare(plan: PlanValue, rank: int) -> None:
     windows. Tensors on devices are made in the step."""
     mine = plan.rank(rank)
     mine.prepare()
+    fingerprint(plan)
     mask_class(plan)
     only_call(plan, rank)
     for n, stage in enumerate(mine.stages):

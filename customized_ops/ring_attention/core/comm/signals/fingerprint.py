@@ -10,15 +10,16 @@ from __future__ import annotations
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
-from ...plan import Plan
+from ...plan.plan_value import PlanValue
 
 PARTS = ("the mask", "the layouts", "how the plan shares out the work", "tensors or options")
 PART_BITS = 16
 NO_CALL = 1  # of signals between passes
 
 
-def fingerprint(plan: Plan, *call: object) -> int:
+def fingerprint(plan: PlanValue, *call: object) -> int:
     """int64, not 0, of a pass over ``plan``; ``call`` is what else ranks must agree on, as values
     whose text is the same on all of them."""
     if "fingerprint" not in plan.made:
@@ -44,10 +45,10 @@ def differing(one: int, other: int) -> list[str]:
     ]
 
 
-def _sum(*tables: object) -> int:
+def _sum(*tables: npt.ArrayLike) -> int:
     total = 0
     for table in tables:
-        total = crc32(np.ascontiguousarray(table).tobytes(), total)
+        total = crc32(np.ascontiguousarray(table, dtype=np.int64).tobytes(), total)
     return total
 
 
