@@ -79,12 +79,20 @@ class FlexAttention(torch.nn.Module):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda comm: apply_cp_to_forward([FlexAttention()], comm), "FlexAttention is none of"),
+        (
+            lambda comm: apply_cp_to_forward([FlexAttention()], comm),
+            "backend 'varlen', or 's",
+        ),
         (lambda comm: apply_cp_to_forward([], comm, "ptrr"), "there are 'headtail' and None"),
         (lambda comm: prepared(comm, "ptrr"), "there are 'headtail' and None"),
         (lambda comm: prepared(comm, ptrr_mask_key="m"), "ptrr_mask_key='m' goes with 'ptrr'"),
         (lambda comm: prepared(comm, tokens=10), "10 tokens a row; give a multiple of 4"),
         (lambda comm: attended(comm, out_transform=len), "out_transform of type builtin_function"),
+        (
+            lambda comm: (prepared(comm, None), attended(comm)),
+            "'headtail', but prepare_contex",
+        ),
+        (lambda comm: (prepared(comm), attended(comm, None)), "None, but prepare_context_parallel"),
     ],
 )
 def test_what_torchtitan_is_refused(call: Any, says: str) -> None:
@@ -105,9 +113,9 @@ def prepared(
     prepare_context_parallel_input(*given, comm, CPU, balancer, ptrr_mask_key)
 
 
-def attended(comm: Any, **options: Any) -> None:
+def attended(comm: Any, balancer: str | None = "headtail", **options: Any) -> None:
     module, q = inner.VarlenAttention(), torch.zeros(1, 4, 2, 8)
-    apply_cp_to_forward([module], comm)
+    apply_cp_to_forward([module], comm, balancer)
     module(q, q, q, attention_masks=metadata(torch.arange(8)[None]), **options)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from customized_ops.ring_attention import (
     ArgumentError,
@@ -79,8 +80,24 @@ def test_what_does_not_fit_is_said() -> None:
         PackRollouts(2, 2, HEADS)
     with pytest.raises(ArgumentError, match="rollouts must be one or more, got none"):
         PackRollouts(2, 0, HEADS)([])
+    for plain in ([3, 4, 5], torch.arange(2), [3, 4], ([3, 4], [2]), "ab"):
+        with pytest.raises(ArgumentError, match=r"rollouts\[1\] must be a pair of tokens and the"):
+            PackRollouts(2, 0, HEADS)([([1, 2], 1), plain])
     with pytest.raises(ValueError, match="rollout_parts: ahead must be at least 1, got 0"):
         rollout_parts([], ranks=2, rank=0, heads=HEADS, ahead=0)
+
+
+def test_parts_of_a_loader_are_passed_on() -> None:
+    pack = PackRollouts(RANKS, 1, HEADS, head_dim=DIM)
+    rollouts = [rollout for step in STEPS for rollout in step]
+    loader = DataLoader(rollouts, batch_size=6, collate_fn=pack)
+    want = [pack(step) for step in STEPS]
+    found = list(rollout_parts(loader, ranks=RANKS, rank=1, heads=HEADS, head_dim=DIM))
+    assert len(found) == len(want)
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and one.layout == other.layout
+    with pytest.raises(ValueError, match="packed with ranks=2, but rollout_parts was"):
+        next(rollout_parts(loader, ranks=4, rank=1, heads=HEADS))
 
 
 def test_errors_come_where_they_are_due_and_the_thread_ends() -> None:

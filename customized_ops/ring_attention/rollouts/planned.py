@@ -3,10 +3,13 @@ them."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from ..ahead import made_ahead
 from ..core.cost import H200, CostModel
@@ -15,7 +18,7 @@ from ..core.plan.heads import head_counts
 from ..core.plan.plan import expect
 from ..core.run.call_pairs import prepare
 from ..masked_attn import MASKED_ATTN
-from ..op.arguments import require
+from ..op.arguments import ArgumentError, is_integer, require
 from ..op.mask_source import Problem
 from .packed import pack_rollouts
 from .part import RolloutPart
@@ -27,7 +30,8 @@ Rollouts = Sequence[tuple[Any, int]]  # the ids of each, and how many of its fir
 class PackRollouts:
     """From rollouts to one rank's :class:`RolloutPart`, over ``Layout.balanced`` and with its plan:
     the ``collate_fn`` of a DataLoader, whose workers then plan ahead. Every rank must get the same
-    rollouts in the same order.
+    rollouts in the same order. Each is a pair: the ids of its tokens, prompt and answer in one, and
+    the length of its prompt.
 
     Attributes:
         ranks, rank: of the group that attends together.
@@ -54,9 +58,15 @@ class PackRollouts:
         """Pack rollouts: of each the ids of its tokens, and how many of its first are its prompt.
 
         Raises:
-            ArgumentError: as :func:`pack_rollouts`.
+            ArgumentError: one is not such a pair, and as :func:`pack_rollouts`.
         """
         started = perf_counter()
+        for n, rollout in enumerate(rollouts):
+            if not _is_pair(rollout):
+                raise ArgumentError(
+                    f"PackRollouts: rollouts[{n}] must be a pair of tokens and the length of its "
+                    f"prompt, got {reprlib.repr(rollout)}"
+                )
         rows, prompts = zip(*rollouts, strict=True) if rollouts else ((), ())
         packed = pack_rollouts(rows, prompts, share=self.share)
         layout = Layout.balanced(packed.mask, self.ranks, topology=self.costs.topology)
@@ -66,9 +76,29 @@ class PackRollouts:
         expect(plan, perf_counter() - started)
         return replace(packed.part(layout, self.rank), plan=plan)
 
+    def made(self, given: Rollouts | RolloutPart) -> RolloutPart:
+        """What a loader gives, packed; or taken, if it is a part of so many ranks.
+
+        Raises:
+            ValueError: it is a part of another number of ranks.
+        """
+        if not isinstance(given, RolloutPart):
+            return self(given)
+        if (packed := given.layout.group_size) != self.ranks:
+            raise ValueError(
+                f"rollout_parts: the loader's parts were packed with ranks={packed}, but "
+                f"rollout_parts was given ranks={self.ranks}; give both the same"
+            )
+        return given
+
+
+def _is_pair(rollout: Any) -> bool:
+    fits = isinstance(rollout, (tuple, list)) and len(rollout) == 2
+    return fits and not is_integer(rollout[0]) and np.ndim(rollout[1]) == 0
+
 
 def rollout_parts(
-    loader: Iterable[Rollouts],
+    loader: Iterable[Rollouts | RolloutPart],
     *,
     ranks: int,
     rank: int,
@@ -81,14 +111,17 @@ def rollout_parts(
     """Parts of rollouts of one rank, packed and planned ahead in a thread.
 
     Args:
-        loader: of rollouts as :class:`PackRollouts` takes them, the same on every rank.
+        loader: of rollouts as :class:`PackRollouts` takes them, the same on every rank. Or of
+            :class:`RolloutPart`, from one whose ``collate_fn`` is :class:`PackRollouts` of the same
+            arguments: these are passed on.
         ahead: parts that are made before they are asked for.
 
     The other arguments are those of :class:`PackRollouts`.
 
     Raises:
-        ValueError: ``ahead`` is not positive. What ``loader`` raises, or :class:`PackRollouts`, is
+        ValueError: ``ahead`` is not positive, or ``loader`` gives parts that were packed for
+            another number of ranks. What ``loader`` raises, or :class:`PackRollouts`, is
             raised where its part is due.
     """
     pack = PackRollouts(ranks, rank, heads, share, costs, head_dim)
-    return made_ahead(loader, pack, ahead, "rollout_parts")
+    return made_ahead(loader, pack.made, ahead, "rollout_parts")

@@ -37,7 +37,8 @@ def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
     Returns:
         The ranks that a sequence is cut over: the mesh's dim "cp".
     Raises:
-        ValueError: there is no context parallelism, or accelerate has another hook than 1.15.
+        ValueError: there is no context parallelism, accelerate runs fewer processes than it needs,
+            or has another hook than 1.15.
     """
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
@@ -45,6 +46,9 @@ def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
             "use_seqshard: accelerator has no context parallelism; give Accelerator a "
             f"parallelism_config=ParallelismConfig(cp_size=...) above 1, got {config!r}"
         )
+    # Without cpu=True, where there are no GPUs, each process is alone, whatever the mesh is.
+    if accelerator.num_processes < config.cp_size:
+        raise _alone("use_seqshard", accelerator, config)
     if not callable(getattr(accelerator, "_prepare_cp", None)):
         raise ArgumentError(
             f"use_seqshard: {type(accelerator).__name__} has no _prepare_cp, by which accelerate "
@@ -54,6 +58,14 @@ def use_seqshard(accelerator: Any) -> dist.ProcessGroup:
     accelerator._prepare_cp = _unchanged
     group: dist.ProcessGroup = accelerator.torch_device_mesh["cp"].get_group()
     return group
+
+
+def _alone(title: str, accelerator: Any, config: Any) -> ArgumentError:
+    return ArgumentError(
+        f"{title}: parallelism_config has cp_size={config.cp_size}, but accelerate runs "
+        f"{accelerator.num_processes} process here; start the script with torchrun or accelerate "
+        "launch, and on CPUs give TrainingArguments use_cpu=True, or Accelerator cpu=True"
+    )
 
 
 def _unchanged(*prepared: Any) -> tuple[Any, ...]:
@@ -105,11 +117,7 @@ class ContextParallel:
                 )
             self.sequence_group = use_seqshard(accelerator)
         elif asked is not None and asked.cp_size > 1:
-            raise ArgumentError(
-                f"ContextParallel: parallelism_config has cp_size={asked.cp_size}, but accelerate "
-                f"runs {accelerator.num_processes} process here; start the script with torchrun "
-                "or accelerate launch, and on CPUs give TrainingArguments use_cpu=True"
-            )
+            raise _alone("ContextParallel", accelerator, asked)
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,28 @@ LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
     "headtail": Layout.zigzag,
     None: Layout.contiguous,
 }
+# The load balancer of a group's last batch, if there was one.
+_prepared: WeakKeyDictionary[Comm, list[str | None]] = WeakKeyDictionary()
+
+
+class Over(NamedTuple):
+    """What an inner attention attends over."""
+
+    comm: Comm
+    load_balancer_type: str | None
+    prepared: list[str | None]
+
+    def layout(self, length: int) -> Layout:
+        """Of the whole sequence, of which a rank holds ``length`` tokens."""
+        for prepared in self.prepared:
+            if prepared != self.load_balancer_type:
+                raise ArgumentError(
+                    f"apply_cp_to_forward: load_balancer_type={self.load_balancer_type!r}, but "
+                    f"prepare_context_parallel_input cut the batch with {prepared!r}; give both "
+                    "parallelism.context_parallel_load_balancer"
+                )
+        ranks = self.comm.size
+        return LAYOUTS[self.load_balancer_type](length * ranks, ranks)
 
 
 def apply_cp_to_forward(
@@ -50,15 +73,17 @@ def apply_cp_to_forward(
             the names of their classes or of bases. q, k and v are [b, l, h, d], and l is the same
             on every rank.
         cp_mesh: of one dim, whose ranks share the sequence; a group serves as well.
-        load_balancer_type: the same as of :func:`prepare_context_parallel_input`.
+        load_balancer_type: the same as of :func:`prepare_context_parallel_input`; attention raises
+            ValueError where a batch of the group was prepared with another.
     Raises:
         NotImplementedError: another attention. ValueError: another load balancer.
     """
-    layout = _layout_by("apply_cp_to_forward", load_balancer_type)
+    _layout_by("apply_cp_to_forward", load_balancer_type)
     comm = group_comm(group_of("apply_cp_to_forward", cp_mesh))
+    over = Over(comm, load_balancer_type, _prepared.setdefault(comm, []))
     made = [_attention_of(module) for module in attention_modules]
     for module, attend in zip(attention_modules, made, strict=True):
-        module.forward = partial(attend, module, comm, layout)
+        module.forward = partial(attend, module, over)
 
 
 def _layout_by(title: str, load_balancer_type: str | None) -> Callable[[int, int], Layout]:
@@ -76,14 +101,14 @@ def _attention_of(module: nn.Module) -> Callable[..., Any]:
             return ATTENTIONS[each.__name__]
     raise NotImplementedError(
         f"apply_cp_to_forward: {type(module).__name__} is none of {', '.join(ATTENTIONS)}; choose "
-        "the model's attention backend 'sdpa' or 'varlen'"
+        "the model's attention backend 'varlen', or 'sdpa', which torchtitan no longer gives "
+        "language models"
     )
 
 
 def _sdpa(
     module: nn.Module,
-    comm: Comm,
-    layout: Callable[[int, int], Layout],
+    over: Over,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,17 +121,16 @@ def _sdpa(
 ) -> Tensor:
     """q [b, l, h, d], k and v [b, l, g, d] -> [b, l, h, d], with ``enable_gqa`` or without."""
     _refuse(module, others, attention_masks=attention_masks)
-    where = layout(q.shape[1] * comm.size, comm.size)
+    where = over.layout(q.shape[1])
     out: Any = wrap_ring_attn_func(
-        q, k, v, softmax_scale=scale, causal=is_causal, process_group=comm, layout=where
+        q, k, v, softmax_scale=scale, causal=is_causal, process_group=over.comm, layout=where
     )
     return out
 
 
 def _varlen(
     module: nn.Module,
-    comm: Comm,
-    layout: Callable[[int, int], Layout],
+    over: Over,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,8 +143,7 @@ def _varlen(
 ) -> Tensor:
     """The same; ``attention_masks`` has cu_seq_q and cu_seq_k of all tokens of the batch's rows."""
     _refuse(module, others, out_transform=out_transform)
-    rows, length = q.shape[:2]
-    total, window = length * comm.size, module.window_size
+    (rows, length), window = q.shape[:2], module.window_size
     left, right = int(window[0]), int(window[1])  # type: ignore[index, arg-type]
     out: Any = wrap_ring_attn_varlen_func(
         q.flatten(0, 1),
@@ -131,8 +154,8 @@ def _varlen(
         softmax_scale=scale,
         causal=right == 0,
         window_size=(left, right),
-        process_group=comm,
-        layout=repeated(layout(total, comm.size), rows),
+        process_group=over.comm,
+        layout=repeated(over.layout(length), rows),
     )
     return out.unflatten(0, (rows, length))
 
@@ -184,6 +207,7 @@ def prepare_context_parallel_input(
             f"{title}: inputs have {length} tokens a row; give a multiple of {parts} for "
             f"{ranks} ranks with load_balancer_type={load_balancer_type!r}"
         )
+    _prepared.setdefault(comm, [])[:] = [load_balancer_type]
     where = layout(length, ranks)
     own = [
         where.shard(t, comm.rank).contiguous() for t in (inputs, labels, extra_kwargs["positions"])
