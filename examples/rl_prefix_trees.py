@@ -24,16 +24,12 @@ from launch import count, on_ranks, verdict
 from llama import Llama, LlamaConfig
 from torch import Tensor
 
-from customized_ops.ring_attention import (
-    RolloutPart,
-    group_costs,
-    pack_rollouts,
-    rollout_parts,
-    wrap_masked_attn_func,
-)
+from customized_ops import ring_attention as ring
+from customized_ops.ring_attention import wrap_masked_attn_func
 
 SMALL = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 176}
 LARGE = {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 8, "hidden": 5632, "checkpoint": True}
+NUMBERS = {"ranks": 2, "steps": 4, "prompts": 2, "answers": 8, "prompt": 192, "answer": 48}
 LARGE_ROLLOUTS = {"prompts": 1, "answers": 8, "prompt": 8192, "answer": 2048, "spread": 0.0}
 
 
@@ -46,29 +42,26 @@ class PartAttention:
 
 
 def drawn(given: argparse.Namespace, step: int) -> tuple[list[tuple[Any, int]], Tensor]:
-    """Rollouts with the lengths of their prompts, and advantages within a prompt, of even
-    tokens."""
-    draw = np.random.default_rng((0, step))
+    """Rollouts with the lengths of their prompts, and advantages of even tokens."""
+    draw, shortest = np.random.default_rng((0, step)), 1 - given.spread
+    length = lambda: max(1, round(given.answer * draw.uniform(shortest, 2 - shortest)))  # noqa: E731
     rollouts, advantages = [], []
     for _ in range(given.prompts):
-        prompt, rewards = draw.integers(0, 256, given.prompt), []
-        for _ in range(given.answers):
-            length = given.answer * draw.uniform(1 - given.spread, 1 + given.spread)
-            answer = draw.integers(0, 256, max(1, round(length)))
-            rollouts.append((np.concatenate([prompt, answer]), given.prompt))
-            rewards.append((answer % 2 == 0).mean())
-        advantages.append(np.subtract(rewards, np.mean(rewards)) / (np.std(rewards) + 1e-6))
+        prompt = draw.integers(0, 256, given.prompt)
+        answers = [draw.integers(0, 256, length()) for _ in range(given.answers)]
+        rollouts += [(np.concatenate([prompt, answer]), given.prompt) for answer in answers]
+        rewards = np.array([(answer % 2 == 0).mean() for answer in answers])
+        advantages.append((rewards - rewards.mean()) / (rewards.std() + 1e-6))
     return rollouts, torch.from_numpy(np.concatenate(advantages))
 
 
-def parts(given: argparse.Namespace, steps: int, share: bool) -> Iterator[RolloutPart]:
+def parts(given: argparse.Namespace, steps: int, share: bool) -> Iterator[ring.RolloutPart]:
     """This rank's of each step, made while the device computes on the one before."""
-    size = LARGE if given.large else SMALL
-    ranks, rank, heads = dist.get_world_size(), dist.get_rank(), (size["heads"], size["kv_heads"])
-    where = {"ranks": ranks, "rank": rank, "costs": group_costs(dist.group.WORLD)}
+    size, group = LARGE if given.large else SMALL, dist.group.WORLD
+    heads = {"heads": (size["heads"], size["kv_heads"]), "head_dim": size["dim"] // size["heads"]}
+    where = {"ranks": group.size(), "rank": group.rank(), "costs": ring.group_costs(group)}
     loader = (drawn(given, step)[0] for step in range(steps))
-    head_dim = size["dim"] // size["heads"]
-    return rollout_parts(loader, heads=heads, head_dim=head_dim, share=share, **where)
+    return ring.rollout_parts(loader, share=share, **heads, **where)
 
 
 def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llama:
@@ -80,7 +73,7 @@ def policy(given: argparse.Namespace, device: torch.device, attend: Any) -> Llam
     return net
 
 
-def over_ranks(net: Llama, part: RolloutPart, advantages: Tensor) -> Tensor:
+def over_ranks(net: Llama, part: ring.RolloutPart, advantages: Tensor) -> Tensor:
     """The loss of a step; leaves its gradients."""
     weight = net.embed.weight
     net.c.op.part = part = part.to(weight.device)
@@ -89,8 +82,7 @@ def over_ranks(net: Llama, part: RolloutPart, advantages: Tensor) -> Tensor:
     loss = part.loss(log_probs, part.of_rollouts(advantages.to(weight.device)), mean="rollout")
     net.zero_grad()
     loss.backward()
-    total = loss.detach().clone()
-    for each in (total, *(p.grad for p in net.parameters())):
+    for each in (total := loss.detach().clone(), *(p.grad for p in net.parameters())):
         dist.all_reduce(each)
     return total
 
@@ -109,19 +101,18 @@ def train(share: bool, given: argparse.Namespace, device: torch.device) -> tuple
     """The losses of each step, and the median seconds of a step, the first left out."""
     net = policy(given, device, PartAttention())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    losses, seconds = [], []
+    losses, ended = [], []
     for step, part in enumerate(parts(given, given.steps + 1, share)):
-        started = time.perf_counter()
         losses.append(over_ranks(net, part, drawn(given, step)[1]))
         optimizer.step()
         losses[-1].item()  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return torch.stack(losses), statistics.median(seconds[1:])
+        ended.append(time.perf_counter())
+    return torch.stack(losses), statistics.median(np.diff(ended).tolist())
 
 
 def main(given: argparse.Namespace, device: torch.device) -> int:
     """On every rank: 0 where gradients and losses of the tree are those of rollouts apart."""
-    failed, packed = 0, pack_rollouts(*zip(*drawn(given, 0)[0], strict=True))
+    failed, packed = 0, ring.pack_rollouts(*zip(*drawn(given, 0)[0], strict=True))
     if not given.large:
         tree, one = policy(given, device, PartAttention()), policy(given, device, "ring")
         over_ranks(tree, next(parts(given, 1, True)), drawn(given, 0)[1])
@@ -135,25 +126,19 @@ def main(given: argparse.Namespace, device: torch.device) -> int:
         for name, took in (("as a tree", of_tree), ("apart", of_rollouts)):
             print(f"{name:10}{1e3 * took:.1f} ms a step, {len(packed.paths) / took:,.0f} tokens/s")
         print(f"time      {1 - of_tree / of_rollouts:.1%} saved")
-    difference = (curve - other).abs().max().item()
-    if given.large:  # in bf16 the two round differently
-        print(f"losses differ by at most {difference:.1e}, of {curve.abs().max().item():.1e}")
-        return 0
-    return failed | verdict("the loss curve is that of rollouts apart", difference, 1e-10)
+    difference, allowed = (curve - other).abs().max().item(), 1e-3 if given.large else 1e-10
+    return failed | verdict("the loss curve is that of rollouts apart", difference, allowed)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--ranks", type=count, default=2)
-    add("--large", action="store_true", help="a prompt of 8k and 8 answers of 2k tokens, in bf16")
-    add("--prompts", type=count, default=2, help="of a step")
-    add("--answers", type=count, default=8, help="to each prompt")
-    add("--prompt", type=count, default=192, help="tokens")
-    add("--answer", type=count, default=48, help="tokens in the mean")
-    add("--spread", type=float, default=0.5, help="of the lengths of answers, in parts of the mean")
-    add("--steps", type=count, default=4, help="after a first one, which is not timed")
+    parser.add_argument(
+        "--large", action="store_true", help="8 answers of 2k tokens to a prompt of 8k"
+    )
+    for name, value in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=count, default=value)
+    parser.add_argument("--spread", type=float, default=0.5, help="of the lengths of answers")
     given = parser.parse_args(arguments)
     vars(given).update(LARGE_ROLLOUTS if given.large else {})
     return given
