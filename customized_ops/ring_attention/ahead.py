@@ -1,14 +1,35 @@
-"""Values that are made in a thread before they are asked for."""
+"""Batches that are made before they are asked for: in a thread here, or in a loader's workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+
+
+def require_same(packed_by: Any, asked: Any, title: str) -> None:
+    """Of what packed a loader's batch, and what it would be packed by here: dataclasses. Rates are
+    not compared, as attention plans again where they differ.
+
+    Raises:
+        ValueError: they differ, so the batch is for other ranks, or for other attention.
+    """
+    names = [f.name for f in fields(asked) if f.name != "costs"]
+    differ = [name for name in names if getattr(packed_by, name) != getattr(asked, name)]
+    if differ:
+        packed, given = (
+            ", ".join(f"{name}={getattr(pack, name)!r}" for name in differ)
+            for pack in (packed_by, asked)
+        )
+        raise ValueError(
+            f"{title}: {type(asked).__name__} packed the loader's batches with {packed}, but "
+            f"{title} was given {given}; give both the same"
+        )
 
 
 def made_ahead(

@@ -12,7 +12,7 @@ background, while the model computes on the batch before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ahead import made_ahead
+from .ahead import made_ahead, require_same
 from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
@@ -203,24 +203,11 @@ class PackDocuments:
     def take(self, batch: PackedBatch) -> PackedBatch:
         """A batch that a DataLoader packed, if it is what this would have made.
 
-        Rates are not compared: attention plans again where they differ.
-
         Raises:
             ValueError: it is packed for other ranks, or for other attention.
         """
-        if batch.packed_by is None:
-            return batch
-        names = [f.name for f in fields(self) if f.name != "costs"]
-        differ = [n for n in names if getattr(batch.packed_by, n) != getattr(self, n)]
-        if differ:
-            packed, asked = (
-                ", ".join(f"{name}={getattr(pack, name)!r}" for name in differ)
-                for pack in (batch.packed_by, self)
-            )
-            raise ValueError(
-                f"packed_batches: PackDocuments packed the loader's batches with {packed}, but "
-                f"packed_batches was given {asked}; give both the same"
-            )
+        if batch.packed_by is not None:
+            require_same(batch.packed_by, self, "packed_batches")
         return batch
 
 

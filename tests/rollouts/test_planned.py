@@ -96,8 +96,12 @@ def test_parts_of_a_loader_are_passed_on() -> None:
     assert len(found) == len(want)
     for one, other in zip(found, want, strict=True):
         assert torch.equal(one.tokens, other.tokens) and one.layout == other.layout
-    with pytest.raises(ValueError, match="packed with ranks=2, but rollout_parts was"):
-        next(rollout_parts(loader, ranks=4, rank=1, heads=HEADS))
+    for other in ({"ranks": 4}, {"rank": 0}, {"share": False}):
+        given = {"ranks": RANKS, "rank": 1, "heads": HEADS, "head_dim": DIM} | other
+        ((name, value),) = other.items()
+        told = rf"batches with {name}=.*, but rollout_parts was given {name}={value}"
+        with pytest.raises(ValueError, match=told):
+            next(rollout_parts(loader, **given))
 
 
 def test_errors_come_where_they_are_due_and_the_thread_ends() -> None:

@@ -1,7 +1,7 @@
 """Launches compiled Triton kernels with little work on the host.
 
 Triton's own way asks for the device, for hooks of profilers, and for what hooks are told, at each
-launch. That is half of what a launch costs the host.
+launch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class RolloutPart:
         rollout_tokens: of all rollouts together.
         layout: which rank holds which tokens.
         mask: what attends; pass both to :func:`.wrap_masked_attn_func`.
-        plan: what attention will find, if it was made ahead (:class:`.PackRollouts`).
+        plan: what attention will find, if it was made ahead.
+        packed_by: the :class:`.PackRollouts` that made it, if one did.
     """
 
     tokens: Tensor
@@ -55,6 +56,7 @@ class RolloutPart:
     layout: Layout
     mask: AttnMask
     plan: Plan | None = None
+    packed_by: object = None
 
     def to(self, device: torch.device | str) -> RolloutPart:
         """The same on a device. From pinned memory the host does not wait for the copies."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ahead import made_ahead
+from ..ahead import made_ahead, require_same
 from ..core.cost import H200, CostModel
 from ..core.layout import Layout
 from ..core.plan.heads import head_counts
@@ -74,21 +74,18 @@ class PackRollouts:
         plan = MASKED_ATTN.plan(problem, self.heads, dims, costs=self.costs)
         prepare(plan, self.rank)
         expect(plan, perf_counter() - started)
-        return replace(packed.part(layout, self.rank), plan=plan)
+        return replace(packed.part(layout, self.rank), plan=plan, packed_by=self)
 
     def made(self, given: Rollouts | RolloutPart) -> RolloutPart:
-        """What a loader gives, packed; or taken, if it is a part of so many ranks.
+        """What a loader gives, packed; or taken, if it is a part.
 
         Raises:
-            ValueError: it is a part of another number of ranks.
+            ValueError: a part is packed for other ranks, or for other attention.
         """
         if not isinstance(given, RolloutPart):
             return self(given)
-        if (packed := given.layout.group_size) != self.ranks:
-            raise ValueError(
-                f"rollout_parts: the loader's parts were packed with ranks={packed}, but "
-                f"rollout_parts was given ranks={self.ranks}; give both the same"
-            )
+        if given.packed_by is not None:
+            require_same(given.packed_by, self, "rollout_parts")
         return given
 
 
@@ -119,9 +116,9 @@ def rollout_parts(
     The other arguments are those of :class:`PackRollouts`.
 
     Raises:
-        ValueError: ``ahead`` is not positive, or ``loader`` gives parts that were packed for
-            another number of ranks. What ``loader`` raises, or :class:`PackRollouts`, is
-            raised where its part is due.
+        ValueError: ``ahead`` is not positive, or ``loader`` gives parts that were packed with
+            other arguments. What ``loader`` raises, or :class:`PackRollouts`, is raised where its
+            part is due.
     """
     pack = PackRollouts(ranks, rank, heads, share, costs, head_dim)
     return made_ahead(loader, pack.made, ahead, "rollout_parts")

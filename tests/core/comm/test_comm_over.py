@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from customized_ops.ring_attention.core.comm import Comm, symmetric
+from customized_ops.ring_attention.core.comm.dist_comm import DistComm
 from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, run_ranks
 from customized_ops.ring_attention.core.comm.symmetric import CHOICE, comm_over
 
@@ -44,6 +45,7 @@ class Machine:
         connect = lambda comm, device: self.connected.append(comm.rank)  # noqa: E731
         patch.setattr(InProcessComm, "connect", connect, raising=False)
         patch.setattr(InProcessComm, "look_after", lambda comm, device: None, raising=False)
+        patch.setattr(InProcessComm, "first_problem", DistComm.first_problem, raising=False)
         patch.setattr(dist, "get_backend_config", lambda comm: self.backend)
         patch.setattr(symmetric.socket, "gethostname", lambda: self.hosts[self._thread.rank])
         patch.setattr(torch.cuda, "current_device", lambda: self.gpus[self._thread.rank])

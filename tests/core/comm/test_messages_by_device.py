@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from customized_ops.ring_attention.core.comm import dist_comm
 from customized_ops.ring_attention.core.comm.dist_comm import DistComm, Way
 
 
@@ -29,3 +30,25 @@ def test_messages_go_over_a_group_that_has_their_device(
     messages = {peer: [torch.empty(3, device=device)] for peer in (3, 0, 2)}
     comm.start(messages, messages)
     assert sent == groups
+
+
+@pytest.mark.parametrize(
+    ("ranks", "peer", "told"),
+    [(2, None, ""), (2, "ImportError: no triton", "no triton"), (64, None, "64 ranks; flags are")],
+)
+def test_gpus_that_cannot_compare_passes_send_them_all_the_same(
+    ranks: int, peer: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a group, or none: else some would send a number that others do not expect."""
+    comm: Any = object.__new__(DistComm)
+    comm.rank, comm.size, comm.name = 0, ranks, "the group"
+    comm._group, comm._patience = None, object()
+    comm.all_gather_object = lambda problem: [problem, peer]
+    monkeypatch.setattr(dist_comm, "timeout_of", lambda group, device: 1.0)
+    if ranks <= 63:
+        monkeypatch.setattr(dist_comm, "Stamps", lambda *given: "stamps")
+    if not told:
+        assert comm._made_stamps(torch.device("cpu")) == "stamps"
+        return
+    with pytest.warns(UserWarning, match=f"GPUs of the group 'the group' do not compare .*{told}"):
+        assert comm._made_stamps(torch.device("cpu")) is None

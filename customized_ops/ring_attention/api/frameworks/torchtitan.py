@@ -38,7 +38,7 @@ LAYOUTS: dict[str | None, Callable[[int, int], Layout]] = {
     None: Layout.contiguous,
 }
 # The load balancer of a group's last batch, if there was one.
-_prepared: WeakKeyDictionary[Comm, list[str | None]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Comm, str | None] = WeakKeyDictionary()
 
 
 class Over(NamedTuple):
@@ -46,17 +46,16 @@ class Over(NamedTuple):
 
     comm: Comm
     load_balancer_type: str | None
-    prepared: list[str | None]
 
     def layout(self, length: int) -> Layout:
         """Of the whole sequence, of which a rank holds ``length`` tokens."""
-        for prepared in self.prepared:
-            if prepared != self.load_balancer_type:
-                raise ArgumentError(
-                    f"apply_cp_to_forward: load_balancer_type={self.load_balancer_type!r}, but "
-                    f"prepare_context_parallel_input cut the batch with {prepared!r}; give both "
-                    "parallelism.context_parallel_load_balancer"
-                )
+        prepared = _prepared.get(self.comm, self.load_balancer_type)
+        if prepared != self.load_balancer_type:
+            raise ArgumentError(
+                f"apply_cp_to_forward: load_balancer_type={self.load_balancer_type!r}, but "
+                f"prepare_context_parallel_input cut the batch with {prepared!r}; give both "
+                "parallelism.context_parallel_load_balancer"
+            )
         ranks = self.comm.size
         return LAYOUTS[self.load_balancer_type](length * ranks, ranks)
 
@@ -80,7 +79,7 @@ def apply_cp_to_forward(
     """
     _layout_by("apply_cp_to_forward", load_balancer_type)
     comm = group_comm(group_of("apply_cp_to_forward", cp_mesh))
-    over = Over(comm, load_balancer_type, _prepared.setdefault(comm, []))
+    over = Over(comm, load_balancer_type)
     made = [_attention_of(module) for module in attention_modules]
     for module, attend in zip(attention_modules, made, strict=True):
         module.forward = partial(attend, module, over)
@@ -207,7 +206,7 @@ def prepare_context_parallel_input(
             f"{title}: inputs have {length} tokens a row; give a multiple of {parts} for "
             f"{ranks} ranks with load_balancer_type={load_balancer_type!r}"
         )
-    _prepared.setdefault(comm, [])[:] = [load_balancer_type]
+    _prepared[comm] = load_balancer_type
     where = layout(length, ranks)
     own = [
         where.shard(t, comm.rank).contiguous() for t in (inputs, labels, extra_kwargs["positions"])

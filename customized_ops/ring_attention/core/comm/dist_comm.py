@@ -20,7 +20,7 @@ from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .link_probe import measured
 from .messages import Comm, Messages, Reduction
-from .patience import Patience, timeout_of
+from .patience import Patience, tell, timeout_of
 from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
@@ -71,15 +71,31 @@ class DistComm(Comm):
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
         after, before = ((self.rank + way) % self.size for way in (1, -1))
         one, other = torch.zeros(2, device=device)
-        assert self._patience is not None
-        timeout = timeout_of(self._group, device)
-        self._stamps = Stamps(self.rank, self.size, device, self._patience, timeout)
+        self._stamps = self._made_stamps(device)
         for way in self._of_gpus:
             everybody = way._replace(peers=frozenset(range(self.size)))
             for work in self._begin(everybody, {after: [one]}, {before: [other]}):
                 work.wait()
         rates = measured(self, self.costs, device)
         self.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """That of the first rank that has one; the same on every rank."""
+        return next((text for text in self.all_gather_object(problem) if text), None)
+
+    def _made_stamps(self, device: torch.device) -> Stamps | None:
+        """On every rank, or where one cannot have them on none; which is told."""
+        stamps, problem = None, None
+        try:
+            assert self._patience is not None
+            timeout = timeout_of(self._group, device)
+            stamps = Stamps(self.rank, self.size, device, self._patience, timeout)
+        except Exception as error:  # whatever it is, the peers must not wait for this rank
+            problem = f"{type(error).__name__}: {error}"
+        if (problem := self.first_problem(problem)) is None:
+            return stamps
+        tell(f"seqshard: GPUs of the group {self.name!r} do not compare their passes: {problem}")
+        return None
 
     def ways_apart(self, options: Any = None) -> list[Way]:
         """New groups, with these options of NCCL: one, or over several hosts one for messages

@@ -1,5 +1,5 @@
-"""Waiting for peers on CPUs: a rank that fails or dies ends its peers' waits, and one that does not
-come is named.
+"""Waiting for peers: a rank that fails or dies ends its peers' waits, and one that does not come is
+named. What a GPU waits for is looked at by the same rules (:mod:`.signals.watch`).
 
 A wait of gloo ends by data, by a closed connection or by the group's timeout; nothing else wakes
 it. So a thread does the waiting, and the rank itself looks into the group's store each second:

@@ -140,24 +140,19 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
         messages.connect(device)
         return messages
     comm: DistComm = messages
-    problem = _first(messages, _unreachable(messages, device))
+    problem = messages.first_problem(_unreachable(messages, device))
     if problem is None:  # on every rank, so all of them go on
         failure = None
         try:
             comm = SymmetricComm(group, device)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             failure = f"symmetric memory: {error}"
-        problem = _first(messages, failure)
+        problem = messages.first_problem(failure)
     if problem is not None and choice == "symmetric":
         raise RuntimeError(f"{CHOICE}=symmetric, but {problem}")
     if problem is not None:
         messages.connect(device)
     return comm if problem is None else messages
-
-
-def _first(comm: DistComm, problem: str | None) -> str | None:
-    """The problem of the first rank that has one."""
-    return next((text for text in comm.all_gather_object(problem) if text), None)
 
 
 def _unreachable(comm: DistComm, device: torch.device) -> str | None:

@@ -72,6 +72,14 @@ def test_each_peer_gets_one_a_pass(stamps: Any) -> None:
     assert stamps._flags.differing == [2]
 
 
+def test_what_is_made_in_inference_mode_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Flags", Flags)
+    monkeypatch.setattr(module, "Watch", Watch)
+    with torch.inference_mode():
+        made = Stamps(0, 3, CPU, None, 1.0)  # type: ignore[arg-type]
+    assert not made._arrived.is_inference()
+
+
 def test_passes_are_counted_unless_they_are_captured(
     stamps: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,12 +27,12 @@ class Flags:
     """Of the GPU ``device``, which is rank ``rank``; ``of_ranks``: int64, zeros, of every rank."""
 
     def __init__(self, of_ranks: Sequence[Tensor], rank: int, device: torch.device) -> None:
+        if len(of_ranks) > MOST_RANKS:
+            raise NotImplementedError(f"{len(of_ranks)} ranks; flags are for {MOST_RANKS}")
         from . import triton_kernels as kernels
 
         self._ranks, self._device = len(of_ranks), device
         self._grid = (self._ranks, 1, 1)
-        if self._ranks > MOST_RANKS:
-            raise NotImplementedError(f"{self._ranks} ranks; flags are for {MOST_RANKS}")
         record = torch.zeros(record_length(self._ranks), dtype=torch.int64, pin_memory=True)
         there = [t.data_ptr() + FLAG_BYTES * rank for t in of_ranks]
         here = [of_ranks[rank].data_ptr() + FLAG_BYTES * peer for peer in range(self._ranks)]

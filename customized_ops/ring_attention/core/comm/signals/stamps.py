@@ -4,7 +4,7 @@ has one more number with it, which the peer's GPU compares."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ class Stamps:
         self, rank: int, size: int, device: torch.device, patience: Patience, timeout: float
     ) -> None:
         # By the number of the pass and by peer: streams may be at several passes.
-        self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
         self._size, self._passes = size, 0
         self._flags = Flags([self._arrived] * size, rank, device)
         self._watch = Watch(patience, self._flags.record, timeout)
+        self._made = partial(torch.full_like, self._arrived[:1])
         self._kept = lru_cache(KEPT)(self._made)
         self._call: int | None = None
         self._counted = False  # whether the watch waits for the end of the pass
@@ -73,9 +75,6 @@ class Stamps:
             place = self._channel * self._size + peer
             received[peer] = [*receive[peer], self._arrived[place : place + 1]]
         return sent, received, first
-
-    def _made(self, call: int) -> Tensor:
-        return torch.full_like(self._arrived[:1], call)
 
     def comparing(self, wait: Callable[[], None], peers: list[int]) -> Callable[[], None]:
         """``wait``, and then compare what has come from these peers."""

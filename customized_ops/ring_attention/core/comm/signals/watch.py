@@ -17,18 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..patience import LOOK_SECONDS, Patience, PeerFailed, tell
+from . import record as of
 from .fingerprint import NO_CALL, differing
-from .record import (
-    CALL,
-    DIFFERS,
-    ENDED,
-    SLOT_LENGTH,
-    SLOTS,
-    STATUS,
-    STOP,
-    THEIRS,
-    WAITS,
-)
 
 MOST_KNOWN = 256  # passes whose names are kept
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
@@ -47,7 +37,7 @@ class Watch:
         self, patience: Patience, record: npt.NDArray[np.int64], timeout_seconds: float
     ) -> None:
         self._patience, self._record = patience, record
-        self._slots = record[SLOTS:].reshape(-1, SLOT_LENGTH)
+        self._slots = record[of.SLOTS :].reshape(-1, of.SLOT_LENGTH)
         self._most_seconds = OF_TIMEOUT * timeout_seconds
         self._names: dict[int, str] = {}
         self._now, self._ended = "a pass", 0
@@ -74,8 +64,8 @@ class Watch:
 
     def compare(self) -> None:
         """See whether a peer was found in another pass."""
-        if self.problem is None and (peers := self._peers(DIFFERS)):
-            call, theirs = map(int, self._slots[peers[0], [CALL, THEIRS]])
+        if self.problem is None and (peers := self._peers(of.DIFFERS)):
+            call, theirs = map(int, self._slots[peers[0], [of.CALL, of.THEIRS]])
             self._end(
                 self._patience.here(self._name_of(call)) + disagreement(peers[0], call, theirs)
             )
@@ -83,17 +73,17 @@ class Watch:
     def look(self) -> None:
         """Read what the GPU tells; blocks while it waits."""
         self.compare()
-        ended = int(self._record[ENDED])
-        if peers := self._peers(WAITS):
-            doing = self._name_of(int(self._slots[peers[0], CALL]))
-            self._wait(doing, lambda: not self._peers(WAITS) or bool(self._peers(DIFFERS)))
+        ended = int(self._record[of.ENDED])
+        if peers := self._peers(of.WAITS):
+            doing = self._name_of(int(self._slots[peers[0], of.CALL]))
+            self._wait(doing, lambda: not self._peers(of.WAITS) or bool(self._peers(of.DIFFERS)))
         elif ended < self.begun and ended == self._ended:
-            told = self._slots[:, STATUS]
-            self._wait(self._now, lambda: self._record[ENDED] != ended or bool(told.any()))
+            told = self._slots[:, of.STATUS]
+            self._wait(self._now, lambda: self._record[of.ENDED] != ended or bool(told.any()))
         self._ended = ended
 
     def _peers(self, status: int) -> list[int]:
-        found: list[int] = (self._slots[:, STATUS] == status).nonzero()[0].tolist()
+        found: list[int] = (self._slots[:, of.STATUS] == status).nonzero()[0].tolist()
         return found
 
     def _name_of(self, call: int) -> str:
@@ -109,9 +99,9 @@ class Watch:
             return over
 
         try:
-            self._patience.until(within, doing, self._most_seconds, lambda: self._peers(WAITS))
+            self._patience.until(within, doing, self._most_seconds, lambda: self._peers(of.WAITS))
         except PeerFailed as failure:
-            self._record[STOP] = 1
+            self._record[of.STOP] = 1
             self._end(str(failure))
 
     def _end(self, problem: str) -> None:
