@@ -356,6 +356,9 @@ def test_a_failed_pass_is_told_to_those_that_follow(replays: list[int]) -> None:
             patch.setattr(tape.Tape, "run", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
+            patch.setattr(comm, "tell_failure", lambda _: 1 / 0)  # peers know the first error
+            with pytest.raises(RuntimeError, match="ended in an error"), comm.doing("a call"):
+                attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
         with pytest.raises(RuntimeError, match="ended in an error") as caught:
             attention_forward(plan, comm, attends, ForwardOperands(q, k, v), scoring)
         return str(caught.value)
@@ -375,7 +378,7 @@ def test_what_a_device_found_is_raised_by_the_next_pass(before: int, replays: li
             attention_forward(plan, comm, attends, given, Scoring(0.25))
         comm.memory.problem = "rank 1 is elsewhere"
         comm.memory.capturing = lambda: 1 / 0
-        with pytest.raises(PeerFailed, match="rank 1 is elsewhere"):
+        with pytest.raises(PeerFailed, match="rank 1 is elsewhere"), comm.doing("a call"):
             attention_forward(plan, comm, attends, given, Scoring(0.25))
 
     run_ranks(2, body)

@@ -174,18 +174,24 @@ BAD_INPUTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def right_arguments() -> dict[str, Any]:
+    """Of ``wrap_ring_attn_func``, but for its group; BAD_INPUTS change them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v = (t.detach() for t in tensors(rank, ranks))
+    layout = Layout.zigzag(24, ranks)
+    return {"q": q, "k": k, "v": v, "causal": True, "layout": layout, "kernel": "torch"}
+
+
 def bad_inputs(wrong: int) -> dict[str, tuple[float, str]]:
     """Seconds and error of a call for each of BAD_INPUTS, which one rank passes."""
-    rank, ranks, said = dist.get_rank(), dist.get_world_size(), {}
-    group = list(range(ranks))
+    said = {}
+    group = list(range(dist.get_world_size()))
     for name, change in BAD_INPUTS.items():
-        q, k, v = (t.detach() for t in tensors(rank, ranks))
-        layout = Layout.zigzag(24, ranks)
-        given = {"q": q, "k": k, "v": v, "causal": True, "layout": layout, "kernel": "torch"}
+        right = right_arguments()
         started = time.monotonic()
         try:
             wrap_ring_attn_func(
-                **(change(**given) if rank == wrong else given), process_group=group
+                **(change(**right) if dist.get_rank() == wrong else right), process_group=group
             )
             text = "no error"
         except Exception as error:

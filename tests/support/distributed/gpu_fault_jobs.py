@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_jobs import killed, out_of_memory
+from fault_jobs import BAD_INPUTS, killed, out_of_memory, right_arguments
 from rank_groups import in_their_own_time
 from torch import Tensor
 
@@ -25,9 +27,9 @@ TOKENS, HEADS, DIM = 2048, 8, 64  # of a rank
 WARM_UP = 14  # calls, after which passes come from their tapes
 
 
-def drawn() -> list[Tensor]:
+def drawn(dim: int = DIM) -> list[Tensor]:
     """q, k and v of packed documents."""
-    shape = TOKENS, HEADS, DIM
+    shape = TOKENS, HEADS, dim
     return [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
 
 
@@ -39,31 +41,64 @@ def forward(leaves: Sequence[Tensor], shift: int = 0, **options: Any) -> Tensor:
     return wrap_ring_attn_varlen_func(*leaves, ends, ends, **given)
 
 
-def call(shift: int = 0, **options: Any) -> None:
+def call(shift: int = 0, dim: int = DIM, **options: Any) -> None:
     """A forward and a backward, waited for."""
-    forward(drawn(), shift, **options).sum().backward()
+    forward(drawn(dim), shift, **options).sum().backward()
     torch.cuda.synchronize()
 
 
-def other_op() -> None:
-    tensors = [torch.ones(1, TOKENS, HEADS, DIM, device="cuda") for _ in "qkv"]
+def other_op(tokens: int = TOKENS) -> None:
+    """Of an op without documents."""
+    tensors = [torch.ones(1, tokens, HEADS, DIM, device="cuda") for _ in "qkv"]
     wrap_ring_attn_func(*(t.bfloat16() for t in tensors), process_group=dist.group.WORLD)
     torch.cuda.synchronize()
+
+
+def _without_a_tape() -> None:
+    call(softmax_scale=0.11)
 
 
 def _runs_out_of_memory() -> None:
     usual = KERNELS["flash4"].forward
     KERNELS["flash4"].forward = lambda *args, **options: out_of_memory()
     try:
-        call(softmax_scale=0.11)  # of which there is no tape
+        _without_a_tape()
     finally:
         KERNELS["flash4"].forward = usual
 
 
+def ring_call(change: Callable[..., dict[str, Any]] = dict) -> None:
+    """As :func:`call`, with few tokens in zigzag order, and arguments as they are changed."""
+    given = {name: _on_gpu(value) for name, value in change(**right_arguments()).items()}
+    out = wrap_ring_attn_func(**given, process_group=dist.group.WORLD)
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    torch.cuda.synchronize()
+
+
+def _on_gpu(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    on_gpu = value.cuda()
+    if value.dtype == torch.float64:  # which no kernel of GPUs takes
+        on_gpu = on_gpu.bfloat16()
+    return on_gpu.requires_grad_(value.is_floating_point())
+
+
+def _as_a_program(step: Callable[[], None]) -> None:
+    """An error ends the process."""
+    try:
+        step()
+    except Exception as error:
+        print(f"a wrong input: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
-    "another scale": lambda: call(softmax_scale=0.1),
+    "other scores": lambda: call(softmax_scale=0.1),
     "other documents": lambda: call(shift=16),
+    "other shapes": lambda: call(dim=DIM // 2),
     "another op": other_op,
+    "another length": lambda: other_op(TOKENS // 2),
     "killed": killed,
     "out of memory": _runs_out_of_memory,
     "absent": lambda: time.sleep(600),
@@ -73,25 +108,30 @@ FAULTS: dict[str, Callable[[], None]] = {
 @in_their_own_time
 def faulty_call(faulty: int, fault: str, comm: str) -> None:
     """Calls that are alike, and then one in which a rank is faulty. The others raise what they see
-    of it: the error of their device, the warning, and the error of the next call."""
+    of it: the error of their device and that of the next call."""
     os.environ |= {PATIENCE: "3", CHOICE: comm}
+    warnings.simplefilter("always")
+    usual, wrong = call, FAULTS.get(fault)
+    if wrong is None:
+        usual = ring_call
+        wrong = partial(_as_a_program, partial(ring_call, BAD_INPUTS[fault]))
+    other_op()
     for _ in range(WARM_UP):
-        call()
+        usual()
     assert comm_by_name(dist.group.WORLD.group_name).writes_to_peers == (comm == "symmetric")
+    right = _without_a_tape if fault == "out of memory" else usual
     leaves, said = drawn(), []
     dist.barrier()
     torch.cuda.synchronize()
+    time.sleep(0.5)  # a process whose peer ends at once may still be in that
     started = time.monotonic()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        first = FAULTS[fault] if dist.get_rank() == faulty else call
-        for attempt in (first, lambda: forward(leaves)):
-            try:
-                attempt()
-                said.append("nothing")
-            except Exception as error:
-                seconds = time.monotonic() - started
-                said.append(f"after {seconds:.1f} s {type(error).__name__}: {error}")
-            time.sleep(1.5)  # the host looks each second
+    for attempt in (wrong if dist.get_rank() == faulty else right, lambda: forward(leaves)):
+        try:
+            attempt()
+            said.append("nothing")
+        except Exception as error:
+            seconds = time.monotonic() - started
+            said.append(f"after {seconds:.1f} s {type(error).__name__}: {error}")
+        time.sleep(1.5)  # the host looks each second
     if dist.get_rank() != faulty:
-        raise AssertionError("\n".join(said + [str(w.message) for w in warned]))
+        raise AssertionError("\n".join(said))

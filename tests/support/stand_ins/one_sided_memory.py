@@ -13,7 +13,8 @@ from customized_ops.ring_attention.core.comm.inprocess import InProcessComm, Wor
 from customized_ops.ring_attention.core.comm.one_sided import OneSidedComm
 from customized_ops.ring_attention.core.comm.patience import PeerFailed
 from customized_ops.ring_attention.core.comm.placement import Piece
-from customized_ops.ring_attention.core.comm.signals.watch import disagreement, require_alike
+from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
+from customized_ops.ring_attention.core.comm.signals.watch import require_alike
 
 POISON = 0xFF  # bytes of a NaN: what was not written shows
 CHANNELS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,8 @@ class DistComm(Comm):
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
         after, before = ((self.rank + way) % self.size for way in (1, -1))
         one, other = torch.zeros(2, device=device)
-        self._stamps = self._made_stamps(device)
+        stop = partial(_abort, [way.group for way in self._of_gpus])
+        self._stamps = self._made_stamps(device, stop)
         for way in self._of_gpus:
             everybody = way._replace(peers=frozenset(range(self.size)))
             for work in self._begin(everybody, {after: [one]}, {before: [other]}):
@@ -83,13 +84,13 @@ class DistComm(Comm):
         """That of the first rank that has one; the same on every rank."""
         return next((text for text in self.all_gather_object(problem) if text), None)
 
-    def _made_stamps(self, device: torch.device) -> Stamps | None:
+    def _made_stamps(self, device: torch.device, stop: Callable[[], None]) -> Stamps | None:
         """On every rank, or where one cannot have them on none; which is told."""
         stamps, problem = None, None
         try:
             assert self._patience is not None
             timeout = timeout_of(self._group, device)
-            stamps = Stamps(self.rank, self.size, device, self._patience, timeout)
+            stamps = Stamps(self.rank, self.size, device, self._patience, timeout, stop)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             problem = f"{type(error).__name__}: {error}"
         if (problem := self.first_problem(problem)) is None:
@@ -128,6 +129,10 @@ class DistComm(Comm):
         if self._patience is None if local is None else local != every:
             return Topology.of(self.all_gather_object(socket.gethostname()))
         return None
+
+    def check(self) -> None:
+        if self._stamps is not None:
+            self._stamps.check(self.now)
 
     def begin(self, call: int) -> None:
         if self._stamps is not None:
@@ -209,3 +214,9 @@ class DistComm(Comm):
             reduce()
         if dense is not tensor:
             tensor.copy_(dense)
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End what is on its way; the groups are of no use after that."""
+    for group in groups:
+        group.abort()

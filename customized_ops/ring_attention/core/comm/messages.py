@@ -144,11 +144,16 @@ class Comm(ABC):
     def doing(self, what: str) -> Iterator[None]:
         """Something that all ranks of the group do together; peers hear of an error inside."""
         self.now, self.step = what, self.step + 1
+        self.check()  # before anything asks a GPU, which may take no more questions
         try:
             yield
         except BaseException as error:
             self.tell_failure(error)
             raise
+
+    def check(self) -> None:  # noqa: B027
+        """Raises what is known to be wrong already, which peers need not be told: PeerFailed where
+        this rank's GPU has found a failure, RuntimeError where its last pass has no end."""
 
     def tell_failure(self, error: BaseException) -> None:  # noqa: B027
         """Tell peers, who may wait for this rank, that what it is at ended with ``error``."""

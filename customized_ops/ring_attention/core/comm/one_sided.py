@@ -77,13 +77,16 @@ class OneSidedComm(Comm):
             launch(self._memory.wait, self._peers, DONE, NO_CALL)
         self._placement.begin()
 
-    def _enter(self) -> None:
+    def check(self) -> None:
         self._memory.check(self.now)
         if self._under_way:  # nobody waits for the signals of the pass before
             raise RuntimeError(
                 f"seqshard: a pass over the group {self.name!r} ended in an error, so its ranks "
                 "may be out of step; make a new process group"
             )
+
+    def _enter(self) -> None:
+        self.check()
         self._under_way = True
 
     def end(self) -> None:
@@ -94,7 +97,6 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def replay_state(self) -> Hashable | None:
-        self._memory.check(self.now)  # before what asks a GPU, which may take no more questions
         # The first pass waits for none, and one that makes memory waits for all ranks.
         steady = self._passes and self._arena.steady and not self._memory.capturing()
         return self._arena.generation if steady else None

@@ -6,13 +6,15 @@ it. So a thread does the waiting, and the rank itself looks into the group's sto
 
 - A rank that fails inside a pass writes down what happened. Peers that wait raise that.
 - A rank that has waited for long writes down what it waits in. Of the others, those that have
-  written nothing have not come, and it warns of them.
+  written nothing have not come, and it warns of them. Where one has written another fingerprint of
+  the same pass, both raise.
 
 Nothing is written while all goes well.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import queue
@@ -23,17 +25,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from .signals.fingerprint import disagreement
+
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
 PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
 PATIENCE_SECONDS = 30.0  # a longer wait is told of
 
+OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
+
 Job = Callable[[], None]
+Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
 
 
 class PeerFailed(RuntimeError):
@@ -100,6 +108,7 @@ class Patience:
         doing: str,
         most_seconds: float = math.inf,
         awaited: Callable[[], Iterable[int]] = tuple,
+        passes: Passes = MappingProxyType({}),
     ) -> None:
         """Wait, and look what peers have written meanwhile.
 
@@ -107,8 +116,9 @@ class Patience:
             over: whether the wait ends within so many seconds.
             most_seconds: that the wait may take.
             awaited: peers whose processes must not have ended.
+            passes: the last ones of this rank. A peer that waits for long, too, says its own.
         Raises:
-            PeerFailed: as :meth:`wait`, or it took longer.
+            PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
         """
         seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
         patience = min(patience, most_seconds / 2)
@@ -124,8 +134,10 @@ class Patience:
                 tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
-                self._store.set(f"waits/{self._rank}", doing)
+                self._store.set(f"waits/{self._rank}", _waits_text(doing, passes))
                 asked = True
+            if asked:
+                self._raise_if_one_has_others(doing, passes)
         if asked:
             self._store.delete_key(f"waits/{self._rank}")
 
@@ -137,6 +149,23 @@ class Patience:
         text = f"{step} {doing}: {type(error).__name__}: {error}"
         with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
             self._store.set(f"failed/{self._rank}", text)
+
+    def tell_problem(self, problem: str) -> None:
+        """Write down, for peers, what this rank alone has found."""
+        with suppress(RuntimeError):
+            self._store.set(f"failed/{self._rank}", f"{OF_NO_STEP} {problem}")
+
+    def leave(self) -> None:
+        """The program is done: peers do not take its end for a failure."""
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "")
+
+    def still_here(self) -> list[int]:
+        """Peers whose programs are not done, or have failed."""
+        with suppress(RuntimeError):
+            left = self._written("left")
+            return [r for r in range(len(self._ranks)) if r != self._rank and r not in left]
+        return []
 
     def here(self, doing: str) -> str:
         """The start of an error."""
@@ -169,9 +198,17 @@ class Patience:
         if gone := [str(rank) for rank in known if _has_ended(self._processes[rank])]:
             raise PeerFailed(f"{self.here(doing)} lost rank {', '.join(gone)}: its process ended")
 
+    def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
+        for rank, text in self._written("waits").items() if passes else ():
+            _, theirs = _read_waits(text)
+            for number in sorted(passes.keys() & theirs.keys()):
+                if passes[number] != theirs[number]:
+                    problem = disagreement(rank, passes[number], theirs[number])
+                    raise PeerFailed(self.here(doing) + problem)
+
     def _waited(self, doing: str, seconds: float) -> str:
         """Which ranks do not wait as this one does."""
-        waits = self._written("waits")
+        waits = {rank: _read_waits(text)[0] for rank, text in self._written("waits").items()}
         found = [
             f"rank {rank} has not come"
             if rank not in waits
@@ -181,6 +218,16 @@ class Patience:
         ]
         who = "; ".join(found) or "all ranks wait here for a message"
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
+
+
+def _waits_text(doing: str, passes: Passes) -> str:
+    """What a rank that has waited for long writes."""
+    return json.dumps([doing, list(passes.items())])
+
+
+def _read_waits(text: str) -> tuple[str, dict[int, int]]:
+    doing, passes = json.loads(text)
+    return doing, dict(passes)
 
 
 def tell(text: str) -> None:

@@ -102,7 +102,8 @@ class RankPass(ABC, Generic[Part]):
         kinds = [(t.shape[:1], t.shape[2:], t.dtype) for t in tensors]
         # What is on a GPU cannot be read here.
         seeded = None if seed is None or seed.is_cuda else seed.tolist()
-        return kinds, scoring.softmax_scale, scoring.softcap, scoring.dropout_p, seeded
+        sloped = scoring.alibi_slopes is not None
+        return kinds, scoring.softmax_scale, scoring.softcap, sloped, scoring.dropout_p, seeded
 
     def end(self) -> None:
         """After the last use of what peers have sent: they may start the next pass."""

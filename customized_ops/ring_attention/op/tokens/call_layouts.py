@@ -198,7 +198,8 @@ def compare_lengths(op: str, comm: Comm, local: int, remedy: str | None = None) 
     """
     if comm.size == 1 or local in comm.common_lengths or compares_calls(comm):
         return  # where the ranks compare every call, they compare this too
-    lengths = comm.all_gather_object(local)
+    with comm.doing(f"{op}, where ranks compare how many tokens they hold"):
+        lengths = comm.all_gather_object(local)
     if len(set(lengths)) > 1:
         if remedy is None:
             remedy = (

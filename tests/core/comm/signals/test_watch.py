@@ -18,7 +18,8 @@ from customized_ops.ring_attention.core.comm import patience
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
 from customized_ops.ring_attention.core.comm.signals import record as of
 from customized_ops.ring_attention.core.comm.signals import watch as watch_module
-from customized_ops.ring_attention.core.comm.signals.watch import Watch, disagreement
+from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
+from customized_ops.ring_attention.core.comm.signals.watch import Watch
 
 FORWARD, BACKWARD = 0x0001_0002_0003_0004, 0x0001_0002_0003_0005
 PASS = "ring attention, forward"
@@ -58,9 +59,11 @@ class Group:
         return 0
 
 
-def watched(seconds: float = 100.0, processes: Any = None) -> tuple[Watch, Any]:
+def watched(
+    seconds: float = 100.0, processes: Any = None, stop: Callable[[], None] = lambda: None
+) -> tuple[Watch, Any]:
     record = np.zeros(of.record_length(3), dtype=np.int64)
-    made = Watch(Patience(Group(), processes), record, seconds)  # type: ignore[arg-type]
+    made = Watch(Patience(Group(), processes), record, seconds, stop)  # type: ignore[arg-type]
     made.name(FORWARD, PASS)
     return made, record
 
@@ -93,6 +96,8 @@ def test_who_disagrees_and_on_what(store: Store) -> None:
     until(lambda: watch.problem)
     want = f"{START} and rank 1 do not agree on tensors or options"
     assert problem_of(watch) == problem_of(watch) == want
+    assert store["failed/0"].decode().endswith(want), "the peer may find nothing by itself"
+    assert record[of.STOP], "the device waits until the host has spoken"
     assert disagreement(1, FORWARD, 1).endswith("the same calls in the same order")
 
 
@@ -170,7 +175,7 @@ def test_a_difference_ends_other_waits(store: Store) -> None:
     """Also where the end of a pass is waited for, which does not come then."""
     watch, record = watched()
     watch.check(PASS)
-    watch.begun = 1
+    watch.begin(FORWARD)
     time.sleep(0.1)
     told(record, of.DIFFERS, BACKWARD)
     until(lambda: watch.problem)
@@ -203,16 +208,64 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(patience.PATIENCE, "0.04")
     watch, record = watched()
     watch.check(PASS)
-    watch.begun, record[of.ENDED] = 3, 3
+    for _ in range(3):
+        record[of.ENDED] = watch.begin(FORWARD)
     time.sleep(0.2)
     assert not store
     with pytest.warns(UserWarning, match="rank 1 has not come"):
-        watch.begun = 4
+        assert watch.begin(FORWARD) == 4
         until(lambda: "waits/0" in store)
         time.sleep(0.2)
         record[of.ENDED] = 4
         until(lambda: not store)
     watch.check(PASS)
-    watch.begun, store["failed/1"] = 5, FAILED
+    watch.begin(FORWARD)
+    store["failed/1"] = FAILED
     until(lambda: watch.problem)
     assert "rank 1 failed" in problem_of(watch)
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost, unless its program was done."""
+    other = subprocess.Popen([sys.executable, "-c", ""])
+    while not patience._has_ended(other.pid):
+        time.sleep(0.01)
+    peer, _ = watched()
+    watch, _ = watched(processes={1: other.pid})
+    monkeypatch.setattr(peer._patience, "_rank", 1)
+    monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
+    peer.at_exit()
+    assert "left/1" not in store, "it ends by an error"
+    monkeypatch.delattr(sys, "last_value")
+    peer.at_exit()
+    watch.begin(FORWARD)
+    time.sleep(0.2)
+    assert watch.problem is None
+    del store["left/1"]
+    until(lambda: watch.problem)
+    assert problem_of(watch).endswith("lost rank 1: its process ended")
+    other.wait()
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_peers_in_other_passes_are_not_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of other sizes may never be here; passes are compared where both have waited for
+    long, by their numbers, for one may be ahead."""
+    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    stopped: list[bool] = []
+    watch, record = watched(stop=lambda: stopped.append(True))
+    watch.check("a later pass")
+    assert [watch.begin(call) for call in (BACKWARD, FORWARD)] == [1, 2]
+    record[of.ENDED] = 1
+    ahead = {1: BACKWARD, 2: FORWARD, 3: BACKWARD}
+    store.set("waits/1", patience._waits_text("ring attention, backward", ahead))
+    until(lambda: "waits/0" in store)
+    time.sleep(0.1)
+    assert watch.problem is None
+    store.set("waits/1", patience._waits_text("ring attention, forward", {2: BACKWARD}))
+    until(lambda: stopped)
+    assert problem_of(watch) == f"{START} and rank 1 do not agree on tensors or options"
+    assert record[of.STOP]

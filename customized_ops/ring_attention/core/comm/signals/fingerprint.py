@@ -45,6 +45,13 @@ def differing(one: int, other: int) -> list[str]:
     ]
 
 
+def disagreement(peer: int, call: int, theirs: int) -> str:
+    """What is wrong where a peer is in another pass."""
+    if NO_CALL in (call, theirs):
+        return f" and rank {peer} do not make the same calls in the same order"
+    return f" and rank {peer} do not agree on " + " and ".join(differing(call, theirs))
+
+
 def _sum(*tables: npt.ArrayLike) -> int:
     total = 0
     for table in tables:

@@ -21,45 +21,51 @@ class Stamps:
     """Of one rank's passes."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, patience: Patience, timeout: float
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        patience: Patience,
+        timeout: float,
+        stop: Callable[[], None],
     ) -> None:
+        """``stop`` ends messages that are on their way; for others see :class:`.Watch`."""
         # By the number of the pass and by peer: streams may be at several passes.
         with torch.inference_mode(False):
             self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
         self._size, self._passes = size, 0
         self._flags = Flags([self._arrived] * size, rank, device)
-        self._watch = Watch(patience, self._flags.record, timeout)
+        self._watch = Watch(patience, self._flags.record, timeout, stop)
         self._made = partial(torch.full_like, self._arrived[:1])
         self._kept = lru_cache(KEPT)(self._made)
         self._call: int | None = None
-        self._counted = False  # whether the watch waits for the end of the pass
+        self._number = 0  # of the pass, where the watch waits for its end
         self._sent: set[int] = set()
         self._received: set[int] = set()
 
-    def begin(self, call: int, what: str) -> None:
-        """A pass begins, which has this fingerprint and name.
-
-        Raises:
-            PeerFailed: a pass before was not that of a peer.
-        """
-        self._watch.name(call, what)
+    def check(self, what: str) -> None:
+        """Raises PeerFailed where a pass before ``what`` was not that of a peer."""
         self._watch.check(what)
+
+    def begin(self, call: int, what: str) -> None:
+        """A pass begins, which has this fingerprint and name."""
+        self._watch.name(call, what)
         self._call, self._passes = call, self._passes + 1
         self._sent, self._received = set(), set()
         # What a CUDA graph captures happens later, or never.
-        self._counted = not torch.cuda.is_current_stream_capturing()
-        if self._counted:
-            self._watch.begun += 1
+        captured = torch.cuda.is_current_stream_capturing()
+        self._number = 0 if captured else self._watch.begin(call)
 
     def end(self) -> None:
         """It ends once the current stream gets here."""
         self._call = None
-        if self._counted:
-            self._flags.mark(self._watch.begun)
+        if self._number:
+            self._flags.mark(self._number)
 
     def fail(self) -> None:
         """The pass has no end, if there is one."""
-        self._call, self._watch.begun = None, 0
+        self._call = None
+        self._watch.forget()
 
     def add_to(self, send: Messages, receive: Messages) -> tuple[Messages, Messages, list[int]]:
         """The messages with stamps, where they are the first of a pass, and whose stamps come."""
@@ -68,7 +74,7 @@ class Stamps:
         first, to = sorted(receive.keys() - self._received), send.keys() - self._sent
         self._received.update(first)
         self._sent.update(to)
-        stamp = (self._kept if self._counted else self._made)(self._call)
+        stamp = (self._kept if self._number else self._made)(self._call)
         sent = {peer: [*each, stamp] if peer in to else each for peer, each in send.items()}
         received = dict(receive)
         for peer in first:

@@ -8,40 +8,52 @@ do (:mod:`..patience`), and tells the kernel to stop where there is nothing more
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..patience import LOOK_SECONDS, Patience, PeerFailed, tell
 from . import record as of
-from .fingerprint import NO_CALL, differing
+from .fingerprint import disagreement
 
 MOST_KNOWN = 256  # passes whose names are kept
+LAST_PASSES = 16  # that a rank compares to those of a peer once both have waited for long
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
-    """Of one rank; ``record``: int64[record_length(ranks)], see :mod:`.record`.
+    """Of one rank.
 
     Attributes:
-        begun: how many passes have begun whose end the record counts.
         problem: what has ended the waits of the rank's GPU; None while all is well.
     """
 
     def __init__(
-        self, patience: Patience, record: npt.NDArray[np.int64], timeout_seconds: float
+        self,
+        patience: Patience,
+        record: npt.NDArray[np.int64],
+        timeout_seconds: float,
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            record: int64[record_length(ranks)], see :mod:`.record`.
+            stop: ends waits of kernels that do not read the record.
+        """
         self._patience, self._record = patience, record
         self._slots = record[of.SLOTS :].reshape(-1, of.SLOT_LENGTH)
         self._most_seconds = OF_TIMEOUT * timeout_seconds
         self._names: dict[int, str] = {}
+        self._stop = stop
         self._now, self._ended = "a pass", 0
-        self.begun = 0
+        self._begun, self._passes = 0, deque[tuple[int, int]](maxlen=LAST_PASSES)
         self.problem: str | None = None
         _all.add(self)
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
@@ -62,13 +74,25 @@ class Watch:
         if self.problem is not None:
             raise PeerFailed(self.problem)
 
+    def begin(self, call: int) -> int:
+        """A pass begins whose end the record counts; returns its number."""
+        self._begun += 1
+        self._passes.append((self._begun, call))
+        return self._begun
+
+    def forget(self) -> None:
+        """Of passes that have begun some do not end."""
+        self._begun = 0
+        self._passes.clear()
+
     def compare(self) -> None:
         """See whether a peer was found in another pass."""
         if self.problem is None and (peers := self._peers(of.DIFFERS)):
             call, theirs = map(int, self._slots[peers[0], [of.CALL, of.THEIRS]])
-            self._end(
-                self._patience.here(self._name_of(call)) + disagreement(peers[0], call, theirs)
-            )
+            here = self._patience.here(self._name_of(call))
+            problem = here + disagreement(peers[0], call, theirs)
+            self._patience.tell_problem(problem)  # the peer may be ahead, where it finds nothing
+            self._end(problem)
 
     def look(self) -> None:
         """Read what the GPU tells; blocks while it waits."""
@@ -76,10 +100,13 @@ class Watch:
         ended = int(self._record[of.ENDED])
         if peers := self._peers(of.WAITS):
             doing = self._name_of(int(self._slots[peers[0], of.CALL]))
-            self._wait(doing, lambda: not self._peers(of.WAITS) or bool(self._peers(of.DIFFERS)))
-        elif ended < self.begun and ended == self._ended:
-            told = self._slots[:, of.STATUS]
-            self._wait(self._now, lambda: self._record[of.ENDED] != ended or bool(told.any()))
+            is_over = lambda: not self._peers(of.WAITS) or bool(self._peers(of.DIFFERS))  # noqa: E731
+            self._wait(doing, is_over, lambda: self._peers(of.WAITS))
+        elif ended < self._begun and ended == self._ended:
+            told, passes = self._slots[:, of.STATUS], dict(self._passes)
+            doing = self._name_of(passes[ended + 1]) if ended + 1 in passes else self._now
+            is_over = lambda: self._record[of.ENDED] != ended or bool(told.any())  # noqa: E731
+            self._wait(doing, is_over, self._patience.still_here)
         self._ended = ended
 
     def _peers(self, status: int) -> list[int]:
@@ -89,7 +116,9 @@ class Watch:
     def _name_of(self, call: int) -> str:
         return self._names.get(call, self._now)
 
-    def _wait(self, doing: str, is_over: Callable[[], bool]) -> None:
+    def _wait(
+        self, doing: str, is_over: Callable[[], bool], awaited: Callable[[], Iterable[int]]
+    ) -> None:
         """Look after a wait that has taken a second; end it where it is in vain."""
 
         def within(seconds: float) -> bool:
@@ -99,22 +128,24 @@ class Watch:
             return over
 
         try:
-            self._patience.until(within, doing, self._most_seconds, lambda: self._peers(of.WAITS))
+            passes = dict(self._passes)
+            self._patience.until(within, doing, self._most_seconds, awaited, passes)
         except PeerFailed as failure:
-            self._record[of.STOP] = 1
             self._end(str(failure))
 
     def _end(self, problem: str) -> None:
+        """Say so, and then stop what waits: the device's error may end the process at once."""
         if self.problem is None:
             self.problem = problem
             tell(f"{problem} (CUDA reports this as a launch failure)")
+            self._record[of.STOP] = 1
+            self._stop()
 
-
-def disagreement(peer: int, call: int, theirs: int) -> str:
-    """What is wrong where a peer is in another pass."""
-    if NO_CALL in (call, theirs):
-        return f" and rank {peer} do not make the same calls in the same order"
-    return f" and rank {peer} do not agree on " + " and ".join(differing(call, theirs))
+    def at_exit(self) -> None:
+        """The program ends."""
+        self.compare()  # the error of a synchronisation may end it before the thread has looked
+        if self.problem is None and not hasattr(sys, "last_value"):
+            self._patience.leave()
 
 
 def require_alike(sizes: Sequence[int]) -> None:
@@ -142,6 +173,5 @@ def _look_on(reference: weakref.ref[Watch]) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """The error of a synchronisation may end the process before the thread has looked."""
     for watch in list(_all):
-        watch.compare()
+        watch.at_exit()

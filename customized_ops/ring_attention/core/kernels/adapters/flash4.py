@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -240,7 +240,7 @@ def _longest(packing: Packing) -> dict[str, Any]:
     return packing.arguments | {name: max(LEAST, most) for name, most in longest.items()}
 
 
-@cache
+@lru_cache(64)
 def _bounds(window: Window) -> dict[str, Any]:
     """The library has kernels of their own for no bounds and for causal ones."""
     left, right = (None if bound < 0 else bound for bound in window)
