@@ -42,13 +42,13 @@ PACKED = (5, 1, 9, 9)
 
 
 @pytest.mark.parametrize(
-    ("policy", "layers", "lengths", "options", "split"),
+    ("policy", "layers", "lengths", "options", "split", "lowered"),
     [
-        ("cp", "da", PACKED, {}, "wrap_gated_delta_rule_func  1      l / 2"),
-        ("cp", "ga", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: tok"),
-        ({"wrap_gated_*": "l", "wrap_causal_conv1d_func": "d"}, "g", (), {}, "d / 2"),
+        ("cp", "da", PACKED, {}, "wrap_gated_delta_rule_func  1      l / 2", True),
+        ("cp", "ga", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at", False),
+        ({"wrap_gated_*": "l", "wrap_causal_conv1d_func": "d"}, "g", (), {}, "d / 2", False),
         *(
-            pytest.param(policy, "dag", lengths, options, said, marks=pytest.mark.slow)
+            pytest.param(policy, "dag", lengths, options, said, True, marks=pytest.mark.slow)
             for policy, lengths, options, said in (
                 ("cp", PACKED, {}, "wrap_gated_delta_rule_func   1      l / 2"),
                 ("cp", (), {"hoist": True}, "layout: zigzag over 24 tokens, permuted once at: "),
@@ -69,12 +69,11 @@ def test_parallelized(
     lengths: tuple[int, ...],
     options: dict[str, Any],
     split: str,
+    lowered: bool,
 ) -> None:
-    """Models of the layers in question; all of them in one behind ``slow``."""
-    batch = 1 if lengths else 2
-    for alone, found, plan in ranks.run(
-        recurrent_jobs.parallelized, policy, layers, batch, lengths, options
-    ):
+    """Models of the layers in question; all of them in one, lowered, behind ``slow``."""
+    given = policy, layers, 1 if lengths else 2, lengths, options, lowered
+    for alone, found, plan in ranks.run(recurrent_jobs.parallelized, *given):
         same(alone, found)
         assert split in plan
 

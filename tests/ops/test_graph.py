@@ -262,7 +262,7 @@ def samples(name: str) -> list[tuple[Any, ...]]:
     return [tuple({**given, **how}[n] for n in known) for how in ways]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
     """Schema, fake and autograd registration as torch's own checker sees them."""

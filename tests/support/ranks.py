@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from customized_ops.ring_attention.fuzz.processes import JobFailed, Pool, pool_name
+from customized_ops.ring_attention.fuzz.processes import PRELOADED, JobFailed, Pool, pool_name
+
+PRELOADED.append("tests.support.preloaded")
 
 __all__ = ["JobFailed", "Pool", "worlds"]
 

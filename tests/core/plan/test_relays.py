@@ -70,6 +70,7 @@ class Carried:
                     self.into[self.host_of[rank]] += tokens.tolist()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_every_key_arrives_and_crosses_once(seed: int) -> None:
     source = random.Random(seed)
@@ -162,6 +163,7 @@ def test_hosts_by_name() -> None:
     assert Topology.of(["a", "b", "a"]) is None  # its ranks do not follow one another
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_must_enter_hosts_is_no_more_than_what_does(seed: int) -> None:
     """Whichever way work is assigned, for every host."""

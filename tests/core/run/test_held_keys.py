@@ -101,6 +101,7 @@ def planned(hosts: tuple[int, ...], heads: tuple[int, int], groups: int | None) 
 HOSTS = {"4 of 8": (8,) * 4, "16 of 1": (1,) * 16, "3 of 2": (2,) * 3, "4 of 4": (4,) * 4}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize(
     ("heads", "groups"), [((8, 8), 8), ((8, 8), 1), ((8, 4), 2), ((6, 3), None)]

@@ -39,6 +39,7 @@ def step(
     layers: int,
     told: dict[str, Any],
     batch: int = 1,
+    lowered: bool = True,
 ) -> tuple[float, dict[str, Tensor], dict[str, Any], str]:
     """Loss, whole gradients, parameters in parts with their local sizes, the plan as JSON."""
     plan = 1
@@ -51,7 +52,7 @@ def step(
         given = engine_jobs.sample("ring", batch, length, seed)
         return {name: t.to(device()) for name, t in given.items()}
 
-    parallel = parallelize(model, inputs(1), policy, config(plan, shape, **told))
+    parallel = parallelize(model, inputs(1), policy, config(plan, shape, **told), lowered=lowered)
     loss = parallel(**inputs(1 + dist.get_rank() // plan))
     (loss / copies).backward()
     parallel.sync_grad()

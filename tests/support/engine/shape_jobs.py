@@ -17,7 +17,6 @@ from packed_jobs import counted, forget_batches
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import compile_fx
 from torch.fx import GraphModule
 
 from annotations import ComputeConfig, parallelize, register_op
@@ -168,6 +167,8 @@ def compilations(
 ) -> tuple[list[int], float]:
     """How many graphs had been compiled, by ``inductor`` or not at all, after the step of each
     batch; and the largest error of a loss."""
+    from torch._inductor import compile_fx  # which takes seconds
+
     size, alone = dist.get_world_size(), Packed(window=-1)
     config = ComputeConfig(size, size, pas_config={"hoist": hoist})
     first = batch(batches[0])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture.nodes import tensor_inputs, values_of, with_inputs
 from .one_axis import AxisStrategy
@@ -24,6 +24,26 @@ from .placements import Placements, local_shape, unsplit
 
 # Beyond this many tensor inputs only uniform placements are tried.
 ALL_COMBINATIONS_INPUTS = 3
+
+
+# Of torch's ops, those that send something.
+COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"}
+
+
+class _Communicates(Exception):
+    """What was asked for takes a collective."""
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    """Ends what runs in it at the first collective."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it is what makes collectives of an op
+        moves = func is torch.ops._dtensor.shard_dim_alltoall.default
+        if moves or getattr(func, "namespace", "") in COLLECTIVES:
+            raise _Communicates(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Answer(NamedTuple):
@@ -92,18 +112,17 @@ def _run_on_meta(
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with torch.enable_grad(), CommDebugMode() as counted:
+        with torch.enable_grad(), _WithoutCollectives():
             results = node.target(*args, **_on_meta(kwargs))  # type: ignore[operator]
             flat = [results] if isinstance(results, Tensor) else list(results)
             _differentiate(flat)
     except Exception:
-        # DTensor refuses in many ways (NotImplementedError, RuntimeError, AssertionError, ...), and
-        # each of them means the same: not like this. The op still runs whole.
+        # It communicates, or DTensor refuses, which it does in many ways (NotImplementedError,
+        # RuntimeError, AssertionError, ...). Each means the same: not like this. The op still runs
+        # whole.
         return None
     finally:
         logging.disable(before)
-    if counted.get_total_counts():
-        return None
     outputs = tuple(_placements_of(r) for r in flat)
     grads = tuple(_placements_of(x.grad) if x.grad is not None else x.placements for x in leaves)
     whole = [value.shape for value in values_of(node)]

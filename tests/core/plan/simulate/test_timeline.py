@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -160,29 +161,27 @@ def bytes_by_level(plan: Plan, costs: CostModel, sizes: Sizes) -> tuple[float, f
     return totals[0], totals[1]
 
 
-def cases() -> list[tuple[Plan, CostModel]]:
-    """Plans with the rates of links that they are carried out over."""
-    found = []
-    for seed in range(40):
-        plan = drawn_plan(random.Random(seed))
-        costs = replace(
-            ROUND,
-            topology=plan.topology,
-            memory_bytes=1e9,
-            call_seconds=1e-4,
-            one_sided=seed % 2 == 0,
-        )
-        found.append((plan, costs))
-    return found
+@cache
+def drawn_case(seed: int) -> tuple[Plan, CostModel, Timeline]:
+    """A plan, the rates of links that it is carried out over, and when what happens."""
+    plan = drawn_plan(random.Random(seed))
+    costs = replace(
+        ROUND,
+        topology=plan.topology,
+        memory_bytes=1e9,
+        call_seconds=1e-4,
+        one_sided=seed % 2 == 0,
+    )
+    return plan, costs, simulate(plan, SIZES, costs)
 
 
-CASES = cases()
-over_cases = pytest.mark.parametrize(("plan", "costs"), CASES, ids=range(len(CASES)))
+SEEDS = range(40)
+over_cases = pytest.mark.parametrize("seed", SEEDS)
 
 
 @over_cases
-def test_all_that_a_plan_does_is_there_once(plan: Plan, costs: CostModel) -> None:
-    found = simulate(plan, SIZES, costs)
+def test_all_that_a_plan_does_is_there_once(seed: int) -> None:
+    plan, costs, found = drawn_case(seed)
     forward, backward = costs.passes(plan, *SIZES)
     for each, asked in ((found.forward, forward), (found.backward, backward)):
         attends = [
@@ -205,8 +204,9 @@ def test_all_that_a_plan_does_is_there_once(plan: Plan, costs: CostModel) -> Non
 
 
 @over_cases
-def test_nothing_is_in_two_places_at_once(plan: Plan, costs: CostModel) -> None:
-    for each in (found := simulate(plan, SIZES, costs)).forward, found.backward:
+def test_nothing_is_in_two_places_at_once(seed: int) -> None:
+    plan, _, found = drawn_case(seed)
+    for each in found.forward, found.backward:
         for rank in range(plan.group_size):
             for resource in (KERNEL, HOST, INSIDE, BETWEEN):
                 for sends in (False, True):
@@ -224,8 +224,8 @@ def test_nothing_is_in_two_places_at_once(plan: Plan, costs: CostModel) -> None:
 
 
 @over_cases
-def test_never_faster_than_kernels_or_links(plan: Plan, costs: CostModel) -> None:
-    found = simulate(plan, SIZES, costs)
+def test_never_faster_than_kernels_or_links(seed: int) -> None:
+    plan, costs, found = drawn_case(seed)
     for each, asked in zip(
         (found.forward, found.backward), costs.passes(plan, *SIZES), strict=True
     ):
@@ -248,10 +248,8 @@ FASTER = [
 @pytest.mark.parametrize("faster", FASTER, ids=lambda rates: next(iter(rates)))
 def test_better_rates_are_never_slower(faster: dict[str, float]) -> None:
     gained = 0
-    for plan, costs in CASES:
-        before, after = (
-            simulate(plan, SIZES, rates) for rates in (costs, replace(costs, **faster))
-        )
+    for plan, costs, before in map(drawn_case, SEEDS):
+        after = simulate(plan, SIZES, replace(costs, **faster))
         for name in ("forward_seconds", "backward_seconds"):
             assert getattr(after, name) <= getattr(before, name) * (1 + 1e-12)
         gained += after.backward_seconds < before.backward_seconds

@@ -59,6 +59,7 @@ class Rates:
     costs: CostModel
     sizes: Sizes
     _passes: dict[PlanValue, tuple[Pass, Pass]] = field(default_factory=dict)
+    _simulated: dict[PlanValue, float] = field(default_factory=dict)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -83,6 +84,12 @@ class Rates:
     def seconds(self, plan: PlanValue) -> float:
         """Of a forward and a backward pass."""
         return sum(each.seconds for each in self.passes(plan))
+
+    def simulated_seconds(self, plan: PlanValue) -> float:
+        """The same in a simulation, made once for each plan."""
+        if plan not in self._simulated:
+            self._simulated[plan] = simulate(plan, self.sizes, self.costs).seconds
+        return self._simulated[plan]
 
     def is_fast(self, *plans: PlanValue) -> bool:
         """Whether one of these plans, of one mask, is as fast as kernels alone, evenly loaded, and
@@ -183,5 +190,4 @@ class Rates:
         likely = [plan for plan in plans if plan in likely]
         if len(likely) == 1:
             return likely[0]
-        found = {plan: simulate(plan, self.sizes, self.costs) for plan in likely}
-        return _least_of(likely, lambda plan: found[plan].seconds)[0]
+        return _least_of(likely, self.simulated_seconds)[0]

@@ -181,6 +181,4 @@ class Ranks:
 
 def _sums(rank: Ints, of_each: Floats, ranks: int) -> Floats:
     """float64[ranks]: what there is of each rank, added up."""
-    sums = np.zeros(ranks)
-    np.add.at(sums, rank, of_each)
-    return sums
+    return np.bincount(rank, of_each, ranks)
