@@ -40,7 +40,7 @@ test: $(STAMP)  ## run the tests that need no GPU and little time, a process for
 	@# Tests start some hundred processes, each of which would compile what is not compiled yet.
 	@$(BIN)/python -m compileall -q annotations customized_ops tests examples
 	@echo 'test: pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)'
-	@$(BIN)/python -m pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not slow" -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## check style, formatting and types
 	@echo "lint: ruff check"
@@ -77,5 +77,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: installing seqshard, PyTorch and the test tools (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]' -c constraints.txt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -e '.[test]' -c constraints.txt
+	@# On all cores, where pip would compile file by file; and not the thousands that nothing imports.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|pip|transformers/models)/' $(VENV)/lib || true
 	@touch $@
