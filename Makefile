@@ -79,5 +79,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: installing seqshard, PyTorch and the test tools (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -e '.[test]' -c constraints.txt
 	@# On all cores, where pip would compile file by file; and not the thousands that nothing imports.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|pip|transformers/models)/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/site-packages/(pip/|transformers/models/|.*/tests/)' $(VENV)/lib || true
 	@touch $@

@@ -9,7 +9,8 @@ it. So a thread does the waiting, and the rank itself looks into the group's sto
   written nothing have not come, and it warns of them. Where one has written another fingerprint of
   the same pass, both raise.
 
-Nothing is written while all goes well.
+Nothing is written while all goes well, but for a word at the end of a program (:meth:`leave`).
+Nothing is deleted, since to read what is deleted meanwhile would block; empty is nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ LOOK_SECONDS = 1.0  # between two looks at what peers have written
 PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
 PATIENCE_SECONDS = 30.0  # a longer wait is told of
 
+# What ranks write in the group's store; of a wait by whose it is.
+FAILED, LEFT, WAITS = "failed", "left", {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
 Job = Callable[[], None]
@@ -62,14 +65,19 @@ class Patience:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: set[int] = set()  # the steps in which this rank failed
+        self._found = False  # whether it has told of what it alone has found
+        for what in (FAILED, LEFT, *WAITS.values()):  # of a group of the same name before
+            self._write(what, "")
 
     @classmethod
     def of_gpus(cls, group: dist.ProcessGroup) -> Patience:
         """Of a group of which no connection says that a process has ended; all ranks call this
         together."""
+        made = cls(group)
         said: list[Any] = [None] * group.size()
         dist.all_gather_object(said, this_process(), group=group)
-        return cls(group, processes_of(said))
+        made._processes = processes_of(said)
+        return made
 
     def wait(self, doing: str, function: Job, device: torch.device | None = None) -> None:
         """``function()``, which waits for peers; ``device``: the GPU that it uses, if any.
@@ -89,7 +97,7 @@ class Patience:
             done.set()
 
         self._run(job)
-        self.until(done.wait, doing)
+        self.until(done.wait, doing, awaited=self.all_peers)
         if errors:
             self.fail(doing, errors[0])
 
@@ -109,14 +117,17 @@ class Patience:
         most_seconds: float = math.inf,
         awaited: Callable[[], Iterable[int]] = tuple,
         passes: Passes = MappingProxyType({}),
+        of: Literal["host", "gpu"] = "host",
     ) -> None:
         """Wait, and look what peers have written meanwhile.
 
         Args:
             over: whether the wait ends within so many seconds.
             most_seconds: that the wait may take.
-            awaited: peers whose processes must not have ended.
-            passes: the last ones of this rank. A peer that waits for long, too, says its own.
+            awaited: peers whose processes must not have ended; asked once one has.
+            passes: those about the one that waits. A peer that waits for long, too, says its own.
+            of: whose wait it is. A GPU may wait for what is there already, when the rank that
+                keeps the group's store is done: without the store it waits for another patience.
         Raises:
             PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
         """
@@ -125,8 +136,10 @@ class Patience:
         asked = warned = False
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
+            self._raise_if_one_has_ended(doing, awaited)
+            if of == "gpu" and seconds < 2 * patience and not self._has_store():
+                continue
             self._raise_if_a_peer_failed(doing)
-            self._raise_if_one_has_ended(doing, awaited())
             if seconds >= most_seconds:
                 raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
@@ -134,37 +147,39 @@ class Patience:
                 tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
-                self._store.set(f"waits/{self._rank}", _waits_text(doing, passes))
+                self._write(WAITS[of], _waits_text(doing, passes))
                 asked = True
             if asked:
                 self._raise_if_one_has_others(doing, passes)
         if asked:
-            self._store.delete_key(f"waits/{self._rank}")
+            self._write(WAITS[of], "")
 
     def tell_failure(self, doing: str, step: int, error: BaseException) -> None:
         """Write down, for peers, that this rank's step ended with ``error``."""
         if isinstance(error, PeerFailed) and error.__cause__ is None:
             return  # peers have read the same
         self._failed.add(step)
-        text = f"{step} {doing}: {type(error).__name__}: {error}"
-        with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-            self._store.set(f"failed/{self._rank}", text)
+        if not self._found:  # what follows from that is not told
+            self._write(FAILED, f"{step} {doing}: {type(error).__name__}: {error}")
 
     def tell_problem(self, problem: str) -> None:
         """Write down, for peers, what this rank alone has found."""
-        with suppress(RuntimeError):
-            self._store.set(f"failed/{self._rank}", f"{OF_NO_STEP} {problem}")
+        self._found = True
+        self._write(FAILED, f"{OF_NO_STEP} {problem}")
 
-    def leave(self) -> None:
-        """The program is done: peers do not take its end for a failure."""
-        with suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", "")
+    def leave(self, passes: int) -> None:
+        """The program is done, after so many passes: to peers that wait for no more of them its end
+        is no failure."""
+        self._write(LEFT, str(passes))
 
-    def still_here(self) -> list[int]:
-        """Peers whose programs are not done, or have failed."""
+    def all_peers(self) -> list[int]:
+        return [rank for rank in range(len(self._ranks)) if rank != self._rank]
+
+    def not_left_after(self, passes: int) -> list[int]:
+        """Peers that have not said that they are done after so many passes, or more."""
         with suppress(RuntimeError):
-            left = self._written("left")
-            return [r for r in range(len(self._ranks)) if r != self._rank and r not in left]
+            left = self._written(LEFT)
+            return [rank for rank in self.all_peers() if int(left.get(rank, 0)) < passes]
         return []
 
     def here(self, doing: str) -> str:
@@ -177,14 +192,25 @@ class Patience:
             self._thread.start()
         self._jobs.put(job)
 
+    def _write(self, what: str, text: str) -> None:
+        with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
+            self._store.set(f"{what}/{self._rank}", text)
+
     def _written(self, what: str) -> dict[int, str]:
         """What peers have written."""
-        keys = {rank: f"{what}/{rank}" for rank in range(len(self._ranks)) if rank != self._rank}
-        return {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
+        keys = {rank: f"{what}/{rank}" for rank in self.all_peers()}
+        found = {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
+        return {rank: text for rank, text in found.items() if text}
+
+    def _has_store(self) -> bool:
+        with suppress(RuntimeError):
+            self._store.check([f"{FAILED}/{self._rank}"])
+            return True
+        return False
 
     def _raise_if_a_peer_failed(self, doing: str) -> None:
         try:
-            failed = self._written("failed")
+            failed = self._written(FAILED)
         except RuntimeError as error:
             problem = "lost the group's store, which one of its ranks keeps (usually the first)"
             raise PeerFailed(f"{self.here(doing)} {problem}") from error
@@ -193,13 +219,15 @@ class Patience:
             if int(step) not in self._failed:
                 raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
 
-    def _raise_if_one_has_ended(self, doing: str, awaited: Iterable[int]) -> None:
-        known = [rank for rank in awaited if rank in self._processes]
-        if gone := [str(rank) for rank in known if _has_ended(self._processes[rank])]:
-            raise PeerFailed(f"{self.here(doing)} lost rank {', '.join(gone)}: its process ended")
+    def _raise_if_one_has_ended(self, doing: str, awaited: Callable[[], Iterable[int]]) -> None:
+        gone = {rank for rank, process in self._processes.items() if _has_ended(process)}
+        # A peer says that it is done before it ends, so what is said is read after that.
+        if gone and (lost := sorted(gone.intersection(awaited()))):
+            who = ", ".join(map(str, lost))
+            raise PeerFailed(f"{self.here(doing)} lost rank {who}: its process ended")
 
     def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
-        for rank, text in self._written("waits").items() if passes else ():
+        for rank, text in self._written(WAITS["gpu"]).items() if passes else ():
             _, theirs = _read_waits(text)
             for number in sorted(passes.keys() & theirs.keys()):
                 if passes[number] != theirs[number]:
@@ -208,13 +236,14 @@ class Patience:
 
     def _waited(self, doing: str, seconds: float) -> str:
         """Which ranks do not wait as this one does."""
-        waits = {rank: _read_waits(text)[0] for rank, text in self._written("waits").items()}
+        waits: dict[int, list[str]] = {rank: [] for rank in self.all_peers()}
+        for what in WAITS.values():
+            for rank, text in self._written(what).items():
+                waits[rank].append(_read_waits(text)[0])
         found = [
-            f"rank {rank} has not come"
-            if rank not in waits
-            else f"rank {rank} waits in {waits[rank]}"
-            for rank in range(len(self._ranks))
-            if rank != self._rank and waits.get(rank) != doing
+            f"rank {rank} waits in {theirs[0]}" if theirs else f"rank {rank} has not come"
+            for rank, theirs in waits.items()
+            if doing not in theirs
         ]
         who = "; ".join(found) or "all ranks wait here for a message"
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"

@@ -23,6 +23,7 @@ from customized_ops.ring_attention.core.comm.signals.watch import Watch
 
 FORWARD, BACKWARD = 0x0001_0002_0003_0004, 0x0001_0002_0003_0005
 PASS = "ring attention, forward"
+WAITS = "gpu waits/0"  # where the first of two ranks writes
 START = "ring attention, forward: rank 0 of the group of ranks [0, 1]"
 
 
@@ -38,8 +39,8 @@ class Store(dict[str, bytes]):
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
 
-    def delete_key(self, key: str) -> None:
-        del self[key]
+    def says(self, key: str) -> bool:
+        return bool(super().get(key))
 
 
 @pytest.fixture
@@ -107,10 +108,10 @@ def test_a_long_wait_that_ends(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     watch, record = watched()
     with pytest.warns(UserWarning, match="rank 1 has not come") as warned:
         told(record, of.WAITS)
-        until(lambda: "waits/0" in store)
+        until(lambda: store.says(WAITS))
         until(lambda: warned.list)
         told(record, of.NOTHING)
-        until(lambda: not store)
+        until(lambda: not store.says(WAITS))
     watch.check(PASS)
     assert not record[of.STOP] and str(warned[0].message).startswith(f"{START} has waited")
 
@@ -217,13 +218,13 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         record[of.ENDED] = watch.begin(FORWARD)
     time.sleep(0.2)
-    assert not store
+    assert not store.says(WAITS)
     with pytest.warns(UserWarning, match="rank 1 has not come"):
         assert watch.begin(FORWARD) == 4
-        until(lambda: "waits/0" in store)
+        until(lambda: store.says(WAITS))
         time.sleep(0.2)
         record[of.ENDED] = 4
-        until(lambda: not store)
+        until(lambda: not store.says(WAITS))
     watch.check(PASS)
     watch.begin(FORWARD)
     store["failed/1"] = FAILED
@@ -238,20 +239,64 @@ def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.M
     while not patience._has_ended(other.pid):
         time.sleep(0.01)
     peer, _ = watched()
-    watch, _ = watched(processes={1: other.pid})
+    watch, record = watched(processes={1: other.pid})
     monkeypatch.setattr(peer._patience, "_rank", 1)
+    peer.begin(FORWARD)
     monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
     peer.at_exit()
-    assert "left/1" not in store, "it ends by an error"
+    assert not store.says("left/1"), "it ends by an error"
     monkeypatch.delattr(sys, "last_value")
     peer.at_exit()
     watch.begin(FORWARD)
     time.sleep(0.2)
     assert watch.problem is None
-    del store["left/1"]
+    store.set("left/1", "1")  # before the pass that waits
+    watch.begin(FORWARD)
+    record[of.ENDED] = 1
     until(lambda: watch.problem)
     assert problem_of(watch).endswith("lost rank 1: its process ended")
     other.wait()
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_what_a_rank_has_found_stays_told(store: Store) -> None:
+    """Its next error is that of its device, which says less."""
+    watch, record = watched()
+    told(record, of.DIFFERS, BACKWARD)
+    until(lambda: watch.problem)
+    watch._patience.tell_failure(PASS, 3, RuntimeError("CUDA error: unspecified launch failure"))
+    assert store["failed/0"].decode().endswith("do not agree on tensors or options")
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_passes_are_looked_after_once_one_has_failed(store: Store) -> None:
+    watch, record = watched()
+    for _ in range(3):
+        record[of.ENDED] = watch.begin(FORWARD)
+    watch.begin(FORWARD)
+    watch.forget()
+    assert watch.begin(FORWARD) == 4
+    store["failed/1"] = FAILED
+    until(lambda: watch.problem)
+    assert "rank 1 failed" in problem_of(watch)
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_lost_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps it may be done, and what is waited for be here: so it is not at once an error.
+    It is one in the end, for the thread as for anybody."""
+    monkeypatch.setenv(patience.PATIENCE, "0.2")
+    watch, record = watched()
+    monkeypatch.setattr(store, "check", _lost)
+    watch.begin(FORWARD)
+    time.sleep(0.2)
+    assert watch.problem is None
+    until(lambda: record[of.STOP])
+    assert "lost the group's store" in problem_of(watch)
+
+
+def _lost(keys: list[str]) -> bool:
+    raise RuntimeError("Broken pipe")
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")
@@ -264,14 +309,14 @@ def test_peers_in_other_passes_are_not_waited_for(
     stopped: list[bool] = []
     watch, record = watched(stop=lambda: stopped.append(True))
     watch.check("a later pass")
-    assert [watch.begin(call) for call in (BACKWARD, FORWARD)] == [1, 2]
-    record[of.ENDED] = 1
-    ahead = {1: BACKWARD, 2: FORWARD, 3: BACKWARD}
-    store.set("waits/1", patience._waits_text("ring attention, backward", ahead))
-    until(lambda: "waits/0" in store)
+    assert [watch.begin(call) for call in (BACKWARD, *[FORWARD] * 50)] == [*range(1, 52)]
+    record[of.ENDED] = 1  # the host is far ahead
+    ahead = {1: BACKWARD, 2: FORWARD, 3: FORWARD, 99: BACKWARD}
+    store.set("gpu waits/1", patience._waits_text("ring attention, backward", ahead))
+    until(lambda: store.says(WAITS))
     time.sleep(0.1)
     assert watch.problem is None
-    store.set("waits/1", patience._waits_text("ring attention, forward", {2: BACKWARD}))
+    store.set("gpu waits/1", patience._waits_text("ring attention, forward", {2: BACKWARD}))
     until(lambda: stopped)
     assert problem_of(watch) == f"{START} and rank 1 do not agree on tensors or options"
     assert record[of.STOP]

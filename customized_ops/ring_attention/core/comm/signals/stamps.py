@@ -64,8 +64,9 @@ class Stamps:
 
     def fail(self) -> None:
         """The pass has no end, if there is one."""
+        if self._call is not None and self._number:
+            self._watch.forget()
         self._call = None
-        self._watch.forget()
 
     def add_to(self, send: Messages, receive: Messages) -> tuple[Messages, Messages, list[int]]:
         """The messages with stamps, where they are the first of a pass, and whose stamps come."""

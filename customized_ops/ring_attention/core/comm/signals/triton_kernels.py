@@ -4,8 +4,9 @@
     record    int64 of the host's memory: what the host must know (:mod:`.record`)
 
 A kernel that waits for long tells the host so, and goes on until the host says stop. A rank that
-finds another fingerprint than its own stops by itself. To stop is to trap: whatever else is done on
-the device, the host's next synchronisation included, ends in an error, so no wrong number is used.
+finds another fingerprint than its own stops once its host has spoken, or after HOST_NS. To stop is
+to trap: whatever else is done on the device, the host's next synchronisation included, ends in an
+error, so no wrong number is used.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ do (:mod:`..patience`), and tells the kernel to stop where there is nothing more
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -23,7 +24,8 @@ from . import record as of
 from .fingerprint import disagreement
 
 MOST_KNOWN = 256  # passes whose names are kept
-LAST_PASSES = 16  # that a rank compares to those of a peer once both have waited for long
+MOST_AHEAD = 4096  # passes that a host may be ahead of its GPU, and their fingerprints be known
+NEAR = 8  # passes before and after the one that waits are compared to those of a peer
 OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
@@ -53,7 +55,8 @@ class Watch:
         self._names: dict[int, str] = {}
         self._stop = stop
         self._now, self._ended = "a pass", 0
-        self._begun, self._passes = 0, deque[tuple[int, int]](maxlen=LAST_PASSES)
+        self._begun, self._passes = 0, deque[tuple[int, int]](maxlen=MOST_AHEAD)
+        self._process = os.getpid()
         self.problem: str | None = None
         _all.add(self)
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
@@ -81,9 +84,9 @@ class Watch:
         return self._begun
 
     def forget(self) -> None:
-        """Of passes that have begun some do not end."""
-        self._begun = 0
-        self._passes.clear()
+        """The last pass that has begun does not end."""
+        self._begun -= 1
+        self._passes.pop()
 
     def compare(self) -> None:
         """See whether a peer was found in another pass."""
@@ -103,10 +106,10 @@ class Watch:
             is_over = lambda: not self._peers(of.WAITS) or bool(self._peers(of.DIFFERS))  # noqa: E731
             self._wait(doing, is_over, lambda: self._peers(of.WAITS))
         elif ended < self._begun and ended == self._ended:
-            told, passes = self._slots[:, of.STATUS], dict(self._passes)
+            told, passes = self._slots[:, of.STATUS], self._passes_near(ended)
             doing = self._name_of(passes[ended + 1]) if ended + 1 in passes else self._now
             is_over = lambda: self._record[of.ENDED] != ended or bool(told.any())  # noqa: E731
-            self._wait(doing, is_over, self._patience.still_here)
+            self._wait(doing, is_over, lambda: self._patience.not_left_after(ended + 1))
         self._ended = ended
 
     def _peers(self, status: int) -> list[int]:
@@ -128,24 +131,33 @@ class Watch:
             return over
 
         try:
-            passes = dict(self._passes)
-            self._patience.until(within, doing, self._most_seconds, awaited, passes)
-        except PeerFailed as failure:
+            passes = self._passes_near(int(self._record[of.ENDED]))
+            self._patience.until(within, doing, self._most_seconds, awaited, passes, "gpu")
+        except RuntimeError as failure:  # PeerFailed, or the store's
             self._end(str(failure))
+
+    def _passes_near(self, ended: int) -> dict[int, int]:
+        """Of those that have begun."""
+        return {n: call for n, call in list(self._passes) if abs(n - ended) <= NEAR}
 
     def _end(self, problem: str) -> None:
         """Say so, and then stop what waits: the device's error may end the process at once."""
         if self.problem is None:
             self.problem = problem
-            tell(f"{problem} (CUDA reports this as a launch failure)")
-            self._record[of.STOP] = 1
-            self._stop()
+            try:
+                tell(f"{problem} (CUDA reports this as a launch failure)")
+            finally:
+                self._record[of.STOP] = 1
+                self._stop()
 
     def at_exit(self) -> None:
         """The program ends."""
+        if os.getpid() != self._process:
+            return  # it was forked from the one that this is of
+        self._stop = lambda: None  # it is over anyway
         self.compare()  # the error of a synchronisation may end it before the thread has looked
-        if self.problem is None and not hasattr(sys, "last_value"):
-            self._patience.leave()
+        if self.problem is None and self._begun and not hasattr(sys, "last_value"):
+            self._patience.leave(self._begun)
 
 
 def require_alike(sizes: Sequence[int]) -> None:

@@ -181,4 +181,4 @@ class Ranks:
 
 def _sums(rank: Ints, of_each: Floats, ranks: int) -> Floats:
     """float64[ranks]: what there is of each rank, added up."""
-    return np.bincount(rank, of_each, ranks)
+    return np.bincount(rank, of_each, ranks).astype(np.float64)
