@@ -22,10 +22,9 @@ import queue
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from .host_processes import has_ended, processes_of, this_process
 from .signals.fingerprint import disagreement
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
@@ -220,7 +220,7 @@ class Patience:
                 raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
 
     def _raise_if_one_has_ended(self, doing: str, awaited: Callable[[], Iterable[int]]) -> None:
-        gone = {rank for rank, process in self._processes.items() if _has_ended(process)}
+        gone = {rank for rank, process in self._processes.items() if has_ended(process)}
         # A peer says that it is done before it ends, so what is said is read after that.
         if gone and (lost := sorted(gone.intersection(awaited()))):
             who = ", ".join(map(str, lost))
@@ -274,32 +274,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
         with suppress(RuntimeError):  # the world has no backend for the device
             timeouts.append(each._get_backend(device).options._timeout)  # type: ignore[union-attr]
     return max(timeouts).total_seconds()
-
-
-def processes_of(peers: Sequence[tuple[int, int] | None]) -> dict[int, int]:
-    """Of what ranks say of themselves by :func:`this_process`, the ids of processes whose end this
-    one can see."""
-    here = this_process()
-    if here is None:
-        return {}
-    same = {rank: each[0] for rank, each in enumerate(peers) if each and each[1] == here[1]}
-    return {rank: process for rank, process in same.items() if not _has_ended(process)}
-
-
-def this_process() -> tuple[int, int] | None:
-    """Its id, and the namespace of processes that this is one of; None where that is not known."""
-    try:
-        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return None
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        _, _, rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")
-    except OSError:
-        return True
-    return rest.split()[0] in "ZX"  # it is kept until its parent has asked for it
 
 
 def _serve(jobs: queue.SimpleQueue[Job]) -> None:

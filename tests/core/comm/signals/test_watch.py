@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from customized_ops.ring_attention.core.comm import patience
+from customized_ops.ring_attention.core.comm import host_processes, patience
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
 from customized_ops.ring_attention.core.comm.signals import record as of
 from customized_ops.ring_attention.core.comm.signals import watch as watch_module
@@ -130,8 +130,8 @@ def test_a_wait_in_vain_is_stopped(store: Store, why: str, text: str) -> None:
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process = os.getpid(), os.stat("/proc/self/ns/pid").st_ino
-        assert patience.this_process() == process
-        seen = patience.processes_of([process, (other.pid, process[1]), (other.pid, 0), None])
+        assert host_processes.this_process() == process
+        seen = host_processes.processes_of([process, (other.pid, process[1]), (other.pid, 0), None])
         assert seen == {0: os.getpid(), 1: other.pid}
         watch, record = watched(0.3 if why == "its time" else 100, {1: other.pid})
         if why == "a failure":
@@ -158,7 +158,7 @@ def test_of_two_waits_one_ends(store: Store) -> None:
     """The other is still looked after; and it is not whoever has ended that matters, but whoever
     is waited for."""
     other = subprocess.Popen([sys.executable, "-c", ""])
-    while not patience._has_ended(other.pid):
+    while not host_processes.has_ended(other.pid):
         time.sleep(0.01)
     watch, record = watched(processes={1: other.pid, 2: os.getpid()})
     told(record, of.WAITS, peer=2)
@@ -236,7 +236,7 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost, unless its program was done."""
     other = subprocess.Popen([sys.executable, "-c", ""])
-    while not patience._has_ended(other.pid):
+    while not host_processes.has_ended(other.pid):
         time.sleep(0.01)
     peer, _ = watched()
     watch, record = watched(processes={1: other.pid})
