@@ -83,6 +83,13 @@ def until(happens: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def ended_process() -> subprocess.Popen[bytes]:
+    """One that nobody has asked for yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    until(lambda: host_processes.has_ended(process.pid))
+    return process
+
+
 def problem_of(watch: Watch) -> str:
     with pytest.raises(PeerFailed) as caught:
         watch.check(PASS)
@@ -157,9 +164,7 @@ def test_the_thread_ends_with_its_watch(store: Store) -> None:
 def test_of_two_waits_one_ends(store: Store) -> None:
     """The other is still looked after; and it is not whoever has ended that matters, but whoever
     is waited for."""
-    other = subprocess.Popen([sys.executable, "-c", ""])
-    while not host_processes.has_ended(other.pid):
-        time.sleep(0.01)
+    other = ended_process()
     watch, record = watched(processes={1: other.pid, 2: os.getpid()})
     told(record, of.WAITS, peer=2)
     time.sleep(0.1)
@@ -183,7 +188,7 @@ def test_a_difference_ends_other_waits(store: Store) -> None:
 
 
 SCRIPT = """
-import os, sys, warnings
+import os, warnings
 import test_watch as test
 import numpy as np
 if child := os.fork():
@@ -235,9 +240,7 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost, unless its program was done."""
-    other = subprocess.Popen([sys.executable, "-c", ""])
-    while not host_processes.has_ended(other.pid):
-        time.sleep(0.01)
+    other = ended_process()
     peer, _ = watched()
     watch, record = watched(processes={1: other.pid})
     monkeypatch.setattr(peer._patience, "_rank", 1)
