@@ -42,6 +42,7 @@ def test_a_killed_rank(pool: Pool, moment: str) -> None:
     for rank in (0, 2):
         assert "PeerFailed: wrap_ring_attn_func, " in said[rank], said[rank]
         assert f"rank {rank} of the group of ranks [0, 1, 2]" in said[rank]
+        assert "lost rank 1: its process ended" in said[rank], said[rank]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -49,6 +49,8 @@ SAYS = {
     "compare how many tokens they hold, as long as it may",
     "out of memory": HERE + "cannot go on: rank 1 failed in .*OutOfMemoryError: CUDA out of memory",
     "killed": HERE + "lost rank 1: its process ended",
+    "killed in a backward": HERE + "lost rank 1: its process ended",
+    "killed in the first call": HERE + "lost rank 1: its process ended",
     "absent": HERE + r"has waited \d+ s: rank 1 has not come, as long as it may",
 }
 
@@ -56,12 +58,23 @@ SAYS = {
 @pytest.mark.parametrize("fault", SAYS)
 def test_a_rank_that_is_somewhere_else(said_after: SaidAfter, fault: str) -> None:
     said = said_after(fault, "symmetric")
-    assert re.search("CUDA error: unspecified launch failure", said), "no number is used"
+    stopped = "CUDA error: unspecified launch failure|AssertionError: after .* s PeerFailed"
+    assert re.search(stopped, said), f"no number is used\n{said}"
     assert re.search("wrap_ring_attn_varlen_func, (for|back)ward: .*" + SAYS[fault], said), said
     assert re.search("PeerFailed: .*" + SAYS[fault], said), said
 
 
-@pytest.mark.parametrize("fault", ["other scores", "other shapes", "killed", "absent"])
+OVER_MESSAGES = [fault for fault in SAYS if fault not in ("another op", "another length")]
+
+
+@pytest.mark.parametrize("comm", ["symmetric", "nccl"])
+def test_a_late_rank_is_named_and_waited_for(said_after: SaidAfter, comm: str) -> None:
+    said = said_after("late", comm)
+    assert re.search(HERE + r"has waited \d+ s: rank 1 has not come", said), said
+    assert re.search("^AssertionError: nothing\nnothing$", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("fault", OVER_MESSAGES)
 def test_the_same_over_messages(said_after: SaidAfter, fault: str) -> None:
     """NCCL's kernels are ended by the host."""
     said = said_after(fault, "nccl")

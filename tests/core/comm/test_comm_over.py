@@ -44,7 +44,6 @@ class Machine:
         patch.setattr(symmetric, "SymmetricComm", self._symmetric)
         connect = lambda comm, device: self.connected.append(comm.rank)  # noqa: E731
         patch.setattr(InProcessComm, "connect", connect, raising=False)
-        patch.setattr(InProcessComm, "look_after", lambda comm, device: None, raising=False)
         patch.setattr(InProcessComm, "first_problem", DistComm.first_problem, raising=False)
         patch.setattr(dist, "get_backend_config", lambda comm: self.backend)
         patch.setattr(symmetric.socket, "gethostname", lambda: self.hosts[self._thread.rank])

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fault_jobs import BAD_INPUTS, killed, out_of_memory, right_arguments
+from fault_jobs import BAD_INPUTS, LATE_SECONDS, killed, out_of_memory, right_arguments
 from rank_groups import in_their_own_time
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from customized_ops.ring_attention.core.kernels import KERNELS
 
 TOKENS, HEADS, DIM = 2048, 8, 64  # of a rank
 WARM_UP = 14  # calls, after which passes come from their tapes
+PATIENCE_SECONDS = 3.0
 
 
 def drawn(dim: int = DIM) -> list[Tensor]:
@@ -58,13 +60,20 @@ def _without_a_tape() -> None:
     call(softmax_scale=0.11)
 
 
-def _runs_out_of_memory() -> None:
-    usual = KERNELS["flash4"].forward
-    KERNELS["flash4"].forward = lambda *args, **options: out_of_memory()
-    try:
+def _kernel_meets(fault: Callable[[], None]) -> None:
+    with mock.patch.object(KERNELS["flash4"], "forward", lambda *args, **options: fault()):
         _without_a_tape()
-    finally:
-        KERNELS["flash4"].forward = usual
+
+
+def _killed_in_backward() -> None:
+    out = forward(drawn())
+    out.register_hook(lambda gradient: killed())
+    out.sum().backward()
+
+
+def _late() -> None:
+    time.sleep(LATE_SECONDS + PATIENCE_SECONDS)
+    call()
 
 
 def ring_call(change: Callable[..., dict[str, Any]] = dict) -> None:
@@ -100,26 +109,33 @@ FAULTS: dict[str, Callable[[], None]] = {
     "another op": other_op,
     "another length": lambda: other_op(TOKENS // 2),
     "killed": killed,
-    "out of memory": _runs_out_of_memory,
+    "killed in a backward": _killed_in_backward,
+    "killed in the first call": partial(_kernel_meets, killed),
+    "out of memory": partial(_kernel_meets, out_of_memory),
+    "late": _late,
     "absent": lambda: time.sleep(600),
 }
+
+
+MET_BY_KERNELS = {"killed in the first call", "out of memory"}
 
 
 @in_their_own_time
 def faulty_call(faulty: int, fault: str, comm: str) -> None:
     """Calls that are alike, and then one in which a rank is faulty. The others raise what they see
     of it: the error of their device and that of the next call."""
-    os.environ |= {PATIENCE: "3", CHOICE: comm}
+    os.environ |= {PATIENCE: str(PATIENCE_SECONDS), CHOICE: comm}
     warnings.simplefilter("always")
     usual, wrong = call, FAULTS.get(fault)
     if wrong is None:
         usual = ring_call
         wrong = partial(_as_a_program, partial(ring_call, BAD_INPUTS[fault]))
-    other_op()
-    for _ in range(WARM_UP):
-        usual()
-    assert comm_by_name(dist.group.WORLD.group_name).writes_to_peers == (comm == "symmetric")
-    right = _without_a_tape if fault == "out of memory" else usual
+    if fault != "killed in the first call":
+        other_op()
+        for _ in range(WARM_UP):
+            usual()
+        assert comm_by_name(dist.group.WORLD.group_name).writes_to_peers == (comm == "symmetric")
+    right = _without_a_tape if fault in MET_BY_KERNELS else usual
     leaves, said = drawn(), []
     dist.barrier()
     torch.cuda.synchronize()

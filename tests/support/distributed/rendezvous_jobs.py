@@ -60,7 +60,7 @@ def make(groups: Sequence[tuple[int, ...]], catch_up: bool, seconds: float) -> l
                 continue
             memory: Any = SymmetricMemory.__new__(SymmetricMemory)
             memory._group, memory._device = group, torch.device("cpu")
-            memory.patience = SimpleNamespace(wait=lambda what, function, device: function())
+            memory.patience = SimpleNamespace(wait=lambda what, function: function())
             if not catch_up:
                 SymmetricMemory.made = 0
             try:

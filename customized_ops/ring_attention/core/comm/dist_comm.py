@@ -20,7 +20,7 @@ from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .link_probe import measured
 from .messages import Comm, Messages, Reduction
-from .patience import Patience, tell, timeout_of
+from .patience import Patience, tell
 from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
@@ -45,17 +45,13 @@ class DistComm(Comm):
         backends = str(dist.get_backend_config(group))
         self.compares = "gloo" in backends and "nccl" not in backends
         self._patience = Patience(group) if self.compares else None
-        self._device: torch.device | None = None  # of a group of GPUs
         self._stamps: Stamps | None = None  # of messages between GPUs
         if "nccl" in backends:
+            self._patience = Patience(group, torch.device("cuda", torch.cuda.current_device()))
             self.costs = H200_NCCL
         if (topology := self._topology()) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
-
-    def look_after(self, device: torch.device) -> None:
-        """Look after what the host of a GPU waits for, too; all ranks call this together."""
-        self._patience, self._device = Patience.of_gpus(self._group), device
 
     def connect(self, device: torch.device) -> None:
         """Before the first messages between GPUs; all ranks call this together.
@@ -89,8 +85,7 @@ class DistComm(Comm):
         stamps, problem = None, None
         try:
             assert self._patience is not None
-            timeout = timeout_of(self._group, device)
-            stamps = Stamps(self.rank, self.size, device, self._patience, timeout, stop)
+            stamps = Stamps(self.rank, self.size, device, self._patience, stop)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
             problem = f"{type(error).__name__}: {error}"
         if (problem := self.first_problem(problem)) is None:
@@ -126,7 +121,7 @@ class DistComm(Comm):
             return Topology.of(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
         # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        if self._patience is None if local is None else local != every:
+        if not self.compares if local is None else local != every:
             return Topology.of(self.all_gather_object(socket.gethostname()))
         return None
 
@@ -202,7 +197,7 @@ class DistComm(Comm):
         if self._patience is None:
             function()
         else:
-            self._patience.wait(self.now, function, self._device)
+            self._patience.wait(self.now, function)
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
         dense = tensor.contiguous()

@@ -1,33 +1,50 @@
-"""Processes of a host: which of a group's ranks are here, and whether they have ended."""
+"""Processes of a host, as they call themselves to one another, and whether they have ended."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-
-def processes_of(peers: Sequence[tuple[int, int] | None]) -> dict[int, int]:
-    """Of what ranks say of themselves by :func:`this_process`, the ids of processes whose end this
-    one can see."""
-    here = this_process()
-    if here is None:
-        return {}
-    same = {rank: each[0] for rank, each in enumerate(peers) if each and each[1] == here[1]}
-    return {rank: process for rank, process in same.items() if not has_ended(process)}
+KERNEL = Path("/proc/sys/kernel/random/boot_id")  # another one on each host, and after each start
 
 
-def this_process() -> tuple[int, int] | None:
-    """Its id, and the namespace of processes that this is one of; None where that is not known."""
+def name_of(number: int) -> str:
+    """What the process with that number here is called by processes of all hosts; "" where there is
+    none, or the system does not say."""
     try:
-        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+        return f"{number} {_started(number)} {_system()}"
     except OSError:
-        return None
+        return ""
 
 
-def has_ended(process: int) -> bool:
+def has_ended(process: str) -> bool:
+    """Whether the process called that is one of this host's (and of this container's), and has."""
+    number, _, rest = process.partition(" ")
+    started, _, system = rest.partition(" ")
     try:
-        _, _, rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+        if system != _system():
+            return False
+    except OSError:
+        return False
+    try:
+        return _started(int(number)) != started
     except OSError:
         return True
-    return rest.split()[0] in "ZX"  # it is kept until its parent has asked for it
+
+
+def _started(number: int) -> str:
+    """When the process with that number started, which another with the same number did not.
+
+    Raises:
+        ProcessLookupError: there is none, or it has ended and is kept until its parent has asked.
+    """
+    _, _, said = Path(f"/proc/{number}/stat").read_text().rpartition(")")
+    fields = said.split()
+    if fields[0] in "ZX":
+        raise ProcessLookupError(number)
+    return fields[19]
+
+
+def _system() -> str:
+    """The kernel that is running, and the namespace of processes that this one is of."""
+    return f"{KERNEL.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"

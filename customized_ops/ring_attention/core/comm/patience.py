@@ -2,14 +2,16 @@
 named. What a GPU waits for is looked at by the same rules (:mod:`.signals.watch`).
 
 A wait of gloo ends by data, by a closed connection or by the group's timeout; nothing else wakes
-it. So a thread does the waiting, and the rank itself looks into the group's store each second:
+it. NCCL's does not even end with a peer's process. So a thread does the waiting, and the rank
+itself looks into the group's store each second:
 
 - A rank that fails inside a pass writes down what happened. Peers that wait raise that.
 - A rank that has waited for long writes down what it waits in. Of the others, those that have
   written nothing have not come, and it warns of them. Where one has written another fingerprint of
   the same pass, both raise.
 
-Nothing is written while all goes well, but for a word at the end of a program (:meth:`leave`).
+While all goes well a rank writes who it is at the start, and that it is done at the end
+(:meth:`leave`).
 Nothing is deleted, since to read what is deleted meanwhile would block; empty is nothing.
 """
 
@@ -21,26 +23,30 @@ import os
 import queue
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from .host_processes import has_ended, processes_of, this_process
+from .host_processes import has_ended, name_of
 from .signals.fingerprint import disagreement
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
+LOOKS_AT_AN_END = 10  # in one of these, where a connection has closed
 PATIENCE = "SEQSHARD_PATIENCE"  # the environment variable; in seconds
 PATIENCE_SECONDS = 30.0  # a longer wait is told of
+OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 
 # What ranks write in the group's store; of a wait by whose it is.
-FAILED, LEFT, WAITS = "failed", "left", {"host": "waits", "gpu": "gpu waits"}
+PROCESS, FAILED, LEFT = "process", "failed", "left"
+WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
 Job = Callable[[], None]
@@ -53,38 +59,32 @@ class PeerFailed(RuntimeError):
 
 
 class Patience:
-    """One rank's waits for its group. ``step`` counts what ranks do together."""
+    """One rank's waits for its group, of at most ``most_seconds``."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, processes: Mapping[int, int] | None = None
-    ) -> None:
-        """``processes``: ids of those of peers on this host, by rank; where they end is seen."""
-        self._store = _get_process_group_store(group)
-        self._processes = processes or {}
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        """``device``: the rank's, if it is of a group of GPUs. No connection says there that a
+        process has ended."""
+        self.most_seconds = OF_TIMEOUT * timeout_of(group, device)
+        self._store, self._device = _get_process_group_store(group), device
+        self._processes: dict[int, str] = {}  # of peers, as far as they are known
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: set[int] = set()  # the steps in which this rank failed
-        self._found = False  # whether it has told of what it alone has found
+        # The last of them, and what the rank alone has found: what follows from that is not told.
+        self._told: list[tuple[int, str]] = []
         for what in (FAILED, LEFT, *WAITS.values()):  # of a group of the same name before
             self._write(what, "")
+        self._write(PROCESS, name_of(os.getpid()))
 
-    @classmethod
-    def of_gpus(cls, group: dist.ProcessGroup) -> Patience:
-        """Of a group of which no connection says that a process has ended; all ranks call this
-        together."""
-        made = cls(group)
-        said: list[Any] = [None] * group.size()
-        dist.all_gather_object(said, this_process(), group=group)
-        made._processes = processes_of(said)
-        return made
-
-    def wait(self, doing: str, function: Job, device: torch.device | None = None) -> None:
-        """``function()``, which waits for peers; ``device``: the GPU that it uses, if any.
+    def wait(self, doing: str, function: Job) -> None:
+        """``function()``, which waits for peers.
 
         Raises:
-            PeerFailed: a peer failed in a step in which this rank did not, or its process is gone.
+            PeerFailed: a peer failed in a step in which this rank did not, or its process is gone,
+                or it does not come.
         """
+        device = self._device
         errors: list[BaseException] = []
         done = threading.Event()
 
@@ -97,7 +97,8 @@ class Patience:
             done.set()
 
         self._run(job)
-        self.until(done.wait, doing, awaited=self.all_peers)
+        awaited = tuple if device is None else self.all_peers
+        self.until(done.wait, doing, self.most_seconds, awaited)
         if errors:
             self.fail(doing, errors[0])
 
@@ -105,10 +106,14 @@ class Patience:
         """Raise for what a message or a wait for one ended with; see :meth:`wait`."""
         if not isinstance(error, RuntimeError):
             raise error
-        # A closed connection or the group's timeout. Why it closed may have been written down.
-        self._raise_if_a_peer_failed(doing)
+        # A closed connection or the group's timeout. Why it closed may have been written down, or
+        # be seen soon: connections close before a process has ended.
         cause = str(error).partition("\n")[0]
-        raise PeerFailed(f"{self.here(doing)} lost a peer: {cause}") from error
+        for _ in range(LOOKS_AT_AN_END):
+            self._raise_if_a_peer_failed(doing)
+            self._raise_if_one_has_ended(doing, self.all_peers, error)
+            time.sleep(LOOK_SECONDS / LOOKS_AT_AN_END)
+        raise PeerFailed(f"{self.here(doing)} has no answer from a peer: {cause}") from error
 
     def until(
         self,
@@ -159,13 +164,14 @@ class Patience:
         if isinstance(error, PeerFailed) and error.__cause__ is None:
             return  # peers have read the same
         self._failed.add(step)
-        if not self._found:  # what follows from that is not told
-            self._write(FAILED, f"{step} {doing}: {type(error).__name__}: {error}")
+        if not any(of_step == OF_NO_STEP for of_step, _ in self._told):
+            self._told = [(step, f"{doing}: {type(error).__name__}: {error}")]
+            self._write(FAILED, json.dumps(self._told))
 
     def tell_problem(self, problem: str) -> None:
         """Write down, for peers, what this rank alone has found."""
-        self._found = True
-        self._write(FAILED, f"{OF_NO_STEP} {problem}")
+        self._told.append((OF_NO_STEP, problem))
+        self._write(FAILED, json.dumps(self._told))
 
     def leave(self, passes: int) -> None:
         """The program is done, after so many passes: to peers that wait for no more of them its end
@@ -215,16 +221,23 @@ class Patience:
             problem = "lost the group's store, which one of its ranks keeps (usually the first)"
             raise PeerFailed(f"{self.here(doing)} {problem}") from error
         for rank, text in failed.items():
-            step, _, what = text.partition(" ")
-            if int(step) not in self._failed:
+            for what in (what for step, what in json.loads(text) if step not in self._failed):
                 raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
 
-    def _raise_if_one_has_ended(self, doing: str, awaited: Callable[[], Iterable[int]]) -> None:
+    def _raise_if_one_has_ended(
+        self,
+        doing: str,
+        awaited: Callable[[], Iterable[int]],
+        error: BaseException | None = None,
+    ) -> None:
+        if len(self._processes) < len(self._ranks) - 1:
+            with suppress(RuntimeError):  # the store is gone
+                self._processes = self._written(PROCESS)
         gone = {rank for rank, process in self._processes.items() if has_ended(process)}
         # A peer says that it is done before it ends, so what is said is read after that.
         if gone and (lost := sorted(gone.intersection(awaited()))):
             who = ", ".join(map(str, lost))
-            raise PeerFailed(f"{self.here(doing)} lost rank {who}: its process ended")
+            raise PeerFailed(f"{self.here(doing)} lost rank {who}: its process ended") from error
 
     def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
         for rank, text in self._written(WAITS["gpu"]).items() if passes else ():
@@ -267,12 +280,15 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """In seconds: the world's, where that is longer than what a group is made with by default."""
+def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
+    """In seconds. Of GPUs it is the world's, where that is longer than what a group is made with by
+    default; gloo keeps to the group's own."""
+    groups = (group,) if device is None else (group, dist.group.WORLD)
     timeouts: list[timedelta] = []
-    for each in (group, dist.group.WORLD):
+    for each in groups:
         with suppress(RuntimeError):  # the world has no backend for the device
-            timeouts.append(each._get_backend(device).options._timeout)  # type: ignore[union-attr]
+            backend = each._get_backend(device or torch.device("cpu"))  # type: ignore[union-attr]
+            timeouts.append(backend.options._timeout)
     return max(timeouts).total_seconds()
 
 

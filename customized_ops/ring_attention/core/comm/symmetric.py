@@ -20,7 +20,7 @@ from annotations.groups import group_of_ranks
 from ..plan.cost import H200
 from .dist_comm import COSTS, DistComm
 from .one_sided import OneSidedComm
-from .patience import Patience, timeout_of
+from .patience import Patience
 from .placement import Piece
 from .signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
 from .signals.watch import Watch, require_alike
@@ -45,33 +45,40 @@ class SymmetricMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self.patience = Patience.of_gpus(group)
+        self.patience = Patience(group, device)
         n_bytes = flags_bytes(group.size())
         handle, self._flags_memory = self._rendezvous(n_bytes)
         words = (n_bytes // FLAG_BYTES,)
         of_ranks = [handle.get_buffer(n, words, torch.int64) for n in range(group.size())]
         self._handle, self._flags = handle, Flags(of_ranks, group.rank(), device)
-        self._watch = Watch(self.patience, self._flags.record, timeout_of(group, device))
+        self._watch = Watch(self.patience, self._flags.record)
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
+        memory = self._new(n_bytes)  # first: a rank without room for it tells those that wait here
         said: list[Any] = [None] * self._group.size()
         mine = SymmetricMemory.made, n_bytes
         self._wait(partial(dist.all_gather_object, said, mine, group=self._group))
         times, sizes = zip(*said, strict=True)
         require_alike(sizes)
         for _ in range(max(times) - SymmetricMemory.made):
-            self._make(FLAG_BYTES, group_of_ranks((dist.get_rank(),)))
-        return self._make(n_bytes, self._group)
+            self._share(self._new(FLAG_BYTES), group_of_ranks((dist.get_rank(),)))
+        return self._share(memory, self._group), memory
 
-    def _make(self, n_bytes: int, group: dist.ProcessGroup) -> tuple[Any, Tensor]:
+    def _new(self, n_bytes: int) -> Tensor:
         from torch.distributed import _symmetric_memory as symmetric
 
-        SymmetricMemory.made += 1
         memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=self._device)
         memory.zero_()
         torch.cuda.synchronize(self._device)  # before a peer gets hold of it
-        return symmetric.rendezvous(memory, group.group_name), memory
+        return memory
+
+    @staticmethod
+    def _share(memory: Tensor, group: dist.ProcessGroup) -> Any:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        SymmetricMemory.made += 1
+        return symmetric.rendezvous(memory, group.group_name)
 
     def allocate(self, n_bytes: int) -> Piece:
         if self.capturing():
@@ -88,7 +95,7 @@ class SymmetricMemory:
 
     def _wait(self, function: Callable[[], None]) -> None:
         """``function()``, which waits for peers."""
-        self.patience.wait("where memory for exchanges is made", function, self._device)
+        self.patience.wait("where memory for exchanges is made", function)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
@@ -115,7 +122,7 @@ class SymmetricComm(OneSidedComm, DistComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         memory = SymmetricMemory(group, device)
         super().__init__(memory, group)
-        self._patience, self._device = memory.patience, device
+        self._patience = memory.patience
         # All keys have their places in the arena, so there is no bound on what a rank holds.
         self.costs = replace(
             H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf
@@ -135,7 +142,6 @@ def comm_over(group: dist.ProcessGroup) -> DistComm:
     if "nccl" not in str(dist.get_backend_config(group)):
         return messages
     device = torch.device("cuda", torch.cuda.current_device())
-    messages.look_after(device)
     if choice == "nccl":
         messages.connect(device)
         return messages

@@ -58,7 +58,7 @@ def stamps(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "Flags", Flags)
     monkeypatch.setattr(module, "Watch", Watch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return Stamps(0, 3, CPU, None, 1.0, print)  # type: ignore[arg-type]
+    return Stamps(0, 3, CPU, None, print)  # type: ignore[arg-type]
 
 
 def test_each_peer_gets_one_a_pass(stamps: Any) -> None:
@@ -83,7 +83,7 @@ def test_what_is_made_in_inference_mode_trains(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "Flags", Flags)
     monkeypatch.setattr(module, "Watch", Watch)
     with torch.inference_mode():
-        made = Stamps(0, 3, CPU, None, 1.0, print)  # type: ignore[arg-type]
+        made = Stamps(0, 3, CPU, None, print)  # type: ignore[arg-type]
     assert not made._arrived.is_inference()
 
 

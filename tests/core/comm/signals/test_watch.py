@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from customized_ops.ring_attention.core.comm import host_processes, patience
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
@@ -59,12 +63,15 @@ class Group:
     def rank(self) -> int:
         return 0
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=100)))
 
-def watched(
-    seconds: float = 100.0, processes: Any = None, stop: Callable[[], None] = lambda: None
-) -> tuple[Watch, Any]:
+
+def watched(seconds: float = 100.0, stop: Callable[[], None] = lambda: None) -> tuple[Watch, Any]:
     record = np.zeros(of.record_length(3), dtype=np.int64)
-    made = Watch(Patience(Group(), processes), record, seconds, stop)  # type: ignore[arg-type]
+    waits = Patience(Group())  # type: ignore[arg-type]
+    waits.most_seconds = seconds
+    made = Watch(waits, record, stop)
     made.name(FORWARD, PASS)
     return made, record
 
@@ -83,11 +90,31 @@ def until(happens: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def ended_process() -> subprocess.Popen[bytes]:
-    """One that nobody has asked for yet."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    until(lambda: host_processes.has_ended(process.pid))
-    return process
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process, which nobody asks for when it has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def ended(process: subprocess.Popen[bytes]) -> str:
+    """Its name."""
+    name = host_processes.name_of(process.pid)
+    assert not host_processes.has_ended(name)
+    process.kill()
+    until(lambda: host_processes.has_ended(name))
+    return name
+
+
+def test_processes_that_have_ended(other: subprocess.Popen[bytes]) -> None:
+    number, started, *system = ended(other).split()
+    assert host_processes.name_of(other.pid) == "", "it is not one any more"
+    of_before = [str(os.getpid()), started, *system]  # whose number this one has got
+    assert host_processes.has_ended(" ".join(of_before))
+    for elsewhere in ("", f"{number} {started}", f"{number} {started} another-host {system[1]}"):
+        assert not host_processes.has_ended(elsewhere)
 
 
 def problem_of(watch: Watch) -> str:
@@ -104,7 +131,7 @@ def test_who_disagrees_and_on_what(store: Store) -> None:
     until(lambda: watch.problem)
     want = f"{START} and rank 1 do not agree on tensors or options"
     assert problem_of(watch) == problem_of(watch) == want
-    assert store["failed/0"].decode().endswith(want), "the peer may find nothing by itself"
+    assert json.loads(store["failed/0"])[-1][1] == want, "the peer may find nothing by itself"
     assert record[of.STOP], "the device waits until the host has spoken"
     assert disagreement(1, FORWARD, 1).endswith("the same calls in the same order")
 
@@ -123,9 +150,10 @@ def test_a_long_wait_that_ends(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert not record[of.STOP] and str(warned[0].message).startswith(f"{START} has waited")
 
 
-FAILED = b"3 ring attention, forward: OutOfMemoryError: 20 GiB"
+OUT_OF_MEMORY = "ring attention, forward: OutOfMemoryError: 20 GiB"
+FAILED = json.dumps([(3, OUT_OF_MEMORY)]).encode()
 REASONS = [
-    ("a failure", f"{START} cannot go on: rank 1 failed in {FAILED[2:].decode()}"),
+    ("a failure", f"{START} cannot go on: rank 1 failed in {OUT_OF_MEMORY}"),
     ("an end", f"{START} lost rank 1: its process ended"),
     ("its time", f"{START} has waited 0 s: rank 1 has not come, as long as it may"),
 ]
@@ -133,24 +161,18 @@ REASONS = [
 
 @pytest.mark.filterwarnings("ignore:ring attention")
 @pytest.mark.parametrize(("why", "text"), REASONS, ids=[why for why, _ in REASONS])
-def test_a_wait_in_vain_is_stopped(store: Store, why: str, text: str) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        process = os.getpid(), os.stat("/proc/self/ns/pid").st_ino
-        assert host_processes.this_process() == process
-        seen = host_processes.processes_of([process, (other.pid, process[1]), (other.pid, 0), None])
-        assert seen == {0: os.getpid(), 1: other.pid}
-        watch, record = watched(0.3 if why == "its time" else 100, {1: other.pid})
-        if why == "a failure":
-            store["failed/1"] = FAILED
-        elif why == "an end":
-            other.kill()
-        told(record, of.WAITS)
-        until(lambda: watch.problem)
-        assert problem_of(watch) == text and record[of.STOP]
-    finally:
+def test_a_wait_in_vain_is_stopped(
+    store: Store, other: subprocess.Popen[bytes], why: str, text: str
+) -> None:
+    store.set("process/1", host_processes.name_of(other.pid))
+    watch, record = watched(0.3 if why == "its time" else 100)
+    if why == "a failure":
+        store["failed/1"] = FAILED
+    elif why == "an end":
         other.kill()
-        other.wait()
+    told(record, of.WAITS)
+    until(lambda: watch.problem)
+    assert problem_of(watch) == text and record[of.STOP]
 
 
 def test_the_thread_ends_with_its_watch(store: Store) -> None:
@@ -161,11 +183,11 @@ def test_the_thread_ends_with_its_watch(store: Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")
-def test_of_two_waits_one_ends(store: Store) -> None:
+def test_of_two_waits_one_ends(store: Store, other: subprocess.Popen[bytes]) -> None:
     """The other is still looked after; and it is not whoever has ended that matters, but whoever
     is waited for."""
-    other = ended_process()
-    watch, record = watched(processes={1: other.pid, 2: os.getpid()})
+    store.set("process/1", ended(other))
+    watch, record = watched()
     told(record, of.WAITS, peer=2)
     time.sleep(0.1)
     assert watch.problem is None
@@ -173,7 +195,6 @@ def test_of_two_waits_one_ends(store: Store) -> None:
     told(record, of.NOTHING, peer=2)
     until(lambda: watch.problem)
     assert problem_of(watch).endswith("lost rank 1: its process ended")
-    other.wait()
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")
@@ -238,11 +259,13 @@ def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")
-def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_ends_before_a_pass_does(
+    store: Store, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is lost, unless its program was done."""
-    other = ended_process()
     peer, _ = watched()
-    watch, record = watched(processes={1: other.pid})
+    store.set("process/1", ended(other))
+    watch, record = watched()
     monkeypatch.setattr(peer._patience, "_rank", 1)
     peer.begin(FORWARD)
     monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
@@ -258,7 +281,6 @@ def test_a_peer_that_ends_before_a_pass_does(store: Store, monkeypatch: pytest.M
     record[of.ENDED] = 1
     until(lambda: watch.problem)
     assert problem_of(watch).endswith("lost rank 1: its process ended")
-    other.wait()
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")
@@ -268,7 +290,23 @@ def test_what_a_rank_has_found_stays_told(store: Store) -> None:
     told(record, of.DIFFERS, BACKWARD)
     until(lambda: watch.problem)
     watch._patience.tell_failure(PASS, 3, RuntimeError("CUDA error: unspecified launch failure"))
-    assert store["failed/0"].decode().endswith("do not agree on tensors or options")
+    assert json.loads(store["failed/0"])[-1][1].endswith("do not agree on tensors or options")
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_failure_is_told_though_passes_differ_after_it(store: Store) -> None:
+    """A rank that goes on after its error meets its peers in other passes; they read the error."""
+    faulty, record = watched()
+    faulty._patience.tell_failure(PASS, 3, RuntimeError("20 GiB"))
+    told(record, of.DIFFERS, BACKWARD)
+    until(lambda: faulty.problem)
+    store["failed/1"] = store["failed/0"]
+    peer, record = watched()
+    told(record, of.WAITS)
+    until(lambda: peer.problem)
+    assert problem_of(peer).endswith(
+        "rank 1 failed in ring attention, forward: RuntimeError: 20 GiB"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")

@@ -26,7 +26,6 @@ class Stamps:
         size: int,
         device: torch.device,
         patience: Patience,
-        timeout: float,
         stop: Callable[[], None],
     ) -> None:
         """``stop`` ends messages that are on their way; for others see :class:`.Watch`."""
@@ -35,7 +34,7 @@ class Stamps:
             self._arrived = torch.zeros(CHANNELS * size, dtype=torch.int64, device=device)
         self._size, self._passes = size, 0
         self._flags = Flags([self._arrived] * size, rank, device)
-        self._watch = Watch(patience, self._flags.record, timeout, stop)
+        self._watch = Watch(patience, self._flags.record, stop)
         self._made = partial(torch.full_like, self._arrived[:1])
         self._kept = lru_cache(KEPT)(self._made)
         self._call: int | None = None

@@ -26,7 +26,6 @@ from .fingerprint import disagreement
 MOST_KNOWN = 256  # passes whose names are kept
 MOST_AHEAD = 4096  # passes that a host may be ahead of its GPU, and their fingerprints be known
 NEAR = 8  # passes before and after the one that waits are compared to those of a peer
-OF_TIMEOUT = 0.9  # the part of the group's timeout after which a rank waits no more
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -41,7 +40,6 @@ class Watch:
         self,
         patience: Patience,
         record: npt.NDArray[np.int64],
-        timeout_seconds: float,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -51,7 +49,6 @@ class Watch:
         """
         self._patience, self._record = patience, record
         self._slots = record[of.SLOTS :].reshape(-1, of.SLOT_LENGTH)
-        self._most_seconds = OF_TIMEOUT * timeout_seconds
         self._names: dict[int, str] = {}
         self._stop = stop
         self._now, self._ended = "a pass", 0
@@ -132,7 +129,8 @@ class Watch:
 
         try:
             passes = self._passes_near(int(self._record[of.ENDED]))
-            self._patience.until(within, doing, self._most_seconds, awaited, passes, "gpu")
+            most = self._patience.most_seconds
+            self._patience.until(within, doing, most, awaited, passes, "gpu")
         except RuntimeError as failure:  # PeerFailed, or the store's
             self._end(str(failure))
 
