@@ -194,7 +194,7 @@ def test_thousands_of_documents_are_one_call_in_no_time(window):
 def test_lengths_hold_every_token_of_a_call(mask):
     slices, _, _ = mask
     for call in lower(slices):
-        lengths = call.lengths()
+        lengths = call.lengths
         ends = np.concatenate([[[0, 0]], np.cumsum(lengths, axis=0)])
         assert ends[-1].tolist() == [np.diff(call.rows)[0], np.diff(call.keys)[0]]
         starts = ends[:-1] + np.array([call.rows[0], call.keys[0]])
@@ -207,7 +207,7 @@ def test_lengths_hold_every_token_of_a_call(mask):
 
 def test_no_gap_is_longer_than_the_longest_segment_or_a_tile():
     segments = np.array([(0, 2, 0, 300), (1000, 1003, 301, 303)])
-    lengths = WindowCall((-1, -1), segments).lengths()
+    lengths = WindowCall((-1, -1), segments).lengths
     assert lengths.sum(axis=0).tolist() == [1003, 303]
     assert lengths.max(axis=0).tolist() == [TILE, 300]
 

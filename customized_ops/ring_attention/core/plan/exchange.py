@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..index_table import IndexTable
 from ..layout import Layout
-from ..mask.intervals import joined, runs, spread, touched
+from ..mask.intervals import joined, spread, touched
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
@@ -138,20 +138,23 @@ class Exchanges(NamedTuple):
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
-    peers, starts, counts = ranges[ranges[:, 0].argsort(kind="stable")].T
-    heads, lasts = runs(peers[1:] != peers[:-1], len(peers))
-    stops, before = starts + counts, np.append(0, counts.cumsum())
-    gaps = np.append(0, (starts[1:] != stops[:-1]).cumsum())  # up to each range
-    scattered = gaps[lasts] > gaps[heads]
-    tokens = before[lasts + 1] - before[heads]
-    where = {}
-    each = (peers[heads], starts[heads], tokens, scattered, heads, lasts + 1)
-    for peer, start, count, in_parts, head, end in zip(*(c.tolist() for c in each), strict=True):
-        if in_parts:
-            where[peer] = Where(0, count, (starts[head:end], stops[head:end]))
+    starts: dict[int, list[int]] = {}
+    stops: dict[int, list[int]] = {}
+    for peer, start, count in ranges.tolist():
+        if peer not in starts:
+            starts[peer], stops[peer] = [start], [start + count]
+        elif stops[peer][-1] == start:
+            stops[peer][-1] += count
         else:
-            where[peer] = Where(start, count)
-    return where
+            starts[peer].append(start)
+            stops[peer].append(start + count)
+    return {peer: _where(starts[peer], stops[peer]) for peer in sorted(starts)}
+
+
+def _where(starts: list[int], stops: list[int]) -> Where:
+    if len(starts) == 1:
+        return Where(starts[0], stops[0] - starts[0])
+    return Where(0, sum(stops) - sum(starts), (np.array(starts), np.array(stops)))
 
 
 def exchange(moves: Moves, rank: int, team_size: int, *, local: bool) -> Exchange:

@@ -58,26 +58,25 @@ class WindowCall:
 
     @cached_property
     def cu_seqlens(self) -> IndexTable:
-        """int32[2, m + 1]: where the :meth:`lengths` of rows and of keys start and end."""
+        """int32[2, m + 1]: where the :attr:`lengths` of rows and of keys start and end."""
         return self.cu_seqlens_of(1)
 
     def cu_seqlens_of(self, batch: int) -> IndexTable:
         """:attr:`cu_seqlens` of so many batch entries end to end."""
-        lengths = np.tile(self.lengths(), (batch, 1)).T
-        ends = np.cumsum(lengths, axis=1)
-        return IndexTable(np.pad(ends, ((0, 0), (1, 0))).astype(np.int32))
+        ends = np.zeros((2, batch * len(self.lengths) + 1), dtype=np.int32)
+        np.concatenate([self.lengths] * batch).cumsum(axis=0, out=ends[:, 1:].T)
+        return IndexTable(ends)
 
     @cached_property
     def longest(self) -> Range:
-        """Rows of the :meth:`lengths` with the most, and keys."""
-        most_rows, most_keys = self.lengths().max(axis=0).tolist()
+        """Rows of the :attr:`lengths` with the most, and keys."""
+        most_rows, most_keys = self.lengths.max(axis=0).tolist()
         return most_rows, most_keys
 
     @cached_property
     def square(self) -> bool:
-        """Whether each of the :meth:`lengths` has as many keys as rows."""
-        lengths = self.lengths()
-        return bool((lengths[:, 0] == lengths[:, 1]).all())
+        """Whether each of the :attr:`lengths` has as many keys as rows."""
+        return bool((self.lengths[:, 0] == self.lengths[:, 1]).all())
 
     @cached_property
     def tiles(self) -> int:
@@ -97,6 +96,7 @@ class WindowCall:
         for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square", "tiles"):
             getattr(self, name)
 
+    @cached_property
     def lengths(self) -> Ints:
         """Rows and keys, int64[m, 2], of segments that together hold every row and key of the call.
 
