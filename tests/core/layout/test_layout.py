@@ -425,6 +425,10 @@ SELF = "Layout.balanced: mask must be of self-attention, masks of one length, go
             lambda: Layout.balanced(SQUARE, 2, 0),
             "Layout.balanced: chunk must be an integer of at least 1, got 0",
         ),
+        (
+            lambda: Layout.balanced(SQUARE, 2, topology="2x1"),  # type: ignore[arg-type]
+            "Layout.balanced: topology must be a Topology or None, got '2x1'",
+        ),
         (lambda: Layout.balanced("causal", 2), f"{MASK} causal"),
         (lambda: Layout.balanced([], 2), f"{MASK} []"),
         (lambda: Layout.balanced([("causal", 2)], 2), f"{MASK} [('causal', 2)]"),
