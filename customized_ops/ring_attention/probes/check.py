@@ -13,7 +13,7 @@ from ..core.comm.comm_groups import GroupLike, group_comm
 from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge
-from .evidence import Evidence, Seen, Trial, errors, seen_of
+from .evidence import Evidence, Label, Seen, Trial, errors, seen_of
 from .model_run import PADDING, Floats, ModelRun, Step, distance, require_same_tokens
 from .report import Check, ProbeReport
 from .shards import Shards, telling_places
@@ -244,7 +244,7 @@ def _gather(
         if changed is not None:
             steps = probing.both(changed, base)
             losses = everyone((steps[0].loss - alone.loss, steps[1].loss - parallel.loss))
-            of_labels.append((place, losses))
+            of_labels.append(Label(place, losses))
     local = None
     if names.position_ids is not None and not shards.replicated:
         moved = probing.only_alone(
