@@ -14,6 +14,7 @@ from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge
 from .evidence import Evidence, Label, Seen, Trial, errors, seen_of
+from .failure import Failure
 from .model_run import PADDING, Floats, ModelRun, Step, distance, require_same_tokens
 from .report import Check, ProbeReport
 from .shards import Shards, telling_places
@@ -195,15 +196,17 @@ class _Probing:
         return Step.of(self.alone(batch), "alone")
 
     def _on_every_rank(self, function: Callable[[], T]) -> T:
-        text = None
+        failure = None
         try:
             result = function()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            failure = Failure.of(error)
+            # Peers that wait hear where it was: an op that had begun before may have ended well.
+            self.comm.now = f"a step of {OP}{failure.where}"
             self.comm.give_up(error)
-        texts = self.beside.all_gather_object(text)
-        if any(texts):
-            raise _Stopped(judge.failed_runs(texts))
+        failures = self.beside.all_gather_object(failure)
+        if any(failures):
+            raise _Stopped(judge.failed_runs(failures))
         return result
 
 

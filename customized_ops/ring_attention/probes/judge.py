@@ -10,18 +10,22 @@ from ..core.arrays import Ints
 from ..core.mask import AttnMask
 from . import causes
 from .evidence import Evidence, Seen
+from .failure import Failure
 from .report import Check, ProbeReport
 from .shards import Shards
 
 NAMES = ("runs", "tokens", "values", "loss", "gradients", "influence", "mask", "labels")
 
 
-def failed_runs(texts: Sequence[str | None]) -> Check:
-    """Of errors of ranks."""
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    shown = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    who = "every rank" if len(failed) == len(texts) else f"{len(failed)} of {len(texts)} ranks"
-    return Check("runs", "failed", f"{who} raised: {shown}")
+def failed_runs(failures: Sequence[Failure | None]) -> Check:
+    """Of errors of ranks. Those that only waited for a peer that failed are told of last."""
+    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+    first = {rank: each for rank, each in failed.items() if not each.follows} or failed
+    shown = "; ".join(f"rank {rank}{each.where}: {each.text}" for rank, each in first.items())
+    who = "every rank" if len(first) == len(failures) else f"{len(first)} of {len(failures)} ranks"
+    others = [rank for rank in failed if rank not in first]
+    waited = f"; ranks {others} waited for peers, and stopped" if others else ""
+    return Check("runs", "failed", f"{who} raised: {shown}{waited}")
 
 
 def stopped(failed: Check) -> ProbeReport:
@@ -238,4 +242,8 @@ def _labels(evidence: Evidence) -> Check:
 def _cause_of_labels(evidence: Evidence) -> str:
     if causes.misplaced_labels(evidence):
         return causes.MISPLACED_LABELS
-    return "see loss" if _loss(evidence).verdict == "failed" else "labels are cut otherwise than tokens"
+    return (
+        "see loss"
+        if _loss(evidence).verdict == "failed"
+        else "labels are cut otherwise than tokens"
+    )
