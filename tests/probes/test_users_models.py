@@ -156,13 +156,16 @@ def test_hugging_face(drops: str) -> None:
         ({"layers": 0}, "layers must be a number of layers, 1 or more, got 0"),
         ({"tokens": "one"}, "two different tokens"),
         ({"labels": "short"}, r"batch\['short'\] must be of 1 rows of 24 tokens, got \(1, 9\)"),
+        ({"labels": "list"}, r"batch\['list'\] must be a tensor, got \[1"),
+        ({"documents": 9}, "documents must be a list of integers, or None, got 9"),
+        ({"mask": "causal"}, "mask must be an AttnMask, or None, got 'causal'"),
         ({"tolerance": 0.0}, "tolerance must be above 0, or None, got 0.0"),
     ],
 )
 def test_arguments_that_do_not_fit(told: dict[str, Any], text: str) -> None:
     """They raise on all ranks, also where one rank alone has them."""
     batch = {**probe_models.make_batch(), "one": torch.zeros(1, 24, dtype=torch.int64)}
-    batch["short"] = torch.ones(1, 9, dtype=torch.int64)
+    batch |= {"short": torch.ones(1, 9, dtype=torch.int64), "list": [1] * 24}  # type: ignore[dict-item]
     errors = []
 
     def rank(group: Comm) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from annotations.consistency import described, digest
 
@@ -95,6 +97,7 @@ def _agreed(beside: Comm, batch: Batch, told: Mapping[str, Any]) -> tuple[_Names
     problem: Exception | None = None
     facts: dict[str, str] = {}
     try:
+        require(isinstance(batch, Mapping), OP, "batch", "a mapping of tensors by name", batch)
         found = (_in(batch, told[name]) for name in ("labels", "position_ids"))
         names = _Names(told["tokens"], *found)
         size = _checked(names, batch, *(told[name] for name in CHECKED))
@@ -130,17 +133,23 @@ def _checked(
     require(batch.get(tokens) is not None, OP, "tokens", f"one of {sorted(batch)}", tokens)
     rows, count = changed_batches.rows_and_tokens(OP, tokens, batch[tokens])
     for name in filter(None, (names.labels, names.position_ids)):
+        fits = isinstance(batch[name], Tensor)
+        require(fits, OP, f"batch[{name!r}]", "a tensor", batch[name])
         shape = tuple(batch[name].shape)
         of_labels = name == names.position_ids or shape in ((rows, count), (count,))
         fits = bool(shape) and shape[-1] == count and of_labels
         require(fits, OP, f"batch[{name!r}]", f"of {rows} rows of {count} tokens", shape)
-    fits = tolerance is None or tolerance > 0
+    fits = tolerance is None or (isinstance(tolerance, float | int) and tolerance > 0)
     require(fits, OP, "tolerance", "above 0, or None", tolerance)
     require(is_integer(layers, 1), OP, "layers", "a number of layers, 1 or more", layers)
+    for name, given in (("documents", documents), ("places", places)):
+        fits = given is None or isinstance(given, Iterable)
+        require(fits, OP, name, "a list of integers, or None", given)
     if documents is not None:
         ends = [int(n) for n in documents]
         fits = bool(ends) and ends[0] == 0 and ends[-1] == count and ends == sorted(ends)
         require(fits, OP, "documents", f"lengths added up, from 0 to {count}", ends)
+    require(mask is None or isinstance(mask, AttnMask), OP, "mask", "an AttnMask, or None", mask)
     if mask is not None:
         lengths = (mask.q_len, mask.k_len)
         require(lengths == (count, count), OP, "mask", f"of {count} tokens", lengths)
