@@ -8,6 +8,9 @@ from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
 from typing import Any, TypeVar
 
+from .core.cost import CostModel
+from .op.arguments import is_integer, require
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -32,17 +35,35 @@ def require_same(packed_by: Any, asked: Any, title: str) -> None:
         )
 
 
+def require_planned_for(title: str, pack: Any) -> None:
+    """Of what plans ahead: ``ranks``, ``rank``, ``costs`` and ``head_dim``.
+
+    Raises:
+        ArgumentError: one does not fit.
+    """
+    ranks, rank, costs = pack.ranks, pack.rank, pack.costs
+    require(is_integer(ranks, 1), title, "ranks", "a number of ranks, 1 or more", ranks)
+    require(is_integer(rank) and rank < ranks, title, "rank", f"0 to {ranks - 1}", rank)
+    what = "a CostModel, such as group_costs(process_group)"
+    require(isinstance(costs, CostModel), title, "costs", what, costs)
+    topology = costs.topology
+    fits = topology is None or topology.size == ranks
+    require(fits, title, "costs", f"of the hosts of {ranks} ranks", str(topology))
+    require(is_integer(pack.head_dim, 1), title, "head_dim", "1 or more", pack.head_dim)
+
+
 def made_ahead(
     source: Iterable[Given], make: Callable[[Given], Made], count: int, name: str
 ) -> Iterator[Made]:
     """``make`` of each of ``source``, so many in advance; the thread ends with the iterator.
 
     Raises:
-        ValueError: ``count`` is not positive. What ``source`` or ``make`` raises is raised where
-            its value is due.
+        ArgumentError: ``count`` is no positive integer, or ``source`` cannot be iterated over. What
+            ``source`` or ``make`` raises is raised where its value is due.
     """
-    if count < 1:
-        raise ValueError(f"{name}: ahead must be at least 1, got {count}")
+    require(is_integer(count, 1), name, "ahead", "an integer of at least 1", count)
+    fits = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    require(fits, name, "loader", "a DataLoader, or other batches to iterate over", source)
     return _made(source, make, count, name)
 
 

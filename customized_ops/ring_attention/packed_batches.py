@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ahead import made_ahead, require_same
+from .ahead import made_ahead, require_planned_for, require_same
 from .core.cost import H200, CostModel
 from .core.layout import Layout
 from .core.mask import AttnMask
@@ -29,9 +29,10 @@ from .core.plan.heads import head_counts
 from .core.plan.plan import expect
 from .core.run.call_pairs import prepare
 from .core.topology import Topology
-from .op.arguments import window_bounds
+from .op.arguments import flag_of, require, window_bounds
 from .op.mask_source import Problem
 from .op.tokens.call_layouts import BALANCED, know_layout, layout_by_lengths
+from .op.tokens.token_rows import token_rows
 from .op.window_source import know_mask
 from .ring_attn_varlen import RING_ATTN_VARLEN
 
@@ -134,20 +135,12 @@ class PackDocuments:
 
     def __post_init__(self) -> None:
         # Pairs of any kind, as a config has them, are found by value.
-        heads = head_counts("packed_batches", self.heads)
-        window = window_bounds("packed_batches", self.window_size)
-        vars(self).update(heads=heads, window_size=window)
-        if self.layout not in PACKED_LAYOUTS:
-            names = ", ".join(PACKED_LAYOUTS)
-            raise ValueError(f"packed_batches: layout must be one of {names}, got {self.layout!r}")
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"packed_batches: rank must be 0 to {self.ranks - 1}, got {self.rank}")
-        topology = self.costs.topology
-        if topology is not None and topology.size != self.ranks:
-            raise ValueError(
-                f"packed_batches: costs are of hosts {topology}, {topology.size} ranks, but ranks "
-                f"is {self.ranks}"
-            )
+        op, names = "packed_batches", tuple(PACKED_LAYOUTS)
+        heads, window = head_counts(op, self.heads), window_bounds(op, self.window_size)
+        flags = {name: flag_of(op, name, getattr(self, name)) for name in ("causal", "whole")}
+        vars(self).update(heads=heads, window_size=window, **flags)
+        require(self.layout in names, op, "layout", f"one of {names}", self.layout)
+        require_planned_for(op, self)
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """Pack documents, each the ids of its tokens: a tensor, an array or a list of integers.
@@ -156,7 +149,7 @@ class PackDocuments:
             ValueError: there are no documents, one is not a row of integers, or all tokens together
                 are fewer than the ranks of a module that is to cut them (``whole``).
         """
-        each = [_row(n, document) for n, document in enumerate(documents)]
+        each = token_rows("packed_batches", "documents", documents)
         if not each:
             raise ValueError("packed_batches: a batch has no documents")
         if self.whole and (total := sum(map(len, each))) < self.ranks:
@@ -242,13 +235,3 @@ def packed_batches(
     """
     pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, head_dim)
     return made_ahead(loader, pack.made, ahead, "packed_batches")
-
-
-def _row(number: int, document: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    row = np.asarray(document)
-    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) or len(row) == 0):
-        raise ValueError(
-            f"packed_batches: document {number} must be a row of integers, got {row.dtype} "
-            f"{row.shape}"
-        )
-    return row.astype(np.int64)

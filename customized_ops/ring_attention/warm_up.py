@@ -21,10 +21,12 @@ from .core.comm.comm_groups import GroupLike, group_comm
 from .core.kernels import KERNELS, BackwardOperands, Scoring
 from .core.mask import AttnMask
 from .core.merge import rows
-from .core.plan.heads import head_shares
+from .core.plan.heads import head_counts, head_shares
+from .op.arguments import is_integer, require
 from .packed_batches import PACKED_LAYOUTS
 from .ring_attn_varlen import wrap_ring_attn_varlen_func
 
+OP = "warm_up"
 DRAWS = 16  # batches of random lengths
 LONG = 2048  # tokens: no kernel has a variant for more
 FREE = (-1, -1)  # the window that is none
@@ -63,8 +65,10 @@ def warm_up(
     Returns:
         kernels that were compiled, see :func:`compiled_kernels`.
     Raises:
-        ValueError: what the op refuses.
+        ValueError: an argument that does not fit, and what the op refuses.
     """
+    heads = head_counts(OP, heads)
+    _check(tokens, head_dim, v_dim, dtype, layout)
     comm, before = group_comm(process_group), compiled_kernels()
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -100,6 +104,16 @@ def warm_up(
                 ):
                     progress.update()
     return compiled_kernels() - before
+
+
+def _check(tokens: int, head_dim: int, v_dim: int | None, dtype: torch.dtype, layout: str) -> None:
+    require(is_integer(tokens, 1), OP, "tokens", "a number of tokens, 1 or more", tokens)
+    require(is_integer(head_dim, 1), OP, "head_dim", "1 or more", head_dim)
+    require(v_dim is None or is_integer(v_dim, 1), OP, "v_dim", "1 or more, or None", v_dim)
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(floating, OP, "dtype", "a floating torch.dtype", dtype)
+    names = tuple(PACKED_LAYOUTS)
+    require(layout in names, OP, "layout", f"one of {names}", layout)
 
 
 def shares(

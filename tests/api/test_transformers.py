@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -344,6 +344,8 @@ def test_parts_that_are_not_this_ranks_are_refused(changed: dict[str, Any], mess
             {"input_ids": torch.ones(TOKENS)},
             "tokens must be [b, l], or [b, l, d] embedded",
         ),
+        ({"input_ids": [[1, 2]]}, "shard_batch: tokens must be a tensor, got [[1, 2]]"),
+        ({"position_ids": [0, 1]}, "shard_batch: position_ids must be a tensor, got [0, 1]"),
         ({"labels": torch.ones(3, 9)}, "labels must be of 22 tokens a row, got (3, 9)"),
         ({"cu_seq_lens_q": [0, 9]}, "cu_seq_lens_q must rise from 0 to the 22 tokens"),
     ],
@@ -354,6 +356,24 @@ def test_batches_that_cannot_be_cut_are_refused(changed: dict[str, Any], message
     assert message in str(error.value)
     with pytest.raises(ValueError, match="layout must be zigzag, contiguous, striped"):
         seqshard.shard_batch(batch("plain"), None, "diagonal")
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    wrong: Any = [1.0, 2.0]
+    calls: dict[str, Callable[[], object]] = {
+        "shard_batch: batch must be a mapping of tensors by name": (
+            lambda: seqshard.shard_batch(wrong, None)
+        ),
+        "sum_over_ranks: share must be a tensor, got [1.0, 2.0]": (
+            lambda: seqshard.sum_over_ranks(wrong, None)
+        ),
+        "sum_gradients: parameters must be a module, or parameters, got [1.0, 2.0]": (
+            lambda: seqshard.sum_gradients(wrong, None)
+        ),
+    }
+    for said, call in calls.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call()
 
 
 @worlds(cpus=[2], gpus=[2, 4])

@@ -26,6 +26,7 @@ from customized_ops.ring_attention.core.comm import Comm
 
 CONTIGUOUS = Layout.contiguous(TOKENS, 2)
 ZIGZAG = Layout.zigzag(TOKENS, 2)
+UNEVEN = Layout.from_sizes([14, 10])
 EMPTY = Layout.from_sizes([14, 0, 10])
 MASK = AttnMask.varlen(DOCUMENTS, causal=True, window=(WINDOW, 0))
 
@@ -106,10 +107,25 @@ def test_positions_that_the_batch_does_not_hold() -> None:
     assert "token 12 (rank 1, document 2, first after a shard border)" in report["values"].found
 
 
-def test_labels_that_are_shifted_after_the_cut() -> None:
-    report = probed(CONTIGUOUS, "labels", labels="labels")
-    assert "shifted after the batch is cut" in report["labels"].cause
+@pytest.mark.parametrize(
+    ("drops", "layout"),
+    [("labels", CONTIGUOUS), ("rolled labels", CONTIGUOUS), ("rolled labels", ZIGZAG)],
+)
+def test_labels_that_are_shifted_after_the_cut(drops: str, layout: Layout) -> None:
+    """Those at borders are lost, or are of the rank's first token."""
+    report = probed(layout, drops, labels="labels")
+    assert report["labels"].cause.startswith("labels at shard borders"), str(report)
+    assert "first after a shard border" in report["labels"].found
     assert [each.cause for each in report.failures[:2]] == ["see labels"] * 2
+    untold = probed(layout, drops, labels=None)
+    assert "or labels are shifted after the batch is cut" in untold["loss"].cause, str(untold)
+
+
+def test_means_of_different_numbers_of_labels() -> None:
+    """They weigh all labels of a rank otherwise, not those at borders."""
+    report = probed(UNEVEN, "empty", labels="labels")
+    assert report["loss"].cause.startswith("the loss is of ranks with different numbers of labels")
+    assert "borders" not in report["loss"].cause and report["labels"].cause == "see loss"
 
 
 def test_a_mask_that_the_model_alone_does_not_have() -> None:

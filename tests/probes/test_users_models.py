@@ -4,7 +4,8 @@ where a rank fails, and with arguments that do not fit."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import probe_jobs
@@ -27,7 +28,7 @@ from customized_ops.ring_attention.core.comm import Comm
 from customized_ops.ring_attention.op.arguments import ArgumentError
 
 
-def same(texts: list[str]) -> str:
+def same(texts: Sequence[str]) -> str:
     """What all ranks say."""
     assert len(set(texts)) == 1, texts
     return texts[0]
@@ -56,9 +57,14 @@ def test_under_fsdp(two_ranks: Pool) -> None:
 
 
 def test_a_rank_that_fails_is_heard_of_on_all(two_ranks: Pool) -> None:
-    said = same(two_ranks.run(probe_jobs.by_hand, "", 1))
-    assert "every rank raised" in said, said
-    assert "rank 1: RuntimeError: out of something" in said and "PeerFailed" in said
+    reports, heard = zip(*two_ranks.run(probe_jobs.one_fails, 1), strict=True)
+    said = same(reports)
+    what = r"in may_fail \(probe_jobs.py, line \d+\): RuntimeError: out of something"
+    stopped = r"; ranks \[0\] waited for peers, and stopped\n"
+    assert re.search(rf"1 of 2 ranks raised: rank 1, {what}{stopped}", said), said
+    ((told,), none) = heard
+    assert re.search(rf"rank 1 failed in a step of check_parallel_model, {what}$", told), told
+    assert not none
 
 
 def test_in_process_too() -> None:
@@ -74,7 +80,8 @@ def test_in_process_too() -> None:
 
     reports = run_ranks(2, rank)
     said = same([str(report) for report in reports])
-    assert "rank 0: KeyError: 'no such weight'; rank 1: PeerFailed" in said
+    assert "1 of 2 ranks raised: rank 0, in failing (test_users_models.py, line " in said
+    assert "): KeyError: 'no such weight'; ranks [1] waited for peers, and stopped" in said
     with pytest.raises(ProbeError, match="no such weight"):
         reports[1].raise_if_failed()
 
@@ -149,13 +156,16 @@ def test_hugging_face(drops: str) -> None:
         ({"layers": 0}, "layers must be a number of layers, 1 or more, got 0"),
         ({"tokens": "one"}, "two different tokens"),
         ({"labels": "short"}, r"batch\['short'\] must be of 1 rows of 24 tokens, got \(1, 9\)"),
+        ({"labels": "list"}, r"batch\['list'\] must be a tensor, got \[1"),
+        ({"documents": 9}, "documents must be a list of integers, or None, got 9"),
+        ({"mask": "causal"}, "mask must be an AttnMask, or None, got 'causal'"),
         ({"tolerance": 0.0}, "tolerance must be above 0, or None, got 0.0"),
     ],
 )
 def test_arguments_that_do_not_fit(told: dict[str, Any], text: str) -> None:
     """They raise on all ranks, also where one rank alone has them."""
     batch = {**probe_models.make_batch(), "one": torch.zeros(1, 24, dtype=torch.int64)}
-    batch["short"] = torch.ones(1, 9, dtype=torch.int64)
+    batch |= {"short": torch.ones(1, 9, dtype=torch.int64), "list": [1] * 24}  # type: ignore[dict-item]
     errors = []
 
     def rank(group: Comm) -> None:

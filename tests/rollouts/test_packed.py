@@ -77,6 +77,13 @@ def test_what_is_saved_is_printed() -> None:
         ([], 0, "rollouts must be one or more, got none"),
         ([[1], [1.5]], 0, "rollouts[1] must be a row of integers, got float64 (1,)"),
         ([[[1]]], 0, "rollouts[0] must be a row of integers, got int64 (1, 1)"),
+        (5, 0, "rollouts must be a list of rollouts, got 5"),
+        ([([1, 2], 1)], 0, "rollouts[0] must be a row of integers on the host, got ([1, 2], 1)"),
+        (
+            [[1, 2]],
+            [[1], [1, 2]],
+            "prompts must be an integer, or one for each of 1 rollouts, got [[1], [1, 2]]",
+        ),
         ([[1, 2], [3]], [1], "prompts must be an integer, or one for each of 2 rollouts, got [1]"),
         ([[1, 2], [3]], 0.5, "prompts must be an integer, or one for each of 2 rollouts, got 0.5"),
         ([[1, 2], [3]], 2, "prompts[1] must be 0 to 1, the tokens of rollouts[1], got 2"),
@@ -89,9 +96,22 @@ def test_errors_name_the_argument(given: Any, prompts: Any, said: str) -> None:
     assert str(error.value) == f"pack_rollouts: {said}"
 
 
-def test_a_part_of_another_layout_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layout", "rank", "said"),
+    [
+        (Layout.contiguous(6, 2), 0, "layout must be of 4 tokens, got .*, of 6"),
+        (2, 0, "layout must be a Layout of 4 tokens, or None, got 2"),
+        (Layout.contiguous(4, 2), 2, "rank must be 0 to 1, got 2"),
+        (None, "0", "rank must be 0 to 0, got '0'"),
+    ],
+)
+def test_a_part_of_another_layout_is_refused(layout: Any, rank: Any, said: str) -> None:
     packed = pack_rollouts([[1, 2, 3], [1, 2, 4]])
-    with pytest.raises(ArgumentError, match=r"layout must be of 4 tokens, got .*, of 6"):
-        packed.part(Layout.contiguous(6, 2))
-    with pytest.raises(ArgumentError, match="rank must be 0 to 1, got 2"):
-        packed.part(Layout.contiguous(4, 2), 2)
+    with pytest.raises(ArgumentError, match="PackedRollouts.part: " + said):
+        packed.part(layout, rank)
+
+
+@pytest.mark.parametrize("rollout", [2, -1, "a"])
+def test_a_path_of_no_rollout_is_refused(rollout: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"path: rollout must be 0 to 1, got {rollout!r}"):
+        pack_rollouts([[1, 2, 3], [1, 2, 4]]).path(rollout)

@@ -205,23 +205,65 @@ def test_weights_of_no_targets() -> None:
     assert loss.item() == 0.0
 
 
+def test_numbers_come_in_lists_too() -> None:
+    part = PACKED.part(Layout.striped(len(PACKED.tokens), 2, 3), 1)
+    assert len(part.rows) < len(part.place)
+    weights = part.of_rollouts(ADVANTAGES)
+    log_probs = torch.linspace(-3, -1, len(part.rows), dtype=torch.float64)
+    for found, want in (  # a list of floats is fp32
+        (part.of_rollouts(ADVANTAGES.tolist()), weights),
+        (part.of_rollouts(ADVANTAGES.numpy()), weights),
+        (part.of_tokens(OLD.tolist()), part.of_tokens(OLD)),
+        (part.weights(weights.tolist()), part.weights(weights)),
+        (part.loss(log_probs, weights.tolist()), part.loss(log_probs, weights)),
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7, check_dtype=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_are_the_targets_where_there_are_as_many(ranks: int) -> None:
+    """Or what is of pairs would be taken for what is of targets, in another order."""
+    packed = pack_rollouts([[5, 9, 2], [5, 1, 7], [3, 4], [5, 1, 6]], [2, 1, 0, 2])
+    for rank in range(ranks):
+        part: RolloutPart = packed.part(Layout.contiguous(len(packed.tokens), ranks), rank)
+        assert part.pair.tolist() == list(range(len(part.place))) != []
+        values = torch.arange(len(part.rows))
+        assert torch.equal(part.sums(values), part.sums(part.of_targets(values)))
+
+
 def refused(part: RolloutPart) -> dict[str, Callable[[], Tensor]]:
-    logits, one = torch.zeros(3, 9), torch.ones(1)
+    logits, one, pairs = torch.zeros(3, 9), torch.ones(1), torch.ones(3)
+    of: Any = part  # also given what its types exclude
     return {
         "log_probs: logits must be of the 4 tokens of this rank": lambda: part.log_probs(logits),
-        "of_rollouts: values must be [2], got [1]": lambda: part.of_rollouts(one),
-        "of_targets: log_probs must be [3], got [1]": lambda: part.of_targets(one),
-        "of_tokens: values must be [6], one for each token": lambda: part.of_tokens(one),
-        "sums: values must be [4], got [1]": lambda: part.sums(one),
-        "weights: weights must be [4], got [1]": lambda: part.weights(one),
-        "weights: mean must be one of ('token', 'rollout', None), got 'all'": lambda: part.weights(
-            torch.ones(4), "all"
+        "log_probs: logits must be a tensor of the 4": lambda: of.log_probs(logits.tolist()),
+        "log_probs: logits must be of a vocabulary that has the targets, 2 to 4, got (4, 4)": (
+            lambda: part.log_probs(torch.zeros(4, 4))
         ),
-        "loss: log_probs must be [3], got [1]": lambda: part.loss(one, torch.ones(4)),
+        "of_rollouts: values must be [2], one for each rollout, got [1]": (
+            lambda: part.of_rollouts(one)
+        ),
+        "of_rollouts: values must be [2], one for each rollout, got [[1], [1, 2]]": (
+            lambda: of.of_rollouts([[1], [1, 2]])
+        ),
+        "of_targets: log_probs must be [3], one for each pair": lambda: part.of_targets(one),
+        "of_targets: log_probs must be a tensor, [3]": lambda: of.of_targets([1, 2, 3]),
+        "of_tokens: values must be [6], one for each token": lambda: part.of_tokens(one),
+        "of_tokens: values must be [6], one for each token of": lambda: of.of_tokens("abcdef"),
+        "sums: values must be [4], one for each target of each rollout, as of_targets makes them "
+        "of pairs, got [3], as many as there are pairs": lambda: part.sums(pairs),
+        "weights: weights must be [4], one for each target": lambda: part.weights(one),
+        "weights: mean must be one of ('token', 'rollout', None), got 'all'": (
+            lambda: part.weights(torch.ones(4), "all")
+        ),
+        "loss: log_probs must be [3], one for each pair": lambda: part.loss(one, torch.ones(4)),
+        "loss: log_probs must be a tensor": lambda: of.loss([1.0] * 3, torch.ones(4)),
+        "loss: weights must be [4], one for": lambda: part.loss(pairs, pairs),
+        "loss: weights must be [4], one for each": lambda: of.loss(pairs, None),
     }
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(16))
 def test_errors_name_the_argument(number: int) -> None:
     packed: PackedRollouts = pack_rollouts([[1, 2, 3], [1, 2, 4]])
     said, call = list(refused(packed.part()).items())[number]

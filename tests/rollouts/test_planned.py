@@ -80,11 +80,16 @@ def test_what_does_not_fit_is_said() -> None:
         PackRollouts(2, 2, HEADS)
     with pytest.raises(ArgumentError, match="rollouts must be one or more, got none"):
         PackRollouts(2, 0, HEADS)([])
-    for plain in ([3, 4, 5], torch.arange(2), [3, 4], ([3, 4], [2]), "ab"):
+    for plain in ([3, 4, 5], torch.arange(2), [3, 4], ([3, 4], [2]), "ab", ([3], "a")):
         with pytest.raises(ArgumentError, match=r"rollouts\[1\] must be a pair of tokens and the"):
             PackRollouts(2, 0, HEADS)([([1, 2], 1), plain])
-    with pytest.raises(ValueError, match="rollout_parts: ahead must be at least 1, got 0"):
-        rollout_parts([], ranks=2, rank=0, heads=HEADS, ahead=0)
+    for name, value in {"ranks": "2", "rank": None, "costs": "h100", "head_dim": 0}.items():
+        given: Any = {"ranks": 2, "rank": 0, "heads": HEADS} | {name: value}
+        with pytest.raises(ArgumentError, match=f"PackRollouts: {name} must be .*, got {value!r}"):
+            PackRollouts(**given)
+    for value in (0, "2", 1.5):
+        with pytest.raises(ArgumentError, match=f"rollout_parts: ahead must be .*, got {value!r}"):
+            rollout_parts([], ranks=2, rank=0, heads=HEADS, ahead=value)  # type: ignore[arg-type]
 
 
 def test_parts_of_a_loader_are_passed_on() -> None:

@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .evidence import Evidence, Trial
+from .evidence import Evidence, Label, Trial
 
+MISPLACED_LABELS = (
+    "labels at shard borders are lost, or are those of other tokens: labels are shifted after the "
+    "batch is cut. Shift first, then cut"
+)
 SCALE_FITS = 1e-3  # how near a ratio is to a number of ranks that is taken for it
 
 
@@ -129,8 +133,9 @@ def of_values(evidence: Evidence) -> str:
     )
 
 
-def of_ratio(ratio: float, ranks: int, what: str) -> str:
+def of_ratio(evidence: Evidence, ratio: float, what: str) -> str:
     """Why a loss or gradients are so many times those of one process; empty if that is 1."""
+    ranks = len(evidence.seen)
     if not np.isfinite(ratio):
         return (
             "a rank divides 0 by 0: it has no tokens or no labels of its own. Divide the sum of "
@@ -145,7 +150,36 @@ def of_ratio(ratio: float, ranks: int, what: str) -> str:
         )
     if abs(ratio - 1) < SCALE_FITS:
         return ""
-    return (
+    means = (
         f"{what} of ranks with different numbers of labels averaged: add up sums, and divide by "
         "the count of all ranks"
     )
+    if evidence.tried_borders:
+        return means
+    return (
+        f"{means}; or labels are shifted after the batch is cut, and wrong at shard borders. To "
+        "know which, give the batch its labels, and leave out places"
+    )
+
+
+def misplaced_labels(evidence: Evidence) -> list[int]:
+    """Places after shard borders whose labels count otherwise than alone; none if others do, too.
+
+    Means over a rank's own labels weigh these by another factor, the same for all of them, which
+    labels inside of the shard show.
+    """
+    holder, borders = evidence.shards.holder(), evidence.shards.borders()
+    starts = {0, *borders}
+    weighed: dict[int, list[float]] = {}
+    for label in evidence.labels:
+        if label.place not in starts and abs(label.want) > evidence.near_loss:
+            weighed.setdefault(holder[label.place], []).append(label.got / label.want)
+    factors = {rank: float(np.median(each)) for rank, each in weighed.items()}
+
+    def fits(label: Label) -> bool:
+        # Its row is the one before it, on the rank of that.
+        of_ranks = (factors.get(holder[label.place - n], 1.0) for n in (0, 1))
+        return any(evidence.counts_alike(f * label.want, label.got) for f in (1.0, *of_ranks))
+
+    wrong = [label.place for label in evidence.labels if not fits(label)]
+    return [place for place in wrong if place in borders] if starts.issuperset(wrong) else []

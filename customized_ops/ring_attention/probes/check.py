@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from annotations.consistency import described, digest
 
@@ -13,7 +15,8 @@ from ..core.comm.comm_groups import GroupLike, group_comm
 from ..core.mask import AttnMask
 from ..op.arguments import agree, is_integer, require
 from . import changed_batches, judge
-from .evidence import Evidence, Seen, Trial, errors, seen_of
+from .evidence import Evidence, Label, Seen, Trial, errors, seen_of
+from .failure import Failure
 from .model_run import PADDING, Floats, ModelRun, Step, distance, require_same_tokens
 from .report import Check, ProbeReport
 from .shards import Shards, telling_places
@@ -94,6 +97,7 @@ def _agreed(beside: Comm, batch: Batch, told: Mapping[str, Any]) -> tuple[_Names
     problem: Exception | None = None
     facts: dict[str, str] = {}
     try:
+        require(isinstance(batch, Mapping), OP, "batch", "a mapping of tensors by name", batch)
         found = (_in(batch, told[name]) for name in ("labels", "position_ids"))
         names = _Names(told["tokens"], *found)
         size = _checked(names, batch, *(told[name] for name in CHECKED))
@@ -129,17 +133,23 @@ def _checked(
     require(batch.get(tokens) is not None, OP, "tokens", f"one of {sorted(batch)}", tokens)
     rows, count = changed_batches.rows_and_tokens(OP, tokens, batch[tokens])
     for name in filter(None, (names.labels, names.position_ids)):
+        fits = isinstance(batch[name], Tensor)
+        require(fits, OP, f"batch[{name!r}]", "a tensor", batch[name])
         shape = tuple(batch[name].shape)
         of_labels = name == names.position_ids or shape in ((rows, count), (count,))
         fits = bool(shape) and shape[-1] == count and of_labels
         require(fits, OP, f"batch[{name!r}]", f"of {rows} rows of {count} tokens", shape)
-    fits = tolerance is None or tolerance > 0
+    fits = tolerance is None or (isinstance(tolerance, float | int) and tolerance > 0)
     require(fits, OP, "tolerance", "above 0, or None", tolerance)
     require(is_integer(layers, 1), OP, "layers", "a number of layers, 1 or more", layers)
+    for name, given in (("documents", documents), ("places", places)):
+        fits = given is None or isinstance(given, Iterable)
+        require(fits, OP, name, "a list of integers, or None", given)
     if documents is not None:
         ends = [int(n) for n in documents]
         fits = bool(ends) and ends[0] == 0 and ends[-1] == count and ends == sorted(ends)
         require(fits, OP, "documents", f"lengths added up, from 0 to {count}", ends)
+    require(mask is None or isinstance(mask, AttnMask), OP, "mask", "an AttnMask, or None", mask)
     if mask is not None:
         lengths = (mask.q_len, mask.k_len)
         require(lengths == (count, count), OP, "mask", f"of {count} tokens", lengths)
@@ -195,15 +205,17 @@ class _Probing:
         return Step.of(self.alone(batch), "alone")
 
     def _on_every_rank(self, function: Callable[[], T]) -> T:
-        text = None
+        failure = None
         try:
             result = function()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            failure = Failure.of(error)
+            # Peers that wait hear where it was: an op that had begun before may have ended well.
+            self.comm.now = f"a step of {OP}{failure.where}"
             self.comm.give_up(error)
-        texts = self.beside.all_gather_object(text)
-        if any(texts):
-            raise _Stopped(judge.failed_runs(texts))
+        failures = self.beside.all_gather_object(failure)
+        if any(failures):
+            raise _Stopped(judge.failed_runs(failures))
         return result
 
 
@@ -244,7 +256,7 @@ def _gather(
         if changed is not None:
             steps = probing.both(changed, base)
             losses = everyone((steps[0].loss - alone.loss, steps[1].loss - parallel.loss))
-            of_labels.append((place, losses))
+            of_labels.append(Label(place, losses))
     local = None
     if names.position_ids is not None and not shards.replicated:
         moved = probing.only_alone(

@@ -15,6 +15,7 @@ from .shards import Shards
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 COARSE = 5e-2  # of other dtypes
+SILENT = 1e-2  # of the largest difference of equal losses: a smaller one may be noise
 
 
 class Gradient(NamedTuple):
@@ -52,6 +53,23 @@ class Trial(NamedTuple):
     parallel: Floats
 
 
+class Label(NamedTuple):
+    """One label was changed: by how much each rank's loss changed, alone and over the group."""
+
+    place: int
+    losses: Sequence[tuple[float, float]]
+
+    @property
+    def want(self) -> float:
+        """By how much it changes alone."""
+        return self.losses[0][0]
+
+    @property
+    def got(self) -> float:
+        """By how much over the group: the mean, where ranks say losses of their own."""
+        return float(np.mean([got for _, got in self.losses]))
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """All of it.
@@ -59,7 +77,6 @@ class Evidence:
     Attributes:
         size: rows and tokens of the batch.
         documents: cumulative lengths, or None.
-        labels: for each changed label its place, and of each rank the changes of both losses.
         local_positions: how far the outputs over the group are from those of the model alone with
             positions that each rank counts from 0; None where that was not tried.
         tolerance: as the user gave it.
@@ -70,7 +87,7 @@ class Evidence:
     documents: Sequence[int] | None
     seen: Sequence[Seen]
     trials: Sequence[Trial]
-    labels: Sequence[tuple[int, Sequence[tuple[float, float]]]]
+    labels: Sequence[Label]
     local_positions: float | None
     given_tolerance: float | None
 
@@ -84,6 +101,23 @@ class Evidence:
     def near(self) -> float:
         """Largest difference of outputs that are taken for equal."""
         return self.tolerance * max(each.largest for each in self.seen)
+
+    @property
+    def near_loss(self) -> float:
+        """Largest difference of losses that are taken for equal."""
+        return self.tolerance * max(1e-3, *(abs(each.losses[0]) for each in self.seen))
+
+    @property
+    def tried_borders(self) -> bool:
+        """Whether a label was changed that is the first after a shard border, if there are any."""
+        borders = self.shards.borders()
+        return not borders or any(label.place in borders for label in self.labels)
+
+    def counts_alike(self, want: float, got: float) -> bool:
+        """Whether a label changes the loss as much as it should. One that changes nothing at all
+        is lost, however little it would change."""
+        lost = got == 0 and abs(want) > SILENT * self.near_loss
+        return bool(abs(got - want) <= self.near_loss) and not lost
 
     @property
     def error(self) -> Floats:

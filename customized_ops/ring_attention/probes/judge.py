@@ -10,18 +10,22 @@ from ..core.arrays import Ints
 from ..core.mask import AttnMask
 from . import causes
 from .evidence import Evidence, Seen
+from .failure import Failure
 from .report import Check, ProbeReport
 from .shards import Shards
 
 NAMES = ("runs", "tokens", "values", "loss", "gradients", "influence", "mask", "labels")
 
 
-def failed_runs(texts: Sequence[str | None]) -> Check:
-    """Of errors of ranks."""
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    shown = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    who = "every rank" if len(failed) == len(texts) else f"{len(failed)} of {len(texts)} ranks"
-    return Check("runs", "failed", f"{who} raised: {shown}")
+def failed_runs(failures: Sequence[Failure | None]) -> Check:
+    """Of errors of ranks. Those that only waited for a peer that failed are told of last."""
+    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+    first = {rank: each for rank, each in failed.items() if not each.follows} or failed
+    shown = "; ".join(f"rank {rank}{each.where}: {each.text}" for rank, each in first.items())
+    who = "every rank" if len(first) == len(failures) else f"{len(first)} of {len(failures)} ranks"
+    others = [rank for rank in failed if rank not in first]
+    waited = f"; ranks {others} waited for peers, and stopped" if others else ""
+    return Check("runs", "failed", f"{who} raised: {shown}{waited}")
 
 
 def stopped(failed: Check) -> ProbeReport:
@@ -118,13 +122,13 @@ def _values(evidence: Evidence) -> Check:
 
 def _loss(evidence: Evidence) -> Check:
     want, got = zip(*(each.losses for each in evidence.seen), strict=True)
-    ranks, allowed = len(got), evidence.tolerance * max(abs(want[0]), 1e-3)
-    wrong = [n for n in range(ranks) if not abs(got[n] - want[n]) <= allowed]
+    allowed = evidence.near_loss
+    wrong = [n for n in range(len(got)) if not abs(got[n] - want[n]) <= allowed]
     if not wrong:
         return Check("loss", "passed", f"{got[0]:.6g}, as alone, on every rank")
     rank = wrong[0]
     found = f"rank {rank} has {got[rank]:.6g}, one process {want[rank]:.6g}"
-    cause = causes.of_ratio(_ratio(got[rank], want[rank]), ranks, "the loss is")
+    cause = causes.of_ratio(evidence, _ratio(got[rank], want[rank]), "the loss is")
     if np.isfinite(got).all() and max(got) - min(got) > allowed:
         cause = "ranks report losses of their own tokens: add up sums, and divide by the count"
     is_number = bool(np.isfinite(got).all())
@@ -147,7 +151,7 @@ def _gradients(evidence: Evidence) -> Check:
                 )
                 if np.isnan(g.product) and np.isinf(g.error):
                     found = f"of {name} on rank {rank}: missing, of another shape, or no number"
-                cause = causes.of_ratio(ratio, len(evidence.seen), "gradients are")
+                cause = causes.of_ratio(evidence, ratio, "gradients are")
                 if all(np.isfinite(g.error) for g in each.gradients.values()) and _differ(evidence):
                     cause = "gradients are not added up over the ranks, or not all of them"
                 return Check(
@@ -166,12 +170,12 @@ def _differ(evidence: Evidence) -> bool:
 
 
 def _or_values(evidence: Evidence, cause: str, is_number: bool) -> str:
-    """``cause``, unless wrong outputs or lost labels explain as much."""
+    """``cause``, unless wrong outputs or misplaced labels explain as much."""
     if not is_number:
         return cause
     if _values(evidence).verdict == "failed":
         return "see values"
-    return "see labels" if _lost_at_borders(evidence) else cause
+    return "see labels" if causes.misplaced_labels(evidence) else cause
 
 
 def _influence(evidence: Evidence) -> Check:
@@ -222,34 +226,24 @@ def _mask(evidence: Evidence, mask: AttnMask | None, layers: int) -> Check:
 def _labels(evidence: Evidence) -> Check:
     if not evidence.labels:
         return Check("labels", "left out", "the batch has none, or none of those tried counts")
-    scale = max(abs(each.losses[0]) for each in evidence.seen)
-    for place, losses in evidence.labels:
-        for rank, (want, got) in enumerate(losses):
-            if not abs(got - want) <= evidence.tolerance * max(scale, 1e-3):
+    misplaced = causes.misplaced_labels(evidence)
+    for label in evidence.labels:
+        shown = label.place in misplaced or not misplaced
+        for rank, (want, got) in enumerate(label.losses if shown else ()):
+            if not evidence.counts_alike(want, got):
                 found = (
-                    f"where the label at {_at(evidence, place)} changes, the loss of rank {rank} "
-                    f"changes by {got:.3g}, alone by {want:.3g}"
+                    f"where the label at {_at(evidence, label.place)} changes, the loss of rank "
+                    f"{rank} changes by {got:.3g}, alone by {want:.3g}"
                 )
                 return Check("labels", "failed", found, _cause_of_labels(evidence))
-    return Check("labels", "passed", f"of tokens {[place for place, _ in evidence.labels]} count")
+    return Check("labels", "passed", f"of tokens {[each.place for each in evidence.labels]} count")
 
 
 def _cause_of_labels(evidence: Evidence) -> str:
-    if _lost_at_borders(evidence):
-        return (
-            "labels are shifted after the batch is cut, so that the first label of each shard is "
-            "lost: shift first, then cut"
-        )
-    if _loss(evidence).verdict == "failed":
-        return "see loss"
-    return "labels are cut otherwise than tokens"
-
-
-def _lost_at_borders(evidence: Evidence) -> bool:
-    """Whether labels change nothing though alone they do, at the first tokens of shards only."""
-    silent = {
-        place
-        for place, losses in evidence.labels
-        if abs(losses[0][0]) > 0 and all(got == 0 for _, got in losses)
-    }
-    return bool(silent) and silent <= set(evidence.shards.borders())
+    if causes.misplaced_labels(evidence):
+        return causes.MISPLACED_LABELS
+    return (
+        "see loss"
+        if _loss(evidence).verdict == "failed"
+        else "labels are cut otherwise than tokens"
+    )

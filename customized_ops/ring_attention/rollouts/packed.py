@@ -13,7 +13,8 @@ import torch
 from ..core.arrays import Ints
 from ..core.layout import Layout
 from ..core.mask import AttnMask
-from ..op.arguments import ArgumentError
+from ..op.arguments import ArgumentError, flag_of, is_integer, require
+from ..op.tokens.token_rows import token_rows
 from .part import RolloutPart
 from .trie import nodes_of, trie_of
 
@@ -52,7 +53,14 @@ class PackedRollouts:
         return AttnMask.prefix_tree(self.parents, self.lengths)
 
     def path(self, rollout: int) -> Ints:
-        """int64[n]: which tokens of the sequence a rollout consists of."""
+        """int64[n]: which tokens of the sequence a rollout consists of.
+
+        Raises:
+            ArgumentError: there is no such rollout.
+        """
+        count = len(self.bounds) - 1
+        fits = is_integer(rollout) and rollout < count
+        require(fits, "PackedRollouts.path", "rollout", f"0 to {count - 1}", rollout)
         return self.paths[self.bounds[rollout] : self.bounds[rollout + 1]]
 
     def part(self, layout: Layout | None = None, rank: int = 0) -> RolloutPart:
@@ -64,17 +72,17 @@ class PackedRollouts:
         Raises:
             ArgumentError: the layout is of another number of tokens, or has no such rank.
         """
+        op, count = "PackedRollouts.part", len(self.tokens)
         if layout is None:
-            layout = Layout.contiguous(len(self.tokens), 1)
-        if layout.total != len(self.tokens):
+            layout = Layout.contiguous(count, 1)
+        fits = isinstance(layout, Layout)
+        require(fits, op, "layout", f"a Layout of {count} tokens, or None", layout)
+        if layout.total != count:
             raise ArgumentError(
-                f"PackedRollouts.part: layout must be of {len(self.tokens)} tokens, got {layout}, "
-                f"of {layout.total}"
+                f"{op}: layout must be of {count} tokens, got {layout}, of {layout.total}"
             )
-        if not 0 <= rank < layout.group_size:
-            raise ArgumentError(
-                f"PackedRollouts.part: rank must be 0 to {layout.group_size - 1}, got {rank}"
-            )
+        fits = is_integer(rank) and rank < layout.group_size
+        require(fits, op, "rank", f"0 to {layout.group_size - 1}", rank)
         return _part_of(self, layout, rank)
 
     @property
@@ -113,22 +121,31 @@ def _part_of(packed: PackedRollouts, layout: Layout, rank: int) -> RolloutPart:
     is_target = step >= np.maximum(packed.prompts, 1)[rollout]
     here = is_target & (local[packed.before[packed.paths]] >= 0)
     (place,) = here.nonzero()
-    predicted = np.zeros(layout.total, dtype=bool)
-    predicted[packed.paths[place]] = True
-    (target,) = predicted.nonzero()
-    number = np.cumsum(predicted) - 1
+    pair, target = _pairs(packed.paths[place], layout.total)
     arrays = {
         "tokens": packed.tokens[held],
         "positions": packed.positions[held],
         "rows": local[packed.before[target]],
         "targets": packed.tokens[target],
-        "pair": number[packed.paths[place]],
+        "pair": pair,
         "rollout": rollout[place],
         "place": place,
         "target_counts": np.bincount(rollout[is_target], minlength=len(counts)),
     }
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return RolloutPart(**tensors, rollout_tokens=len(packed.paths), layout=layout, mask=packed.mask)
+
+
+def _pairs(targets: Ints, total: int) -> tuple[Ints, Ints]:
+    """Which pair each target is, [t], and which token each pair is, [p].
+
+    Pairs are in the order of the first target of each. So where no target is another's pair, pairs
+    and targets are the same, and what is of ones is of the others.
+    """
+    first = np.empty(total, dtype=np.int64)
+    first[targets[::-1]] = np.arange(len(targets))[::-1]  # of equal ones, the first is written last
+    begins = first[targets] == np.arange(len(targets))
+    return (np.cumsum(begins) - 1)[first[targets]], targets[begins]
 
 
 def pack_rollouts(
@@ -153,11 +170,11 @@ def pack_rollouts(
         ArgumentError: there are no rollouts, one is not a row of integers, or ``prompts`` are not
             as many, or out of range.
     """
-    rows = [_row(n, rollout) for n, rollout in enumerate(rollouts)]
+    rows = token_rows("pack_rollouts", "rollouts", rollouts)
     if not rows:
         raise ArgumentError("pack_rollouts: rollouts must be one or more, got none")
     given = _prompts(prompts, rows)
-    trie = trie_of(rows, share)
+    trie = trie_of(rows, flag_of("pack_rollouts", "share", share))
     multiplicities = np.bincount(trie.paths, minlength=len(trie.tokens))
     lengths = np.diff(trie.bounds)
     positions = np.empty(len(trie.tokens), dtype=np.int64)
@@ -176,23 +193,14 @@ def pack_rollouts(
     )
 
 
-def _row(number: int, rollout: Any) -> Ints:
-    row = np.asarray(rollout)
-    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) or len(row) == 0):
-        raise ArgumentError(
-            f"pack_rollouts: rollouts[{number}] must be a row of integers, got {row.dtype} "
-            f"{row.shape}"
-        )
-    return row.astype(np.int64)
-
-
 def _prompts(prompts: Sequence[int] | int, rows: Sequence[Ints]) -> Ints:
-    each = np.asarray(prompts)
-    if each.dtype.kind not in "iu" or each.shape not in ((), (len(rows),)):
-        raise ArgumentError(
-            f"pack_rollouts: prompts must be an integer, or one for each of {len(rows)} rollouts, "
-            f"got {prompts!r}"
-        )
+    what = f"an integer, or one for each of {len(rows)} rollouts"
+    try:
+        each = np.asarray(prompts)
+    except (TypeError, ValueError, RuntimeError):  # rows of rows; a tensor on a device
+        each = np.array(None)
+    fits = each.dtype.kind in "iu" and each.shape in ((), (len(rows),))
+    require(fits, "pack_rollouts", "prompts", what, prompts)
     given = np.broadcast_to(each, len(rows)).astype(np.int64)
     for n, row in enumerate(rows):
         if not 0 <= given[n] <= len(row):

@@ -8,18 +8,29 @@ where rollouts part.
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.arrays import Numbers
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.plan import Plan
-from ..op.arguments import ArgumentError
+from ..op.arguments import ArgumentError, require
 
+Values = Tensor | Sequence[float] | Numbers
 MEANS = ("token", "rollout", None)
+# What there may be a number for each of.
+KINDS = {
+    "pair": "pair of a row and a token, as log_probs gives them",
+    "target": "target of each rollout, as of_targets makes them of pairs",
+    "rollout": "rollout",
+    "token": "token of all rollouts",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +44,8 @@ class RolloutPart:
         positions: int64[n], of each token in its rollouts, for rotary embeddings.
         rows: int64[p], the place among this rank's tokens at which each pair is predicted.
         targets: int64[p], the token that is predicted there.
-        pair: int64[t], which pair each target is.
+        pair: int64[t], which pair each target is. Pairs are in the order of their first targets, so
+            where there are as many of both, each pair is the target of its number.
         rollout: int64[t], whose target it is.
         place: int64[t], which token it is, of those of all rollouts end to end.
         target_counts: int64[rollouts], targets of each rollout on all ranks.
@@ -83,44 +95,60 @@ class RolloutPart:
         Args:
             logits: [n, vocabulary] or [1, n, vocabulary], of this rank's tokens.
         Raises:
-            ArgumentError: another number of rows.
+            ArgumentError: another number of rows; on the host, also a token that is not in the
+                vocabulary.
         """
+        op, count = "RolloutPart.log_probs", len(self.tokens)
+        what = f"of the {count} tokens of this rank, [n, vocabulary] or [1, n, vocabulary]"
+        require(isinstance(logits, Tensor), op, "logits", f"a tensor {what}", logits)
         rows = logits.squeeze(0) if logits.ndim == 3 else logits
-        if rows.ndim != 2 or len(rows) != len(self.tokens):
-            raise ArgumentError(
-                f"RolloutPart.log_probs: logits must be of the {len(self.tokens)} tokens of this "
-                f"rank, [n, vocabulary] or [1, n, vocabulary], got {tuple(logits.shape)}"
-            )
+        fits = rows.ndim == 2 and len(rows) == count
+        require(fits, op, "logits", what, tuple(logits.shape))
+        if self.targets.is_cpu and len(self.targets) and not torch.compiler.is_compiling():
+            least, most = (int(each) for each in self.targets.aminmax())
+            fits = least >= 0 and most < rows.shape[1]
+            what = f"of a vocabulary that has the targets, {least} to {most}"
+            require(fits, op, "logits", what, tuple(logits.shape))
         rows = rows if rows.dtype == torch.float64 else rows.float()
         return rows[self.rows, self.targets] - rows.logsumexp(1)[self.rows]
 
     def of_targets(self, log_probs: Tensor) -> Tensor:
-        """[t]: what is given of each pair, [p], for each target of each rollout."""
-        return log_probs[self._sized("of_targets", "log_probs", log_probs, self.rows, self.pair)]
+        """[t]: what is given of each pair, [p], for each target of each rollout.
 
-    def of_rollouts(self, values: Tensor) -> Tensor:
+        Raises:
+            ArgumentError: no tensor of p pairs.
+        """
+        return self._tensor("of_targets", "pair", "log_probs", log_probs)[self.pair]
+
+    def of_rollouts(self, values: Values) -> Tensor:
         """[t]: what is given of each rollout, [rollouts], such as its advantage, for each of its
-        targets."""
-        index = self._sized("of_rollouts", "values", values, self.target_counts, self.rollout)
-        return values[index]
+        targets.
 
-    def of_tokens(self, values: Tensor) -> Tensor:
+        Raises:
+            ArgumentError: not as many numbers as rollouts.
+        """
+        return self._numbers("of_rollouts", "rollout", "values", values)[self.rollout]
+
+    def of_tokens(self, values: Values) -> Tensor:
         """[t]: what is given of each token of all rollouts end to end, such as the log-prob that it
-        was drawn with, for each target."""
-        if values.shape != (self.rollout_tokens,):
-            raise ArgumentError(
-                f"RolloutPart.of_tokens: values must be [{self.rollout_tokens}], one for each "
-                f"token of all rollouts, got {list(values.shape)}"
-            )
-        return values[self.place]
+        was drawn with, for each target.
+
+        Raises:
+            ArgumentError: not as many numbers as tokens of all rollouts.
+        """
+        return self._numbers("of_tokens", "token", "values", values)[self.place]
 
     def sums(self, values: Tensor) -> Tensor:
         """[rollouts]: the sum of [t] over each rollout's targets on this rank. Of log-probs, the
-        sum of all ranks' is the log-prob of a rollout."""
-        index = self._sized("sums", "values", values, self.rollout, self.rollout)
-        return values.new_zeros(len(self.target_counts)).index_add(0, index, values)
+        sum of all ranks' is the log-prob of a rollout.
 
-    def weights(self, weights: Tensor, mean: str | None = "token") -> Tensor:
+        Raises:
+            ArgumentError: no tensor of t targets, but of pairs, for example.
+        """
+        values = self._tensor("sums", "target", "values", values)
+        return values.new_zeros(len(self.target_counts)).index_add(0, self.rollout, values)
+
+    def weights(self, weights: Values, mean: str | None = "token") -> Tensor:
         """[p]: what the log-prob of each pair counts, the sum over all targets that it is.
 
         Args:
@@ -131,17 +159,16 @@ class RolloutPart:
         Raises:
             ArgumentError: not of t targets, or another ``mean``.
         """
-        index = self._sized("weights", "weights", weights, self.rollout, self.pair)
-        if mean not in MEANS:
-            raise ArgumentError(f"RolloutPart.weights: mean must be one of {MEANS}, got {mean!r}")
+        each = self._numbers("weights", "target", "weights", weights)
+        require(mean in MEANS, "RolloutPart.weights", "mean", f"one of {MEANS}", mean)
         if mean == "token":
-            weights = weights / self.target_counts.sum().clamp(min=1)
+            each = each / self.target_counts.sum().clamp(min=1)
         elif mean == "rollout":
             counts = self.target_counts[self.rollout] * len(self.target_counts)
-            weights = weights / counts
-        return weights.new_zeros(len(self.rows)).index_add(0, index, weights)
+            each = each / counts
+        return each.new_zeros(len(self.rows)).index_add(0, self.pair, each)
 
-    def loss(self, log_probs: Tensor, weights: Tensor, mean: str | None = "token") -> Tensor:
+    def loss(self, log_probs: Tensor, weights: Values, mean: str | None = "token") -> Tensor:
         """This rank's part of the policy-gradient loss: minus the sum of log-probs times weights.
         The sum over the ranks is the loss, and so with gradients.
 
@@ -149,15 +176,37 @@ class RolloutPart:
             log_probs: [p], see :meth:`log_probs`.
             weights, mean: see :meth:`weights`; weights are taken in the dtype of log_probs.
         Raises:
-            ArgumentError: not of p pairs, and as :meth:`weights`.
+            ArgumentError: no tensor of p pairs, and as :meth:`weights`.
         """
-        self._sized("loss", "log_probs", log_probs, self.rows, self.rows)
-        return -(self.weights(weights.to(log_probs.dtype), mean) * log_probs).sum()
+        self._tensor("loss", "pair", "log_probs", log_probs)
+        each = self._numbers("loss", "target", "weights", weights)
+        return -(self.weights(each.to(log_probs.dtype), mean) * log_probs).sum()
 
-    def _sized(self, op: str, name: str, given: Tensor, like: Tensor, index: Tensor) -> Tensor:
-        """``index``, where ``given`` is a row of as many as ``like``."""
-        if given.shape != like.shape:
-            raise ArgumentError(
-                f"RolloutPart.{op}: {name} must be [{len(like)}], got {list(given.shape)}"
-            )
-        return index
+    def _numbers(self, op: str, kind: str, name: str, given: Values) -> Tensor:
+        """``given``, if it is a tensor or other numbers, one for each of a kind."""
+        if not isinstance(given, Tensor):
+            try:
+                given = torch.as_tensor(given, device=self.place.device)
+            except (TypeError, ValueError, RuntimeError):  # text, rows of different lengths
+                raise self._misfit(op, kind, name, reprlib.repr(given)) from None
+        return self._tensor(op, kind, name, given)
+
+    def _tensor(self, op: str, kind: str, name: str, given: Any) -> Tensor:
+        """``given``, if it is a tensor of one number for each of a kind."""
+        if not isinstance(given, Tensor):
+            raise self._misfit(op, kind, name, reprlib.repr(given), "a tensor, ")
+        if given.shape != (self._count(kind),):
+            others = [each for each in KINDS if given.shape == (self._count(each),)]
+            found = "".join(f", as many as there are {each}s" for each in others[:1])
+            raise self._misfit(op, kind, name, f"{list(given.shape)}{found}")
+        return given
+
+    def _count(self, kind: str) -> int:
+        if kind == "token":
+            return self.rollout_tokens
+        of_kind = {"pair": self.rows, "target": self.place, "rollout": self.target_counts}
+        return len(of_kind[kind])
+
+    def _misfit(self, op: str, kind: str, name: str, got: str, form: str = "") -> ArgumentError:
+        what = f"{form}[{self._count(kind)}], one for each {KINDS[kind]}"
+        return ArgumentError(f"RolloutPart.{op}: {name} must be {what}, got {got}")

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ..ahead import made_ahead, require_same
+from ..ahead import made_ahead, require_planned_for, require_same
 from ..core.cost import H200, CostModel
 from ..core.layout import Layout
 from ..core.plan.heads import head_counts
 from ..core.plan.plan import expect
 from ..core.run.call_pairs import prepare
 from ..masked_attn import MASKED_ATTN
-from ..op.arguments import ArgumentError, is_integer, require
+from ..op.arguments import ArgumentError, flag_of, is_integer
 from ..op.mask_source import Problem
+from ..op.tokens.token_rows import each_of
 from .packed import pack_rollouts
 from .part import RolloutPart
 
@@ -50,9 +51,9 @@ class PackRollouts:
     head_dim: int = 128
 
     def __post_init__(self) -> None:
-        vars(self).update(heads=head_counts("PackRollouts", self.heads))
-        fits = 0 <= self.rank < self.ranks
-        require(fits, "PackRollouts", "rank", f"0 to {self.ranks - 1}", self.rank)
+        share = flag_of("PackRollouts", "share", self.share)
+        vars(self).update(heads=head_counts("PackRollouts", self.heads), share=share)
+        require_planned_for("PackRollouts", self)
 
     def __call__(self, rollouts: Rollouts) -> RolloutPart:
         """Pack rollouts: of each the ids of its tokens, and how many of its first are its prompt.
@@ -61,6 +62,7 @@ class PackRollouts:
             ArgumentError: one is not such a pair, and as :func:`pack_rollouts`.
         """
         started = perf_counter()
+        rollouts = each_of("PackRollouts", "rollouts", rollouts)
         for n, rollout in enumerate(rollouts):
             if not _is_pair(rollout):
                 raise ArgumentError(
@@ -90,8 +92,10 @@ class PackRollouts:
 
 
 def _is_pair(rollout: Any) -> bool:
-    fits = isinstance(rollout, (tuple, list)) and len(rollout) == 2
-    return fits and not is_integer(rollout[0]) and np.ndim(rollout[1]) == 0
+    if not isinstance(rollout, (tuple, list)) or len(rollout) != 2:
+        return False
+    tokens, prompt = rollout
+    return not is_integer(tokens) and not isinstance(prompt, Sequence) and np.ndim(prompt) == 0
 
 
 def rollout_parts(

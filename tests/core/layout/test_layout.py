@@ -425,6 +425,26 @@ SELF = "Layout.balanced: mask must be of self-attention, masks of one length, go
             lambda: Layout.balanced(SQUARE, 2, 0),
             "Layout.balanced: chunk must be an integer of at least 1, got 0",
         ),
+        (
+            lambda: Layout.contiguous(8, 2).shard([0] * 8, 0),  # type: ignore[arg-type]
+            "Layout.shard: x must be a tensor, got [0, 0, 0, 0, 0, 0, ...]",
+        ),
+        (
+            lambda: Layout.contiguous(8, 2).shard(torch.arange(8), 0),
+            "Layout.shard: x must have a dim 1 for its tokens (dim= names another), got (8,)",
+        ),
+        (
+            lambda: Layout.contiguous(8, 2).unshard(None),  # type: ignore[arg-type]
+            "Layout.unshard: shards must be a list of 2 tensors, got None",
+        ),
+        (
+            lambda: Layout.contiguous(8, 2).positions("a"),  # type: ignore[arg-type]
+            "rank must be in 0..1, got 'a'",
+        ),
+        (
+            lambda: Layout.balanced(SQUARE, 2, topology="2x1"),  # type: ignore[arg-type]
+            "Layout.balanced: topology must be a Topology or None, got '2x1'",
+        ),
         (lambda: Layout.balanced("causal", 2), f"{MASK} causal"),
         (lambda: Layout.balanced([], 2), f"{MASK} []"),
         (lambda: Layout.balanced([("causal", 2)], 2), f"{MASK} [('causal', 2)]"),

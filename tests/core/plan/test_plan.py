@@ -626,6 +626,8 @@ HALVES = Layout.contiguous(8, 2)
             LayoutError,
             "q is on 2 ranks and k on 4",
         ),
+        (([1], HALVES), {}, ValueError, "make_plan: mask must be an AttnMask, got [1]"),
+        ((CAUSAL8, 2), {}, LayoutError, "make_plan: layouts must be Layouts, got 2"),
         ((CAUSAL8, HALVES), {"stages": -1}, ValueError, "stages must be 0 or more, got -1"),
         (
             (CAUSAL8, HALVES),

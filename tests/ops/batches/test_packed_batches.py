@@ -401,19 +401,39 @@ def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer() ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"layout": "striped"}, "layout must be one of balanced, contiguous, got 'striped'"),
+        ({"layout": "striped"}, "layout must be one of ('balanced', 'contiguous'), got 'striped'"),
+        ({"layout": ["balanced"]}, "layout must be one of ('balanced', 'contiguous'), got ['bal"),
         ({"rank": 2}, "rank must be 0 to 1, got 2"),
-        ({"costs": CostModel(topology=Topology((2, 2)))}, "hosts 2x2, 4 ranks, but ranks is 2"),
-        ({"ahead": 0}, "ahead must be at least 1, got 0"),
+        ({"rank": 0.5}, "rank must be 0 to 1, got 0.5"),
+        ({"ranks": None}, "ranks must be a number of ranks, 1 or more, got None"),
+        ({"costs": CostModel(topology=Topology((2, 2)))}, "of the hosts of 2 ranks, got '2x2'"),
+        (
+            {"costs": None},
+            "costs must be a CostModel, such as group_costs(process_group), got None",
+        ),
+        ({"head_dim": (64, 64)}, "head_dim must be 1 or more, got (64, 64)"),
+        ({"whole": "yes"}, "whole must be True or False, got 'yes'"),
+        ({"ahead": 0}, "ahead must be an integer of at least 1, got 0"),
+        ({"ahead": "2"}, "ahead must be an integer of at least 1, got '2'"),
+        ({"loader": 5}, "loader must be a DataLoader, or other batches to iterate over, got 5"),
+        ({"loader": [5]}, "documents must be a list of documents, got 5"),
         ({"loader": [[]]}, "a batch has no documents"),
-        ({"loader": [[[1], [[2]]]]}, "document 1 must be a row of integers, got int64 (1, 1)"),
-        ({"loader": [[[0.5]]]}, "document 0 must be a row of integers, got float64 (1,)"),
+        ({"loader": [[[1], [[2]]]]}, "documents[1] must be a row of integers, got int64 (1, 1)"),
+        ({"loader": [[[0.5]]]}, "documents[0] must be a row of integers, got float64 (1,)"),
+        (
+            {"loader": [[([1, 2], 1)]]},
+            "documents[0] must be a row of integers on the host, got ([1",
+        ),
+        (
+            {"loader": [[torch.ones(3, device="meta", dtype=torch.int64)]]},
+            "documents[0] must be a row of integers on the host, got tensor(",
+        ),
     ],
 )
 def test_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         list(packed_batches(**{"loader": BATCHES, "ranks": 2, "rank": 0, "heads": HEADS} | given))
-    assert message in str(error.value)
+    assert str(error.value).startswith("packed_batches: ") and message in str(error.value)
 
 
 @pytest.mark.parametrize("heads", [[4, 2], np.array([4, 2])], ids=str)

@@ -82,3 +82,21 @@ def test_no_documents_need_a_kernel_after_it(
 def test_what_the_op_refuses() -> None:
     with pytest.raises(ValueError, match="kernel"):
         warm_up(48, **KIND, kernel="flash5")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": 64.5},
+        {"heads": 4},
+        {"head_dim": "64"},
+        {"v_dim": 0},
+        {"dtype": "bfloat16"},
+        {"layout": "zigzag"},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(wrong: Any) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"warm_up: {name} must be .*, got {value!r}"):
+        warm_up(**{"tokens": 48, **KIND, **wrong})

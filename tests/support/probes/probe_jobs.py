@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from annotations import ComputeConfig, parallelize
 from customized_ops.ring_attention import (
     Layout,
     ModelRun,
+    PeerFailed,
     check_parallel_model,
     wrap_ring_attn_func,
 )
@@ -85,21 +87,34 @@ def under_fsdp(scale: float) -> str:
     )
 
 
-def by_hand(drops: str = "", failing: int | None = None) -> str:
-    """The report of the small model over the world; on one rank it may fail between two ops."""
-    size = dist.get_world_size()
-    group = dist.new_group(list(range(size)))  # of no use after a failure
-    layout = Layout.contiguous(probe_models.TOKENS, size)
-    alone, parallel = probe_models.models(layout, group, drops)
-
-    def may_fail(batch: Any) -> ModelRun:
-        if dist.get_rank() == failing:
-            raise RuntimeError("out of something")
-        return parallel(batch)
-
+def by_hand(drops: str = "") -> str:
+    """The report of the small model over the world."""
+    layout = Layout.contiguous(probe_models.TOKENS, dist.get_world_size())
+    alone, parallel = probe_models.models(layout, dist.group.WORLD, drops)
     batch = probe_models.make_batch()
     told = {"documents": probe_models.DOCUMENTS, "labels": None, "places": [0, 11, 12]}
-    return str(check_parallel_model(alone, may_fail, batch, group, **told))
+    return str(check_parallel_model(alone, parallel, batch, dist.group.WORLD, **told))
+
+
+def one_fails(failing: int) -> tuple[str, list[str]]:
+    """The report where a rank's own code fails after some ops, and what others heard of it."""
+    size = dist.get_world_size()
+    group = dist.new_group(list(range(size)))  # of no use after that
+    layout = Layout.contiguous(probe_models.TOKENS, size)
+    alone, parallel = probe_models.models(layout, group)
+    runs, heard = itertools.count(1), []
+
+    def may_fail(batch: Any) -> ModelRun:
+        if next(runs) == 2 and dist.get_rank() == failing:
+            raise RuntimeError("out of something")
+        try:
+            return parallel(batch)
+        except PeerFailed as error:
+            heard.append(str(error))
+            raise
+
+    batch = probe_models.make_batch()
+    return str(check_parallel_model(alone, may_fail, batch, group, labels=None)), heard
 
 
 def different_batches() -> str:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from annotations.registry import record_of
@@ -26,6 +25,7 @@ from . import checkpointed, dropout
 from .call_inputs import CallInputs, CaptureError, Dims, by_name, left_open, repeatable_inputs
 from .losses import exact_cross_entropy
 from .nodes import values_of
+from .unsupported import no_values, refuse_gradients_off, refuse_unsupported
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,24 +67,6 @@ def bound_arguments(
     except (TypeError, ValueError) as error:
         raise CaptureError(
             f"{called} do not fit {type(module).__name__}.forward: {error}"
-        ) from None
-
-
-@contextlib.contextmanager
-def _no_values() -> Iterator[None]:
-    """Turn torch's long error about a value that a graph has not into one sentence.
-
-    Raises:
-        CaptureError: the module asks a tensor for its value.
-    """
-    try:
-        yield
-    except GuardOnDataDependentSymNode as error:
-        lines = str(error).splitlines()
-        where = [line.removeprefix("Caused by: ") for line in lines if "Caused by: " in line]
-        raise CaptureError(
-            "the module decides by a tensor's value, as of .item(), which a graph does not know: "
-            + " ".join([lines[0], *where[:1]])
         ) from None
 
 
@@ -136,7 +118,7 @@ def capture_open(
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    with warnings.catch_warnings(), checkpointed.marked(), _no_values():
+    with warnings.catch_warnings(), checkpointed.marked(), no_values():
         # torch.export's own use of a name that torch deprecates.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         yield
@@ -152,7 +134,7 @@ def _exported(
     given = arguments if mode is None else _without_data(mode, arguments)
     with _tracing():
         exported = torch.export.export(module, (), given, strict=False, dynamic_shapes=sizes)
-    _refuse_gradients_off(exported)
+    refuse_gradients_off(exported)
     return exported
 
 
@@ -167,7 +149,7 @@ def _captured(
         exported = exported.run_decompositions({})
     graph = exported.graph_module.graph
     seed = dropout.dropped_by_place(graph)
-    _refuse_unsupported(exported)
+    refuse_unsupported(exported)
     for node in graph.find_nodes(
         op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
     ):
@@ -273,56 +255,3 @@ def _join_tied(graph: Graph, attributes: dict[str, str], module: torch.nn.Module
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             del attributes[node.name]
-
-
-def _refuse_unsupported(exported: torch.export.ExportedProgram) -> None:
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind != OutputKind.USER_OUTPUT:
-            raise CaptureError(
-                f"the module changes {spec.target!r} in its forward; that is not supported yet"
-            )
-    for node in exported.graph_module.graph.nodes:
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{node.name}: nested graphs ({node.target}) are not supported yet")
-        if dropout.draws(node):
-            raise CaptureError(
-                f"{node.name}: {node.target} draws random numbers, which is not supported yet: "
-                "ranks would draw the same ones for different tokens" + _instead(node)
-            )
-
-
-def _refuse_gradients_off(exported: torch.export.ExportedProgram) -> None:
-    """Refuse no_grad where it would matter: the graph is differentiated as if it were not there."""
-    flowing: set[Node] = set()
-    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    for node in exported.graph_module.graph.nodes:
-        if node.op == "placeholder":
-            kind = inputs[node.name].kind
-            value = node.meta.get("val")
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            trained = kind == InputKind.PARAMETER and value.requires_grad
-            if trained or (floating and kind == InputKind.USER_INPUT):
-                flowing.add(node)
-            continue
-        comes = [source for source in node.all_input_nodes if source in flowing]
-        value = node.meta.get("val")
-        whole_numbers = isinstance(value, Tensor) and not value.is_floating_point()
-        if not comes or whole_numbers or node.target is torch.ops.aten.detach.default:
-            continue
-        flowing.add(node)
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            names = ", ".join(source.name for source in comes)
-            raise CaptureError(
-                f"the forward switches gradients off for what depends on {names} (torch.no_grad, "
-                "an autograd.Function, or checkpoint with use_reentrant=True), which is not "
-                "supported: use tensor.detach(), register_op, or use_reentrant=False"
-            )
-
-
-def _instead(node: Node) -> str:
-    if "scaled_dot_product" in str(node.target):
-        return (
-            "; set its dropout_p to 0, or call wrap_ring_attn_func, which may be cut on the "
-            "sequence (a model of transformers: attn_implementation='seqshard')"
-        )
-    return "; use torch.nn.Dropout, which draws by token, or call .eval() first"

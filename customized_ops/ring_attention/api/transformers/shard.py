@@ -26,7 +26,7 @@ from ...core.comm.comm_groups import GroupLike, group_comm
 from ...core.index_table import IndexTable
 from ...core.layout import Layout
 from ...core.mask import AttnMask
-from ...op.arguments import ArgumentError
+from ...op.arguments import ArgumentError, require
 from ...op.tokens.call_layouts import BALANCED_NAME, balanced_layout
 from ...op.tokens.lengths import know_values, on_host
 from ...packed_batches import PackedBatch
@@ -164,9 +164,12 @@ def _entries(batch: PackedBatch) -> dict[str, Tensor]:
 
 def _tokens_of(batch: Mapping[str, Any]) -> int:
     """How many each row has, after all entries were looked at."""
+    kind = "a mapping of tensors by name, or a PackedBatch"
+    require(isinstance(batch, Mapping), "shard_batch", "batch", kind, batch)
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ArgumentError("shard_batch: the batch has neither input_ids nor inputs_embeds")
+    require(isinstance(tokens, Tensor), "shard_batch", "tokens", "a tensor", tokens)
     if tokens.ndim < 2:
         raise ArgumentError(
             f"shard_batch: tokens must be [b, l], or [b, l, d] embedded, got {tuple(tokens.shape)}"
@@ -218,6 +221,8 @@ def _check_entries(batch: Mapping[str, Any], total: int) -> None:
                 f"{', '.join(known)}"
             )
         of_tokens = name in (*CUT_ENTRIES, "position_ids", "attention_mask") and value is not None
+        if of_tokens:
+            require(isinstance(value, Tensor), "shard_batch", name, "a tensor", value)
         if of_tokens and (value.ndim < 2 or value.shape[1] != total):
             raise ArgumentError(
                 f"shard_batch: {name} must be of {total} tokens a row, got {tuple(value.shape)}"
@@ -262,7 +267,12 @@ def _positions(cu_seqlens: Tensor) -> Ints:
 
 
 def sum_over_ranks(share: Tensor, group: GroupLike) -> Tensor:
-    """The sum of the ranks' shares of a loss, the same on every rank; without a gradient."""
+    """The sum of the ranks' shares of a loss, the same on every rank; without a gradient.
+
+    Raises:
+        ArgumentError: the share is no tensor.
+    """
+    require(isinstance(share, Tensor), "sum_over_ranks", "share", "a tensor", share)
     return group_comm(group).all_reduce(share.detach().clone(), "sum")
 
 
@@ -273,10 +283,16 @@ def sum_gradients(
     of all its parameters.
 
     A parameter without a gradient on this rank takes part with zeros; those that need none do not.
+
+    Raises:
+        ArgumentError: neither a module nor tensors.
     """
     comm = group_comm(group)
     found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
-    for parameter in found:
+    each = list(found) if isinstance(found, Iterable) else [found]
+    fits = all(isinstance(parameter, Tensor) for parameter in each)
+    require(fits, "sum_gradients", "parameters", "a module, or parameters", parameters)
+    for parameter in each:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -163,10 +163,14 @@ class Layout(LayoutValue):
             topology: hosts of the ranks, as ``CostModel.topology`` has them; None: one.
         Raises:
             LayoutError: a mask with q_len != k_len, masks of different lengths, or none; a weight
-                that is not positive; ``group_size`` or ``chunk`` is not positive; ``topology`` has
-                another number of ranks.
+                that is not positive; ``group_size`` or ``chunk`` is not positive; ``topology`` is
+                no Topology, or has another number of ranks.
         """
         group_size = whole("Layout.balanced: group_size", group_size, 1)
+        if topology is not None and not isinstance(topology, Topology):
+            raise LayoutError(
+                f"Layout.balanced: topology must be a Topology or None, got {topology!r}"
+            )
         if topology is not None and topology.size != group_size:
             raise LayoutError(
                 f"Layout.balanced: topology {topology} has {topology.size} ranks, group_size is "

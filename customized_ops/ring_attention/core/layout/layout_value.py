@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,8 +133,8 @@ class LayoutValue:
 
     def _own(self, rank: int) -> Ints:
         """int64[n, 2]: the rank's ranges."""
-        if not 0 <= rank < self.group_size:
-            raise LayoutError(f"rank must be in 0..{self.group_size - 1}, got {rank}")
+        if not hasattr(rank, "__index__") or not 0 <= rank < self.group_size:
+            raise LayoutError(f"rank must be in 0..{self.group_size - 1}, got {rank!r}")
         first, last = np.searchsorted(self.table[:, 0], [rank, rank + 1])
         return self.table[first:last, 1:]
 
@@ -151,11 +152,12 @@ class LayoutValue:
         that is copied to the device of ``x``. Differentiable.
 
         Raises:
-            LayoutError: ``x`` is not as long as the layout, or ``rank`` is not one of its ranks.
+            LayoutError: ``x`` is no tensor as long as the layout, or ``rank`` is not one of its
+                ranks.
         """
         import torch
 
-        if x.shape[dim] != self.total:
+        if _length("Layout.shard: x", x, dim) != self.total:
             raise LayoutError(
                 f"dim {dim} of {tuple(x.shape)} is not the layout's {self.total} tokens"
             )
@@ -171,11 +173,16 @@ class LayoutValue:
         """The whole tensor, from every rank's shard in rank order. Differentiable.
 
         Raises:
-            LayoutError: the shards are not as long as the layout says.
+            LayoutError: the shards are no tensors as long as the layout says.
         """
         import torch
 
-        given = tuple(shard.shape[dim] for shard in shards)
+        if not hasattr(shards, "__getitem__"):
+            raise LayoutError(
+                f"Layout.unshard: shards must be a list of {self.group_size} tensors, got "
+                f"{reprlib.repr(shards)}"
+            )
+        given = tuple(_length("Layout.unshard: a shard", shard, dim) for shard in shards)
         if given != self.sizes:
             raise LayoutError(f"shards have {given} tokens, layout {self} gives {self.sizes}")
         if len(self.pieces) > FEW_RANGES:
@@ -187,3 +194,17 @@ class LayoutValue:
             for rank, start, stop, offset in self.pieces.tolist()
         ]
         return torch.cat(parts, dim) if parts else shards[0]
+
+
+def _length(what: str, x: Any, dim: int) -> int:
+    """Of a dim of a tensor."""
+    if not hasattr(x, "narrow"):
+        raise LayoutError(f"{what} must be a tensor, got {reprlib.repr(x)}")
+    try:
+        length: int = x.shape[dim]
+    except (IndexError, TypeError):
+        raise LayoutError(
+            f"{what} must have a dim {dim} for its tokens (dim= names another), got "
+            f"{tuple(x.shape)}"
+        ) from None
+    return length

@@ -42,6 +42,11 @@ class PlanRequest:
         """Pass if there is such a plan, with one of these ``assignments``; errors are those of
         :func:`.plan.make_plan`."""
         mask, q_layout, k_layout = self.mask, self.q_layout, self.k_layout
+        if not isinstance(mask, AttnMask):
+            raise ValueError(f"make_plan: mask must be an AttnMask, got {mask!r}")
+        for layout in (q_layout, k_layout):
+            if not isinstance(layout, Layout):
+                raise LayoutError(f"make_plan: layouts must be Layouts, got {layout!r}")
         if (q_layout.total, k_layout.total) != (mask.q_len, mask.k_len):
             raise LayoutError(
                 f"the mask is {mask.q_len} queries x {mask.k_len} keys, but the layouts hold "

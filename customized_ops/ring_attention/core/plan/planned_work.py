@@ -1,0 +1,207 @@
+"""Who computes what in a plan, and in which stages and kernel calls: its tables, and what follows
+from these for all ranks together. What moves is in :mod:`.plan_value`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..arrays import Bools, Ints
+from ..layout import Layout
+from ..mask import AttnMask
+from ..mask.intervals import union
+from ..mask.slices import K0, K1, Q0, Q1
+from ..topology import Topology
+from . import moves
+from .arrivals import Arrivals, arrivals
+from .assign.work import TEAM, Work, area_per_team
+from .heads import heads_of_ranks
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedWork:
+    """What every rank computes.
+
+    Attributes:
+        work: int64[n, 7]: the mask's slices, cut, and the team that computes each.
+        team_size: ranks that share out the heads of the same work; 1 where heads are not split.
+            Team t is ranks t * team_size and following; the n-th of a team has the n-th share
+            (:func:`.heads.head_shares`).
+        steps: 0 where all keys that a rank needs, its own included, are gathered and attended at
+            once; else in how many steps they arrive, if :attr:`arrivals` does not say.
+        head_groups: in how many groups of key heads received keys arrive (:mod:`.head_groups`);
+            of fewer key heads, each is a group.
+        topology: hosts of the ranks; None: links are alike.
+        most_keys: that a rank may receive in one step, of all heads, and as many more as there are
+            groups of heads; 0: any.
+    """
+
+    mask: AttnMask
+    q_layout: Layout
+    k_layout: Layout
+    work: Work
+    team_size: int
+    steps: int
+    head_groups: int = 1
+    topology: Topology | None = None
+    most_keys: int = 0
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks."""
+        return self.q_layout.group_size
+
+    @cached_property
+    def q_needed(self) -> Ints:
+        """int64[n, 3]: rows that each team computes some of: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, Q0], self.work[:, Q1])
+
+    @cached_property
+    def kv_needed(self) -> Ints:
+        """int64[n, 3]: keys that each team attends: team, start, stop."""
+        return union(self.work[:, TEAM], self.work[:, K0], self.work[:, K1])
+
+    @cached_property
+    def rows_move(self) -> bool:
+        """Whether a rank computes rows of another."""
+        return bool(self.kinds_of_calls[1].any())
+
+    @cached_property
+    def keys_move(self) -> bool:
+        """Whether a rank attends keys of another."""
+        return bool(self.kv_tokens().any())
+
+    @cached_property
+    def gathered(self) -> bool:
+        """Whether keys are gathered first; where none move they are read in place."""
+        return self.steps == 0 and self.keys_move
+
+    @cached_property
+    def n_stages(self) -> int:
+        """Stages that each rank runs; all ranks run the same number, empty ones included."""
+        if self.gathered or not self.keys_move:
+            return 1
+        return 1 + (self.steps if self.arrivals is None else self.arrivals.steps)
+
+    @cached_property
+    def relays(self) -> bool:
+        """Whether keys that several ranks of a host need cross to it once."""
+        return self.topology is not None and self.topology.relays and self.team_size == 1
+
+    @property
+    def few_at_once(self) -> bool:
+        """Whether a rank holds few keys of others, and waits for their gradients to be at home, but
+        for the last two exchanges."""
+        return self.most_keys > 0 or self.arrivals is not None
+
+    @cached_property
+    def arrivals(self) -> Arrivals | None:
+        """Steps by hosts, or so that ranks hold few keys; None: by ring distance, as many as
+        :attr:`steps`."""
+        received = int(self.kv_tokens()[:, 1].max(initial=0))
+        room = self.most_keys * self.head_groups
+        too_many = 0 < room < received
+        if not (self.relays or too_many):
+            return None
+        units = np.arange(self.group_size) // self.team_size
+        if self.relays:
+            assert self.topology is not None
+            units = self.topology.host_of
+        most = room or self.k_layout.total
+        if self.gathered:
+            most = self.k_layout.total
+        elif self.steps > 1:
+            most = min(most, -(-received // self.steps))
+        return arrivals(self.kv_needed, self.k_layout, self.team_size, units, max(most, 1))
+
+    @cached_property
+    def shared_rows(self) -> bool:
+        """Whether some row is computed by more than one team, so that results are merged."""
+        if not self.rows_move:
+            return False
+        rows = self.q_needed[np.argsort(self.q_needed[:, 1], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, 2])
+        return bool((rows[1:, 1] < reach[:-1]).any())
+
+    @cached_property
+    def area(self) -> Ints:
+        """int64[P]: pairs that each rank computes, for its share of the heads."""
+        per_team = area_per_team(self.work, self.group_size // self.team_size)
+        return per_team.astype(np.int64).repeat(self.team_size)
+
+    @cached_property
+    def kinds_of_calls(self) -> Bools:
+        """bool[2, 2, P]: whether each rank attends own rows, and those of others, over own keys,
+        and over those of others; all rows of a slice of work count as attending all its keys."""
+        ranks = np.add.outer(self.work[:, TEAM] * self.team_size, np.arange(self.team_size))
+        q0, q1, k0, k1 = self.work[:, [Q0, Q1, K0, K1]].T
+        rows = moves.own_and_others(q0, q1, ranks, self.q_layout)
+        keys = moves.own_and_others(k0, k1, ranks, self.k_layout)
+        kinds = np.zeros((2, 2, self.group_size), dtype=bool)
+        row, key, *which = (np.stack(rows)[:, None] & np.stack(keys)).nonzero()
+        kinds[row, key, ranks[tuple(which)]] = True
+        return kinds
+
+    def calls(self, kv_heads: int) -> Ints:
+        """int64[P]: kernel calls of each rank in a pass: of own rows and of those of others, each
+        over own keys and over those of others; what attends keys of others is a call for each step
+        and group of heads. As :meth:`RankPlan.calls`, but of all ranks and before their parts are
+        made. A call of many slices may be several of a library."""
+        own_rows, rows_of_others = self.kinds_of_calls.astype(np.int64)
+        groups = min(self.head_groups, kv_heads) * self.steps_with_keys
+        if self.gathered:
+            return groups * (own_rows.max(axis=0) + rows_of_others.max(axis=0))
+        own_keys, keys_of_others = own_rows + rows_of_others
+        return own_keys + groups * keys_of_others
+
+    @cached_property
+    def steps_with_keys(self) -> Ints:
+        """int64[P]: in about how many steps each rank receives keys."""
+        received, room = self.kv_tokens()[:, 1], self.most_keys * self.head_groups
+        if self.gathered:
+            return np.ones_like(received)
+        steps = np.full_like(received, max(self.steps, 1))
+        if 0 < room < received.max(initial=0):
+            steps = np.maximum(-(-5 * received // (4 * room)), steps)  # few steps are full
+        return steps
+
+    @cached_property
+    def one_call_each(self) -> bool:
+        """Whether no rank attends rows of others over keys that it received, so that all that
+        travels home in the backward is a single call's."""
+        return not self.rows_move or not (self.gathered or self.kinds_of_calls[1, 1].any())
+
+    @property
+    def remote_stages(self) -> int:
+        """In how many stages, from the first on, any rank attends rows of others, if one does."""
+        return 1 if self.one_call_each else self.n_stages
+
+    def heads_of_ranks(self, q_heads: int, kv_heads: int) -> Ints:
+        """int64[P, 2]: query and key heads that each rank computes.
+
+        Raises:
+            ValueError: these heads cannot be split so many ways; see :func:`.head_shares`.
+        """
+        return heads_of_ranks(q_heads, kv_heads, self.team_size, self.group_size)
+
+    def imbalance(self, q_heads: int, kv_heads: int) -> float:
+        """Pairs times heads of the largest rank over the mean; 1 where there are none."""
+        work = self.area * self.heads_of_ranks(q_heads, kv_heads)[:, 0]
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    def kv_tokens(self) -> Ints:
+        """int64[P, 2]: keys that each rank sends and receives, for one share of the heads each."""
+        return self._tokens[0]
+
+    def q_tokens(self) -> Ints:
+        """The same of rows."""
+        return self._tokens[1]
+
+    @cached_property
+    def _tokens(self) -> tuple[Ints, Ints]:
+        keys = moves.counts(self.kv_needed, self.k_layout, self.team_size)
+        if not self.rows_move:
+            return keys, np.zeros_like(keys)
+        return keys, moves.counts(self.q_needed, self.q_layout, self.team_size)
