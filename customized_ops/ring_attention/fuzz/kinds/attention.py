@@ -1,14 +1,15 @@
-"""Cases of the attention ops, and how a rank runs one; for in-process and for real ranks."""
+"""Cases of the attention ops."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import (
+from ... import (
     AttnMask,
     Layout,
     wrap_masked_attn_func,
@@ -16,28 +17,32 @@ from .. import (
     wrap_ring_attn_varlen_func,
     wrap_sliding_window_attn_func,
     wrap_streaming_attn_func,
+    wrap_zigzag_allgather_attn_varlen_func,
     wrap_zigzag_attn_func,
 )
-from ..core.kernels.protocol.scoring import keep
-from .specification import dense_gradients
+from ...core.kernels.protocol.scoring import keep
+from ..specification import dense_attention
+from .distributed_case import WHOLE, DistributedCase, Place, cut
+from .masks import smaller_masks
+from .sequences import fewer_tokens, layout_of, shorter
 
 DENSE_OPS = {"ring": wrap_ring_attn_func, "zigzag": wrap_zigzag_attn_func}
-PACKED_OPS = ("varlen", "packed window", "packed streaming")
+PACKED_OPS = ("varlen", "gathered keys", "packed window", "packed streaming")
 SEED = 1234567890123
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(DistributedCase):
     """One call of an op on one global problem.
 
     Attributes:
-        op: ring, zigzag, varlen, window, streaming, packed window, packed streaming or masked.
+        op: ring, zigzag, varlen, window, streaming, packed window, packed streaming, masked; or
+            gathered keys, with q zigzag by document and keys whole on every rank.
         cu_seqlens: documents, of packed ops. cu_seqlens_k: those of the keys, if others.
         given: the mask of a masked op. sink_tokens: of streaming ops, whose window is window[0].
         sizes: tokens per rank, None for an even or DTensor-like split; k_sizes: those of the keys,
             if others.
-        layout: a kind of layout, or a spec; k_layout: that of the keys, if another.
-        strided: q, k, v with a head dim that is not dense. fused: views of one tensor.
+        k_layout: that of the keys, if another. fused: q, k, v are views of one tensor.
         softcap, alibi, dropout, sink: what is done to the scores.
         options: further keywords of the function, by name.
     """
@@ -55,18 +60,34 @@ class Case:
     sink_tokens: int = 0
     sizes: tuple[int, ...] | None = None
     k_sizes: tuple[int, ...] | None = None
-    layout: str | None = None
     k_layout: str | None = None
-    dtype: torch.dtype = torch.float64
-    strided: bool = False
     fused: bool = False
     softcap: float = 0.0
     alibi: bool = False
     dropout: float = 0.0
     sink: bool = False
     options: tuple[tuple[str, Any], ...] = ()
-    seed: int = 0
-    device: str = "cpu"
+
+    SIMPLER: ClassVar[tuple[str, ...]] = (
+        "options",
+        "strided",
+        "fused",
+        "softcap",
+        "alibi",
+        "dropout",
+        "sink",
+        "batch",
+        "k_layout",
+        "layout",
+        "cu_seqlens_k",
+        "window",
+        "sink_tokens",
+        "dtype",
+        "causal",
+        "seed",
+    )
+    RESULTS: ClassVar[tuple[str, ...]] = ("out", "lse")
+    PARAMETERS: ClassVar[tuple[str, ...]] = ("sink",)
 
     @property
     def packed(self) -> bool:
@@ -85,6 +106,19 @@ class Case:
         """The same without ranks, whose number layouts and teams depend on."""
         options = tuple(each for each in self.options if each[0] != "team_size")
         return replace(self, options=options, layout=None, k_layout=None, sizes=None, k_sizes=None)
+
+    @property
+    def in_a_layer(self) -> Case:
+        """Without options, and what is drawn by a seed."""
+        plain: dict[str, Any] = {"options": (), "fused": False, "alibi": False, "dropout": 0.0}
+        return replace(super().in_a_layer, **plain)
+
+    def policies(self, ranks: int) -> list[str]:
+        """Others refuse it by name."""
+        heads = ["ulysses", "tp"] if self.heads[0] >= ranks else []
+        batch = ["dp"] if self.batch >= ranks and not self.packed else []
+        tokens = ["cp"] if min(self.length, self.k_length) >= ranks else []
+        return ["auto", *tokens, *heads, *batch]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and the gradient of out: [b, l, h, d], or [l, h, d] if packed."""
@@ -124,10 +158,19 @@ class Case:
 
     def layouts(self, ranks: int) -> tuple[Layout, Layout]:
         """Where the tokens of q and of k lie."""
+        if self.op == "gathered keys":
+            return Layout.zigzag(self.length, ranks, self.cu_seqlens), self._lie(self.k_length, 1)
+        k_layout, k_sizes = self.k_layout or self.layout, self.k_sizes or self.sizes
         return (
-            _layout(self.layout, self.sizes, self.length, ranks),
-            _layout(self.k_layout or self.layout, self.k_sizes or self.sizes, self.k_length, ranks),
+            self._lie(self.length, ranks, self.layout, self.sizes),
+            self._lie(self.k_length, ranks, k_layout, k_sizes),
         )
+
+    def _lie(self, total: int, ranks: int, text: Any = None, sizes: Any = None) -> Layout:
+        if text is not None or sizes is None:
+            return layout_of(text, total, ranks)
+        assert sum(sizes) == total and len(sizes) == ranks
+        return Layout.from_sizes(sizes)
 
     def layout_of(self, ranks: int) -> Layout:
         """Where the tokens of q lie."""
@@ -168,70 +211,79 @@ class Case:
                 return wrap_sliding_window_attn_func(q, k, v, cu_q, cu_k, **options)
             case "varlen":
                 return wrap_ring_attn_varlen_func(q, k, v, cu_q, cu_k.int(), **options)
+            case "gathered keys":
+                return wrap_zigzag_allgather_attn_varlen_func(q, k, v, cu_q, cu_k, **options)
         return DENSE_OPS[self.op](q, k, v, **options)
 
+    def arguments(self) -> dict[str, Tensor]:
+        """q, k, v and sink."""
+        q, k, v, _ = self.tensors()
+        sink = self.per_head()[1]
+        return {"q": q, "k": k, "v": v, **({} if sink is None else {"sink": sink})}
 
-def _layout(kind: str | None, sizes: Any, total: int, ranks: int) -> Layout:
-    if kind is not None:
-        return Layout.parse(kind if ":" in kind else f"{kind}:{total}:{ranks}")
-    if sizes is not None:
-        assert sum(sizes) == total and len(sizes) == ranks
-        return Layout.from_sizes(sizes)
-    return Layout.contiguous(total, ranks)
+    def upstream(self) -> dict[str, Tensor]:
+        """Of out."""
+        return {"out": self.tensors()[3]}
 
+    def places(self, ranks: int) -> dict[str, Place]:
+        """By the layouts."""
+        (q_layout, k_layout), dim = self.layouts(ranks), 0 if self.packed else 1
+        rows = cut(q_layout, dim)
+        keys = WHOLE if self.op == "gathered keys" else cut(k_layout, dim)
+        lse = cut(q_layout, dim + 1)
+        return {"q": rows, "k": keys, "v": keys, "sink": WHOLE, "out": rows, "lse": lse}
 
-def run_rank(case: Case, rank: int, ranks: int, group: Any) -> list[Tensor]:
-    """What one rank computes: out, lse, dq, dk, dv of its shard, and its part of the sink's."""
-    (q_layout, k_layout), dim = case.layouts(ranks), 0 if case.packed else 1
-    q, k, v, dout = case.tensors()
-    q, dout = (q_layout.shard(t, rank, dim) for t in (q, dout))
-    k, v = (k_layout.shard(t, rank, dim) for t in (k, v))
-    if case.strided:
-        q, k, v = (t.transpose(-2, -1).contiguous().transpose(-2, -1) for t in (q, k, v))
-    if case.fused:
-        sizes = [t.shape[-2] for t in (q, k, v)]
-        q, k, v = torch.cat([q, k, v], -2).split(sizes, -2)
-        assert not q.is_contiguous() or q.numel() == 0 or k.numel() == 0
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    sink = case.per_head()[1]
-    if sink is not None:
-        leaves.append(sink.requires_grad_())
-    usual = q_layout == k_layout == Layout.contiguous(q_layout.total, ranks)
-    where: dict[str, Any] = {"process_group": group}
-    if not (usual and len(set(q_layout.sizes)) == 1):
-        where["layout"] = q_layout
-        if q_layout != k_layout:
-            where["k_layout"] = k_layout
-    out, lse = case.call(*leaves, **where)
-    grads = torch.autograd.grad(out, leaves, dout)
-    return [t.detach() for t in (out, lse, *grads)]
+    def call_on_rank(self, given: Mapping[str, Tensor], rank: int, ranks: int, group: Any) -> Any:
+        """The public op."""
+        q, k, v = (given[name] for name in "qkv")
+        if self.fused:
+            q, k, v = torch.cat([q, k, v], -2).split([t.shape[-2] for t in (q, k, v)], -2)
+            assert not q.is_contiguous() or q.numel() == 0 or k.numel() == 0
+        q_layout, k_layout = self.layouts(ranks)
+        usual = q_layout == k_layout == Layout.contiguous(q_layout.total, ranks)
+        where: dict[str, Any] = {"process_group": group}
+        if self.op != "gathered keys" and not (usual and len(set(q_layout.sizes)) == 1):
+            where["layout"] = q_layout
+            if q_layout != k_layout:
+                where["k_layout"] = k_layout
+        return self.call(q, k, v, given.get("sink"), **where)
 
+    def specification(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Dense attention."""
+        q, k, v = (given[n].unsqueeze(0) if self.packed else given[n] for n in "qkv")
+        slopes = self.per_head()[0]
+        scoring: dict[str, Any] = {"softcap": self.softcap, "key_positions": key_positions(self)}
+        if slopes is not None:
+            scoring["alibi_slopes"] = slopes.double().cpu().unsqueeze(0)
+        if self.dropout:
+            rows, keys = torch.arange(self.length), torch.arange(self.k_length)
+            seed = torch.tensor([SEED])
+            drawn = keep(seed, self.dropout, rows, keys, 0, self.heads[0], 0, len(q))
+            scoring |= {"keep": drawn, "dropout_p": self.dropout}
+        scale = q.shape[-1] ** -0.5
+        out, lse = dense_attention(q, k, v, self.mask(), scale, sink=given.get("sink"), **scoring)
+        return (out.squeeze(0), lse.squeeze(0)) if self.packed else (out, lse)
 
-def gather(case: Case, per_rank: list[list[Tensor]]) -> list[Tensor]:
-    """Whole results from every rank's."""
-    q_layout, k_layout = case.layouts(len(per_rank))
-    tokens, stat = (0, 1) if case.packed else (1, 2)
-    where = [(q_layout, tokens), (q_layout, stat), (q_layout, tokens)] + [(k_layout, tokens)] * 2
-    whole = [layout.unshard([r[n] for r in per_rank], dim) for n, (layout, dim) in enumerate(where)]
-    return whole + ([torch.stack([r[5] for r in per_rank]).sum(0)] if case.sink else [])
+    @property
+    def rows(self) -> int:
+        """Of all sequences."""
+        return self.batch * self.length
 
-
-def expected(case: Case) -> list[Tensor]:
-    """The same from dense attention on one device."""
-    q, k, v, dout = case.tensors()
-    q, k, v, dout = ((t.unsqueeze(0) if case.packed else t).double().cpu() for t in (q, k, v, dout))
-    slopes, sink = (None if t is None else t.double().cpu() for t in case.per_head())
-    scoring: dict[str, Any] = {"softcap": case.softcap, "key_positions": key_positions(case)}
-    if slopes is not None:
-        scoring["alibi_slopes"] = slopes.unsqueeze(0)
-    if case.dropout:
-        rows, keys = torch.arange(case.length), torch.arange(case.k_length)
-        seed = torch.tensor([SEED])
-        drawn = keep(seed, case.dropout, rows, keys, 0, case.heads[0], 0, len(q))
-        scoring |= {"keep": drawn, "dropout_p": case.dropout}
-    scale = q.shape[-1] ** -0.5
-    results = dense_gradients(q, k, v, case.mask(), scale, dout, sink=sink, **scoring)
-    return [t.squeeze(0) if case.packed and n < 5 else t for n, t in enumerate(results)]
+    def fewer(self) -> Iterator[Case]:
+        """With fewer heads, shorter ones, or less of the mask."""
+        for heads in ((1, 1), (2, 1), (2, 2)):
+            if heads < self.heads:
+                yield replace(self, heads=heads)
+        if self.dims != (4, 4):
+            yield replace(self, dims=(4, 4))
+        if self.given is not None:
+            for mask in smaller_masks(self.given):
+                yield replace(self, given=mask, length=mask.q_len)
+        elif self.packed:
+            for ends in fewer_tokens(self.cu_seqlens):
+                yield replace(self, cu_seqlens=ends, cu_seqlens_k=None, length=ends[-1])
+        else:
+            yield from (replace(self, length=n) for n in shorter(self.length))
 
 
 def key_positions(case: Case) -> Tensor:
