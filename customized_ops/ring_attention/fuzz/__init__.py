@@ -15,7 +15,16 @@ from .kinds.attention import Case
 from .kinds.convolution import ConvolutionCase
 from .kinds.linear_attention import LinearAttentionCase
 from .kinds.loss import LossCase
+from .kinds.moves import MoveCase
 from .kinds.rollouts import RolloutsCase
 from .trial import Trial
 
-__all__ = ["Case", "ConvolutionCase", "LinearAttentionCase", "LossCase", "RolloutsCase", "Trial"]
+__all__ = [
+    "Case",
+    "ConvolutionCase",
+    "LinearAttentionCase",
+    "LossCase",
+    "MoveCase",
+    "RolloutsCase",
+    "Trial",
+]

@@ -10,8 +10,15 @@ from .trial import Trial
 
 MOST_RANKS = 8
 # How often each kind is drawn: attention has the most functions, options and ways to run.
-SHARES = {"attention": 6, "linear-attention": 2, "convolution": 1, "loss": 2, "rollouts": 1}
-# Calls that a model makes; parts of rollouts are already a rank's.
+SHARES = {
+    "attention": 6,
+    "linear-attention": 2,
+    "convolution": 1,
+    "loss": 2,
+    "rollouts": 1,
+    "moves": 1,
+}
+# Without parts of rollouts, which are a rank's already, and layouts, which name the ranks.
 LAYERS = ("attention", "linear-attention", "convolution", "loss")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
-from . import attention_draws, convolution, linear_attention, loss, rollouts
+from . import attention_draws, convolution, linear_attention, loss, moves, rollouts
 from .distributed_case import DistributedCase
 
 # From a source of random numbers and a number of ranks.
@@ -13,4 +13,5 @@ KINDS: dict[str, Callable[[Random, int], DistributedCase]] = {
     "convolution": convolution.drawn,
     "loss": loss.drawn,
     "rollouts": rollouts.drawn,
+    "moves": moves.drawn,
 }

@@ -44,7 +44,7 @@ class Case(DistributedCase):
             if others.
         k_layout: that of the keys, if another. fused: q, k, v are views of one tensor.
         softcap, alibi, dropout, sink: what is done to the scores.
-        options: further keywords of the function, by name.
+        of_lse: whether lse has a gradient too. options: further keywords of the function, by name.
     """
 
     op: str
@@ -66,24 +66,12 @@ class Case(DistributedCase):
     alibi: bool = False
     dropout: float = 0.0
     sink: bool = False
+    of_lse: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     SIMPLER: ClassVar[tuple[str, ...]] = (
-        "options",
-        "strided",
-        "fused",
-        "softcap",
-        "alibi",
-        "dropout",
-        "sink",
-        "batch",
-        "k_layout",
-        "layout",
-        "cu_seqlens_k",
-        "window",
-        "sink_tokens",
-        "dtype",
-        "causal",
+        *("options", "strided", "fused", "softcap", "alibi", "dropout", "sink", "of_lse", "batch"),
+        *("k_layout", "layout", "cu_seqlens_k", "window", "sink_tokens", "dtype", "causal"),
         "seed",
     )
     RESULTS: ClassVar[tuple[str, ...]] = ("out", "lse")
@@ -111,7 +99,7 @@ class Case(DistributedCase):
     def in_a_layer(self) -> Case:
         """Without options, and what is drawn by a seed."""
         plain: dict[str, Any] = {"options": (), "fused": False, "alibi": False, "dropout": 0.0}
-        return replace(super().in_a_layer, **plain)
+        return replace(super().in_a_layer, of_lse=False, **plain)
 
     def policies(self, ranks: int) -> list[str]:
         """Others refuse it by name."""
@@ -222,8 +210,13 @@ class Case(DistributedCase):
         return {"q": q, "k": k, "v": v, **({} if sink is None else {"sink": sink})}
 
     def upstream(self) -> dict[str, Tensor]:
-        """Of out."""
-        return {"out": self.tensors()[3]}
+        """Of out, and of lse, which is wider than half precision."""
+        out = {"out": self.tensors()[3]}
+        if not self.of_lse:
+            return out
+        rows = (self.length,) if self.packed else (self.batch, self.length)
+        lse = self.normal(1)(*rows[:-1], self.heads[0], self.length)
+        return out | {"lse": lse if self.dtype == torch.float64 else lse.float()}
 
     def places(self, ranks: int) -> dict[str, Place]:
         """By the layouts."""

@@ -29,6 +29,7 @@ def drawn(random: Random, ranks: int) -> Case:
         softcap=random.choice([0.0, 0.0, 0.0, 1.5]),
         alibi=rarely(random),
         sink=rarely(random),
+        of_lse=rarely(random),
         dropout=random.choice([0.0, 0.0, 0.0, 0.3]),
         seed=random.randrange(1000),
         batch=1 if case.packed else random.choice([1, 1, 2, 3]),

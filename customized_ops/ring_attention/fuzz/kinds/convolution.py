@@ -32,14 +32,7 @@ class ConvolutionCase(AlongSequenceCase):
     wide_filters: bool = False
 
     SIMPLER: ClassVar[tuple[str, ...]] = (
-        "strided",
-        "wide_filters",
-        "activation",
-        "bias",
-        "batch",
-        "layout",
-        "dtype",
-        "channels",
+        *("strided", "wide_filters", "activation", "bias", "batch", "layout", "dtype", "channels"),
         "seed",
     )
     RESULTS: ClassVar[tuple[str, ...]] = ("y",)

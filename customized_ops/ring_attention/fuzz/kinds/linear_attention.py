@@ -40,20 +40,8 @@ class LinearAttentionCase(AlongSequenceCase):
     scale: float | None = None
 
     SIMPLER: ClassVar[tuple[str, ...]] = (
-        "strided",
-        "wide_gates",
-        "scale",
-        "initial",
-        "final",
-        "batch",
-        "layout",
-        "dtype",
-        "channels",
-        "delta",
-        "heads",
-        "dims",
-        "decay",
-        "seed",
+        *("strided", "wide_gates", "scale", "initial", "final", "batch", "layout", "dtype"),
+        *("channels", "delta", "heads", "dims", "decay", "seed"),
     )
     RESULTS: ClassVar[tuple[str, ...]] = ("out", "final")
     PARAMETERS: ClassVar[tuple[str, ...]] = ("initial_state",)

@@ -44,17 +44,8 @@ class LossCase(DistributedCase):
     options: tuple[tuple[str, Any], ...] = ()
 
     SIMPLER: ClassVar[tuple[str, ...]] = (
-        "options",
-        "strided",
-        "ignored",
-        "barred",
-        "bias",
-        "lead",
-        "layout",
-        "dtype",
-        "reduction",
-        "width",
-        "seed",
+        *("options", "strided", "ignored", "barred", "bias", "lead", "layout", "dtype"),
+        *("reduction", "width", "seed"),
     )
     RESULTS: ClassVar[tuple[str, ...]] = ("loss", "lse")
     PARAMETERS: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -91,7 +82,8 @@ class LossCase(DistributedCase):
         generator = torch.Generator().manual_seed(self.seed)
         target = torch.randint(self.vocabulary - self.barred, tokens, generator=generator)
         left_out = torch.rand(tokens, generator=generator) < self.ignored
-        return {**given, "target": target.masked_fill(left_out, self._ignore_index)}
+        target = target.masked_fill(left_out, self._ignore_index)
+        return {**given, "target": target.to(self.device)}
 
     def upstream(self) -> dict[str, Tensor]:
         """Of both results, which are wider than half precision."""
@@ -158,9 +150,8 @@ def drawn(random: Random, ranks: int) -> LossCase:
     """A call over so many ranks."""
     length, vocabulary = sequences.length(random), random.choice([random.randint(1, 9), 17, 40])
     by_vocabulary, bias = random.random() < 0.5, random.random() < 0.5
-    softcap = random.choice([0.0, 0.0, 1.5])
     some = {
-        "softcap": softcap,
+        "softcap": random.choice([0.0, 0.0, 1.5]),
         "chunk_size": random.choice([None, 1, 3, 50]),
         "ignore_index": random.choice([-100, -1, 0]),
     }

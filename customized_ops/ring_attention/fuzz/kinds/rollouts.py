@@ -88,7 +88,7 @@ class RolloutsCase(DistributedCase):
     ) -> tuple[Tensor, ...]:
         """The layer on a rank's part of the tree."""
         layout = sequences.layout_of(self.layout, len(self.packed.tokens), ranks)
-        part = self.packed.part(layout, rank)
+        part = self.packed.part(layout, rank).to(self.device)
         x = given["tokens"][part.tokens] + given["positions"][part.positions]
         q, k, v = ((x @ given[n]).view(1, len(x), HEADS, HEAD_DIM) for n in "qkv")
         hidden = wrap_masked_attn_func(q, k, v, part.mask, layout=part.layout, process_group=group)
@@ -107,7 +107,7 @@ class RolloutsCase(DistributedCase):
 
     def specification(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The layer on each rollout alone."""
-        advantages, counted = self._constants()
+        advantages, counted = (t.cpu() for t in self._constants())
         counts = [
             max(0, len(r) - max(p, 1)) for r, p in zip(self.rollouts, self.prompts, strict=True)
         ]
