@@ -235,7 +235,8 @@ class Case(DistributedCase):
         q_layout, k_layout = self.layouts(ranks)
         usual = q_layout == k_layout == Layout.contiguous(q_layout.total, ranks)
         where: dict[str, Any] = {"process_group": group}
-        if self.op != "gathered keys" and not (usual and len(set(q_layout.sizes)) == 1):
+        follows = group is None or self.op == "gathered keys"
+        if not (follows or (usual and len(set(q_layout.sizes)) == 1)):
             where["layout"] = q_layout
             if q_layout != k_layout:
                 where["k_layout"] = k_layout
