@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import op_jobs
 import packed_jobs
@@ -16,12 +17,22 @@ from verdicts import check
 
 from customized_ops.ring_attention import wrap_ring_attn_func
 from customized_ops.ring_attention.core.topology import Topology
-from customized_ops.ring_attention.fuzz import processes
+from customized_ops.ring_attention.fuzz import Trial, processes
+from customized_ops.ring_attention.fuzz.kinds import KINDS
 
 
 @worlds(cpus=[2, 4], gpus=[])
 def test_every_op(ranks: Pool) -> None:
     check(ranks, [{**TABLE, **UNEVEN[ranks.size]}], [Groups(whole(ranks.size), "ranks")])
+
+
+def test_a_call_of_each_family(two_ranks: Pool) -> None:
+    """What is fuzzed over ranks that are threads, over processes."""
+    random = Random(1)
+    cases = [KINDS[kind](random, 2) for kind in KINDS for _ in range(3)]
+    parts = two_ranks.run(op_jobs.run_cases, cases)
+    for case, each in zip(cases, zip(*parts, strict=True), strict=True):
+        assert not Trial(case, 2).difference(case.gather(each)), case
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from . import draw, engine
+from .kinds import KINDS
 from .shrink import shrunk
 from .trial import Trial
 
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--cases", type=int, default=1000, metavar="N", help="trials in all")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="of calls; again for another (default: all)"
+    )
     parser.add_argument("--seconds", type=float, metavar="T", help="start no trial after so many")
 
 
@@ -37,9 +41,11 @@ def fuzz(options: argparse.Namespace) -> str:
         raise ValueError(f"--cases must be 1 or more, got {options.cases}")
     torch.set_num_threads(1)  # ranks are threads
     random = Random(options.seed)
-    of_engine = options.cases // ENGINE_SHARE
-    calls = [draw.trial(random) for _ in range(options.cases - of_engine)]
-    layers = [draw.trial(random, ENGINE_RANKS) for _ in range(of_engine)]
+    kinds = tuple(options.kind or KINDS)
+    of_layers = [kind for kind in kinds if kind in draw.LAYERS]
+    of_engine = options.cases // ENGINE_SHARE if of_layers else 0
+    calls = [draw.trial(random, kinds) for _ in range(options.cases - of_engine)]
+    layers = [draw.layer(random, ENGINE_RANKS, of_layers) for _ in range(of_engine)]
     tried = 0
     for trial, failure in _within(options.seconds, _results(calls, layers), options.cases):
         if failure:

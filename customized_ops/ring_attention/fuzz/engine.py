@@ -1,4 +1,4 @@
-"""Trials of ``parallelize``: a layer of projections around the call, over processes."""
+"""Trials of ``parallelize``: a layer with parameters around the call, over processes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from torch.distributed.tensor import DTensor
 
 from annotations import ComputeConfig, parallelize
 
-from .attention_case import Case
+from .kinds.distributed_case import DistributedCase
 from .processes import JobFailed, Pool
 from .trial import TOLERANCE, Trial
 
-WIDTH = 6
 SECONDS = 60.0  # of one trial, after which it counts as hanging
 
 
 class Layer(nn.Module):
-    """Tokens -> q, k, v -> the case's call -> tokens -> a loss that knows every element."""
+    """Tokens, each channel by a parameter -> the case's call -> a loss that knows every element."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: DistributedCase) -> None:
         super().__init__()
-        (h, g), (d, e) = case.heads, case.dims
-        self.case = case
-        self.project = nn.ModuleList(nn.Linear(WIDTH, n * m) for n, m in ((h, d), (g, d), (g, e)))
-        self.out = nn.Linear(h * e, WIDTH)
-        self.sink = nn.Parameter(torch.sin(torch.arange(1.0, 1 + h))) if case.sink else None
+        given = case.arguments()
+        self.case, self.compared = case, list(case.upstream())
+        self.inputs = {n: x for n, x in given.items() if n not in case.PARAMETERS}
+        for name, x in given.items():
+            if x.is_floating_point():
+                factor = torch.linspace(0.9, 1.1, x.shape[-1]).to(x)
+                value = factor if name in self.inputs else x
+                self.register_parameter(f"of_{name}", nn.Parameter(value))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x, y: [b, l, WIDTH] and [b, m, WIDTH], of queries and of keys; without b if packed."""
-        (h, g), tokens = self.case.heads, (x, y, y)
-        heads = zip(self.project, tokens, (h, g, g), strict=True)
-        q, k, v = (p(t).unflatten(-1, (n, -1)) for p, t, n in heads)
-        out, _ = self.case.call(q, k, v, self.sink)
-        return self.out(out.flatten(-2)).square().sum()
+    def forward(self, **tokens: Tensor) -> Tensor:
+        """By the names of the case."""
+        own = {name.removeprefix("of_"): p for name, p in self.named_parameters()}
+        given = own | {n: x * own[n] if n in own else x for n, x in tokens.items()}
+        results = self.case.call_on_rank(given, 0, 1, None)
+        named = dict(zip(self.case.result_names, results, strict=True))
+        squares = [named[name].square().sum() for name in self.compared]
+        return torch.stack(squares).sum()
 
 
 def run(trials: Sequence[Trial]) -> Iterator[str]:
@@ -59,15 +62,8 @@ def _failure(pool: Pool, trial: Trial) -> str:
 
 def _on_rank(trial: Trial) -> str:
     """On every rank: the loss and all gradients under the policy, against this process alone."""
-    case = trial.case
-    torch.manual_seed(case.seed)
-    alone = Layer(case).double()
-    lead = () if case.packed else (case.batch,)
-    inputs = {
-        "x": torch.randn(*lead, case.length, WIDTH, dtype=torch.float64),
-        "y": torch.randn(*lead, case.k_length, WIDTH, dtype=torch.float64),
-    }
-    ranks = dist.get_world_size()
+    alone, ranks = Layer(trial.case), dist.get_world_size()
+    inputs = alone.inputs
     parallel = parallelize(alone, inputs, trial.policy, ComputeConfig(ranks, ranks))
     losses = []
     for model in (parallel, alone):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from ..core.comm.inprocess import run_ranks
 from ..core.mask import AttnMask
-from .attention_case import Case, expected, gather, run_rank
+from .kinds.distributed_case import TERMS, DistributedCase
 
 TOLERANCE = 1e-10  # in fp64
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Trial:
         policy: of ``parallelize``, over ``ranks`` processes; "" calls the function with a group.
     """
 
-    case: Case
+    case: DistributedCase
     ranks: int
     policy: str = ""
 
@@ -33,33 +31,34 @@ class Trial:
         """What is wrong with the call's results, or the error that it raised; "" if nothing is."""
         try:
             ranks = run_ranks(
-                self.ranks, lambda comm: run_rank(self.case, comm.rank, self.ranks, comm)
+                self.ranks, lambda comm: self.case.run_rank(comm.rank, self.ranks, comm)
             )
-            return self.difference(gather(self.case, ranks))
+            return self.difference(self.case.gather(ranks))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     def difference(self, got: list[Tensor]) -> str:
-        """What differs from dense attention by more than it may; "" if nothing does.
+        """What differs from the specification by more than it may; "" if nothing does.
 
         In fp64 nothing may differ by more than TOLERANCE. In lower precision the root mean square
         of errors may be twice that of the same call on one device, and two roundings of the result
-        or of the inputs, which are of size 1: gradients may be small differences of large terms. A
-        sink's gradient is the sum of a term for each row, so their roundings add up as at random.
+        or of the inputs, which are of size 1: gradients may be small differences of large terms.
+        What ranks add up is the sum of a term for each row, so roundings add up as at random.
         """
-        want = expected(self.case)
-        exact = self.case.dtype == torch.float64
-        alone = want if exact else run_rank(self.case.on_one_device, 0, 1, None)
-        for name, a, b, single in zip_longest(NAMES[: len(want)], got, want, alone):
+        case, want = self.case, self.case.expected()
+        exact = case.dtype == torch.float64
+        alone = want if exact else case.on_one_device.run_rank(0, 1, None)
+        compared = case.compared(self.ranks)
+        for name, a, b, single in zip(compared, got, want, alone, strict=True):
             if a.shape != b.shape:
                 return f"{name}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
             finite = b.isfinite()
             if not torch.equal(a[~finite].double(), b[~finite].double()):
-                return f"{name}: not -inf where nothing is attended"
+                return f"{name}: not infinite where, and as, it should be"
             a, b, single = (t[finite].double() for t in (a, b, single))
             error = _worst(a - b) if exact else _rms(a - b)
-            rows = self.case.batch * self.case.length if name == "dsink" else 1
-            rounding = 2 * torch.finfo(self.case.dtype).eps * rows**0.5
+            terms = case.rows if compared[name] == TERMS else 1
+            rounding = 2 * torch.finfo(case.dtype).eps * terms**0.5
             allowed = TOLERANCE if exact else 2 * _rms(single - b) + rounding * max(_rms(b), 1.0)
             if not error <= allowed:
                 return f"{name}: error {error:.3e}, allowed {allowed:.3e}"
@@ -67,12 +66,13 @@ class Trial:
 
     def script(self, failure: str) -> str:
         """A program that repeats the trial; exits with 1 if it still fails."""
+        kind = type(self.case)
         engine = "from customized_ops.ring_attention.fuzz import engine\n" * bool(self.policy)
         return (
             f"# {failure.partition(chr(10))[0]}\n"
             "import torch\n"
             "from customized_ops.ring_attention import AttnMask\n"
-            "from customized_ops.ring_attention.fuzz import Case, Trial\n"
+            f"from customized_ops.ring_attention.fuzz import {kind.__name__}, Trial\n"
             f"{engine}\n"
             'if __name__ == "__main__":\n'
             f"    trial = {self}\n"
@@ -86,7 +86,7 @@ class Trial:
         told = {f.name: given[f.name] for f in fields(self.case) if given[f.name] != f.default}
         arguments = ", ".join(f"{name}={_expression(value)}" for name, value in told.items())
         policy = f", policy={self.policy!r}" if self.policy else ""
-        return f"Trial(Case({arguments}), ranks={self.ranks}{policy})"
+        return f"Trial({type(self.case).__name__}({arguments}), ranks={self.ranks}{policy})"
 
 
 def _expression(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from op_cases import Case, run_rank
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from customized_ops.ring_attention import wrap_ring_attn_func
+from customized_ops.ring_attention.fuzz.kinds.distributed_case import DistributedCase
 
 
 def run_with_error(case: Case, wrong: int, change: str) -> str:
@@ -54,6 +56,12 @@ def on_fake_tensors() -> torch.Size:
     with FakeTensorMode():
         q = torch.randn(1, 16, 2, 8, requires_grad=True)
         return wrap_ring_attn_func(q, q, q, process_group=dist.group.WORLD).shape
+
+
+def run_cases(cases: Sequence[DistributedCase]) -> list[list[torch.Tensor]]:
+    """Of each case, what this rank of the world computes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [case.run_rank(rank, ranks, dist.group.WORLD) for case in cases]
 
 
 def run_outside() -> None:
