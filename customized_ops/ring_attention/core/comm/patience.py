@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .host_processes import has_ended, name_of
 from .signals.fingerprint import disagreement
+from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
 LOOKS_AT_AN_END = 10  # in one of these, where a connection has closed
@@ -49,7 +49,6 @@ PROCESS, FAILED, LEFT = "process", "failed", "left"
 WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
-Job = Callable[[], None]
 Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
 
 
@@ -68,8 +67,7 @@ class Patience:
         self._store, self._device = _get_process_group_store(group), device
         self._processes: dict[int, str] = {}  # of peers, as far as they are known
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = WaitingThread()
         self._failed: set[int] = set()  # the steps in which this rank failed
         # The last of them, and what the rank alone has found: what follows from that is not told.
         self._told: list[tuple[int, str]] = []
@@ -96,7 +94,7 @@ class Patience:
                 errors.append(error)
             done.set()
 
-        self._run(job)
+        self._thread.do(job)
         awaited = tuple if device is None else self.all_peers
         self.until(done.wait, doing, self.most_seconds, awaited)
         if errors:
@@ -192,12 +190,6 @@ class Patience:
         """The start of an error."""
         return f"{doing}: rank {self._rank} of the group of ranks {self._ranks}"
 
-    def _run(self, job: Job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
     def _write(self, what: str, text: str) -> None:
         with suppress(RuntimeError):  # the store may be gone with the rank that keeps it
             self._store.set(f"{what}/{self._rank}", text)
@@ -290,8 +282,3 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
             backend = each._get_backend(device or torch.device("cpu"))  # type: ignore[union-attr]
             timeouts.append(backend.options._timeout)
     return max(timeouts).total_seconds()
-
-
-def _serve(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        jobs.get()()

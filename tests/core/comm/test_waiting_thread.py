@@ -1,0 +1,20 @@
+"""A wait that nobody waits for any more, at the end of a program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import time
+from customized_ops.ring_attention.core.comm.waiting_thread import WaitingThread
+
+WaitingThread().do(lambda: (time.sleep(1), print("over", flush=True)))
+"""
+
+
+def test_it_ends_before_python_does() -> None:
+    """Else the thread may come back from gloo while Python ends, which aborts the process."""
+    command = [sys.executable, "-c", PROGRAM]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "over\n"), ended.stderr
