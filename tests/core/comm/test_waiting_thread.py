@@ -5,16 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PROGRAM = """
-import time
-from customized_ops.ring_attention.core.comm.waiting_thread import WaitingThread
+from customized_ops.ring_attention.core.comm import waiting_thread
 
-WaitingThread().do(lambda: (time.sleep(1), print("over", flush=True)))
+PROGRAM = """
+import runpy, sys, time
+WaitingThread = runpy.run_path(sys.argv[1])["WaitingThread"]
+WaitingThread().do(lambda: (time.sleep(0.3), print("over", flush=True)))
 """
 
 
 def test_it_ends_before_python_does() -> None:
     """Else the thread may come back from gloo while Python ends, which aborts the process."""
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM, str(waiting_thread.__file__)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "over\n"), ended.stderr

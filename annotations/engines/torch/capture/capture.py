@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from annotations.registry import record_of
 
-from . import checkpointed, dropout
+from . import checkpointed, composites, dropout
 from .call_inputs import CallInputs, CaptureError, Dims, by_name, left_open, repeatable_inputs
 from .losses import exact_cross_entropy
 from .nodes import values_of
@@ -145,7 +145,7 @@ def _captured(
     exported: torch.export.ExportedProgram,
     dims: Dims = frozenset(),
 ) -> Captured:
-    with _tracing():
+    with _tracing(), composites.kept_of(exported):
         exported = exported.run_decompositions({})
     graph = exported.graph_module.graph
     seed = dropout.dropped_by_place(graph)

@@ -54,6 +54,7 @@ class Ranks:
             ranks, dtype=np.int64
         )  # what held up the second streams last, of WAITS
         self._local, self._local_from = np.zeros((2, ranks))  # seconds that first streams have
+        self._nothing = Arrival(np.zeros((2, ranks)), np.zeros(ranks))
 
     def _span(
         self,
@@ -117,6 +118,8 @@ class Ranks:
     def wait(self, stage: int, *arrivals: Arrival) -> None:
         """Let the second streams wait; what came by messages is copied to its place."""
         for at, received in arrivals:
+            if not received.any():
+                continue
             for level, each in zip(LEVELS, at, strict=True):
                 self._hold_up(level, each)
             if not self.one_sided:
@@ -124,6 +127,8 @@ class Ranks:
 
     def send(self, what: str, stage: int, messages: Sent) -> Arrival:
         """Send messages once the second streams and the hosts are here."""
+        if len(messages.sender) == 0:
+            return self._nothing
         now = np.maximum(self._host, self._stream)
         at, done = np.zeros((2, len(now))), np.zeros_like(now)
         across = self._host_of[messages.sender] != self._host_of[messages.receiver]
