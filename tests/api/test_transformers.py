@@ -431,6 +431,7 @@ def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int)
         assert f" {split} / {ranks.size}" in plan
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("lengths_too", [False, True])
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @worlds(cpus=[2], gpus=[2])

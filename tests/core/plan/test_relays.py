@@ -92,6 +92,7 @@ def test_every_key_arrives_and_crosses_once(seed: int) -> None:
         assert max(carried.at_once, default=0) <= most
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_what_crosses_is_what_the_model_counts(hosts: tuple[int, ...]) -> None:
     for seed in range(8):
@@ -163,7 +164,7 @@ def test_hosts_by_name() -> None:
     assert Topology.of(["a", "b", "a"]) is None  # its ranks do not follow one another
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_what_must_enter_hosts_is_no_more_than_what_does(seed: int) -> None:
     """Whichever way work is assigned, for every host."""

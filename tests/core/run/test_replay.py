@@ -138,6 +138,7 @@ PLANS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_tapes_do_what_passes_do(name: str, replays: list[int]) -> None:
     plan = PLANS[name]

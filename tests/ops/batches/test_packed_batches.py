@@ -138,7 +138,7 @@ def test_a_plan_of_a_batch_says_what_all_of_it_took() -> None:
 
 
 @pytest.mark.usefixtures("balanced_once")
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["balanced", "contiguous"])
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("hosts", ["2", "4", "2x2", "3,1"])
