@@ -376,6 +376,12 @@ def test_what_is_no_tensor_is_named() -> None:
             call()
 
 
+def test_one_parameter_is_no_sequence_of_them() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    seqshard.sum_gradients(parameter, None)  # type: ignore[arg-type]
+    assert parameter.grad is not None, "it takes part with zeros"
+
+
 @worlds(cpus=[2], gpus=[2, 4])
 def test_cut_by_hand_on_real_ranks(ranks: Pool) -> None:
     ranks.run(hf_jobs.imported)

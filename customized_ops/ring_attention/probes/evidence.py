@@ -30,7 +30,8 @@ class Gradient(NamedTuple):
 
 class Seen(NamedTuple):
     """What one rank saw on the batch itself. ``error`` [b, l]: how far each of its tokens is from
-    the model alone; ``noise``: how far two runs were apart, alone and over the group."""
+    the model alone; ``noise``: how far two runs were apart, alone and over the group; ``rounding``:
+    what the losses' dtype tells apart."""
 
     positions: Ints
     rows: int
@@ -42,6 +43,7 @@ class Seen(NamedTuple):
     noise: tuple[float, float]
     losses: tuple[float, float]
     gradients: Mapping[str, Gradient]
+    rounding: float = 0.0
 
 
 class Trial(NamedTuple):
@@ -115,8 +117,9 @@ class Evidence:
 
     def counts_alike(self, want: float, got: float) -> bool:
         """Whether a label changes the loss as much as it should. One that changes nothing at all
-        is lost, however little it would change."""
-        lost = got == 0 and abs(want) > SILENT * self.near_loss
+        is lost, however little it would change, but for rounding."""
+        rounding = max(each.rounding for each in self.seen)
+        lost = got == 0 and abs(want) > max(SILENT * self.near_loss, 4 * rounding)
         return bool(abs(got - want) <= self.near_loss) and not lost
 
     @property
@@ -161,6 +164,7 @@ def seen_of(alone: Step, parallel: Step, noise: Sequence[float]) -> Seen:
         (float(noise[0]), float(noise[1])),
         (alone.loss, parallel.loss),
         _compared(alone.gradients, parallel.gradients),
+        max(alone.rounding, parallel.rounding),
     )
 
 

@@ -42,13 +42,14 @@ class ModelRun:
 @dataclass(frozen=True, eq=False)
 class Step:
     """What a :class:`ModelRun` showed, on the host in fp64: output [b, l, n], positions [l];
-    ``precision`` is the dtype that output had."""
+    ``precision`` is the dtype that output had, ``rounding`` what the loss's dtype tells apart."""
 
     loss: float
     output: Tensor
     positions: Ints
     gradients: Mapping[str, Tensor]
     precision: torch.dtype
+    rounding: float = 0.0
 
     @classmethod
     def of(cls, run: object, who: str) -> Step:
@@ -71,7 +72,11 @@ class Step:
         positions = _positions(run.positions, tokens, who)
         values = output.detach().to("cpu", torch.float64)
         flat = values.reshape(rows, tokens, prod(output.shape[2:]))
-        return cls(float(run.loss), flat, positions, _gradients(run.gradients), output.dtype)
+        loss, dtype = float(run.loss), torch.float64
+        if isinstance(run.loss, Tensor) and run.loss.is_floating_point():
+            dtype = run.loss.dtype
+        rounding = abs(loss) * torch.finfo(dtype).eps
+        return cls(loss, flat, positions, _gradients(run.gradients), output.dtype, rounding)
 
 
 def _positions(given: Any, tokens: int, who: str) -> Ints:

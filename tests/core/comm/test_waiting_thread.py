@@ -8,9 +8,14 @@ import sys
 from customized_ops.ring_attention.core.comm import waiting_thread
 
 PROGRAM = """
-import runpy, sys, time
-WaitingThread = runpy.run_path(sys.argv[1])["WaitingThread"]
-WaitingThread().do(lambda: (time.sleep(0.3), print("over", flush=True)))
+import os, runpy, sys, threading, time
+module = runpy.run_path(sys.argv[1])
+thread = module["WaitingThread"]()
+thread.do(lambda: (time.sleep(0.3), print("over", flush=True)))
+began = time.monotonic()
+if child := os.fork():
+    os.waitpid(child, 0)
+    assert time.monotonic() - began < module["LEAVE_SECONDS"], "it has no such thread"
 """
 
 

@@ -71,5 +71,23 @@ def make(groups: Sequence[tuple[int, ...]], catch_up: bool, seconds: float) -> l
     return told
 
 
+def without_room(poor: int) -> str:
+    """What a rank is told where one has no room for its memory."""
+
+    def empty(n_bytes: int, **_: Any) -> Any:
+        if dist.get_rank() == poor:
+            raise torch.OutOfMemoryError("20 GiB")
+        return _empty(n_bytes)
+
+    memory: Any = SymmetricMemory.__new__(SymmetricMemory)
+    memory._group, memory._device = dist.group.WORLD, torch.device("cpu")
+    memory.patience = SimpleNamespace(wait=lambda what, function: function())
+    with patch.object(_symmetric_memory, "empty", empty), patch.object(torch.cuda, "synchronize"):
+        try:
+            return str(memory._rendezvous(8))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+
+
 def _empty(n_bytes: int, **_: Any) -> Any:
     return torch.empty(n_bytes, dtype=torch.uint8)

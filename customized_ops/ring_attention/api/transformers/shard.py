@@ -289,7 +289,8 @@ def sum_gradients(
     """
     comm = group_comm(group)
     found = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
-    each = list(found) if isinstance(found, Iterable) else [found]
+    alone = isinstance(found, Tensor) or not isinstance(found, Iterable)
+    each: list[Any] = [found] if alone else list(found)
     fits = all(isinstance(parameter, Tensor) for parameter in each)
     require(fits, "sum_gradients", "parameters", "a module, or parameters", parameters)
     for parameter in each:

@@ -28,8 +28,10 @@ def has_ended(process: str) -> bool:
         return False
     try:
         return _started(int(number)) != started
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # as if too many files are open
+        return False
 
 
 def _started(number: int) -> str:

@@ -99,18 +99,23 @@ class Patience:
         self.until(done.wait, doing, self.most_seconds, awaited)
         if errors:
             self.fail(doing, errors[0])
+        if not self._processes:
+            self._learn_names()  # while whoever keeps the store is there
 
     def fail(self, doing: str, error: BaseException) -> NoReturn:
         """Raise for what a message or a wait for one ended with; see :meth:`wait`."""
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise error
         # A closed connection or the group's timeout. Why it closed may have been written down, or
         # be seen soon: connections close before a process has ended.
-        cause = str(error).partition("\n")[0]
+        of_nccl = isinstance(error, dist.DistBackendError)  # whose text goes on
+        cause = str(error) if of_nccl else str(error).partition("\n")[0]
         for _ in range(LOOKS_AT_AN_END):
-            self._raise_if_a_peer_failed(doing)
+            has_store = self._raise_if_a_peer_failed(doing)
             self._raise_if_one_has_ended(doing, self.all_peers, error)
             time.sleep(LOOK_SECONDS / LOOKS_AT_AN_END)
+        if not has_store:
+            raise self._lost_store(doing) from error
         raise PeerFailed(f"{self.here(doing)} has no answer from a peer: {cause}") from error
 
     def until(
@@ -139,10 +144,12 @@ class Patience:
         asked = warned = False
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
+            has_store = self._raise_if_a_peer_failed(doing)
             self._raise_if_one_has_ended(doing, awaited)
-            if of == "gpu" and seconds < 2 * patience and not self._has_store():
+            if not has_store and of == "gpu" and seconds < 2 * patience:
                 continue
-            self._raise_if_a_peer_failed(doing)
+            if not has_store:
+                raise self._lost_store(doing)
             if seconds >= most_seconds:
                 raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
@@ -200,21 +207,20 @@ class Patience:
         found = {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
         return {rank: text for rank, text in found.items() if text}
 
-    def _has_store(self) -> bool:
-        with suppress(RuntimeError):
-            self._store.check([f"{FAILED}/{self._rank}"])
-            return True
-        return False
+    def _lost_store(self, doing: str) -> PeerFailed:
+        problem = "lost the group's store, which one of its ranks keeps (usually the first)"
+        return PeerFailed(f"{self.here(doing)} {problem}")
 
-    def _raise_if_a_peer_failed(self, doing: str) -> None:
+    def _raise_if_a_peer_failed(self, doing: str) -> bool:
+        """Returns whether the store, where that is written, can be read."""
         try:
             failed = self._written(FAILED)
-        except RuntimeError as error:
-            problem = "lost the group's store, which one of its ranks keeps (usually the first)"
-            raise PeerFailed(f"{self.here(doing)} {problem}") from error
+        except RuntimeError:
+            return False
         for rank, text in failed.items():
             for what in (what for step, what in json.loads(text) if step not in self._failed):
                 raise PeerFailed(f"{self.here(doing)} cannot go on: rank {rank} failed in {what}")
+        return True
 
     def _raise_if_one_has_ended(
         self,
@@ -223,13 +229,19 @@ class Patience:
         error: BaseException | None = None,
     ) -> None:
         if len(self._processes) < len(self._ranks) - 1:
-            with suppress(RuntimeError):  # the store is gone
-                self._processes = self._written(PROCESS)
+            self._learn_names()
+        if any(map(has_ended, self._processes.values())):
+            self._learn_names()  # what was read may be of a group of the same name before
         gone = {rank for rank, process in self._processes.items() if has_ended(process)}
         # A peer says that it is done before it ends, so what is said is read after that.
         if gone and (lost := sorted(gone.intersection(awaited()))):
-            who = ", ".join(map(str, lost))
-            raise PeerFailed(f"{self.here(doing)} lost rank {who}: its process ended") from error
+            problem = f"lost rank {', '.join(map(str, lost))}: its process ended"
+            self.tell_problem(f"{self.here(doing)} {problem}")  # other hosts do not see that
+            raise PeerFailed(f"{self.here(doing)} {problem}") from error
+
+    def _learn_names(self) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            self._processes = self._written(PROCESS)
 
     def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
         for rank, text in self._written(WAITS["gpu"]).items() if passes else ():
@@ -278,7 +290,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
     groups = (group,) if device is None else (group, dist.group.WORLD)
     timeouts: list[timedelta] = []
     for each in groups:
-        with suppress(RuntimeError):  # the world has no backend for the device
+        with suppress(RuntimeError, AttributeError):  # none for the device, or one without
             backend = each._get_backend(device or torch.device("cpu"))  # type: ignore[union-attr]
             timeouts.append(backend.options._timeout)
-    return max(timeouts).total_seconds()
+    return max(timeouts, default=dist.default_pg_timeout).total_seconds()

@@ -23,7 +23,7 @@ from .one_sided import OneSidedComm
 from .patience import Patience
 from .placement import Piece
 from .signals.flags import CHANNELS, FLAG_BYTES, Flags, flags_bytes
-from .signals.watch import Watch, require_alike
+from .signals.watch import Watch, require_alike, require_room
 
 CHOICE = "SEQSHARD_COMM"  # the environment variable that chooses
 
@@ -55,12 +55,19 @@ class SymmetricMemory:
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
-        memory = self._new(n_bytes)  # first: a rank without room for it tells those that wait here
+        failure = None
+        try:
+            memory = self._new(n_bytes)
+        except Exception as error:  # whatever it is, the peers must not wait for this rank
+            failure = error
         said: list[Any] = [None] * self._group.size()
-        mine = SymmetricMemory.made, n_bytes
+        mine = SymmetricMemory.made, n_bytes, f"{type(failure).__name__}: {failure}"
         self._wait(partial(dist.all_gather_object, said, mine, group=self._group))
-        times, sizes = zip(*said, strict=True)
+        times, sizes, failures = zip(*said, strict=True)
+        if failure is not None:
+            raise failure
         require_alike(sizes)
+        require_room(failures)
         for _ in range(max(times) - SymmetricMemory.made):
             self._share(self._new(FLAG_BYTES), group_of_ranks((dist.get_rank(),)))
         return self._share(memory, self._group), memory

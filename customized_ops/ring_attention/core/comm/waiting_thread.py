@@ -5,37 +5,45 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
-LEAVE_SECONDS = 5.0  # that a process waits at its end for a wait that was given up
+LEAVE_SECONDS = 5.0  # that a process waits at its end for waits that were given up
 
 Job = Callable[[], None]
+Jobs = queue.SimpleQueue[Job | None]  # None: there are no more
+
+_running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
 
 
 class WaitingThread:
     """Does jobs in order; it starts with the first of them."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def do(self, job: Job) -> None:
         """``job()``, which raises nothing, after those before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            _running[self._thread] = self._jobs
+            weakref.finalize(self, self._jobs.put, None).atexit = False
             self._thread.start()
-            atexit.register(_finish, self._jobs)
         self._jobs.put(job)
 
 
-def _serve(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        jobs.get()()
+def _serve(jobs: Jobs) -> None:
+    for job in iter(jobs.get, None):
+        job()
 
 
-def _finish(jobs: queue.SimpleQueue[Job]) -> None:
+@atexit.register
+def _finish() -> None:
     """Before Python ends: a thread that comes back from gloo while it does so aborts the process. A
-    wait that was given up ends as soon as its peers do."""
-    over = threading.Event()
-    jobs.put(over.set)
-    over.wait(LEAVE_SECONDS)
+    wait that was given up ends as soon as its peers do. A forked child has no such threads."""
+    end = time.monotonic() + LEAVE_SECONDS
+    for thread, jobs in list(_running.items()):
+        jobs.put(None)
+        thread.join(max(0.0, end - time.monotonic()))

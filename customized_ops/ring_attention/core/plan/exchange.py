@@ -20,6 +20,7 @@ from ..mask.intervals import joined, spread, touched
 RECV, SEND, TOKEN0, TOKEN1, SEND_OFFSET = range(5)
 Moves = Ints  # int64[n, 5]
 NO_MOVES: Moves = np.zeros((0, 5), dtype=np.int64)
+FEW = 256  # ranges, that are gone through one by one: numpy has not begun by then
 NO_RANGES: Ints = np.zeros((0, 3), dtype=np.int64)
 
 
@@ -138,6 +139,25 @@ class Exchanges(NamedTuple):
 
 def _by_peer(ranges: Ints) -> dict[int, Where]:
     """Rows (peer, start, count) by peer, each peer's in their order."""
+    return _of_few(ranges) if len(ranges) <= FEW else _of_many(ranges)
+
+
+def _of_many(ranges: Ints) -> dict[int, Where]:
+    ranges = ranges[ranges[:, 0].argsort(kind="stable")]
+    peers, firsts = np.unique(ranges[:, 0], return_index=True)
+    where = {}
+    for peer, (_, start, count) in zip(
+        peers.tolist(), (part.T for part in np.split(ranges, firsts[1:])), strict=True
+    ):
+        stop = start + count
+        if (start[1:] == stop[:-1]).all():
+            where[peer] = Where(int(start[0]), int(count.sum()))
+        else:
+            where[peer] = Where(0, int(count.sum()), (start, stop))
+    return where
+
+
+def _of_few(ranges: Ints) -> dict[int, Where]:
     starts: dict[int, list[int]] = {}
     stops: dict[int, list[int]] = {}
     for peer, start, count in ranges.tolist():

@@ -171,6 +171,17 @@ def require_alike(sizes: Sequence[int]) -> None:
         )
 
 
+def require_room(failures: Sequence[str]) -> None:
+    """Of that memory: what each rank met when it made its own, "NoneType: None" if nothing.
+
+    Raises:
+        PeerFailed: a rank has none.
+    """
+    for rank, failure in enumerate(failures):
+        if failure != "NoneType: None":
+            raise PeerFailed(f"rank {rank} has no memory for what ranks exchange: {failure}")
+
+
 def _look_on(reference: weakref.ref[Watch]) -> None:
     while True:
         time.sleep(LOOK_SECONDS)
