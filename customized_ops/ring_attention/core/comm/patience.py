@@ -65,7 +65,7 @@ class Patience:
         process has ended."""
         self.most_seconds = OF_TIMEOUT * timeout_of(group, device)
         self._store, self._device = _get_process_group_store(group), device
-        self._processes: dict[int, str] = {}  # of peers, as far as they are known
+        self._processes: dict[int, str] | None = None  # of peers, as far as they are known
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._thread = WaitingThread()
         self._failed: set[int] = set()  # the steps in which this rank failed
@@ -99,7 +99,7 @@ class Patience:
         self.until(done.wait, doing, self.most_seconds, awaited)
         if errors:
             self.fail(doing, errors[0])
-        if not self._processes:
+        if self._processes is None:
             self._learn_names()  # while whoever keeps the store is there
 
     def fail(self, doing: str, error: BaseException) -> NoReturn:
@@ -228,20 +228,20 @@ class Patience:
         awaited: Callable[[], Iterable[int]],
         error: BaseException | None = None,
     ) -> None:
-        if len(self._processes) < len(self._ranks) - 1:
-            self._learn_names()
-        if any(map(has_ended, self._processes.values())):
-            self._learn_names()  # what was read may be of a group of the same name before
-        gone = {rank for rank, process in self._processes.items() if has_ended(process)}
+        known = self._processes or {}
+        if len(known) < len(self._ranks) - 1 or any(map(has_ended, known.values())):
+            known = self._learn_names()  # what was read may be of a group of the same name before
+        gone = {rank for rank, process in known.items() if has_ended(process)}
         # A peer says that it is done before it ends, so what is said is read after that.
         if gone and (lost := sorted(gone.intersection(awaited()))):
             problem = f"lost rank {', '.join(map(str, lost))}: its process ended"
             self.tell_problem(f"{self.here(doing)} {problem}")  # other hosts do not see that
             raise PeerFailed(f"{self.here(doing)} {problem}") from error
 
-    def _learn_names(self) -> None:
+    def _learn_names(self) -> dict[int, str]:
         with suppress(RuntimeError):  # the store is gone
             self._processes = self._written(PROCESS)
+        return self._processes or {}
 
     def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
         for rank, text in self._written(WAITS["gpu"]).items() if passes else ():
