@@ -18,7 +18,6 @@ Nothing is deleted, since to read what is deleted meanwhile would block; empty i
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import threading
@@ -96,7 +95,7 @@ class Patience:
 
         self._thread.do(job)
         awaited = tuple if device is None else self.all_peers
-        self.until(done.wait, doing, self.most_seconds, awaited)
+        self.until(done.wait, doing, awaited)
         if errors:
             self.fail(doing, errors[0])
         if self._processes is None:
@@ -122,7 +121,6 @@ class Patience:
         self,
         over: Callable[[float], bool],
         doing: str,
-        most_seconds: float = math.inf,
         awaited: Callable[[], Iterable[int]] = tuple,
         passes: Passes = MappingProxyType({}),
         of: Literal["host", "gpu"] = "host",
@@ -131,7 +129,6 @@ class Patience:
 
         Args:
             over: whether the wait ends within so many seconds.
-            most_seconds: that the wait may take.
             awaited: peers whose processes must not have ended; asked once one has.
             passes: those about the one that waits. A peer that waits for long, too, says its own.
             of: whose wait it is. A GPU may wait for what is there already, when the rank that
@@ -140,7 +137,7 @@ class Patience:
             PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
         """
         seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
-        patience = min(patience, most_seconds / 2)
+        patience = min(patience, self.most_seconds / 2)
         asked = warned = False
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
@@ -150,7 +147,7 @@ class Patience:
                 continue
             if not has_store:
                 raise self._lost_store(doing)
-            if seconds >= most_seconds:
+            if seconds >= self.most_seconds:
                 raise PeerFailed(f"{self._waited(doing, seconds)}, as long as it may")
             if asked and not warned and seconds >= patience + 2 * LOOK_SECONDS:
                 # Peers have had time to write, too.

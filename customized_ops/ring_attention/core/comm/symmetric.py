@@ -55,13 +55,13 @@ class SymmetricMemory:
 
     def _rendezvous(self, n_bytes: int) -> tuple[Any, Tensor]:
         """A handle on new memory of all ranks, and the rank's own, which must be kept."""
-        failure = None
+        failure, text = None, ""
         try:
             memory = self._new(n_bytes)
         except Exception as error:  # whatever it is, the peers must not wait for this rank
-            failure = error
+            failure, text = error, f"{type(error).__name__}: {error}"
         said: list[Any] = [None] * self._group.size()
-        mine = SymmetricMemory.made, n_bytes, f"{type(failure).__name__}: {failure}"
+        mine = SymmetricMemory.made, n_bytes, text
         self._wait(partial(dist.all_gather_object, said, mine, group=self._group))
         times, sizes, failures = zip(*said, strict=True)
         if failure is not None:

@@ -129,8 +129,7 @@ class Watch:
 
         try:
             passes = self._passes_near(int(self._record[of.ENDED]))
-            most = self._patience.most_seconds
-            self._patience.until(within, doing, most, awaited, passes, "gpu")
+            self._patience.until(within, doing, awaited, passes, "gpu")
         except RuntimeError as failure:  # PeerFailed, or the store's
             self._end(str(failure))
 
@@ -172,13 +171,13 @@ def require_alike(sizes: Sequence[int]) -> None:
 
 
 def require_room(failures: Sequence[str]) -> None:
-    """Of that memory: what each rank met when it made its own, "NoneType: None" if nothing.
+    """Of that memory: the error that each rank met when it made its own, "" if none.
 
     Raises:
         PeerFailed: a rank has none.
     """
     for rank, failure in enumerate(failures):
-        if failure != "NoneType: None":
+        if failure:
             raise PeerFailed(f"rank {rank} has no memory for what ranks exchange: {failure}")
 
 
