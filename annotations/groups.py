@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -161,3 +163,15 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return _resolve_process_group(group.group_name) is group
     except (RuntimeError, ValueError):
         return False
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
+    """In seconds. Of GPUs it is the world's, where that is longer than what a group is made with by
+    default; gloo keeps to the group's own."""
+    groups = (group,) if device is None else (group, dist.group.WORLD)
+    timeouts: list[timedelta] = []
+    for each in groups:
+        with suppress(RuntimeError, AttributeError):  # none for the device, or one without
+            backend = each._get_backend(device or torch.device("cpu"))  # type: ignore[union-attr]
+            timeouts.append(backend.options._timeout)
+    return max(timeouts, default=dist.default_pg_timeout).total_seconds()

@@ -74,6 +74,23 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
         assert warned.endswith("has waited 3 s: rank 1 has not come")
 
 
+def test_a_length_that_one_rank_alone_meets() -> None:
+    """Long before the group's timeout: it waits for its peer's length, which waits for its keys."""
+    ranks = Pool(2)
+    try:
+        started = time.monotonic()
+        said = ranks.run(fault_jobs.another_length, 1)
+        assert time.monotonic() - started < in_vain(ranks)
+    finally:
+        ranks.close(patience=0)
+    lengths = "wrap_ring_attn_func, where ranks compare how many tokens they hold"
+    elsewhere = "and rank 1 do not make the same calls in the same order: it waits in " + lengths
+    assert "PeerFailed: wrap_ring_attn_func, forward: rank 0" in said[0]
+    assert elsewhere in said[0] or f"rank 1 failed in {lengths}" in said[0], said
+    assert said[1].startswith(f"PeerFailed: {lengths}: rank 1 "), said
+    assert "do not make the same calls in the same order" in said[1], said
+
+
 def test_a_wrong_input_on_one_rank(two_ranks: Pool) -> None:
     first, second = two_ranks.run(fault_jobs.bad_inputs, 1)
     assert len(BAD_INPUTS) >= 40

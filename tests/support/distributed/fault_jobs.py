@@ -110,6 +110,19 @@ def absent(missing: int) -> list[str]:
     return [str(w.message) for w in warned]
 
 
+def another_length(meets: int) -> str:
+    """One rank comes with a number of tokens that the other does not come with; what it says."""
+    rank, group = dist.get_rank(), list(range(dist.get_world_size()))
+    with mock.patch.dict(os.environ, {PATIENCE: str(LOOK_SECONDS), "SEQSHARD_CHECK": "0"}):
+        for length in (24, 12 if rank == meets else 24):
+            given = [t.detach() for t in tensors(rank, 2, length)]
+            try:
+                wrap_ring_attn_func(*given, kernel="torch", process_group=group)
+            except RuntimeError as error:
+                return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def _changed(**options: Any) -> Callable[..., dict[str, Any]]:
     return lambda **given: given | options
 

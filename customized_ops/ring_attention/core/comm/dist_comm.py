@@ -49,9 +49,15 @@ class DistComm(Comm):
         if "nccl" in backends:
             self._patience = Patience(group, torch.device("cuda", torch.cuda.current_device()))
             self.costs = H200_NCCL
+        self._name_steps()
         if (topology := self._topology()) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
+
+    def _name_steps(self) -> None:
+        """Whoever waits compares them to those of peers."""
+        if self._patience is not None:
+            self._patience.steps = self.steps
 
     def connect(self, device: torch.device) -> None:
         """Before the first messages between GPUs; all ranks call this together.

@@ -33,6 +33,7 @@ Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
 PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
+MOST_STEPS = 1024  # whose names are kept: a host may be far ahead of its GPU
 Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
 
 
@@ -73,11 +74,12 @@ class Comm(ABC):
     writes_to_peers = False  # whether a rank puts what it sends where its peers read it
     compares = False  # whether ranks compare their calls by default
     now = "an exchange"  # what the rank is at, for errors and warnings
-    step = 0  # counts what it has been at
+    step = 0  # counts what it has been at, as all ranks do
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
+        self.steps: dict[int, str] = {}  # the last that it has been at
         # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
 
@@ -144,6 +146,8 @@ class Comm(ABC):
     def doing(self, what: str) -> Iterator[None]:
         """Something that all ranks of the group do together; peers hear of an error inside."""
         self.now, self.step = what, self.step + 1
+        self.steps[self.step] = what
+        self.steps.pop(self.step - MOST_STEPS, None)
         self.check()  # before anything asks a GPU, which may take no more questions
         try:
             yield

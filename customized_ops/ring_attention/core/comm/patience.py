@@ -8,7 +8,7 @@ itself looks into the group's store each second:
 - A rank that fails inside a pass writes down what happened. Peers that wait raise that.
 - A rank that has waited for long writes down what it waits in. Of the others, those that have
   written nothing have not come, and it warns of them. Where one has written another fingerprint of
-  the same pass, both raise.
+  the same pass, or that it is at something else at the same step, both raise.
 
 While all goes well a rank writes who it is at the start, and that it is done at the end
 (:meth:`leave`).
@@ -25,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Literal, NoReturn
 
@@ -33,8 +32,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from annotations.groups import timeout_of
+
 from .host_processes import has_ended, name_of
-from .signals.fingerprint import disagreement
+from .signals.fingerprint import OTHER_CALLS, disagreement
 from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
@@ -49,6 +50,7 @@ WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
 Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
+Steps = Mapping[int, str]  # by number, counted alike, what the rank was at
 
 
 class PeerFailed(RuntimeError):
@@ -57,16 +59,18 @@ class PeerFailed(RuntimeError):
 
 
 class Patience:
-    """One rank's waits for its group, of at most ``most_seconds``."""
+    """One rank's waits for its group, of at most ``most_seconds``. Its host waits in the last of
+    ``steps``, its GPU in any of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """``device``: the rank's, if it is of a group of GPUs. No connection says there that a
         process has ended."""
         self.most_seconds = OF_TIMEOUT * timeout_of(group, device)
-        self._store, self._device = _get_process_group_store(group), device
+        self._store, self.device = _get_process_group_store(group), device
         self._processes: dict[int, str] | None = None  # of peers, as far as they are known
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._thread = WaitingThread()
+        self.steps: Steps = MappingProxyType({})
         self._failed: set[int] = set()  # the steps in which this rank failed
         # The last of them, and what the rank alone has found: what follows from that is not told.
         self._told: list[tuple[int, str]] = []
@@ -81,7 +85,7 @@ class Patience:
             PeerFailed: a peer failed in a step in which this rank did not, or its process is gone,
                 or it does not come.
         """
-        device = self._device
+        device = self.device
         errors: list[BaseException] = []
         done = threading.Event()
 
@@ -105,8 +109,8 @@ class Patience:
         """Raise for what a message or a wait for one ended with; see :meth:`wait`."""
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise error
-        # A closed connection or the group's timeout. Why it closed may have been written down, or
-        # be seen soon: connections close before a process has ended.
+        # A closed connection or the group's timeout. Why it closed may be seen soon: connections
+        # close before a process has ended.
         of_nccl = isinstance(error, dist.DistBackendError)  # whose text goes on
         cause = str(error) if of_nccl else str(error).partition("\n")[0]
         for _ in range(LOOKS_AT_AN_END):
@@ -137,8 +141,7 @@ class Patience:
             PeerFailed: as :meth:`wait`, or it took longer, or a peer's passes are others.
         """
         seconds, patience = 0.0, float(os.environ.get(PATIENCE, PATIENCE_SECONDS))
-        patience = min(patience, self.most_seconds / 2)
-        asked = warned = False
+        patience, asked, warned = min(patience, self.most_seconds / 2), False, False
         while not over(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             has_store = self._raise_if_a_peer_failed(doing)
@@ -154,10 +157,11 @@ class Patience:
                 tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
-                self._write(WAITS[of], _waits_text(doing, passes))
+                steps = self.steps if of == "host" else {}
+                self._write(WAITS[of], _waits_text(doing, passes, steps))
                 asked = True
             if asked:
-                self._raise_if_one_has_others(doing, passes)
+                self._raise_if_one_is_elsewhere(doing, passes)
         if asked:
             self._write(WAITS[of], "")
 
@@ -240,20 +244,28 @@ class Patience:
             self._processes = self._written(PROCESS)
         return self._processes or {}
 
-    def _raise_if_one_has_others(self, doing: str, passes: Passes) -> None:
-        for rank, text in self._written(WAITS["gpu"]).items() if passes else ():
-            _, theirs = _read_waits(text)
-            for number in sorted(passes.keys() & theirs.keys()):
-                if passes[number] != theirs[number]:
-                    problem = disagreement(rank, passes[number], theirs[number])
+    def _raise_if_one_is_elsewhere(self, doing: str, passes: Passes) -> None:
+        for rank, (_, their_passes, their_step) in self._waits():
+            for number, what in their_step.items():
+                if (was := self.steps.get(number, what)) != what:
+                    elsewhere = f"and rank {rank} {OTHER_CALLS}: it waits in {what}, not in {was}"
+                    self.tell_problem(f"{self.here(doing)} {elsewhere}")  # the peer may be behind
+                    raise PeerFailed(f"{self.here(doing)} {elsewhere}")
+            for number in sorted(passes.keys() & their_passes.keys()):
+                if passes[number] != their_passes[number]:
+                    problem = disagreement(rank, passes[number], their_passes[number])
                     raise PeerFailed(self.here(doing) + problem)
+
+    def _waits(self) -> list[tuple[int, tuple[str, Passes, Steps]]]:
+        """What peers that have waited for long are at."""
+        written = [item for of in WAITS.values() for item in self._written(of).items()]
+        return [(rank, _read_waits(text)) for rank, text in written]
 
     def _waited(self, doing: str, seconds: float) -> str:
         """Which ranks do not wait as this one does."""
         waits: dict[int, list[str]] = {rank: [] for rank in self.all_peers()}
-        for what in WAITS.values():
-            for rank, text in self._written(what).items():
-                waits[rank].append(_read_waits(text)[0])
+        for rank, (what, _, _) in self._waits():
+            waits[rank].append(what)
         found = [
             f"rank {rank} waits in {theirs[0]}" if theirs else f"rank {rank} has not come"
             for rank, theirs in waits.items()
@@ -263,14 +275,14 @@ class Patience:
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
 
 
-def _waits_text(doing: str, passes: Passes) -> str:
-    """What a rank that has waited for long writes."""
-    return json.dumps([doing, list(passes.items())])
+def _waits_text(doing: str, passes: Passes, steps: Steps = MappingProxyType({})) -> str:
+    """What a rank that has waited for long writes; its host waits in the last of its steps."""
+    return json.dumps([doing, list(passes.items()), list(steps.items())[-1:]])
 
 
-def _read_waits(text: str) -> tuple[str, dict[int, int]]:
-    doing, passes = json.loads(text)
-    return doing, dict(passes)
+def _read_waits(text: str) -> tuple[str, Passes, Steps]:
+    doing, passes, step = json.loads(text)
+    return doing, dict(passes), dict(step)
 
 
 def tell(text: str) -> None:
@@ -279,15 +291,3 @@ def tell(text: str) -> None:
         warnings.warn(text, stacklevel=3)
     except UserWarning:
         print(text, file=sys.stderr)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device | None) -> float:
-    """In seconds. Of GPUs it is the world's, where that is longer than what a group is made with by
-    default; gloo keeps to the group's own."""
-    groups = (group,) if device is None else (group, dist.group.WORLD)
-    timeouts: list[timedelta] = []
-    for each in groups:
-        with suppress(RuntimeError, AttributeError):  # none for the device, or one without
-            backend = each._get_backend(device or torch.device("cpu"))  # type: ignore[union-attr]
-            timeouts.append(backend.options._timeout)
-    return max(timeouts, default=dist.default_pg_timeout).total_seconds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -235,6 +236,47 @@ def test_the_end_of_a_process_says_why() -> None:
     assert all("do not agree on tensors or options" in each for each in said), done.stderr
 
 
+TOLD_TO_STOP = """
+import sys, time
+from types import SimpleNamespace
+import test_watch as test
+import torch
+def query():
+    if sys.argv[1] == "stops":
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    if sys.argv[1] == "blocks":
+        time.sleep(60)
+    return False
+test.patience._get_process_group_store = lambda group: test.Store()
+test.patience.dist.get_process_group_ranks = lambda group: [0, 1]
+torch.cuda.current_stream = lambda device: SimpleNamespace(query=query)
+test.watch_module.STOP_SECONDS = test.watch_module.LOOK_SECONDS = 0.5
+watch, record = test.watched()
+watch._patience.device = torch.device("cuda", 0)
+test.told(record, test.of.DIFFERS, test.BACKWARD)
+time.sleep(4)
+print("it goes on")
+"""
+
+
+@pytest.mark.parametrize("gpu", ["stops", "goes on", "blocks"])
+def test_a_gpu_that_was_told_to_stop(gpu: str) -> None:
+    """Where it does not, the process ends, even if the driver does not answer."""
+    paths = ":".join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_TO_STOP, gpu],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+    )
+    if gpu == "stops":
+        assert (done.returncode, done.stdout) == (0, "it goes on\n"), done.stderr
+    else:
+        assert done.returncode == -signal.SIGABRT, done.stderr
+        assert "tensors or options; its GPU goes on 0 s later, so the process ends" in done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:ring attention")
 def test_a_pass_without_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels of others wait, the record counts passes."""
@@ -361,3 +403,28 @@ def test_peers_in_other_passes_are_not_waited_for(
     until(lambda: stopped)
     assert problem_of(watch) == f"{START} and rank 1 do not agree on tensors or options"
     assert record[of.STOP]
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_peer_whose_host_waits_in_another_step(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It met something that this rank had met before; this rank's host may be far ahead."""
+    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    watch, record = watched()
+    watch._patience.steps = dict(enumerate([PASS] * 100))
+    told(record, of.WAITS)
+    for step, what in ((7, PASS), (100, "ring attention, backward")):  # the same, or not yet here
+        store.set("waits/1", patience._waits_text(what, {}, {step: what}))
+        until(lambda: store.says(WAITS))
+        time.sleep(0.1)
+        assert watch.problem is None
+    compares = "ring attention, where ranks compare how many tokens they hold"
+    store.set("waits/1", patience._waits_text(compares, {}, {7: compares}))
+    until(lambda: record[of.STOP])
+    want = (
+        f"{START} and rank 1 do not make the same calls in the same order: it waits in {compares}, "
+        f"not in {PASS}"
+    )
+    assert problem_of(watch) == want
+    assert json.loads(store["failed/0"])[-1][1] == want

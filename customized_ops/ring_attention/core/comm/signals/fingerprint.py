@@ -17,6 +17,7 @@ from ...plan.plan_value import PlanValue
 PARTS = ("the mask", "the layouts", "how the plan shares out the work", "tensors or options")
 PART_BITS = 16
 NO_CALL = 1  # of signals between passes
+OTHER_CALLS = "do not make the same calls in the same order"
 
 
 def fingerprint(plan: PlanValue, *call: object) -> int:
@@ -48,7 +49,7 @@ def differing(one: int, other: int) -> list[str]:
 def disagreement(peer: int, call: int, theirs: int) -> str:
     """What is wrong where a peer is in another pass."""
     if NO_CALL in (call, theirs):
-        return f" and rank {peer} do not make the same calls in the same order"
+        return f" and rank {peer} {OTHER_CALLS}"
     return f" and rank {peer} do not agree on " + " and ".join(differing(call, theirs))
 
 

@@ -15,9 +15,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..patience import LOOK_SECONDS, Patience, PeerFailed, tell
 from . import record as of
@@ -25,6 +27,7 @@ from .fingerprint import disagreement
 
 MOST_KNOWN = 256  # passes whose names are kept
 MOST_AHEAD = 4096  # passes that a host may be ahead of its GPU, and their fingerprints be known
+STOP_SECONDS = 20.0  # in which a GPU that was told to stop does
 NEAR = 8  # passes before and after the one that waits are compared to those of a peer
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
@@ -147,6 +150,29 @@ class Watch:
                 self._record[of.STOP] = 1
                 self._stop()
 
+    def require_stop(self) -> None:
+        """The GPU, told to stop, ends in an error, which a question to it shows. Where it does not,
+        nothing else would end the process."""
+        if (device := self._patience.device) is None:
+            return
+        last = threading.Timer(STOP_SECONDS, self._end_process)
+        last.daemon = True
+        last.start()
+        with suppress(RuntimeError):  # that error
+            while self._is_at_work():
+                torch.cuda.current_stream(device).query()
+                time.sleep(LOOK_SECONDS)
+        last.cancel()
+
+    def _is_at_work(self) -> bool:
+        told = self._slots[:, of.STATUS] != of.NOTHING
+        return bool(told.any()) or int(self._record[of.ENDED]) < self._begun
+
+    def _end_process(self) -> None:
+        """Even where a question to the GPU has no answer."""
+        tell(f"{self.problem}; its GPU goes on {STOP_SECONDS:.0f} s later, so the process ends")
+        os.abort()
+
     def at_exit(self) -> None:
         """The program ends."""
         if os.getpid() != self._process:
@@ -185,8 +211,10 @@ def _look_on(reference: weakref.ref[Watch]) -> None:
     while True:
         time.sleep(LOOK_SECONDS)
         watch = reference()
-        if watch is None or watch.problem is not None:
+        if watch is None:
             return
+        if watch.problem is not None:
+            return watch.require_stop()
         watch.look()
         del watch
 
