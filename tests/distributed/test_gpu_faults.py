@@ -3,14 +3,18 @@ place of wrong numbers or a wait without an end."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import gpu_fault_jobs as jobs
 import pytest
 import torch
 from fault_jobs import BAD_INPUTS
 from ranks import JobFailed, Pool
+
+from customized_ops.ring_attention.core.comm.symmetric import CHOICE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,10 +33,11 @@ def said_after(capfd: pytest.CaptureFixture[str]) -> Callable[[str, str], str]:
 def _raised_after(fault: str, comm: str) -> str:
     """What the first rank raises after a fault of the second, in a world of their own. NCCL, which
     finds the error of the device, too, may end its process first: so errors and warnings count."""
-    pool = Pool(2, "nccl", SECONDS)
+    with mock.patch.dict(os.environ, jobs.ENVIRONMENT | {CHOICE: comm}):
+        pool = Pool(2, "nccl", SECONDS)
     try:
         with pytest.raises(JobFailed) as failed:
-            pool.run(jobs.faulty_call, 1, fault, comm)
+            pool.run(jobs.faulty_call, 1, fault)
         return str(failed.value)
     finally:
         pool.close(patience=0)

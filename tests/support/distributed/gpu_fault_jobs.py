@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fault_jobs import BAD_INPUTS, killed, out_of_memory, right_arguments
-from rank_groups import in_their_own_time
 from torch import Tensor
 
 from customized_ops.ring_attention import wrap_ring_attn_func, wrap_ring_attn_varlen_func
@@ -27,6 +26,9 @@ from customized_ops.ring_attention.core.kernels import KERNELS
 TOKENS, HEADS, DIM = 2048, 8, 64  # of a rank
 WARM_UP = 14  # calls, after which passes come from their tapes
 PATIENCE_SECONDS = 3.0
+# Of a world's processes from their start: what sets a variable while threads of NCCL read others
+# may end the process.
+ENVIRONMENT = {PATIENCE: str(PATIENCE_SECONDS), "SEQSHARD_CHECK": "0"}
 
 
 def drawn(dim: int = DIM) -> list[Tensor]:
@@ -120,11 +122,9 @@ FAULTS: dict[str, Callable[[], None]] = {
 MET_BY_KERNELS = {"killed in the first call", "out of memory"}
 
 
-@in_their_own_time
-def faulty_call(faulty: int, fault: str, comm: str) -> None:
+def faulty_call(faulty: int, fault: str) -> None:
     """Calls that are alike, and then one in which a rank is faulty. The others raise what they see
     of it: the error of their device and that of the next call."""
-    os.environ |= {PATIENCE: str(PATIENCE_SECONDS), CHOICE: comm}
     warnings.simplefilter("always")
     usual, wrong = call, FAULTS.get(fault)
     if wrong is None:
@@ -134,7 +134,8 @@ def faulty_call(faulty: int, fault: str, comm: str) -> None:
         other_op()
         for _ in range(WARM_UP):
             usual()
-        assert comm_by_name(dist.group.WORLD.group_name).writes_to_peers == (comm == "symmetric")
+        writes = comm_by_name(dist.group.WORLD.group_name).writes_to_peers
+        assert writes == (os.environ[CHOICE] == "symmetric")
     right = _without_a_tape if fault in MET_BY_KERNELS else usual
     leaves, said = drawn(), []
     dist.barrier()
