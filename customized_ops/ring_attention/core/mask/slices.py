@@ -108,19 +108,9 @@ def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
 def areas(slices: Slices) -> Ints:
     """Number of pairs in each slice of a normalised list, int64[n]."""
     q0, q1, k0, k1, lo, hi = slices.T
-    # The sum of a maximum is minus the sum of a minimum over the rows counted backwards.
-    last_keys = _sum_min(q0, q1, hi, k1 - 1)
-    first_keys = -_sum_min(1 - q1, 1 - q0, -lo, -k0)
-    return last_keys - first_keys + (q1 - q0)
-
-
-def _sum_min(start: Ints, stop: Ints, slope_from: Ints, cap: Ints) -> Ints:
-    """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
-    turn = np.minimum(
-        np.maximum(cap - slope_from, start), stop
-    )  # np.clip takes three times as long
-    rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
-    return rising + cap * (stop - turn)
+    # All of the rectangle, less the triangles above the band and below it, of so many rows.
+    above, below = k1 - 1 - q0 - hi, lo - (k0 - q1 + 1)
+    return (q1 - q0) * (k1 - k0) - (above * (above + 1) + below * (below + 1)) // 2
 
 
 def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:
