@@ -53,7 +53,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
 def depth(start: Ints, stop: Ints) -> int:
     """The most ranges that hold one integer; none of them is empty."""
     begun = np.arange(1, len(start) + 1)
-    ended = np.searchsorted(np.sort(stop), np.sort(start), side="right")
+    ended = np.sort(stop).searchsorted(np.sort(start), side="right")
     return int((begun - ended).max(initial=0))
 
 

@@ -17,7 +17,7 @@ from .exchange import NO_MOVES, Exchange, Exchanges, exchange, exchanges_of_all
 from .heads import Sizes
 from .key_exchanges import by_distance, key_exchanges
 from .planned_work import PlannedWork
-from .rank_plan import RankPlan, Stage, over_rows, over_stages
+from .rank_plan import RankPlan, Stage, over_stages
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
@@ -45,13 +45,11 @@ class PlanValue(PlannedWork):
     def exchanges(self, rank: int) -> Exchanges:
         """What ``rank`` sends and receives, without what it attends; made on first use. The few
         ranks that write into one another's memory know so much of each other: so of these all are
-        made where a second one is asked for. (A table of the moves of many ranks takes gigabytes.)
+        made together. (A table of the moves of many ranks takes gigabytes.)
         """
         if rank not in self._exchanges:
-            few = self.group_size <= HOST_RANKS and self.arrivals is None
-            if self._exchanges and few:
-                others = dict(enumerate(self._all_exchanges()))
-                self._exchanges.update({**others, **self._exchanges})  # what is used stays
+            if self.group_size <= HOST_RANKS and self.arrivals is None:
+                self._exchanges.update(enumerate(self._all_exchanges()))
             else:
                 self._exchanges[rank] = self._exchanges_of(rank)
         return self._exchanges[rank]
@@ -94,11 +92,10 @@ class PlanValue(PlannedWork):
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)
         slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
-        own = over_rows(slices, self.q_layout.places(rank))
-        remote = over_rows(slices, q.places)
-        places = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
-        sides = over_stages(own, places), over_stages(remote, places)
-        stages = tuple(map(Stage, of_stages, *sides))
+        rows = self.q_layout.places(rank), q.places
+        keys = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
+        attended = zip(of_stages, over_stages(slices, rows, keys), strict=True)
+        stages = tuple(Stage(kv, *own_and_remote) for kv, own_and_remote in attended)
         return RankPlan(rank, q, stages, self.shared_rows, self.head_groups)
 
     @cached_property

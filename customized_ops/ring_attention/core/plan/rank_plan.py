@@ -7,7 +7,7 @@ depends on what kind of mask it came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -127,13 +127,13 @@ class RankPlan:
         from other teams. At most 1: there is nothing to merge."""
         team = self.q.send[:, 0] // self.q.team_size
         away = team != self.rank // self.q.team_size  # what its own makes of each head is like here
-        here = [stage.own[:, [Q0, Q1]] for stage in self.stages]
-        return _most_parts(here + _sent(self.q.send[away], team[away]))
+        here = [_here(stage.own, Q0) for stage in self.stages]
+        return _most_parts([*here, _sent(self.q.send[away], team[away])])
 
     @cached_property
     def remote_parts(self) -> int:
         """The most stages that make a part of one received row."""
-        return _most_parts([stage.remote[:, [Q0, Q1]] for stage in self.stages])
+        return _most_parts([_here(stage.remote, Q0) for stage in self.stages])
 
     @cached_property
     def key_parts(self) -> int:
@@ -143,18 +143,24 @@ class RankPlan:
         parts = []
         for stage in self.stages:
             if stage.kv is None:
-                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.remote)]
+                parts += [_here(slices, K0) for slices in (stage.own, stage.remote)]
             else:
                 straight, *relay = stage.kv.parts
-                for send in (straight.send, *(part.send for part in relay[:1])):
-                    parts += _sent(send, send[:, 0])
+                parts += [_sent(part.send, part.send[:, 0]) for part in (straight, *relay[:1])]
         return _most_parts(parts)
 
 
-def _sent(send: Ints, to: Ints) -> list[Ints]:
-    """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
-    ranges = columns(send[:, 1], send[:, 1] + send[:, 2])
-    return [ranges[to == each] for each in np.unique(to).tolist()]
+def _here(slices: Slices, start: int) -> Ints:
+    """int64[n, 3]: a part that is made here, number 0, of the rows of ``slices`` (``start`` is Q0)
+    or of their keys (K0)."""
+    ranges = slices[:, start], slices[:, start + 1]
+    return columns(np.zeros_like(ranges[0]), *ranges)
+
+
+def _sent(send: Ints, to: Ints) -> Ints:
+    """int64[n, 3]: parts of own tokens that are sent to each; ``to``, int64[n], says whom ``send``
+    is to."""
+    return columns(to, send[:, 1], send[:, 1] + send[:, 2])
 
 
 def _row_hull(slices: Slices) -> Range:
@@ -163,10 +169,12 @@ def _row_hull(slices: Slices) -> Range:
     return int(slices[:, Q0].min()), int(slices[:, Q1].max())
 
 
-def _most_parts(parts: Iterable[Ints]) -> int:
-    """The most of ``parts``, each some int64[n, 2] of ranges, that hold one token."""
-    ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
-    _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
+def _most_parts(tables: Sequence[Ints]) -> int:
+    """The most parts that hold one token. Each table is of other parts: their numbers in it, and
+    ranges of their tokens, start and stop."""
+    part, start, stop = np.concatenate(tables).T
+    table = np.arange(len(tables)).repeat([len(each) for each in tables])
+    _, start, stop = union(table * (int(part.max(initial=0)) + 1) + part, start, stop).T
     return depth(start, stop)
 
 
@@ -197,25 +205,40 @@ def over_keys(parts: Slices, keys: Ints) -> Slices:
     return joined_keys(_over_keys(parts, keys))
 
 
-def over_stages(parts: Slices, stages: Sequence[Ints]) -> list[Slices]:
-    """:func:`over_keys` for the key buffer of each stage; no token is in two of them.
+def over_stages(
+    slices: Slices, rows: Sequence[Ints], keys: Sequence[Ints]
+) -> list[tuple[Slices, ...]]:
+    """:func:`over_buffers` for the key buffer of each stage and each of some query buffers: a tuple
+    of these for each stage. No token is in two buffers of a side.
 
     Few places are taken as those of one long buffer, so that numpy is called once; of many, those
     of several stages may lie between one another, and cut slices into too many parts.
     """
-    if len(parts) * sum(map(len, stages)) > AT_ONCE:
-        return [over_keys(parts, keys) for keys in stages]
-    keys = np.concatenate([NO_PLACES, *stages])
-    ends = keys[:, OFFSET] + keys[:, STOP] - keys[:, START]
-    stride = int(ends.max(initial=0)) + 1  # more than a buffer, so that none touches the next
-    numbers = np.arange(len(stages) + 1)
-    keys[:, OFFSET] += stride * numbers[:-1].repeat([len(places) for places in stages])
-    every = over_keys(parts, keys[keys[:, START].argsort()])
-    stage = every[:, K0] // stride
-    every[:, K0:] -= stride * stage[:, None]
-    order = stage.argsort(kind="stable")
-    cuts = stage[order].searchsorted(numbers).tolist()
-    return [every[order[a:b]] for a, b in pairwise(cuts)]
+    (row_places, row_stride), (key_places, key_stride) = map(_end_to_end, (rows, keys))
+    parts = over_rows(slices, row_places[row_places[:, START].argsort()])
+    if len(parts) * len(key_places) > AT_ONCE:
+        ends = np.cumsum([len(places) for places in keys])
+        cut = [over_keys(parts, places) for places in np.split(key_places, ends[:-1])]
+        every = np.concatenate(cut)
+    else:
+        every = over_keys(parts, key_places[key_places[:, START].argsort()])
+    row, stage = every[:, Q0] // row_stride, every[:, K0] // key_stride
+    buffers = stage * len(rows) + row
+    order = buffers.argsort(kind="stable")
+    cuts = buffers[order].searchsorted(np.arange(len(rows) * len(keys) + 1)).tolist()
+    every = _moved(every, -row_stride * row, -key_stride * stage)[order]
+    each = [every[a:b] for a, b in pairwise(cuts)]
+    return list(zip(*[iter(each)] * len(rows), strict=True))
+
+
+def _end_to_end(buffers: Sequence[Ints]) -> tuple[Ints, int]:
+    """The places of some buffers as those of one, and how far apart each begins in it: more than a
+    buffer, so that none touches the next."""
+    places = np.concatenate([NO_PLACES, *buffers])
+    ends = places[:, OFFSET] + places[:, STOP] - places[:, START]
+    stride = int(ends.max(initial=0)) + 1
+    places[:, OFFSET] += stride * np.arange(len(buffers)).repeat([len(each) for each in buffers])
+    return places, stride
 
 
 def _over_keys(parts: Slices, keys: Ints) -> Slices:
