@@ -168,6 +168,8 @@ def _tall(slices: Slices) -> Bools:
 def _cut_below(slices: Slices, rows: Ints) -> Slices:
     """Slices cut in two at a row of each; those where it is no row of theirs stay as they are."""
     cut = (slices[:, Q0] < rows) & (rows < slices[:, Q1])
+    if not cut.any():
+        return slices
     above, below = slices[cut].copy(), slices[cut].copy()
     above[:, Q1] = below[:, Q0] = rows[cut]
     return normalise(np.concatenate([slices[~cut], above, below]))
