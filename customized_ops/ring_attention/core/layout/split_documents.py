@@ -210,7 +210,7 @@ def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order
 def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:
     """Token ranges of runs; each rank's parts of split documents first, which alone attend keys of
     other ranks, then its whole documents, both in the order of the sequence."""
-    rank, document, first, last = np.array(runs, dtype=np.int64).reshape(-1, 4).T
+    rank, document, first, last = np.array(list(zip(*runs, strict=True)), dtype=np.int64)
     start, stop = documents.bounds[document], documents.bounds[document + 1]
     is_part = last - first < stop - start
     both_ends = is_part & documents.uneven[document]

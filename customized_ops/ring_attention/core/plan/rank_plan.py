@@ -25,6 +25,8 @@ NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
 NO_PLACES: Ints = np.zeros((0, 3), dtype=np.int64)
 # Slices times places up to which all stages are cut at once.
 AT_ONCE = 20_000
+# Parts more than there were, up to which slices are cut at all places of keys.
+FEW_CUTS = 1_000
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,10 @@ def _most_parts(tables: Sequence[Ints]) -> int:
     """The most parts that hold one token. Each table is of other parts: their numbers in it, and
     ranges of their tokens, start and stop."""
     part, start, stop = np.concatenate(tables).T
+    if len(part) == 0:
+        return 0
     table = np.arange(len(tables)).repeat([len(each) for each in tables])
-    _, start, stop = union(table * (int(part.max(initial=0)) + 1) + part, start, stop).T
+    _, start, stop = union(table * (int(part.max()) + 1) + part, start, stop).T
     return depth(start, stop)
 
 
@@ -242,13 +246,13 @@ def _end_to_end(buffers: Sequence[Ints]) -> tuple[Ints, int]:
 
 
 def _over_keys(parts: Slices, keys: Ints) -> Slices:
-    """``parts``, whose rows are in buffer positions already, cut at the places of keys. Places that
-    all rows of a part see whole and that are neighbours in the buffer are not cut apart: with short
-    places (stripes) their number would be rows times keys."""
+    """``parts``, whose rows are in buffer positions already, cut at the places of keys. Of many,
+    those that all rows of a part see whole and that are neighbours in the buffer are not cut apart:
+    with short places (stripes) their number would be rows times keys."""
     tiles = keys[:, :OFFSET]
     first, last = touched(parts[:, K0], parts[:, K1], tiles)
-    if (last <= first + 1).all():
-        return _at_places(parts, keys, first, last)
+    if (last - first).sum() <= len(parts) + FEW_CUTS:
+        return _at_places(parts, keys, first, last)  # which :func:`joined_keys` joins again
     whole0 = np.maximum(parts[:, K0], parts[:, Q1] - 1 + parts[:, LO])
     whole1 = np.minimum(parts[:, K1], parts[:, Q0] + parts[:, HI] + 1)
     core0 = np.minimum(np.maximum(keys[:, START].searchsorted(whole0), first), last)
