@@ -57,10 +57,12 @@ def tighten(slices: Slices) -> Slices:
     k0 = np.maximum(k0, q0 + lo)
     q1 = np.minimum(q1, k1 - lo)
     q0 = np.maximum(q0, k0 - hi)
-    # A band wider than the rectangle says nothing more: clamp it to the corners.
-    lo = np.maximum(lo, k0 - q1 + 1)
-    hi = np.minimum(hi, k1 - 1 - q0)
-    return columns(q0, q1, k0, k1, lo, hi)
+    return _with_tight_band(q0, q1, k0, k1, lo, hi)
+
+
+def _with_tight_band(q0: Ints, q1: Ints, k0: Ints, k1: Ints, lo: Ints, hi: Ints) -> Slices:
+    """A band wider than the rectangle says nothing more: clamp it to the corners."""
+    return columns(q0, q1, k0, k1, np.maximum(lo, k0 - q1 + 1), np.minimum(hi, k1 - 1 - q0))
 
 
 def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
@@ -94,10 +96,14 @@ def clip_each(slices: Slices, ranges: Ints, start: int) -> Slices:
     """Each of ``slices`` inside its own range, int64[n, 2], of queries (``start`` is Q0) or of keys
     (K0), normalised. Slices are normalised, so that every row and every key has a pair, and each
     meets its range: none becomes empty."""
-    parts = slices.copy()
-    parts[:, start] = np.maximum(parts[:, start], ranges[:, 0])
-    parts[:, start + 1] = np.minimum(parts[:, start + 1], ranges[:, 1])
-    return tighten(parts)
+    q0, q1, k0, k1, lo, hi = slices.T
+    if start == Q0:
+        q0, q1 = np.maximum(q0, ranges[:, 0]), np.minimum(q1, ranges[:, 1])
+        k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    else:
+        k0, k1 = np.maximum(k0, ranges[:, 0]), np.minimum(k1, ranges[:, 1])
+        q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    return _with_tight_band(q0, q1, k0, k1, lo, hi)
 
 
 def shift(slices: Slices, q_by: int, k_by: int) -> Slices:

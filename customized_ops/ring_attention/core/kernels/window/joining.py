@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays import Ints
-from ...mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas
+from ...mask.slices import HI, K0, LO, Q0, Q1, Slices, areas
 
 # Along columns, rows and diagonals: by how many rows and keys further what continues a slice may
 # start.
@@ -29,7 +29,8 @@ def _are_apart(slices: Slices) -> bool:
     rows, as those of documents. From one row of a slice to the next its keys start and stop at the
     same ones or at those after them, so the union of two such is no slice but a single diagonal."""
     slices = slices[slices[:, Q0].argsort()]
-    return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
+    starts, stops = slices[:, Q0:LO:2], slices[:, Q1:LO:2]
+    return bool((stops[:-1] <= starts[1:]).all())
 
 
 def _joined_once(slices: Slices) -> Slices:
@@ -39,8 +40,8 @@ def _joined_once(slices: Slices) -> Slices:
         return slices
     hulls = _hulls(slices[a], slices[b])
     wide = hulls[:, LO] < hulls[:, HI]
-    pairs = areas(slices)
-    (exact,) = (wide & (areas(hulls) == pairs[a] + pairs[b])).nonzero()
+    pairs = areas(np.concatenate([slices, hulls]))
+    (exact,) = (wide & (pairs[len(slices) :] == pairs[a] + pairs[b])).nonzero()
     gone = np.zeros(len(slices), dtype=bool)
     chosen = []
     for n, first, second in zip(exact, a[exact], b[exact], strict=True):
