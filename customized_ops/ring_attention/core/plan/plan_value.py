@@ -56,23 +56,25 @@ class PlanValue(PlannedWork):
 
     def row_exchanges(self) -> Iterator[Exchange]:
         """What every rank sends and receives of rows."""
-        rows = moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
-        at_once = np.zeros(len(rows), dtype=np.int64)
-        ranks = exchanges_of_all(rows, at_once, 1, self.group_size, self.team_size, local=False)
-        return (q for (q,) in ranks)
+        ranks, size = self.group_size, self.team_size
+        rows = self._row_moves()
+        each = exchanges_of_all(rows, NO_MOVES, NO_MOVES[:, 0], 0, ranks, size, local=False)
+        return (q for (q,) in each)
+
+    def _row_moves(self) -> moves.Moves:
+        return moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
 
     def _all_exchanges(self) -> Iterator[Exchanges]:
         """Of every rank, where keys do not come in steps of a bound."""
-        ranks, size, steps = self.group_size, self.team_size, max(self.steps, 1)
-        q, none = self.row_exchanges(), ((None,),) * ranks
-        if self.n_stages == 1 and not self.gathered:
-            return (Exchanges(mine, keys) for mine, keys in zip(q, none, strict=True))
-        local = self.gathered
-        some = moves.located(self.kv_needed, self.k_layout.pieces)
-        some, step = by_distance(some, self.k_layout, size, steps, local=local)
-        kv = exchanges_of_all(some, step, steps, ranks, size, local=local)
+        ranks, size, local = self.group_size, self.team_size, self.gathered
+        keys, step, steps = NO_MOVES, NO_MOVES[:, 0], 0
+        if self.n_stages > 1 or local:
+            steps = max(self.steps, 1)
+            keys = moves.located(self.kv_needed, self.k_layout.pieces)
+            keys, step = by_distance(keys, self.k_layout, size, steps, local=local)
+        each = exchanges_of_all(self._row_moves(), keys, step, steps, ranks, size, local=local)
         own = () if local else (None,)
-        return (Exchanges(mine, (*own, *keys)) for mine, keys in zip(q, kv, strict=True))
+        return (Exchanges(q, (*own, *kv)) for q, *kv in each)
 
     def _exchanges_of(self, rank: int) -> Exchanges:
         size = self.team_size
