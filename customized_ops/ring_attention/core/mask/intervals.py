@@ -19,6 +19,13 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     return x, np.arange(len(x)) - (before - first)[x]
 
 
+def members(start: Ints, stop: Ints) -> Ints:
+    """All n in start[x] .. stop[x] - 1, for each x, int64[t]; no range stops before it starts."""
+    length = stop - start
+    before = length.cumsum() - length
+    return (start - before).repeat(length) + np.arange(length.sum())
+
+
 def touched(start: Ints, stop: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     """Which tiles each range meets: tiles first[x] .. last[x] - 1.
 

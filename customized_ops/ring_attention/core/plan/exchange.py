@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..index_table import IndexTable
 from ..layout import Layout
-from ..mask.intervals import joined, spread, touched
+from ..mask.intervals import joined, members, spread, touched
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
@@ -36,7 +36,7 @@ class Where:
     @cached_property
     def indices(self) -> Ints | None:
         """int64[count], of scattered tokens."""
-        return None if self.ranges is None else spread(*self.ranges)[1]
+        return None if self.ranges is None else members(*self.ranges)
 
     @cached_property
     def table(self) -> IndexTable:
