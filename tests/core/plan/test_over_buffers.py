@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
-from customized_ops.ring_attention.core.plan import rank_plan as buffers
+from customized_ops.ring_attention.core.plan import over_buffers as buffers
 from customized_ops.ring_attention.core.plan.exchange import token_indices
-from customized_ops.ring_attention.core.plan.rank_plan import joined_keys, over_buffers
+from customized_ops.ring_attention.core.plan.over_buffers import joined_keys, over_buffers
 
 
 def painted(slices: np.ndarray, rows: int, keys: int) -> np.ndarray:

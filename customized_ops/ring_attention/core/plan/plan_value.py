@@ -16,8 +16,9 @@ from .assign.work import TEAM
 from .exchange import NO_MOVES, Exchange, Exchanges, exchange, exchanges_of_all
 from .heads import Sizes
 from .key_exchanges import by_distance, key_exchanges
+from .over_buffers import over_stages
 from .planned_work import PlannedWork
-from .rank_plan import RankPlan, Stage, over_stages
+from .rank_plan import RankPlan, Stage
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
