@@ -39,7 +39,7 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import K0, LO, Q1, clip
 from customized_ops.ring_attention.core.plan import make_plan
-from customized_ops.ring_attention.core.plan.rank_plan import over_buffers
+from customized_ops.ring_attention.core.plan.over_buffers import over_buffers
 
 CPU = Request(torch.device("cpu"), torch.bfloat16, 128, 128, 32, 8)
 GPU = replace(CPU, device=torch.device("cuda", 0), tokens=32768)

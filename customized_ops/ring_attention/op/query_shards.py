@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.layout import Layout
 from ..core.mask import AttnMask
 from ..core.merge.merge import accumulation_dtype
-from ..core.plan.rank_plan import over_buffers
+from ..core.plan.over_buffers import over_buffers
 from .arguments import ArgumentError
 from .mask_source import Problem
 from .options import OpOptions

@@ -1,6 +1,7 @@
 """The mask over buffers against painting it pair by pair."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import as_slices, normalise, to_dense
-from customized_ops.ring_attention.core.plan import rank_plan as buffers
+from customized_ops.ring_attention.core.plan import over_buffers as buffers
 from customized_ops.ring_attention.core.plan.exchange import token_indices
-from customized_ops.ring_attention.core.plan.rank_plan import joined_keys, over_buffers
+from customized_ops.ring_attention.core.plan.over_buffers import joined_keys, over_buffers
 
 
 def painted(slices: np.ndarray, rows: int, keys: int) -> np.ndarray:
@@ -79,6 +80,21 @@ def cases(draw):
 def test_any_buffers(case):
     got = check(*case)
     event(f"slices: {min(len(got), 5)}")
+    with mock.patch.object(buffers, "FEW_CUTS", 0):  # as where there are many places
+        assert check(*case).tolist() == got.tolist()
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_buffers_of_stages_are_cut_together(case):
+    """As if each were alone, be there few places or many."""
+    mask, rows, keys = case
+    sides, stages = [rows[n::2] for n in range(2)], [keys[n::3] for n in range(3)]
+    alone = [[over_buffers(mask.slices, q, k).tolist() for q in sides] for k in stages]
+    for most in (buffers.AT_ONCE, -1):
+        with mock.patch.object(buffers, "AT_ONCE", most):
+            got = buffers.over_stages(mask.slices, sides, stages)
+        assert [[part.tolist() for part in stage] for stage in got] == alone
 
 
 def side_by_side(ranges) -> np.ndarray:

@@ -120,7 +120,7 @@ def needs_window(mask: AttnMask) -> bool:
     k0 - (q1 - 1), so lo binds nowhere if lo <= k0 - q1 + 1. What a plan does to slices keeps that:
     clipping raises k0 or lowers q1 (:func:`~..slices.clip`), so the right side only grows; moving
     tokens to buffers shifts both sides equally (:func:`~..slices.shift`); and pieces over the same
-    rows that are joined again take lo and k0 from one of them (``rank_plan.joined_keys``).
+    rows that are joined again take lo and k0 from one of them (``over_buffers.joined_keys``).
     """
     slices = mask.slices
     return bool((slices[:, LO] > slices[:, K0] - slices[:, Q1] + 1).any())

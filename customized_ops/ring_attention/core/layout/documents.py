@@ -100,7 +100,7 @@ class DocumentAreas:
         bounds = np.append(0, np.cumsum(self.tokens[which]))
         return DocumentAreas(bounds, self.area[which], self.early[which], even_half)
 
-    @property
+    @cached_property
     def tokens(self) -> Ints:
         """int64[n]: how long they are."""
         return np.diff(self.bounds)

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..arrays import Ints
+from ..mask.intervals import members
 from . import layout_tables as tables
 from .layout_arguments import LayoutError, shorten, write_ranges
 
@@ -140,10 +141,7 @@ class LayoutValue:
 
     def positions(self, rank: int) -> Ints:
         """Global indices of rank's tokens in local order, int64: its position ids for RoPE."""
-        start, stop = self._own(rank).T
-        length = stop - start
-        before = np.cumsum(length) - length
-        return np.repeat(start - before, length) + np.arange(length.sum())
+        return members(*self._own(rank).T)
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """``rank``'s tokens of the whole tensor ``x``, whose dim ``dim`` is the sequence.

@@ -48,6 +48,7 @@ DENSITY_ROUNDS = 8
 INFINITE, TINY = float("inf"), 1e-9
 
 Run = tuple[int, int, int, int]  # rank, document, and its tokens from first to last, as counted
+Waiting = tuple[int, int, int, float]  # tokens of a document that are left, it, its first, density
 
 
 @dataclass
@@ -82,6 +83,8 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
     (sparse,) = (~is_dense).nonzero()
     sparse = sparse[np.argsort(tokens[sparse], kind="stable")]
     sparse_density = float(area[sparse].sum()) / max(int(tokens[sparse].sum()), 1)
+    each = tokens[sparse].tolist(), sparse.tolist(), [0] * len(sparse), density[sparse].tolist()
+    waiting = list(zip(*each, strict=True))  # the longest last
     best = _Ranks(sizes.tolist(), [np.inf] * len(sizes))
     for fits in FITS:
         ranks = _Ranks(sizes.tolist(), [0.0] * len(sizes))
@@ -98,7 +101,7 @@ def split_documents(documents: DocumentAreas, sizes: Ints) -> Ints:
         largest: list[float] = []
         for n in range(DENSITY_ROUNDS):
             filled = ranks.copy()
-            _place_sparse(filled, sparse, tokens, density, of_line, mean)
+            _place_sparse(filled, waiting.copy(), of_line, mean)
             lacks = np.where(lacking > 0, np.maximum(mean - np.array(filled.area), 0.0), 0.0)
             found = _cut_line(filled, line, tokens, density, in_order)
             largest.append(max(filled.area))
@@ -153,10 +156,9 @@ def _expected(lacking: Floats, tokens: Floats, area: Floats) -> Floats:
     return np.where(density > 0, density, np.inf)
 
 
-def _place_sparse(
-    ranks: _Ranks, sparse: Ints, tokens: Ints, density: Floats, of_line: Floats, mean: float
-) -> None:
-    """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``."""
+def _place_sparse(ranks: _Ranks, waiting: list[Waiting], of_line: Floats, mean: float) -> None:
+    """Step 3, where a rank takes tokens from the line that are as dense as ``of_line``. What waits,
+    the longest document last, is used up."""
     room, area, runs = ranks.room, ranks.area, ranks.runs
     # Tokens of the line that an area is, and what is too many of them; 0 and any without a line.
     of_area = 1 / of_line
@@ -166,8 +168,6 @@ def _place_sparse(
     least = list(zip(lacking.tolist(), range(len(room)), strict=True))
     heapq.heapify(least)
     spared = of_area.tolist()
-    each = tokens[sparse].tolist(), sparse.tolist(), [0] * len(sparse), density[sparse].tolist()
-    waiting = list(zip(*each, strict=True))  # the longest last
     while waiting:
         length, document, first, own = waiting.pop()
         lacks, rank = least[0]
@@ -210,7 +210,7 @@ def _cut_line(ranks: _Ranks, line: Ints, tokens: Ints, density: Floats, in_order
 def _ranges(runs: list[Run], documents: DocumentAreas) -> Ints:
     """Token ranges of runs; each rank's parts of split documents first, which alone attend keys of
     other ranks, then its whole documents, both in the order of the sequence."""
-    rank, document, first, last = np.array(runs, dtype=np.int64).reshape(-1, 4).T
+    rank, document, first, last = np.array(list(zip(*runs, strict=True)), dtype=np.int64)
     start, stop = documents.bounds[document], documents.bounds[document + 1]
     is_part = last - first < stop - start
     both_ends = is_part & documents.uneven[document]

@@ -97,18 +97,18 @@ class _Assignment:
         tokens = int(self.sizes[rank] - self.tokens[kept].sum())
         area = round(load) - int(self.area[kept].sum())
         halves = free[::2], free[1::2]
-        (tokens0, area0), (tokens1, area1) = (
-            (_sums(self.tokens[half]), _sums(self.area[half])) for half in halves
-        )
-        # By tokens and then area on one number line, where the best fit is beside what is wanted.
+        # By tokens and then area on one number line, where the best fit is beside what is wanted;
+        # what has other tokens is half a stride away or more.
         stride = 4 * AREA_UNITS
-        order = np.argsort(tokens1 * stride + area1, kind="stable")
-        have = (tokens1 * stride + area1)[order]
-        place = np.searchsorted(have, (tokens - tokens0) * stride + area - area0)
+        both0, both1 = (_sums(self.tokens[half] * stride + self.area[half]) for half in halves)
+        wanted = tokens * stride + area - both0
+        order = np.argsort(both1, kind="stable")
+        have = both1[order]
+        place = np.searchsorted(have, wanted)
         beside = np.stack([place - 1, place]).clip(0, len(have) - 1)
         found = order[beside]
-        error = np.abs(area0 + area1[found] - area)
-        error[tokens0 + tokens1[found] != tokens] = stride
+        error = np.abs(have[beside] - wanted)
+        error[error >= stride // 2] = stride
         side, first = np.unravel_index(int(error.argmin()), error.shape)
         if error[side, first] == stride:
             return False
@@ -140,7 +140,7 @@ def least_area(documents: DocumentAreas, tokens: int) -> float:
 
 def _sums(values: Ints) -> Ints:
     """int64[2 ** n]: of all subsets; bit i of the index says whether value i is in."""
-    sums = np.zeros(1, dtype=np.int64)
-    for value in values.tolist():
-        sums = np.concatenate([sums, sums + value])
+    sums = np.zeros(1 << len(values), dtype=np.int64)
+    for n, value in enumerate(values.tolist()):
+        np.add(sums[: 1 << n], value, out=sums[1 << n : 2 << n])
     return sums

@@ -19,6 +19,13 @@ def spread(first: Ints, last: Ints) -> tuple[Ints, Ints]:
     return x, np.arange(len(x)) - (before - first)[x]
 
 
+def members(start: Ints, stop: Ints) -> Ints:
+    """All n in start[x] .. stop[x] - 1, for each x, int64[t]; no range stops before it starts."""
+    length = stop - start
+    before = length.cumsum() - length
+    return (start - before).repeat(length) + np.arange(length.sum())
+
+
 def touched(start: Ints, stop: Ints, tiles: Ints) -> tuple[Ints, Ints]:
     """Which tiles each range meets: tiles first[x] .. last[x] - 1.
 
@@ -53,7 +60,7 @@ def union(group: Ints, start: Ints, stop: Ints) -> Ints:
 def depth(start: Ints, stop: Ints) -> int:
     """The most ranges that hold one integer; none of them is empty."""
     begun = np.arange(1, len(start) + 1)
-    ended = np.searchsorted(np.sort(stop), np.sort(start), side="right")
+    ended = np.sort(stop).searchsorted(np.sort(start), side="right")
     return int((begun - ended).max(initial=0))
 
 

@@ -57,10 +57,12 @@ def tighten(slices: Slices) -> Slices:
     k0 = np.maximum(k0, q0 + lo)
     q1 = np.minimum(q1, k1 - lo)
     q0 = np.maximum(q0, k0 - hi)
-    # A band wider than the rectangle says nothing more: clamp it to the corners.
-    lo = np.maximum(lo, k0 - q1 + 1)
-    hi = np.minimum(hi, k1 - 1 - q0)
-    return columns(q0, q1, k0, k1, lo, hi)
+    return _with_tight_band(q0, q1, k0, k1, lo, hi)
+
+
+def _with_tight_band(q0: Ints, q1: Ints, k0: Ints, k1: Ints, lo: Ints, hi: Ints) -> Slices:
+    """A band wider than the rectangle says nothing more: clamp it to the corners."""
+    return columns(q0, q1, k0, k1, np.maximum(lo, k0 - q1 + 1), np.minimum(hi, k1 - 1 - q0))
 
 
 def clip(slices: Slices, q0: int, q1: int, k0: int, k1: int) -> Slices:
@@ -94,10 +96,14 @@ def clip_each(slices: Slices, ranges: Ints, start: int) -> Slices:
     """Each of ``slices`` inside its own range, int64[n, 2], of queries (``start`` is Q0) or of keys
     (K0), normalised. Slices are normalised, so that every row and every key has a pair, and each
     meets its range: none becomes empty."""
-    parts = slices.copy()
-    parts[:, start] = np.maximum(parts[:, start], ranges[:, 0])
-    parts[:, start + 1] = np.minimum(parts[:, start + 1], ranges[:, 1])
-    return tighten(parts)
+    q0, q1, k0, k1, lo, hi = slices.T
+    if start == Q0:
+        q0, q1 = np.maximum(q0, ranges[:, 0]), np.minimum(q1, ranges[:, 1])
+        k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    else:
+        k0, k1 = np.maximum(k0, ranges[:, 0]), np.minimum(k1, ranges[:, 1])
+        q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    return _with_tight_band(q0, q1, k0, k1, lo, hi)
 
 
 def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
@@ -108,19 +114,9 @@ def shift(slices: Slices, q_by: int, k_by: int) -> Slices:
 def areas(slices: Slices) -> Ints:
     """Number of pairs in each slice of a normalised list, int64[n]."""
     q0, q1, k0, k1, lo, hi = slices.T
-    # The sum of a maximum is minus the sum of a minimum over the rows counted backwards.
-    last_keys = _sum_min(q0, q1, hi, k1 - 1)
-    first_keys = -_sum_min(1 - q1, 1 - q0, -lo, -k0)
-    return last_keys - first_keys + (q1 - q0)
-
-
-def _sum_min(start: Ints, stop: Ints, slope_from: Ints, cap: Ints) -> Ints:
-    """Sum over i in [start, stop) of min(i + slope_from, cap), elementwise."""
-    turn = np.minimum(
-        np.maximum(cap - slope_from, start), stop
-    )  # np.clip takes three times as long
-    rising = (start + turn - 1) * (turn - start) // 2 + slope_from * (turn - start)
-    return rising + cap * (stop - turn)
+    # All of the rectangle, less the triangles above the band and below it, of so many rows.
+    above, below = k1 - 1 - q0 - hi, lo - (k0 - q1 + 1)
+    return (q1 - q0) * (k1 - k0) - (above * (above + 1) + below * (below + 1)) // 2
 
 
 def to_dense(slices: Slices, q_len: int, k_len: int) -> npt.NDArray[np.bool_]:

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Ints, columns
 from ..index_table import IndexTable
 from ..layout import Layout
-from ..mask.intervals import joined, spread, touched
+from ..mask.intervals import joined, members, spread, touched
 
 # Columns of moves: the team that receives, the rank that sends, global tokens, offset of the first
 # at the sender. Every rank of a team receives its share of the heads of these tokens.
@@ -36,7 +36,7 @@ class Where:
     @cached_property
     def indices(self) -> Ints | None:
         """int64[count], of scattered tokens."""
-        return None if self.ranges is None else spread(*self.ranges)[1]
+        return None if self.ranges is None else members(*self.ranges)
 
     @cached_property
     def table(self) -> IndexTable:
@@ -127,7 +127,8 @@ class Exchanges(NamedTuple):
         """Work out now what a step looks up, not in the step: all, or where tokens of one
         ``sender`` are received."""
         for each in (self.q, *self.kv):
-            for part in each.parts if each is not None else ():
+            parts = each.parts if each is not None else ()
+            for part in (part for part in parts if not part.empty):
                 sent, received = part.sent, part.received
                 if sender is None:
                     sides = [*sent.values(), *received.values()]
@@ -200,13 +201,18 @@ def exchanges(
 
 
 def exchanges_of_all(
-    moves: Moves, step: Ints, steps: int, ranks: int, team_size: int, *, local: bool
+    rows: Moves, keys: Moves, step: Ints, steps: int, ranks: int, team_size: int, *, local: bool
 ) -> list[list[Exchange]]:
-    """:func:`exchanges` of every rank, worked out together: ``moves`` are those of all."""
-    every, at, to = _to_each(moves, step, team_size, local=local)
-    keys = to * steps + at, every[:, SEND] * steps + at
-    found = _by_step((every, keys[0]), (every, keys[1]), to, ranks * steps, team_size)
-    return [found[rank * steps : (rank + 1) * steps] for rank in range(ranks)]
+    """Of every rank :func:`exchange` of rows, and :func:`exchanges` of keys, worked out together:
+    the moves are those of all ranks, and ``local`` is of keys."""
+    at_once = np.zeros(len(rows), dtype=np.int64)
+    of_rows = _to_each(rows, at_once, team_size, local=False)
+    of_keys = _to_each(keys, 1 + step, team_size, local=local)
+    every, at, to = map(np.concatenate, zip(of_rows, of_keys, strict=True))
+    count = 1 + steps
+    into, out = (every, to * count + at), (every, every[:, SEND] * count + at)
+    found = _by_step(into, out, to, ranks * count, team_size)
+    return [found[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
 def _to_each(moves: Moves, step: Ints, team_size: int, *, local: bool) -> tuple[Moves, Ints, Ints]:

@@ -50,14 +50,15 @@ def counts(needed: Ints, layout: Layout, team_size: int) -> Ints:
     holder, starts, stops, _ = pieces.T
     team, start, stop = needed.T
     needs = np.bincount(team, stop - start, minlength=ranks // team_size)
-    # Tokens of a piece that its own team needs: teams follow one another on one number line.
-    line = team * layout.total
-    at = holder // team_size * layout.total
-    own = _before(start + line, stop + line, np.concatenate([at + starts, at + stops]))
-    held = np.bincount(holder, own[len(pieces) :] - own[: len(pieces)], minlength=ranks)
-    # Tokens of a piece times the teams that need them; pieces follow one another.
-    wanted = _before(np.sort(start), np.sort(stop), np.append(starts, layout.total))
-    asked = np.bincount(holder, wanted[1:] - wanted[:-1], minlength=ranks)
+    # Tokens of a piece that its own team needs, and those times all teams that need them. On one
+    # number line teams follow one another, and after them all together.
+    line, own, every = team * layout.total, holder // team_size * layout.total, ranks * layout.total
+    before = _before(
+        np.concatenate([start + line, np.sort(start) + every]),
+        np.concatenate([stop + line, np.sort(stop) + every]),
+        np.concatenate([own + starts, every + starts, own + stops, every + stops]),
+    ).reshape(2, 2, -1)
+    held, asked = (np.bincount(holder, tokens, minlength=ranks) for tokens in before[1] - before[0])
     sent = asked * team_size - held
     received = needs.repeat(team_size) - held
     return columns(sent, received).astype(np.int64)
@@ -91,7 +92,7 @@ def _before(starts: Ints, stops: Ints, token: Ints) -> Ints:
     for ends, sign in ((starts, 1), (stops, -1)):
         count = ends.searchsorted(token)
         sums = np.zeros(len(ends) + 1, dtype=np.int64)
-        np.cumsum(ends, out=sums[1:])
+        ends.cumsum(out=sums[1:])
         before += sign * (count * token - sums[count])
     return before
 

@@ -16,8 +16,9 @@ from .assign.work import TEAM
 from .exchange import NO_MOVES, Exchange, Exchanges, exchange, exchanges_of_all
 from .heads import Sizes
 from .key_exchanges import by_distance, key_exchanges
+from .over_buffers import over_stages
 from .planned_work import PlannedWork
-from .rank_plan import RankPlan, Stage, over_rows, over_stages
+from .rank_plan import RankPlan, Stage
 from .relays import Crossing, crossing, relayed_crossing
 from .token_bytes import TokenBytes
 
@@ -45,36 +46,36 @@ class PlanValue(PlannedWork):
     def exchanges(self, rank: int) -> Exchanges:
         """What ``rank`` sends and receives, without what it attends; made on first use. The few
         ranks that write into one another's memory know so much of each other: so of these all are
-        made where a second one is asked for. (A table of the moves of many ranks takes gigabytes.)
+        made together. (A table of the moves of many ranks takes gigabytes.)
         """
         if rank not in self._exchanges:
-            few = self.group_size <= HOST_RANKS and self.arrivals is None
-            if self._exchanges and few:
-                others = dict(enumerate(self._all_exchanges()))
-                self._exchanges.update({**others, **self._exchanges})  # what is used stays
+            if self.group_size <= HOST_RANKS and self.arrivals is None:
+                self._exchanges.update(enumerate(self._all_exchanges()))
             else:
                 self._exchanges[rank] = self._exchanges_of(rank)
         return self._exchanges[rank]
 
     def row_exchanges(self) -> Iterator[Exchange]:
         """What every rank sends and receives of rows."""
-        rows = moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
-        at_once = np.zeros(len(rows), dtype=np.int64)
-        ranks = exchanges_of_all(rows, at_once, 1, self.group_size, self.team_size, local=False)
-        return (q for (q,) in ranks)
+        ranks, size = self.group_size, self.team_size
+        rows = self._row_moves()
+        each = exchanges_of_all(rows, NO_MOVES, NO_MOVES[:, 0], 0, ranks, size, local=False)
+        return (q for (q,) in each)
+
+    def _row_moves(self) -> moves.Moves:
+        return moves.located(self.q_needed, self.q_layout.pieces) if self.rows_move else NO_MOVES
 
     def _all_exchanges(self) -> Iterator[Exchanges]:
         """Of every rank, where keys do not come in steps of a bound."""
-        ranks, size, steps = self.group_size, self.team_size, max(self.steps, 1)
-        q, none = self.row_exchanges(), ((None,),) * ranks
-        if self.n_stages == 1 and not self.gathered:
-            return (Exchanges(mine, keys) for mine, keys in zip(q, none, strict=True))
-        local = self.gathered
-        some = moves.located(self.kv_needed, self.k_layout.pieces)
-        some, step = by_distance(some, self.k_layout, size, steps, local=local)
-        kv = exchanges_of_all(some, step, steps, ranks, size, local=local)
+        ranks, size, local = self.group_size, self.team_size, self.gathered
+        keys, step, steps = NO_MOVES, NO_MOVES[:, 0], 0
+        if self.n_stages > 1 or local:
+            steps = max(self.steps, 1)
+            keys = moves.located(self.kv_needed, self.k_layout.pieces)
+            keys, step = by_distance(keys, self.k_layout, size, steps, local=local)
+        each = exchanges_of_all(self._row_moves(), keys, step, steps, ranks, size, local=local)
         own = () if local else (None,)
-        return (Exchanges(mine, (*own, *keys)) for mine, keys in zip(q, kv, strict=True))
+        return (Exchanges(q, (*own, *kv)) for q, *kv in each)
 
     def _exchanges_of(self, rank: int) -> Exchanges:
         size = self.team_size
@@ -94,11 +95,10 @@ class PlanValue(PlannedWork):
     def _rank_plan(self, rank: int) -> RankPlan:
         q, of_stages = self.exchanges(rank)
         slices = self.work[self.work[:, TEAM] == rank // self.team_size, :TEAM]
-        own = over_rows(slices, self.q_layout.places(rank))
-        remote = over_rows(slices, q.places)
-        places = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
-        sides = over_stages(own, places), over_stages(remote, places)
-        stages = tuple(map(Stage, of_stages, *sides))
+        rows = self.q_layout.places(rank), q.places
+        keys = [self.k_layout.places(rank) if kv is None else kv.places for kv in of_stages]
+        attended = zip(of_stages, over_stages(slices, rows, keys), strict=True)
+        stages = tuple(Stage(kv, *own_and_remote) for kv, own_and_remote in attended)
         return RankPlan(rank, q, stages, self.shared_rows, self.head_groups)
 
     @cached_property

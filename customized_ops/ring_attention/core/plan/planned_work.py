@@ -140,7 +140,7 @@ class PlannedWork:
         rows = moves.own_and_others(q0, q1, ranks, self.q_layout)
         keys = moves.own_and_others(k0, k1, ranks, self.k_layout)
         kinds = np.zeros((2, 2, self.group_size), dtype=bool)
-        row, key, *which = (np.stack(rows)[:, None] & np.stack(keys)).nonzero()
+        row, key, *which = (np.array(rows)[:, None] & np.array(keys)).nonzero()
         kinds[row, key, ranks[tuple(which)]] = True
         return kinds
 

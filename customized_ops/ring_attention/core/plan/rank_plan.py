@@ -1,30 +1,19 @@
-"""One rank's part of a plan: what it sends and receives, and the mask over its buffers.
-
-A place (start, stop, offset) says that a buffer holds tokens start .. stop - 1 from offset on. A
-slice becomes slices over two buffers by cutting it where places end and shifting it; nothing here
-depends on what kind of mask it came from.
-"""
+"""One rank's part of a plan: what it sends and receives, and the mask over its buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from ..arrays import Ints, columns
-from ..mask.intervals import depth, runs, spread, touched, union
-from ..mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas, clip_each, cut_rows, shift
+from ..mask.intervals import depth, union
+from ..mask.slices import K0, Q0, Q1, Slices, areas, shift
 from .exchange import Exchange
 
 Range = tuple[int, int]  # start, stop
-START, STOP, OFFSET = range(3)  # columns of places
-NO_SLICES: Slices = np.zeros((0, 6), dtype=np.int64)
-NO_PLACES: Ints = np.zeros((0, 3), dtype=np.int64)
-# Slices times places up to which all stages are cut at once.
-AT_ONCE = 20_000
 
 
 @dataclass(frozen=True)
@@ -127,13 +116,13 @@ class RankPlan:
         from other teams. At most 1: there is nothing to merge."""
         team = self.q.send[:, 0] // self.q.team_size
         away = team != self.rank // self.q.team_size  # what its own makes of each head is like here
-        here = [stage.own[:, [Q0, Q1]] for stage in self.stages]
-        return _most_parts(here + _sent(self.q.send[away], team[away]))
+        here = [_here(stage.own, Q0) for stage in self.stages]
+        return _most_parts([*here, _sent(self.q.send[away], team[away])])
 
     @cached_property
     def remote_parts(self) -> int:
         """The most stages that make a part of one received row."""
-        return _most_parts([stage.remote[:, [Q0, Q1]] for stage in self.stages])
+        return _most_parts([_here(stage.remote, Q0) for stage in self.stages])
 
     @cached_property
     def key_parts(self) -> int:
@@ -143,18 +132,24 @@ class RankPlan:
         parts = []
         for stage in self.stages:
             if stage.kv is None:
-                parts += [slices[:, [K0, K1]] for slices in (stage.own, stage.remote)]
+                parts += [_here(slices, K0) for slices in (stage.own, stage.remote)]
             else:
                 straight, *relay = stage.kv.parts
-                for send in (straight.send, *(part.send for part in relay[:1])):
-                    parts += _sent(send, send[:, 0])
+                parts += [_sent(part.send, part.send[:, 0]) for part in (straight, *relay[:1])]
         return _most_parts(parts)
 
 
-def _sent(send: Ints, to: Ints) -> list[Ints]:
-    """Ranges of own tokens that are sent to each; ``to``, int64[n], says whom ``send`` is to."""
-    ranges = columns(send[:, 1], send[:, 1] + send[:, 2])
-    return [ranges[to == each] for each in np.unique(to).tolist()]
+def _here(slices: Slices, start: int) -> Ints:
+    """int64[n, 3]: a part that is made here, number 0, of the rows of ``slices`` (``start`` is Q0)
+    or of their keys (K0)."""
+    ranges = slices[:, start], slices[:, start + 1]
+    return columns(np.zeros_like(ranges[0]), *ranges)
+
+
+def _sent(send: Ints, to: Ints) -> Ints:
+    """int64[n, 3]: parts of own tokens that are sent to each; ``to``, int64[n], says whom ``send``
+    is to."""
+    return columns(to, send[:, 1], send[:, 1] + send[:, 2])
 
 
 def _row_hull(slices: Slices) -> Range:
@@ -163,124 +158,12 @@ def _row_hull(slices: Slices) -> Range:
     return int(slices[:, Q0].min()), int(slices[:, Q1].max())
 
 
-def _most_parts(parts: Iterable[Ints]) -> int:
-    """The most of ``parts``, each some int64[n, 2] of ranges, that hold one token."""
-    ranges = [union(np.zeros(len(each), dtype=np.int64), *each.T) for each in parts]
-    _, start, stop = np.concatenate([np.zeros((0, 3), dtype=np.int64), *ranges]).T
+def _most_parts(tables: Sequence[Ints]) -> int:
+    """The most parts that hold one token. Each table is of other parts: their numbers in it, and
+    ranges of their tokens, start and stop."""
+    part, start, stop = np.concatenate(tables).T
+    if len(part) == 0:
+        return 0
+    table = np.arange(len(tables)).repeat([len(each) for each in tables])
+    _, start, stop = union(table * (int(part.max()) + 1) + part, start, stop).T
     return depth(start, stop)
-
-
-def over_buffers(slices: Slices, rows: Ints, keys: Ints) -> Slices:
-    """``slices`` over two buffers, as few as can be.
-
-    Args:
-        slices: normalised int64[n, 6] in global indices.
-        rows, keys: places int64[m, 3] in the query and the key buffer, sorted by start.
-    Returns:
-        normalised int64[t, 6] in buffer positions, by row and then by key.
-    """
-    return over_keys(over_rows(slices, rows), keys)
-
-
-def over_rows(slices: Slices, rows: Ints) -> Slices:
-    """``slices`` with rows in positions of a query buffer; see :func:`over_buffers`."""
-    if len(slices) == 0 or len(rows) == 0:
-        return NO_SLICES
-    _, place, parts = cut_rows(slices, rows[:, :OFFSET])
-    return _moved(parts, q_by=rows[place, OFFSET] - rows[place, START])
-
-
-def over_keys(parts: Slices, keys: Ints) -> Slices:
-    """What :func:`over_rows` made with keys in positions of a key buffer."""
-    if len(parts) == 0 or len(keys) == 0:
-        return NO_SLICES
-    return joined_keys(_over_keys(parts, keys))
-
-
-def over_stages(parts: Slices, stages: Sequence[Ints]) -> list[Slices]:
-    """:func:`over_keys` for the key buffer of each stage; no token is in two of them.
-
-    Few places are taken as those of one long buffer, so that numpy is called once; of many, those
-    of several stages may lie between one another, and cut slices into too many parts.
-    """
-    if len(parts) * sum(map(len, stages)) > AT_ONCE:
-        return [over_keys(parts, keys) for keys in stages]
-    keys = np.concatenate([NO_PLACES, *stages])
-    ends = keys[:, OFFSET] + keys[:, STOP] - keys[:, START]
-    stride = int(ends.max(initial=0)) + 1  # more than a buffer, so that none touches the next
-    numbers = np.arange(len(stages) + 1)
-    keys[:, OFFSET] += stride * numbers[:-1].repeat([len(places) for places in stages])
-    every = over_keys(parts, keys[keys[:, START].argsort()])
-    stage = every[:, K0] // stride
-    every[:, K0:] -= stride * stage[:, None]
-    order = stage.argsort(kind="stable")
-    cuts = stage[order].searchsorted(numbers).tolist()
-    return [every[order[a:b]] for a, b in pairwise(cuts)]
-
-
-def _over_keys(parts: Slices, keys: Ints) -> Slices:
-    """``parts``, whose rows are in buffer positions already, cut at the places of keys. Places that
-    all rows of a part see whole and that are neighbours in the buffer are not cut apart: with short
-    places (stripes) their number would be rows times keys."""
-    tiles = keys[:, :OFFSET]
-    first, last = touched(parts[:, K0], parts[:, K1], tiles)
-    if (last <= first + 1).all():
-        return _at_places(parts, keys, first, last)
-    whole0 = np.maximum(parts[:, K0], parts[:, Q1] - 1 + parts[:, LO])
-    whole1 = np.minimum(parts[:, K1], parts[:, Q0] + parts[:, HI] + 1)
-    core0 = np.minimum(np.maximum(keys[:, START].searchsorted(whole0), first), last)
-    core1 = keys[:, STOP].searchsorted(whole1, side="right")
-    core1 = np.minimum(np.maximum(core1, core0), last)
-    edges = np.concatenate([first, core1]), np.concatenate([core0, last])
-    cut = [_at_places(np.concatenate([parts, parts]), keys, *edges)]
-    # Runs of places that are neighbours in the buffer.
-    length = keys[:, STOP] - keys[:, START]
-    heads, lasts = runs(keys[1:, OFFSET] != (keys[:, OFFSET] + length)[:-1], len(keys))
-    (some,) = (core0 < core1).nonzero()
-    if len(some) == 0:
-        return cut[0]
-    tiles = columns(heads, lasts + 1)
-    x, r = spread(*touched(core0[some], core1[some], tiles))
-    x = some[x]
-    begin, end = np.maximum(core0[x], heads[r]), np.minimum(core1[x] - 1, lasts[r])
-    k0, k1 = keys[begin, OFFSET], keys[end, OFFSET] + length[end]
-    q0, q1 = parts[x, Q0], parts[x, Q1]
-    cut.append(columns(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0))
-    return np.concatenate(cut)
-
-
-def _at_places(parts: Slices, keys: Ints, first: Ints, last: Ints) -> Slices:
-    """Each of ``parts`` cut at its places of keys, first .. last - 1, and in their positions."""
-    x, place = spread(first, last)
-    cut = clip_each(parts[x], keys[place, :OFFSET], K0)
-    return _moved(cut, k_by=keys[place, OFFSET] - keys[place, START])
-
-
-def _moved(parts: Slices, q_by: Ints | int = 0, k_by: Ints | int = 0) -> Slices:
-    """``parts``, each with its own shift."""
-    q0, q1, k0, k1, lo, hi = parts.T
-    band = k_by - q_by
-    return columns(q0 + q_by, q1 + q_by, k0 + k_by, k1 + k_by, lo + band, hi + band)
-
-
-def joined_keys(slices: Slices) -> Slices:
-    """Join slices over the same rows whose keys are side by side and which one band describes:
-    a rectangle and the triangle right of it are one causal slice."""
-    slices = slices[np.lexsort((slices[:, K0], slices[:, Q1], slices[:, Q0]))]
-    left, right = slices[:-1], slices[1:]
-    q0, q1, edge = left[:, Q0], left[:, Q1], left[:, K1]
-    joins = (
-        (q0 == right[:, Q0])
-        & (q1 == right[:, Q1])
-        & (edge == right[:, K0])
-        & (left[:, HI] >= edge - 1 - q0)  # every row sees the left one up to its edge,
-        & (right[:, LO] <= edge - q1 + 1)  # and the right one from its edge on,
-        & (right[:, HI] >= edge - 1 - q0)  # and neither band cuts into the other
-        & (left[:, LO] <= edge - q1 + 1)
-    )
-    if not joins.any():
-        return slices
-    heads, lasts = runs(~joins, len(slices))
-    out = slices[heads]
-    out[:, K1], out[:, HI] = slices[lasts, K1], slices[lasts, HI]
-    return out

@@ -34,8 +34,11 @@ Range = tuple[int, int]
 
 
 def prepare(pairs: Pairs) -> None:
-    """Make the block lists of the commonest head dims, where there is the library to take them."""
-    if len(lowered(pairs)) > 1 and _is_installed():
+    """Make the block lists of the commonest head dims, and what they are compared by with window
+    calls, where there is the library to take them."""
+    if len(calls := lowered(pairs)) > 1 and _is_installed():
+        for call in calls:
+            _ = call.tiles
         _touched(pairs, COMMON_DIM)
         flash4_blocks.lists(pairs, COMMON_DIM)
 

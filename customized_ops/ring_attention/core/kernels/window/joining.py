@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays import Ints
-from ...mask.slices import HI, K0, K1, LO, Q0, Q1, Slices, areas
+from ...mask.slices import HI, K0, LO, Q0, Q1, Slices, areas
 
-DIRECTIONS = "columns", "rows", "diagonals"
+# Along columns, rows and diagonals: by how many rows and keys further what continues a slice may
+# start.
+FURTHER = np.array([[1, 0], [0, 1], [-1, -1]])
 
 
 def join(slices: Slices) -> Slices:
@@ -27,19 +29,19 @@ def _are_apart(slices: Slices) -> bool:
     rows, as those of documents. From one row of a slice to the next its keys start and stop at the
     same ones or at those after them, so the union of two such is no slice but a single diagonal."""
     slices = slices[slices[:, Q0].argsort()]
-    return bool((slices[:-1, [Q1, K1]] <= slices[1:, [Q0, K0]]).all())
+    starts, stops = slices[:, Q0:LO:2], slices[:, Q1:LO:2]
+    return bool((stops[:-1] <= starts[1:]).all())
 
 
 def _joined_once(slices: Slices) -> Slices:
     """Each slice once at a time, so that the blocks of a staircase all grow together."""
-    found = [_neighbours(along, slices) for along in DIRECTIONS]
-    a, b = (np.concatenate(n) for n in zip(*found, strict=True))
+    a, b = _neighbours(slices)
     if len(a) == 0:
         return slices
     hulls = _hulls(slices[a], slices[b])
     wide = hulls[:, LO] < hulls[:, HI]
-    pairs, of_hulls = np.split(areas(np.concatenate([slices, hulls])), [len(slices)])
-    exact = np.flatnonzero(wide & (of_hulls == pairs[a] + pairs[b]))
+    pairs = areas(np.concatenate([slices, hulls]))
+    (exact,) = (wide & (pairs[len(slices) :] == pairs[a] + pairs[b])).nonzero()
     gone = np.zeros(len(slices), dtype=bool)
     chosen = []
     for n, first, second in zip(exact, a[exact], b[exact], strict=True):
@@ -49,29 +51,29 @@ def _joined_once(slices: Slices) -> Slices:
     return np.concatenate([slices[~gone], hulls[chosen]]) if chosen else slices
 
 
-def _neighbours(along: str, slices: Slices) -> tuple[Ints, Ints]:
-    """Indices of slices a and b where b may continue a: in the next of the columns, rows or
-    diagonals.
+def _neighbours(slices: Slices) -> tuple[Ints, Ints]:
+    """Indices of slices a and b where b may continue a: in the next of the columns, then of the
+    rows, then of the diagonals.
 
     What continues a starts beside where a's last column, row or diagonal starts, or one further.
     Slices are disjoint, so a cell is in one at most, and a lookup finds b. The first cell of a
     slice's first row and column is its top left corner, as bounds are tight.
     """
     q0, q1, k0, k1, lo, hi = slices.T
-    if along == "columns":
-        starts, (i, j), further = (q0, k0), (np.maximum(q0, k1 - 1 - hi), k1), (1, 0)
-    elif along == "rows":
-        starts, (i, j), further = (q0, k0), (q1, np.maximum(k0, q1 - 1 + lo)), (0, 1)
-    else:
-        starts, (i, j), further = (k0 - lo, k0), (q0, q0 + hi + 1), (-1, -1)
-    stride = int(k1.max()) + 2  # cells become numbers
-    have = starts[0] * stride + starts[1]
+    rows, keys = np.array([[q0, q0, k0 - lo], [k0, k0, k0]])
+    next_rows = np.array([np.maximum(q0, k1 - 1 - hi), q1, q0])
+    next_keys = np.array([k1, np.maximum(k0, q1 - 1 + lo), q0 + hi + 1])
+    # Cells become numbers, those of a direction after those of the one before.
+    height, stride = int(q1.max()) + 2, int(k1.max()) + 2
+    above = np.array([[1], [1 + height], [1 + 2 * height]])
+    have = ((above + rows) * stride + keys).reshape(-1)
+    beside = (above + next_rows) * stride + next_keys
+    want = np.array([beside, beside + FURTHER @ [[stride], [1]]]).transpose(1, 0, 2).reshape(-1)
     order = have.argsort()
     have = have[order]
-    want = np.concatenate([i * stride + j, (i + further[0]) * stride + j + further[1]])
     at = np.minimum(have.searchsorted(want), len(have) - 1)
     (hit,) = (have[at] == want).nonzero()
-    return hit % len(have), order[at[hit]]
+    return hit % len(slices), order[at[hit]] % len(slices)
 
 
 def _hulls(a: Slices, b: Slices) -> Slices:

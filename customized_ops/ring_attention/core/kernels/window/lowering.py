@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...arrays import Bools, Ints, columns
+from ...arrays import Bools, Ints
 from ...index_table import IndexTable
 from ...mask.intervals import spread
 from ...mask.slices import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Slices, normalise
@@ -64,7 +64,7 @@ class WindowCall:
     def cu_seqlens_of(self, batch: int) -> IndexTable:
         """:attr:`cu_seqlens` of so many batch entries end to end."""
         ends = np.zeros((2, batch * len(self.lengths) + 1), dtype=np.int32)
-        np.concatenate([self.lengths] * batch).cumsum(axis=0, out=ends[:, 1:].T)
+        ends[:, 1:] = np.concatenate([self.lengths] * batch).T.cumsum(axis=1)
         return IndexTable(ends)
 
     @cached_property
@@ -92,8 +92,8 @@ class WindowCall:
         return int((-(-last // TILE) - first // TILE).sum())
 
     def prepare(self) -> None:
-        """Work out now what a library's call is made of, and chosen by."""
-        for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square", "tiles"):
+        """Work out now what a library's call is made of."""
+        for name in ("rows", "keys", "skips_rows", "cu_seqlens", "longest", "square"):
             getattr(self, name)
 
     @cached_property
@@ -103,9 +103,8 @@ class WindowCall:
         Rows between two segments become segments without keys, keys between them segments without
         rows; none longer than the longest of the call or a tile, as a kernel is launched for that.
         """
-        q0, q1, k0, k1 = self.segments.T
-        real = columns(q1 - q0, k1 - k0)
-        skipped = columns(q0[1:] - q1[:-1], k0[1:] - k1[:-1])
+        starts, stops = self.segments[:, ::2], self.segments[:, 1::2]
+        real, skipped = stops - starts, starts[1:] - stops[:-1]
         if not skipped.any():
             return real
         most_rows, most_keys = np.maximum(real.max(axis=0), TILE).tolist()
@@ -168,6 +167,8 @@ def _tall(slices: Slices) -> Bools:
 def _cut_below(slices: Slices, rows: Ints) -> Slices:
     """Slices cut in two at a row of each; those where it is no row of theirs stay as they are."""
     cut = (slices[:, Q0] < rows) & (rows < slices[:, Q1])
+    if not cut.any():
+        return slices
     above, below = slices[cut].copy(), slices[cut].copy()
     above[:, Q1] = below[:, Q0] = rows[cut]
     return normalise(np.concatenate([slices[~cut], above, below]))

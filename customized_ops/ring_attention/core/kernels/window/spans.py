@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import compress
 
@@ -28,17 +29,20 @@ class Spans:
     @classmethod
     def of(cls, ranges: list[Range], length: int) -> Spans:
         """Of ``ranges`` in [0, length), none of them empty."""
-        starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        fresh = tuple(
-            not ((starts[:n] < stop) & (stops[:n] > start)).any()
-            for n, (start, stop) in enumerate(ranges)
-        )
+        fresh: list[bool] = []
+        starts: list[int] = []  # of what the calls so far cover, ascending
+        stops: list[int] = []
+        for start, stop in ranges:
+            met = slice(bisect_right(stops, start), bisect_left(starts, stop))
+            fresh.append(met.start == met.stop)
+            starts[met], stops[met] = [min(starts[met] + [start])], [max(stops[met] + [stop])]
         outside, done = [], 0
         for start, stop in [*sorted(compress(ranges, fresh)), (length, length)]:
             if start > done:
                 outside.append((done, start))
             done = stop
-        return cls(ranges == [(0, length)], fresh, tuple(outside), depth(starts, stops))
+        most = min(1, len(ranges)) if all(fresh) else depth(*np.array(ranges).T)
+        return cls(ranges == [(0, length)], tuple(fresh), tuple(outside), most)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the calls' results, of ``dtype``, are added up.

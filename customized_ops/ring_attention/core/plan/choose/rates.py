@@ -43,8 +43,8 @@ def _least_of(plans: list[AnyPlan], seconds: Callable[[AnyPlan], float]) -> list
 
 def _fits(plan: PlanValue, groups: int) -> bool:
     """Whether a rank may receive all keys of a group of heads at once."""
-    received = int(plan.kv_tokens()[:, 1].max(initial=0))
-    return not plan.most_keys or received <= plan.most_keys * groups
+    most = plan.most_keys * groups
+    return most == 0 or int(plan.kv_tokens()[:, 1].max(initial=0)) <= most
 
 
 def is_even(area: Ints | Floats) -> bool:

@@ -17,8 +17,8 @@ from ...mask.slices import Q0, Q1, areas, cut_keys
 from ..assign.work import TEAM
 from ..exchange import RECV, SEND, TOKEN0, TOKEN1, Moves
 from ..moves import located, ring_stage
+from ..over_buffers import over_rows
 from ..plan_value import PlanValue
-from ..rank_plan import over_rows
 from ..relays import STEP, relay_parts
 
 OWN, REMOTE = 0, 1  # whose rows are attended: the rank's own, or received ones
