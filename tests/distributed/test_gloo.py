@@ -97,7 +97,7 @@ def test_random_packed_batches(ranks: Pool, seeds: range) -> None:
 @worlds(cpus=[4], gpus=[])
 @pytest.mark.parametrize("hosts", ["2x2", "3,1", pytest.param("4x1", marks=pytest.mark.slow)])
 def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str) -> None:
-    for rank, found in enumerate(ranks.run(packed_jobs.random_batches_in_steps, range(8), hosts)):
+    for rank, found in enumerate(ranks.run(packed_jobs.random_batches_in_steps, range(4), hosts)):
         error, stages, groups = found
         assert error < 1e-10, f"rank {rank}"
         assert stages > 2 and groups > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch.distributed import distributed_c10d
 sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]
 with contextlib.suppress(ImportError):  # transformers is optional
     import hf_models  # noqa: F401
+
+# As in conftest.py: what is traced is many small objects that live long.
+gc.set_threshold(20_000, 20, 20)
 
 Gloo = distributed_c10d.ProcessGroupGloo
 
