@@ -287,7 +287,7 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
     assert said == ["Private: not today"] * 2
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     "op",
     [

@@ -185,7 +185,7 @@ drawn_documents = given(
 
 
 @drawn_documents
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_hosts_get_their_tokens(
     tokens: list[int], hosts: tuple[int, ...], kind: dict[str, object]
 ) -> None:
