@@ -86,7 +86,7 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
 @worlds(cpus=[2, 4, 8], gpus=[4, 8])
 def test_more_ranks(ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int) -> None:
     """plan < 4 is data parallel outside: copies of two ranks, or of one. On two ranks losses and
-    gradients are compared in ``module/test_training.py`` too."""
+    gradients are compared in ``module/test_training.py`` too, where states are loaded."""
     check(ranks, op, policy, min(plan, ranks.size), batch, length, 1)
 
 

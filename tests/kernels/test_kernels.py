@@ -158,7 +158,7 @@ def assert_close(name, got, want, plain, dtype):
     assert_same(name, got, want, 2 * error + rounding)
 
 
-@pytest.mark.covering(1)  # pairs of values have their forward before the backwards below
+@pytest.mark.covering(2)
 @over_kinds
 @over_shapes
 @over_dtypes

@@ -97,7 +97,6 @@ def test_rows(name: str, n: int) -> None:
     check(CASES[name], ROWS, n)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.heads[0] % 2 == 0])
 def test_heads(name: str) -> None:
     for n in (2, CASES[name].heads[0]):
