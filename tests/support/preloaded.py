@@ -24,7 +24,7 @@ Gloo = distributed_c10d.ProcessGroupGloo
 
 class GlooOfOneDevice(Gloo):
     """All groups of a rank share a device of gloo. Each device has a thread that wakes a hundred
-    times a second; with one for each group that any test made, idle ranks took a core's fifth."""
+    times a second; with one for each group that any test made, a rank came to have 21."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         options = Gloo._Options()

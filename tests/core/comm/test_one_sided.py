@@ -206,7 +206,7 @@ def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
     connect(monkeypatch, kind)
     plan = PLANS[name]
     first = passes(plan, torch.float32, times=4)
-    for seed in range(2):
+    for seed in range(3):
 
         def begin(comm: Any, seed: int = seed) -> None:
             comm.memory.late = random.Random(seed * 10 + comm.rank)
@@ -214,7 +214,7 @@ def test_whoever_is_late(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) 
         assert_alike(first, passes(plan, torch.float32, times=4, begin=begin))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_plans_drawn_at_random(data: st.DataObject) -> None:
     """Several plans one after the other over one group: places shrink, grow and are used again."""

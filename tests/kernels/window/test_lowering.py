@@ -57,7 +57,7 @@ def masks(draw):
 
 
 @given(masks(), st.booleans(), st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_calls_attend_each_pair_once(mask, gaps, wide_right):
     slices, rows, keys = mask
     calls = assert_lowers(slices, rows, keys, gaps=gaps, wide_right=wide_right)
