@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import heapq
 import importlib.util
 import itertools
 import os
@@ -37,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, saying so, what this machine cannot run; leave for later most cases of
     tests that say so."""
     fewer: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
+    marks_of = [{mark.name for mark in item.iter_markers()} for item in items]
+    for item, marks in zip(items, marks_of, strict=True):
         if marks & {"thin", "covering"} and not marks & {"gpu", "slow"}:
             fewer.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for function, cases in fewer.items():
@@ -57,24 +58,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "nnscaler": importlib.util.find_spec("nnscaler") is None,
     }
     reasons = {"gpu": "needs a CUDA device", "nnscaler": "needs nnscaler installed"}
-    for item in items:
-        for name in missing:
-            if item.get_closest_marker(name) and missing[name]:
+    for item, marks in zip(items, marks_of, strict=True):
+        for name in marks & set(missing):
+            if missing[name]:
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
 def covering(cases: list[pytest.Item], together: int = 1) -> list[pytest.Item]:
     """Nearly as few cases as can have, between them, each value of each parameter, or of
     ``together`` parameters each combination of values."""
-    has = {}
+    has = []
     for case in cases:
         values = sorted((name, id(value)) for name, value in case.callspec.params.items())  # type: ignore[attr-defined]
-        has[case] = set(itertools.combinations(values, together))
+        has.append(set(itertools.combinations(values, together)))
     kept: list[pytest.Item] = []
-    missing = set().union(*has.values())
+    missing = set().union(*has)
+    # The first of those that add most; what a case adds only falls, so few are looked at again.
+    adds = [(-len(each), n) for n, each in enumerate(has)]
+    heapq.heapify(adds)
     while missing:
-        kept.append(max(cases, key=lambda case: len(has[case] & missing)))
-        missing -= has[kept[-1]]
+        known, n = adds[0]
+        if -len(has[n] & missing) == known:
+            kept.append(cases[n])
+            missing -= has[n]
+        heapq.heapreplace(adds, (-len(has[n] & missing), n))
     return kept
 
 

@@ -6,6 +6,7 @@ Every import statement counts, also one in a function and one under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -87,9 +88,15 @@ def imports(root: Path) -> Graph:
     return {name: set(_imported(name, path, modules)) for name, path in modules.items()}
 
 
+@functools.cache
+def nodes(text: str) -> list[ast.AST]:
+    """All of a module's syntax."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def _imported(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -322,7 +329,7 @@ def test_tests_on_nnscaler_import_what_is_there() -> None:
     here = ROOT / "tests" / "on_nnscaler"
     files, missing = sorted(here.rglob("*.py")), []
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("on_nnscaler"):
                 folder = here.parent / str(node.module).replace(".", "/")
                 names = [n.name for n in node.names] if folder.is_dir() else [""]

@@ -31,13 +31,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(installed: Path, project: Path, *arguments: str, script: str = "") -> str:
-    """What a script prints, or Python with ``arguments``, in the project's folder."""
-    if script:
-        (project / "train.py").write_text(script)
-        arguments = ("train.py",)
+def run(installed: Path, project: Path, *arguments: str, script: str) -> str:
+    """What a script prints, in the project's folder; ``arguments`` are Python's own."""
+    (project / "train.py").write_text(script)
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *arguments, "train.py"],
         cwd=project,
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
@@ -54,7 +52,15 @@ LOSS = (
 )
 
 
+COMMAND_LINE = (
+    "import runpy\n"
+    "sys.argv = ['as of python -m', '--help']\n"
+    "runpy.run_module('customized_ops.ring_attention', run_name='__main__', alter_sys=True)\n"
+)
+
+
 def test_both_are_found_and_no_other_copy_of_this_package(installed: Path, project: Path) -> None:
+    """And the command line starts; all of it where warnings are errors."""
     other = project / "copy" / "customized_ops" / "chunk_linear_cross_entropy"
     other.mkdir(parents=True)
     (other.parent / "__init__.py").write_text("")
@@ -62,16 +68,20 @@ def test_both_are_found_and_no_other_copy_of_this_package(installed: Path, proje
     out = run(
         installed,
         project,
+        "-W",
+        "error",
         script="import sys, customized_ops\n"
         "sys.path.insert(0, 'copy')\n"
         "import customized_ops.extra, customized_ops.group.inner\n"
         "import customized_ops.ring_attention as ring\n"
         "print(customized_ops.extra.answer, customized_ops.group.inner.answer)\n"
         "print(ring.__file__, ring.wrap_ring_attn_func.__module__)\n"
-        f"{LOSS}print(sys.modules[f.__module__].__file__)",
+        f"{LOSS}print(sys.modules[f.__module__].__file__)\n{COMMAND_LINE}",
     )
     package = installed / "customized_ops"
-    assert out.splitlines() == [
+    said, usage = out.splitlines()[:4], out.splitlines()[4]
+    assert usage.startswith("usage: ")
+    assert said == [
         "42 43",
         f"{package / 'ring_attention' / '__init__.py'} customized_ops.ring_attention.ring_attn",
         "customized_ops.chunk_linear_cross_entropy.loss",
@@ -82,11 +92,6 @@ def test_both_are_found_and_no_other_copy_of_this_package(installed: Path, proje
 def test_a_module_of_the_users_own_comes_first(installed: Path, project: Path) -> None:
     (project / "customized_ops" / "chunk_linear_cross_entropy.py").write_text(MINE)
     assert run(installed, project, script=LOSS) == "customized_ops.chunk_linear_cross_entropy\n"
-
-
-def test_the_command_line(installed: Path, project: Path) -> None:
-    out = run(installed, project, "-W", "error", "-m", "customized_ops.ring_attention", "--help")
-    assert "usage: " in out
 
 
 @pytest.mark.slow

@@ -95,9 +95,10 @@ def test_random_packed_batches(ranks: Pool, seeds: range) -> None:
 
 @pytest.mark.filterwarnings("ignore:Layout.balanced")
 @worlds(cpus=[4], gpus=[])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hosts", ["2x2", "3,1", pytest.param("4x1", marks=pytest.mark.slow)])
-def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str) -> None:
-    for rank, found in enumerate(ranks.run(packed_jobs.random_batches_in_steps, range(8), hosts)):
+def test_ranks_that_count_as_on_several_hosts(ranks: Pool, hosts: str, seeds: range) -> None:
+    for rank, found in enumerate(ranks.run(packed_jobs.random_batches_in_steps, seeds, hosts)):
         error, stages, groups = found
         assert error < 1e-10, f"rank {rank}"
         assert stages > 2 and groups > 1

@@ -122,7 +122,7 @@ def test_every_shape_of_mask(ranks: Pool, name: str) -> None:
     assert not check(ranks, [shapes(name, ranks, "auto", uneven, even)], over(ranks))
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @worlds(cpus=[2], gpus=[2])

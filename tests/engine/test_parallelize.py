@@ -71,7 +71,7 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
     check(two_ranks, op, "cp", 2, 1, 33, 1, lowered=False)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "policy", "plan", "batch", "length"),
     [
@@ -85,7 +85,8 @@ def test_on_dtensors(two_ranks: Pool, op: str) -> None:
 )
 @worlds(cpus=[2, 4, 8], gpus=[4, 8])
 def test_more_ranks(ranks: Pool, op: str, policy: str, plan: int, batch: int, length: int) -> None:
-    """plan < 4 is data parallel outside: copies of two ranks, or of one."""
+    """plan < 4 is data parallel outside: copies of two ranks, or of one. On two ranks losses and
+    gradients are compared in ``module/test_training.py`` too, where states are loaded."""
     check(ranks, op, policy, min(plan, ranks.size), batch, length, 1)
 
 
@@ -286,7 +287,7 @@ def test_a_policys_private_error_reaches_every_rank(two_ranks: Pool) -> None:
     assert said == ["Private: not today"] * 2
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     "op",
     [

@@ -174,13 +174,22 @@ def test_the_tail_of_a_long_sequence_is_a_case_of_its_own() -> None:
     )
 
 
+JUDGED = Case(200, heads=(4, 2), dims=(64, 64))
+
+
+@pytest.fixture(scope="module")
+def judged() -> tuple[Inputs, Any, Any]:
+    """Inputs, what is true of them, and what passes."""
+    given = inputs(JUDGED, "cpu", 0)
+    want, plain = truth(JUDGED, given), textbook(JUDGED, given)
+    assert judge(JUDGED, given, plain) <= 1
+    return given, want, plain
+
+
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize("way", ["everywhere", "one value", "NaN", "a tile"])
-def test_the_judge_can_fail(name: str, way: str) -> None:
-    case = Case(200, heads=(4, 2), dims=(64, 64))
-    given = inputs(case, "cpu", 0)
-    want, plain = truth(case, given), textbook(case, given)
-    assert judge(case, given, plain) <= 1
+def test_the_judge_can_fail(name: str, way: str, judged: tuple[Inputs, Any, Any]) -> None:
+    case, (given, want, plain) = JUDGED, judged
     got = {n: t.clone(memory_format=torch.contiguous_format) for n, t in plain.items()}
     eps = torch.finfo(case.dtype).eps
     largest = LSE_SHARE if name == "lse" else want[name].abs().max().item()

@@ -188,7 +188,7 @@ def test_backward_of_a_part_of_the_keys(kernel, kind, scoring, kv_heads, widths,
     check_backward(kernel, kind, scoring, kv_heads, widths, dtype)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @over_kinds
 @over_able
 @over_dtypes

@@ -80,9 +80,10 @@ def documents(draw: np.random.Generator, tokens: int) -> list[int]:
     return [0, *ends[ends < tokens].tolist(), tokens]
 
 
+@pytest.mark.parametrize("draws", [24, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [(-1, -1), (700, 0)], ids=["documents", "windows"])
 def test_documents_of_any_lengths_need_no_other_kernel(
-    library: Kinds, window: tuple[int, int]
+    library: Kinds, window: tuple[int, int], draws: int
 ) -> None:
     scoring, windowed, ranks = Scoring(1.0), window != (-1, -1), 8
     for share in shares(HEADS, ranks, ranks // 2, None):
@@ -91,7 +92,7 @@ def test_documents_of_any_lengths_need_no_other_kernel(
             pass
     made, draw = set(library.seen), np.random.default_rng(0)
     assert len(made) > 36 and {ratio for _, ratio, *_ in made} == {1, 2}
-    for n in range(60):
+    for n in range(draws):
         tokens, team = int(draw.integers(600, 9000)), (1, 2, 4)[n % 3]
         bounds = documents(draw, tokens)
         mask = AttnMask.varlen(bounds, causal=True, window=window)

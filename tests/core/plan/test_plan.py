@@ -233,6 +233,7 @@ def test_owners_compute_their_rows(mask_name, assignment):
             assert not plan.shared_rows
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("mask_name", MASKS)
 def test_auto_assigns_as_another_does(mask_name):
     ways = [plans(mask_name, assignment, 0) for assignment in WAYS]

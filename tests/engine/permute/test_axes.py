@@ -100,6 +100,7 @@ def permuted(x: Tensor, dim: int | None, order: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("n", range(len(CALLS)))
 def test_each_axis_commutes_with_a_permutation(n: int) -> None:
+    """And an annotation gives the shapes of results."""
     function, shapes, count = CALLS[n]
     torch.manual_seed(n)
     tensors = [s if isinstance(s, Tensor) else torch.randn(s, dtype=torch.float64) for s in shapes]
@@ -119,12 +120,6 @@ def test_each_axis_commutes_with_a_permutation(n: int) -> None:
         results = [results] if isinstance(results, Tensor) else list(results)
         for result, whole, dim in zip(results, expected, axis.outputs, strict=True):
             torch.testing.assert_close(result, permuted(whole, dim, order))
-
-
-@pytest.mark.parametrize("n", range(len(CALLS)))
-def test_an_annotation_gives_the_shapes_of_results(n: int) -> None:
-    function, shapes, count = CALLS[n]
-    node = the_call(function, [s if isinstance(s, Tensor) else torch.randn(s) for s in shapes])
     bound = bound_of(node)
     assert bound is not None or count == 0
     if bound is not None:

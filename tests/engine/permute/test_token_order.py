@@ -106,7 +106,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("form", REFUSED)
 def test_refused_by_name(form: str) -> None:
     said = refused(form)

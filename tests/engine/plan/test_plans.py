@@ -46,12 +46,13 @@ def check(
     return replies[0][2], json.loads(replies[0][3])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "split", "in_parts"),
     [("tp", "g", True), ("ulysses", "g", False), ("auto", None, False)],
 )
 def test_two_ranks(two_ranks: Pool, policy: str, split: str | None, in_parts: bool) -> None:
+    """Heads are cut in "hybrid" below too, and parameters in ``test_parts.py``."""
     lying, plan = check(two_ranks, policy, (2,), 33, 1, CUT)
     assert bool(lying) == in_parts or policy == "auto"
     assert split in (None, plan["splits"]["ring_attn"])

@@ -16,7 +16,8 @@ from annotations.engines.torch.plan.policies import PolicyError
 def planned(policy: Any, op: str = "ring", layers: int = 2) -> EnginePlan:
     """The plan of a Llama over two ranks, of which no move is free."""
     model, given = engine_jobs.tiny_llama(op, layers), engine_jobs.sample(op, 1, 32)
-    return plan_without_ranks(model, given, policy, ComputeConfig(2, 2), planning_jobs.SLOW)
+    config = ComputeConfig(2, 2, pas_config={"hoist": False})
+    return plan_without_ranks(model, given, policy, config, planning_jobs.SLOW)
 
 
 @pytest.mark.parametrize(

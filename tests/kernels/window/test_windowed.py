@@ -161,6 +161,7 @@ def test_low_precision_results(kind):
         assert_same(name, mine, his, 0.02 * max(1.0, his.abs().max().item()))
 
 
+@pytest.mark.covering(1)
 @over_kinds
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_library_may_leave_results_to_the_caller(kind, batch):

@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 import weakref
+from collections import deque
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -384,7 +385,11 @@ def test_a_plan_of_another_process_is_small_and_the_same() -> None:
     assert make_plan(mask, again.q_layout) is again
 
 
-def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer() -> None:
+def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "_LAST", deque(maxlen=8))
+
     def made(n: int) -> Plan:
         return make_plan(AttnMask.causal(8 + n), Layout.contiguous(8 + n, 2))
 

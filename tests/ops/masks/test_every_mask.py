@@ -281,7 +281,7 @@ def planned_for(costs: CostModel) -> Iterator[Callable[..., Plan]]:
 
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", MASKS)
-@settings(deadline=None, derandomize=True, max_examples=10)
+@settings(deadline=None, derandomize=True, max_examples=5)
 @given(data=st.data())
 def test_equals_dense(kind: str, data: st.DataObject) -> None:
     mask = data.draw(MASKS[kind])

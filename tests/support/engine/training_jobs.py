@@ -135,9 +135,13 @@ def end_to_end(overlap: bool) -> tuple[list[float], list[float], dict[str, Tenso
     given = [batch(seed) for seed in (1, 2, 3)]
     for _ in range(2):  # gradients of the first step are cleared
         results = model.train_step(given, [False, False, True], lambda loss: loss / 2)
+    model.sync_grad()  # nothing has run since: must not add again
     said = [twice.item() for _, twice in results]
     assert not results[0][0].requires_grad
     inferred = [loss.item() for loss, _ in model.infer_step(given)]
+    alone = TwoResults().to(device())
+    alone.load_state_dict(model.state_dict())
+    model.load_state_dict(alone.state_dict())
     return said, inferred, {n: p.grad.cpu() for n, p in model.named_parameters()}
 
 
