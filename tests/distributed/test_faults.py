@@ -74,6 +74,11 @@ def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
         assert warned.endswith("has waited 3 s: rank 1 has not come")
 
 
+@pytest.mark.filterwarnings("ignore:wrap_ring_attn_func")
+def test_a_late_rank_after_passes_of_one_rank_alone(pool: Pool) -> None:
+    assert pool.run(fault_jobs.late_after_passes_alone, 1) == ["no error"] * 3
+
+
 def test_a_length_that_one_rank_alone_meets() -> None:
     """Long before the group's timeout: it waits for its peer's length, which waits for its keys."""
     ranks = Pool(2)

@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from customized_ops.ring_attention import Layout, wrap_ring_attn_func
+from customized_ops.ring_attention import (
+    Layout,
+    wrap_ring_attn_func,
+    wrap_ring_attn_varlen_func,
+)
 from customized_ops.ring_attention.core.comm.patience import LOOK_SECONDS, PATIENCE
 from customized_ops.ring_attention.core.kernels import KERNELS
 
@@ -120,6 +124,24 @@ def another_length(meets: int) -> str:
                 wrap_ring_attn_func(*given, kernel="torch", process_group=group)
             except RuntimeError as error:
                 return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def late_after_passes_alone(late: int) -> str:
+    """Passes in which nothing moves are nobody else's; then one rank is late; what a rank says."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ends = torch.arange(ranks + 1, dtype=torch.int32) * 8
+    q, k, v = (torch.ones(8, HEADS, 8, dtype=torch.float64) for _ in "qkv")
+    given = {"kernel": "torch", "process_group": list(range(ranks))}
+    with mock.patch.dict(os.environ, {PATIENCE: str(LOOK_SECONDS), "SEQSHARD_CHECK": "0"}):
+        for _ in range(1 + rank):
+            wrap_ring_attn_varlen_func(q, k, v, ends, ends, **given)
+        if rank == late:
+            time.sleep(LATE_SECONDS + 2 * LOOK_SECONDS)
+        try:
+            wrap_ring_attn_func(q[None], k[None], v[None], **given)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
     return "no error"
 
 

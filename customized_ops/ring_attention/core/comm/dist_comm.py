@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,15 +49,15 @@ class DistComm(Comm):
         if "nccl" in backends:
             self._patience = Patience(group, torch.device("cuda", torch.cuda.current_device()))
             self.costs = H200_NCCL
-        self._name_steps()
+        self._name_meetings()
         if (topology := self._topology()) is not None:
             self.costs = replace(self.costs, topology=topology, held_shards=HELD_SHARDS)
         self.costs = self.costs.with_rates(os.environ.get(COSTS, ""), COSTS)
 
-    def _name_steps(self) -> None:
+    def _name_meetings(self) -> None:
         """Whoever waits compares them to those of peers."""
         if self._patience is not None:
-            self._patience.steps = self.steps
+            self._patience.meetings = self.meetings
 
     def connect(self, device: torch.device) -> None:
         """Before the first messages between GPUs; all ranks call this together.
@@ -136,6 +136,7 @@ class DistComm(Comm):
             self._stamps.check(self.now)
 
     def begin(self, call: int) -> None:
+        self.meet()
         if self._stamps is not None:
             self._stamps.begin(call, self.now)
 
@@ -180,6 +181,7 @@ class DistComm(Comm):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
+        self.meet()
         self._wait(partial(dist.all_gather_object, values, value, group=self._group))
         return values
 
@@ -206,6 +208,7 @@ class DistComm(Comm):
             self._patience.wait(self.now, function)
 
     def combine(self, tensor: Tensor, how: Reduction) -> None:
+        self.meet()
         dense = tensor.contiguous()
         op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
         reduce = partial(dist.all_reduce, dense, op=op, group=self._group)
@@ -220,4 +223,5 @@ class DistComm(Comm):
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
     """End what is on its way; the groups are of no use after that."""
     for group in groups:
-        group.abort()
+        with suppress(RuntimeError):  # the others are to end, too
+            group.abort()

@@ -33,7 +33,7 @@ Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
 PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
-MOST_STEPS = 1024  # whose names are kept: a host may be far ahead of its GPU
+MOST_MEETINGS = 1024  # whose names are kept: a host may be far ahead of its GPU
 Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
 
 
@@ -74,12 +74,15 @@ class Comm(ABC):
     writes_to_peers = False  # whether a rank puts what it sends where its peers read it
     compares = False  # whether ranks compare their calls by default
     now = "an exchange"  # what the rank is at, for errors and warnings
-    step = 0  # counts what it has been at, as all ranks do
+    step = 0  # counts what it has been at
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.counters = Counters()
-        self.steps: dict[int, str] = {}  # the last that it has been at
+        # What it was at when ranks last met, by number; unlike steps, in which nothing may move,
+        # they are counted alike by all ranks.
+        self.meetings: dict[int, str] = {}
+        self._met, self._doing = 0, ""
         # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
 
@@ -118,6 +121,12 @@ class Comm(ABC):
         self.combine(tensor, how)
         return tensor
 
+    def meet(self) -> None:
+        """What comes next is of all ranks: a pass in which something moves, or a collective."""
+        self._met += 1
+        self.meetings[self._met] = self._doing or "a collective"
+        self.meetings.pop(self._met - MOST_MEETINGS, None)
+
     def begin(self, call: int) -> None:  # noqa: B027, most need not know
         """Before the first exchange of a forward or backward pass; on every rank, or on none.
         ``call``: what ranks must agree on (:func:`.signals.fingerprint`)."""
@@ -146,14 +155,15 @@ class Comm(ABC):
     def doing(self, what: str) -> Iterator[None]:
         """Something that all ranks of the group do together; peers hear of an error inside."""
         self.now, self.step = what, self.step + 1
-        self.steps[self.step] = what
-        self.steps.pop(self.step - MOST_STEPS, None)
         self.check()  # before anything asks a GPU, which may take no more questions
+        self._doing = what
         try:
             yield
         except BaseException as error:
             self.tell_failure(error)
             raise
+        finally:
+            self._doing = ""
 
     def check(self) -> None:  # noqa: B027
         """Raises what is known to be wrong already, which peers need not be told: PeerFailed where

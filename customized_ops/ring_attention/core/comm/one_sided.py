@@ -87,6 +87,7 @@ class OneSidedComm(Comm):
 
     def _enter(self) -> None:
         self.check()
+        self.meet()
         self._under_way = True
 
     def end(self) -> None:

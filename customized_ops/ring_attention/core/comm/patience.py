@@ -8,7 +8,7 @@ itself looks into the group's store each second:
 - A rank that fails inside a pass writes down what happened. Peers that wait raise that.
 - A rank that has waited for long writes down what it waits in. Of the others, those that have
   written nothing have not come, and it warns of them. Where one has written another fingerprint of
-  the same pass, or that it is at something else at the same step, both raise.
+  the same pass, or no rank is missing and it has met them in something else, both raise.
 
 While all goes well a rank writes who it is at the start, and that it is done at the end
 (:meth:`leave`).
@@ -50,7 +50,7 @@ WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
 Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
-Steps = Mapping[int, str]  # by number, counted alike, what the rank was at
+Meetings = Mapping[int, str]  # by number, counted alike, what the rank was at when all met
 
 
 class PeerFailed(RuntimeError):
@@ -60,7 +60,7 @@ class PeerFailed(RuntimeError):
 
 class Patience:
     """One rank's waits for its group, of at most ``most_seconds``. Its host waits in the last of
-    ``steps``, its GPU in any of them."""
+    ``meetings``, its GPU in any of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """``device``: the rank's, if it is of a group of GPUs. No connection says there that a
@@ -70,7 +70,7 @@ class Patience:
         self._processes: dict[int, str] | None = None  # of peers, as far as they are known
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._thread = WaitingThread()
-        self.steps: Steps = MappingProxyType({})
+        self.meetings: Meetings = MappingProxyType({})
         self._failed: set[int] = set()  # the steps in which this rank failed
         # The last of them, and what the rank alone has found: what follows from that is not told.
         self._told: list[tuple[int, str]] = []
@@ -157,8 +157,8 @@ class Patience:
                 tell(self._waited(doing, seconds))
                 warned = True
             elif not asked and seconds >= patience:
-                steps = self.steps if of == "host" else {}
-                self._write(WAITS[of], _waits_text(doing, passes, steps))
+                meetings = self.meetings if of == "host" else {}
+                self._write(WAITS[of], _waits_text(doing, passes, meetings))
                 asked = True
             if asked:
                 self._raise_if_one_is_elsewhere(doing, passes)
@@ -245,9 +245,11 @@ class Patience:
         return self._processes or {}
 
     def _raise_if_one_is_elsewhere(self, doing: str, passes: Passes) -> None:
-        for rank, (_, their_passes, their_step) in self._waits():
-            for number, what in their_step.items():
-                if (was := self.steps.get(number, what)) != what:
+        waits = self._waits()
+        all_wait = {rank for rank, _ in waits} == set(self.all_peers())
+        for rank, (_, their_passes, their_meeting) in waits:
+            for number, what in their_meeting.items() if all_wait else ():
+                if (was := self.meetings.get(number, what)) != what:
                     elsewhere = f"and rank {rank} {OTHER_CALLS}: it waits in {what}, not in {was}"
                     self.tell_problem(f"{self.here(doing)} {elsewhere}")  # the peer may be behind
                     raise PeerFailed(f"{self.here(doing)} {elsewhere}")
@@ -256,10 +258,12 @@ class Patience:
                     problem = disagreement(rank, passes[number], their_passes[number])
                     raise PeerFailed(self.here(doing) + problem)
 
-    def _waits(self) -> list[tuple[int, tuple[str, Passes, Steps]]]:
-        """What peers that have waited for long are at."""
-        written = [item for of in WAITS.values() for item in self._written(of).items()]
-        return [(rank, _read_waits(text)) for rank, text in written]
+    def _waits(self) -> list[tuple[int, tuple[str, Passes, Meetings]]]:
+        """What peers that have waited for long are at; nothing where the store is gone."""
+        with suppress(RuntimeError):
+            written = [item for of in WAITS.values() for item in self._written(of).items()]
+            return [(rank, _read_waits(text)) for rank, text in written]
+        return []
 
     def _waited(self, doing: str, seconds: float) -> str:
         """Which ranks do not wait as this one does."""
@@ -275,14 +279,14 @@ class Patience:
         return f"{self.here(doing)} has waited {seconds:.0f} s: {who}"
 
 
-def _waits_text(doing: str, passes: Passes, steps: Steps = MappingProxyType({})) -> str:
-    """What a rank that has waited for long writes; its host waits in the last of its steps."""
-    return json.dumps([doing, list(passes.items()), list(steps.items())[-1:]])
+def _waits_text(doing: str, passes: Passes, meetings: Meetings = MappingProxyType({})) -> str:
+    """What a rank that has waited for long writes; its host waits in the last of its meetings."""
+    return json.dumps([doing, list(passes.items()), list(meetings.items())[-1:]])
 
 
-def _read_waits(text: str) -> tuple[str, Passes, Steps]:
-    doing, passes, step = json.loads(text)
-    return doing, dict(passes), dict(step)
+def _read_waits(text: str) -> tuple[str, Passes, Meetings]:
+    doing, passes, meeting = json.loads(text)
+    return doing, dict(passes), dict(meeting)
 
 
 def tell(text: str) -> None:

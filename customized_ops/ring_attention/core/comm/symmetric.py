@@ -130,7 +130,7 @@ class SymmetricComm(OneSidedComm, DistComm):
         memory = SymmetricMemory(group, device)
         super().__init__(memory, group)
         self._patience = memory.patience
-        self._name_steps()
+        self._name_meetings()
         # All keys have their places in the arena, so there is no bound on what a rank holds.
         self.costs = replace(
             H200.with_rates(os.environ.get(COSTS, ""), COSTS), held_shards=math.inf

@@ -27,7 +27,7 @@ from .fingerprint import disagreement
 
 MOST_KNOWN = 256  # passes whose names are kept
 MOST_AHEAD = 4096  # passes that a host may be ahead of its GPU, and their fingerprints be known
-STOP_SECONDS = 20.0  # in which a GPU that was told to stop does
+STOP_SECONDS = 60.0  # in which a GPU that was told to stop does
 NEAR = 8  # passes before and after the one that waits are compared to those of a peer
 _all: weakref.WeakSet[Watch] = weakref.WeakSet()
 
@@ -58,6 +58,8 @@ class Watch:
         self._begun, self._passes = 0, deque[tuple[int, int]](maxlen=MOST_AHEAD)
         self._process = os.getpid()
         self.problem: str | None = None
+        self._last = threading.Timer(STOP_SECONDS, self._end_process)
+        self._last.daemon = True
         _all.add(self)
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
 
@@ -147,30 +149,28 @@ class Watch:
             try:
                 tell(f"{problem} (CUDA reports this as a launch failure)")
             finally:
+                if self._patience.device is not None:
+                    self._last.start()
                 self._record[of.STOP] = 1
                 self._stop()
 
     def require_stop(self) -> None:
-        """The GPU, told to stop, ends in an error, which a question to it shows. Where it does not,
-        nothing else would end the process."""
-        if (device := self._patience.device) is None:
-            return
-        last = threading.Timer(STOP_SECONDS, self._end_process)
-        last.daemon = True
-        last.start()
+        """The GPU, told to stop, ends in an error, which a wait for it shows. Where it does not, or
+        the stop or this wait has no end, nothing else would end the process."""
         with suppress(RuntimeError):  # that error
-            while self._is_at_work():
-                torch.cuda.current_stream(device).query()
+            while self._patience.device is not None and self._is_at_work():
+                torch.cuda.current_stream(self._patience.device).synchronize()  # frees the GIL
                 time.sleep(LOOK_SECONDS)
-        last.cancel()
+        self._last.cancel()
 
     def _is_at_work(self) -> bool:
         told = self._slots[:, of.STATUS] != of.NOTHING
         return bool(told.any()) or int(self._record[of.ENDED]) < self._begun
 
     def _end_process(self) -> None:
-        """Even where a question to the GPU has no answer."""
-        tell(f"{self.problem}; its GPU goes on {STOP_SECONDS:.0f} s later, so the process ends")
+        text = f"{self.problem}; its GPU goes on {STOP_SECONDS:.0f} s later, so the process ends\n"
+        with suppress(OSError):  # warnings may be off, and their hooks be stuck
+            os.write(2, text.encode())
         os.abort()
 
     def at_exit(self) -> None:
