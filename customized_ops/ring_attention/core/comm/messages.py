@@ -33,8 +33,8 @@ Reduction = Literal["sum", "max"]
 Into = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 SeenBy = Callable[[int], Exchange]
 PeerParts = dict[int, Sequence[Tensor]]  # peer -> what came from it
-MOST_MEETINGS = 1024  # whose names are kept: a host may be far ahead of its GPU
 Arrive = Callable[[], PeerParts]  # waits for the parts of all peers
+MOST_MEETINGS = 1024  # whose names are kept: a host may be far ahead of its GPU
 
 
 class Coming(NamedTuple):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -277,6 +278,25 @@ def test_a_gpu_that_was_told_to_stop(gpu: str) -> None:
     else:
         assert done.returncode == -signal.SIGABRT, done.stderr
         assert "tensors or options; its GPU goes on 2 s later, so the process ends" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_gpu_is_told_to_stop_where_python_starts_no_thread(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a program."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Timer, "start", fails)
+    monkeypatch.setattr(torch.cuda, "current_stream", fails)
+    stopped: list[bool] = []
+    watch, record = watched(stop=lambda: stopped.append(True))
+    watch._patience.device = torch.device("cuda", 0)
+    told(record, of.DIFFERS, BACKWARD)
+    until(lambda: stopped)
+    assert record[of.STOP]
 
 
 @pytest.mark.filterwarnings("ignore:ring attention")

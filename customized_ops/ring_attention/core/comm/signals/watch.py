@@ -58,8 +58,7 @@ class Watch:
         self._begun, self._passes = 0, deque[tuple[int, int]](maxlen=MOST_AHEAD)
         self._process = os.getpid()
         self.problem: str | None = None
-        self._last = threading.Timer(STOP_SECONDS, self._end_process)
-        self._last.daemon = True
+        self._has_stopped = False
         _all.add(self)
         threading.Thread(target=_look_on, args=(weakref.ref(self),), daemon=True).start()
 
@@ -149,10 +148,16 @@ class Watch:
             try:
                 tell(f"{problem} (CUDA reports this as a launch failure)")
             finally:
-                if self._patience.device is not None:
-                    self._last.start()
+                self._limit_stop()
                 self._record[of.STOP] = 1
                 self._stop()
+
+    def _limit_stop(self) -> None:
+        if self._patience.device is not None:
+            limit = threading.Timer(STOP_SECONDS, self._end_process_if_at_work)
+            limit.daemon = True
+            with suppress(RuntimeError):  # Python ends, and starts no thread
+                limit.start()
 
     def require_stop(self) -> None:
         """The GPU, told to stop, ends in an error, which a wait for it shows. Where it does not, or
@@ -161,13 +166,15 @@ class Watch:
             while self._patience.device is not None and self._is_at_work():
                 torch.cuda.current_stream(self._patience.device).synchronize()  # frees the GIL
                 time.sleep(LOOK_SECONDS)
-        self._last.cancel()
+        self._has_stopped = True
 
     def _is_at_work(self) -> bool:
         told = self._slots[:, of.STATUS] != of.NOTHING
         return bool(told.any()) or int(self._record[of.ENDED]) < self._begun
 
-    def _end_process(self) -> None:
+    def _end_process_if_at_work(self) -> None:
+        if self._has_stopped:
+            return
         text = f"{self.problem}; its GPU goes on {STOP_SECONDS:.0f} s later, so the process ends\n"
         with suppress(OSError):  # warnings may be off, and their hooks be stuck
             os.write(2, text.encode())
