@@ -79,15 +79,28 @@ def test_a_late_rank_after_passes_of_one_rank_alone(pool: Pool) -> None:
     assert pool.run(fault_jobs.late_after_passes_alone, 1) == ["no error"] * 3
 
 
-def test_a_length_that_one_rank_alone_meets() -> None:
-    """Long before the group's timeout: it waits for its peer's length, which waits for its keys."""
+def of_ranks_elsewhere(how: str) -> list[str]:
+    """What two ranks say that wait in calls that differ, long before the group's timeout."""
     ranks = Pool(2)
     try:
         started = time.monotonic()
-        said = ranks.run(fault_jobs.another_length, 1)
+        said = ranks.run(fault_jobs.is_elsewhere, 1, how)
         assert time.monotonic() - started < in_vain(ranks)
     finally:
         ranks.close(patience=0)
+    return said
+
+
+def test_ranks_that_wait_in_other_passes() -> None:
+    """Each for keys that the other's call does not send."""
+    for said in of_ranks_elsewhere("window"):
+        assert said.startswith("PeerFailed: wrap_ring_attn_func, forward: rank "), said
+        assert "do not agree on the mask" in said, said
+
+
+def test_a_length_that_one_rank_alone_meets() -> None:
+    """It waits for its peer's length, which waits for its keys."""
+    said = of_ranks_elsewhere("length")
     lengths = "wrap_ring_attn_func, where ranks compare how many tokens they hold"
     elsewhere = "and rank 1 do not make the same calls in the same order: it waits in " + lengths
     assert "PeerFailed: wrap_ring_attn_func, forward: rank 0" in said[0]

@@ -69,7 +69,7 @@ def test_a_rank_outside_the_group_is_told(two_ranks: Pool) -> None:
 def test_a_rank_that_failed_is_not_waited_for(
     two_ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "SECONDS_AFTER_A_FAILURE", 0.1)
+    monkeypatch.setitem(processes.SECONDS_AFTER_A_FAILURE, "gloo", 0.1)
     with pytest.raises(JobFailed, match=r"(?s)rank 0:.*not today\n\nrank 1:\nno answer in time$"):
         two_ranks.run(op_jobs.one_fails, two_ranks.seconds)
 

@@ -29,7 +29,8 @@ PRELOADED = [
     "customized_ops.chunk_linear_cross_entropy",
 ]
 JOB_SECONDS = {"gloo": 240.0, "nccl": 300.0}  # flash-attn-4 compiles seconds for each kind of call
-SECONDS_AFTER_A_FAILURE = 20.0  # more than a rank over gloo waits for another
+# More than a rank over gloo waits for another, and than a process waits for its GPU to stop.
+SECONDS_AFTER_A_FAILURE = {"gloo": 20.0, "nccl": 75.0}
 
 
 class JobFailed(AssertionError):
@@ -123,7 +124,7 @@ class Pool:
                 except (EOFError, OSError):
                     replies[rank] = False, "the process died"
                 if not replies[rank][0]:
-                    end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+                    end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE[self.backend])
         return replies
 
     def close(self, patience: float = 2) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -114,14 +114,24 @@ def absent(missing: int) -> list[str]:
     return [str(w.message) for w in warned]
 
 
-def another_length(meets: int) -> str:
-    """One rank comes with a number of tokens that the other does not come with; what it says."""
+# Number of tokens and options, of one rank and of the others.
+ELSEWHERE: dict[str, Sequence[tuple[int, dict[str, Any]]]] = {
+    "length": ((12, {}), (24, {})),
+    "window": tuple(
+        (24, {"layout": Layout.contiguous(24, 2), "causal": False, "window_size": window})
+        for window in ((4, 0), (0, 4))
+    ),
+}
+
+
+def is_elsewhere(faulty: int, how: str) -> str:
+    """One rank's second call is not that of the other, and both wait in it; what it says."""
     rank, group = dist.get_rank(), list(range(dist.get_world_size()))
     with mock.patch.dict(os.environ, {PATIENCE: str(LOOK_SECONDS), "SEQSHARD_CHECK": "0"}):
-        for length in (24, 12 if rank == meets else 24):
+        for length, options in ((24, {}), ELSEWHERE[how][rank != faulty]):
             given = [t.detach() for t in tensors(rank, 2, length)]
             try:
-                wrap_ring_attn_func(*given, kernel="torch", process_group=group)
+                wrap_ring_attn_func(*given, kernel="torch", process_group=group, **options)
             except RuntimeError as error:
                 return f"{type(error).__name__}: {error}"
     return "no error"

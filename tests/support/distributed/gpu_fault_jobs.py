@@ -108,6 +108,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "other scores": lambda: call(softmax_scale=0.1),
     "other documents": lambda: call(shift=16),
     "other shapes": lambda: call(dim=DIM // 2),
+    "more memory": lambda: call(shift=-(2 * TOKENS // 3), dim=2 * DIM),  # than its peer has
     "another op": other_op,
     "another length": lambda: other_op(TOKENS // 2),
     "killed": killed,

@@ -136,7 +136,7 @@ class DistComm(Comm):
             self._stamps.check(self.now)
 
     def begin(self, call: int) -> None:
-        self.meet()
+        self.meet(call)
         if self._stamps is not None:
             self._stamps.begin(call, self.now)
 

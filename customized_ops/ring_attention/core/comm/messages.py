@@ -25,6 +25,7 @@ from ..merge.merge import accumulation_dtype
 from ..plan.cost import H200
 from ..plan.exchange import Exchange
 from .pending import Counters, Pending
+from .signals.fingerprint import NO_CALL, Meeting
 from .transfer_side import Dims, Put, TransferSide, add, copy, place
 
 T = TypeVar("T")
@@ -52,16 +53,18 @@ class Moved(NamedTuple):
     Attributes:
         sent_bytes, received_bytes: see :class:`~.pending.Counters`.
         at: where it got to in memory that peers write to.
+        call: see :meth:`Comm.begin`.
     """
 
     sent_bytes: int
     received_bytes: int
     at: Any = None
+    call: int = NO_CALL
 
     def since(self, before: Moved) -> Moved:
         """From ``before`` on."""
         sent, received = self.sent_bytes - before.sent_bytes, before.received_bytes
-        return Moved(sent, self.received_bytes - received, self.at)
+        return Moved(sent, self.received_bytes - received, self.at, self.call)
 
 
 class Comm(ABC):
@@ -81,7 +84,7 @@ class Comm(ABC):
         self.counters = Counters()
         # What it was at when ranks last met, by number; unlike steps, in which nothing may move,
         # they are counted alike by all ranks.
-        self.meetings: dict[int, str] = {}
+        self.meetings: dict[int, Meeting] = {}
         self._met, self._doing = 0, ""
         # Numbers of tokens of which all ranks are known to have held the same.
         self.common_lengths: set[int] = set()
@@ -121,10 +124,10 @@ class Comm(ABC):
         self.combine(tensor, how)
         return tensor
 
-    def meet(self) -> None:
+    def meet(self, call: int = NO_CALL) -> None:
         """What comes next is of all ranks: a pass in which something moves, or a collective."""
         self._met += 1
-        self.meetings[self._met] = self._doing or "a collective"
+        self.meetings[self._met] = Meeting(self._doing or "a collective", call)
         self.meetings.pop(self._met - MOST_MEETINGS, None)
 
     def begin(self, call: int) -> None:  # noqa: B027, most need not know

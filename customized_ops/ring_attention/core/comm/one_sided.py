@@ -70,7 +70,7 @@ class OneSidedComm(Comm):
         self._under_way = False
 
     def begin(self, call: int) -> None:
-        self._enter()
+        self._enter(call)
         self._memory.name(call, self.now)
         self._call = call
         if self._passes:
@@ -85,9 +85,9 @@ class OneSidedComm(Comm):
                 "may be out of step; make a new process group"
             )
 
-    def _enter(self) -> None:
+    def _enter(self, call: int) -> None:
         self.check()
-        self.meet()
+        self.meet(call)
         self._under_way = True
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class OneSidedComm(Comm):
         return self._arena.generation if steady else None
 
     def replay(self, moved: Moved, run: Callable[[], T]) -> T:
-        self._enter()
+        self._enter(moved.call)
         results = run()
         self._passes += 1
         self._arena.at = moved.at
@@ -113,7 +113,8 @@ class OneSidedComm(Comm):
         return results
 
     def moved(self) -> Moved:
-        return Moved(self.counters.sent_bytes, self.counters.received_bytes, self._arena.at)
+        sent, received = self.counters.sent_bytes, self.counters.received_bytes
+        return Moved(sent, received, self._arena.at, self._call)
 
     @property
     def arena_bytes(self) -> int:

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from annotations.groups import timeout_of
 
 from .host_processes import has_ended, name_of
-from .signals.fingerprint import OTHER_CALLS, disagreement
+from .signals.fingerprint import Meeting, disagreement, other_meeting
 from .waiting_thread import Job, WaitingThread
 
 LOOK_SECONDS = 1.0  # between two looks at what peers have written
@@ -50,7 +50,8 @@ WAITS = {"host": "waits", "gpu": "gpu waits"}
 OF_NO_STEP = -1  # what is written down of a failure that was found outside of any
 
 Passes = Mapping[int, int]  # by number, counted alike by all ranks, the fingerprint of each
-Meetings = Mapping[int, str]  # by number, counted alike, what the rank was at when all met
+# By number, counted alike, what the rank was at when all met, and the fingerprint of a pass.
+Meetings = Mapping[int, Meeting]
 
 
 class PeerFailed(RuntimeError):
@@ -248,11 +249,10 @@ class Patience:
         waits = self._waits()
         all_wait = {rank for rank, _ in waits} == set(self.all_peers())
         for rank, (_, their_passes, their_meeting) in waits:
-            for number, what in their_meeting.items() if all_wait else ():
-                if (was := self.meetings.get(number, what)) != what:
-                    elsewhere = f"and rank {rank} {OTHER_CALLS}: it waits in {what}, not in {was}"
-                    self.tell_problem(f"{self.here(doing)} {elsewhere}")  # the peer may be behind
-                    raise PeerFailed(f"{self.here(doing)} {elsewhere}")
+            for number, theirs in their_meeting.items() if all_wait else ():
+                if problem := other_meeting(rank, self.meetings.get(number, theirs), theirs):
+                    self.tell_problem(self.here(doing) + problem)  # the peer may be behind
+                    raise PeerFailed(self.here(doing) + problem)
             for number in sorted(passes.keys() & their_passes.keys()):
                 if passes[number] != their_passes[number]:
                     problem = disagreement(rank, passes[number], their_passes[number])
@@ -286,7 +286,7 @@ def _waits_text(doing: str, passes: Passes, meetings: Meetings = MappingProxyTyp
 
 def _read_waits(text: str) -> tuple[str, Passes, Meetings]:
     doing, passes, meeting = json.loads(text)
-    return doing, dict(passes), dict(meeting)
+    return doing, dict(passes), {number: Meeting(*met) for number, met in meeting}
 
 
 def tell(text: str) -> None:

@@ -24,7 +24,7 @@ from customized_ops.ring_attention.core.comm import host_processes, patience
 from customized_ops.ring_attention.core.comm.patience import Patience, PeerFailed
 from customized_ops.ring_attention.core.comm.signals import record as of
 from customized_ops.ring_attention.core.comm.signals import watch as watch_module
-from customized_ops.ring_attention.core.comm.signals.fingerprint import disagreement
+from customized_ops.ring_attention.core.comm.signals.fingerprint import Meeting, disagreement
 from customized_ops.ring_attention.core.comm.signals.watch import Watch
 
 FORWARD, BACKWARD = 0x0001_0002_0003_0004, 0x0001_0002_0003_0005
@@ -434,19 +434,40 @@ def test_a_peer_whose_host_waits_in_something_else(
     """It met something that this rank had met before; this rank's host may be far ahead."""
     monkeypatch.setenv(patience.PATIENCE, "0.04")
     watch, record = watched()
-    watch._patience.meetings = dict(enumerate([PASS] * 100))
+    watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
     told(record, of.WAITS)
     for step, what in ((7, PASS), (100, "ring attention, backward")):  # the same, or not yet here
-        store.set("waits/1", patience._waits_text(what, {}, {step: what}))
+        store.set("waits/1", patience._waits_text(what, {}, {step: Meeting(what)}))
         until(lambda: store.says(WAITS))
         time.sleep(0.1)
         assert watch.problem is None
     compares = "ring attention, where ranks compare how many tokens they hold"
-    store.set("waits/1", patience._waits_text(compares, {}, {7: compares}))
+    store.set("waits/1", patience._waits_text(compares, {}, {7: Meeting(compares)}))
     until(lambda: record[of.STOP])
     want = (
         f"{START} and rank 1 do not make the same calls in the same order: it waits in {compares}, "
         f"not in {PASS}"
     )
+    assert problem_of(watch) == want
+    assert json.loads(store["failed/0"])[-1][1] == want
+
+
+@pytest.mark.filterwarnings("ignore:ring attention")
+def test_a_peer_whose_host_waits_in_another_pass(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes more memory for it, which this rank's pass does not need."""
+    monkeypatch.setenv(patience.PATIENCE, "0.04")
+    watch, record = watched()
+    watch._patience.meetings = dict(enumerate([Meeting(PASS, FORWARD)] * 100))
+    told(record, of.WAITS)
+    grows = "where memory for exchanges is made"
+    store.set("waits/1", patience._waits_text(grows, {}, {7: Meeting(PASS, FORWARD)}))
+    until(lambda: store.says(WAITS))
+    time.sleep(0.1)
+    assert watch.problem is None
+    store.set("waits/1", patience._waits_text(grows, {}, {7: Meeting(PASS, BACKWARD)}))
+    until(lambda: record[of.STOP])
+    want = f"{START} and rank 1 do not agree on tensors or options"
     assert problem_of(watch) == want
     assert json.loads(store["failed/0"])[-1][1] == want

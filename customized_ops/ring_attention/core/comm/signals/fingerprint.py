@@ -7,6 +7,7 @@ that one says which differs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -18,6 +19,17 @@ PARTS = ("the mask", "the layouts", "how the plan shares out the work", "tensors
 PART_BITS = 16
 NO_CALL = 1  # of signals between passes
 OTHER_CALLS = "do not make the same calls in the same order"
+
+
+class Meeting(NamedTuple):
+    """What a rank was at when all met.
+
+    Attributes:
+        call: the fingerprint of a pass; NO_CALL of something else.
+    """
+
+    what: str
+    call: int = NO_CALL
 
 
 def fingerprint(plan: PlanValue, *call: object) -> int:
@@ -51,6 +63,15 @@ def disagreement(peer: int, call: int, theirs: int) -> str:
     if NO_CALL in (call, theirs):
         return f" and rank {peer} {OTHER_CALLS}"
     return f" and rank {peer} do not agree on " + " and ".join(differing(call, theirs))
+
+
+def other_meeting(peer: int, here: Meeting, theirs: Meeting) -> str:
+    """What is wrong where a peer met this rank in something else; "" if it did not."""
+    if here.what != theirs.what:
+        return f" and rank {peer} {OTHER_CALLS}: it waits in {theirs.what}, not in {here.what}"
+    if here.call == theirs.call or NO_CALL in (here.call, theirs.call):
+        return ""
+    return disagreement(peer, here.call, theirs.call)
 
 
 def _sum(*tables: npt.ArrayLike) -> int:
