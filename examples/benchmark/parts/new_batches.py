@@ -40,6 +40,7 @@ from customized_ops.ring_attention import (
     PackDocuments,
     PackedBatch,
     compiled_kernels,
+    group_costs,
     warm_up,
     wrap_ring_attn_varlen_func,
 )
@@ -147,8 +148,8 @@ def main() -> None:
             warm_up(tokens, **of, **kind)
             seconds, compiled = perf_counter() - start, compiled_kernels()
             steps, times = Steps(comm, given, rank), []
-            plans = {"ranks": ranks, "rank": rank, "heads": heads, "layout": layout}
-            pack = PackDocuments(**plans)
+            rates = group_costs(comm)
+            pack = PackDocuments(ranks, rank, heads, layout=layout, head_dim=given.dim, costs=rates)
             steps.run(map(pack, documents(tokens, [next(seeds) for _ in range(3)])))
             slowest = 0.0
             for _ in range(given.rounds):
