@@ -22,8 +22,8 @@ STEPS, TRIED = 12, 2
 # Where the largest area over the mean is no use to improve; and what two steps leave of it that are
 # worth another.
 AS_EVEN, LESS = 1.01, 0.999
-# Where :func:`least_area` is more of what is of use, hardly ever was a good way found. (In 900 batches
-# over 4 and 8 ranks for none of 8, at up to 10 ms each; over 2 ranks for 2 of 19.)
+# Where :func:`least_area` is more of what is of use, hardly ever was a good way found. (In 900
+# batches over 4 and 8 ranks for none of 8, at up to 10 ms each; over 2 ranks for 2 of 19.)
 ROOM = 0.96
 # Areas are counted in whole parts of all, tokens beside them: both fit an int64.
 AREA_UNITS = 1 << 34

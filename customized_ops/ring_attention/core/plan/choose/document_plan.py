@@ -23,9 +23,9 @@ from .request import PlanRequest
 CALLS = 4
 # Work is given away, or heads are split, where that leaves no more of the time.
 WORTH = 0.985
-# What a plan may take for evenly loaded kernels to be what it is about. (Of 251 batches over links of
-# 2 to 310 GB/s that took more than 1.5 times that, a search was faster for 18, of which 2 took less
-# than twice; it takes a plan's time ten times.)
+# What a plan may take for evenly loaded kernels to be what it is about. (Of 251 batches over links
+# of 2 to 310 GB/s that took more than 1.5 times that, a search was faster for 18, of which 2 took
+# less than twice; it takes a plan's time ten times.)
 GOOD = 2.0
 # Sizes of teams that are tried until links are as fast as kernels; the first mostly are.
 TRIED = 3
