@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -124,12 +124,23 @@ class DistComm(Comm):
                 raise ValueError(
                     f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
                 )
-            return Topology.of(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
+            return self._of_hosts(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
         # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:
-            return Topology.of(self.all_gather_object(socket.gethostname()))
+            return self._of_hosts(self.all_gather_object(socket.gethostname()))
         return None
+
+    def _of_hosts(self, hosts: Sequence[Hashable]) -> Topology | None:
+        """That of ranks on these hosts. Where hosts take turns there is none, which is told."""
+        ranks = dist.get_process_group_ranks(self._group)
+        if self.rank == 0 and (turns := Topology.interleaved(hosts, ranks)):
+            tell(
+                "seqshard: attention over this group is planned as if all links were alike, so "
+                f"keys cross between hosts more than once: its hosts take turns ({turns}). Number "
+                "the ranks host by host, as torchrun does"
+            )
+        return Topology.of(hosts)
 
     def check(self) -> None:
         if self._stamps is not None:
