@@ -36,7 +36,7 @@ def require_same(packed_by: Any, asked: Any, title: str) -> None:
 
 
 def require_planned_for(title: str, pack: Any) -> None:
-    """Of what plans ahead: ``ranks``, ``rank``, ``costs`` and ``head_dim``.
+    """Of what plans ahead: ``ranks``, ``rank``, ``costs``, ``head_dim`` and ``itemsize``.
 
     Raises:
         ArgumentError: one does not fit.
@@ -49,7 +49,9 @@ def require_planned_for(title: str, pack: Any) -> None:
     topology = costs.topology
     fits = topology is None or topology.size == ranks
     require(fits, title, "costs", f"of the hosts of {ranks} ranks", str(topology))
-    require(is_integer(pack.head_dim, 1), title, "head_dim", "1 or more", pack.head_dim)
+    for name in ("head_dim", "itemsize"):
+        value = getattr(pack, name)
+        require(is_integer(value, 1), title, name, "1 or more", value)
 
 
 def made_ahead(

@@ -121,6 +121,7 @@ class PackDocuments:
             those of the group, :func:`.group_costs`, or attention plans again in the step. (With
             ``whole``, "balanced" is the order of an engine, which does not know hosts.)
         head_dim: of the model. Attention of other heads plans again in the step.
+        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs, else leave it.
     """
 
     ranks: int
@@ -132,6 +133,7 @@ class PackDocuments:
     whole: bool = False
     costs: CostModel = H200
     head_dim: int = 128
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
         # Pairs of any kind, as a config has them, are found by value.
@@ -166,9 +168,8 @@ class PackDocuments:
         else:
             layout = PACKED_LAYOUTS[self.layout](mask, self.ranks, self.costs.topology)
         dims = self.head_dim, self.head_dim
-        plan = RING_ATTN_VARLEN.plan(
-            Problem(mask, layout, layout), self.heads, dims, costs=self.costs
-        )
+        problem, sizes = Problem(mask, layout, layout), (self.heads, dims)
+        plan = RING_ATTN_VARLEN.plan(problem, *sizes, costs=self.costs, itemsize=self.itemsize)
         prepare(plan, self.rank)  # made here, not in the step
         expect(plan, perf_counter() - started)
         tokens = np.concatenate(each)
@@ -216,6 +217,7 @@ def packed_batches(
     whole: bool = False,
     costs: CostModel = H200,
     head_dim: int = 128,
+    itemsize: int = 2,
     ahead: int = 2,
 ) -> Iterator[PackedBatch]:
     """Batches of packed documents, planned ahead in a thread.
@@ -233,5 +235,6 @@ def packed_batches(
             arguments, and as :class:`PackDocuments`; what ``loader`` raises is raised where its
             batch is due.
     """
-    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, head_dim)
+    sizes = head_dim, itemsize
+    pack = PackDocuments(ranks, rank, heads, causal, window_size, layout, whole, costs, *sizes)
     return made_ahead(loader, pack.made, ahead, "packed_batches")

@@ -112,4 +112,14 @@ def test_hosts_of_another_world_are_refused(ranks: Pool) -> None:
 
 @worlds(cpus=[4], gpus=[])
 def test_hosts_are_found(ranks: Pool) -> None:
-    assert ranks.run(packed_jobs.hosts_found) == [(Topology((2, 2)), 4.0)] * 4
+    found = ranks.run(packed_jobs.hosts_found, ["a", "a", "b", "b"])
+    assert found == [(Topology((2, 2)), 4.0, [])] * 4
+
+
+@worlds(cpus=[4], gpus=[])
+def test_hosts_that_take_turns_are_told_once(ranks: Pool) -> None:
+    """By the first rank."""
+    (flat, _, (told,)), *others = ranks.run(packed_jobs.hosts_found, ["a", "b", "a", "b"])
+    assert flat is None
+    assert "its hosts take turns (a: ranks 0, 2; b: ranks 1, 3). Number the ranks" in told
+    assert [(topology, messages) for topology, _, messages in others] == [(None, [])] * 3

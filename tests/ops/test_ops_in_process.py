@@ -19,6 +19,7 @@ from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.plan import plan as plans
 from customized_ops.ring_attention.core.plan.choose.request import PlanRequest
 from customized_ops.ring_attention.op.arguments import ArgumentError
+from customized_ops.ring_attention.op.call import TensorSpec
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -172,7 +173,8 @@ def test_cu_seqlens_changed_after_the_forward_do_not_reach_the_backward() -> Non
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_plans_are_of_the_dims_of_the_call(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is chosen by the heads that there are, times the batch."""
+    """A plan is chosen by the heads that there are, times the batch, and by bytes of elements."""
+    monkeypatch.setattr(TensorSpec, "planned_itemsize", 8)
     asked: list[PlanRequest] = []
     best = plans.best_plan
     monkeypatch.setattr(
@@ -192,6 +194,14 @@ def test_plans_are_of_the_dims_of_the_call(packed: bool, monkeypatch: pytest.Mon
     run_ranks(2, body)
     batch = 1 if packed else 3
     assert {request.head_dims for request in asked} == {(10 * batch, 6 * batch)}
+    assert {request.itemsize for request in asked} == {8}
+
+
+def test_plans_of_cpus_are_those_of_16_bits() -> None:
+    """So what is planned ahead for either is found there, whatever the dtype."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        cpu, gpu = (TensorSpec(torch.Size([1]), dtype, torch.device(n)) for n in ("cpu", "cuda"))
+        assert (cpu.planned_itemsize, gpu.planned_itemsize) == (2, dtype.itemsize)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])

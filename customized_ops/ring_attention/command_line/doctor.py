@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.comm.comm_groups import group_comm
+from ..core.comm.dist_comm import DistComm
 from ..core.comm.symmetric import CHOICE
 from ..core.kernels import KERNELS
 from ..core.kernels.choice import UNPROVEN
@@ -166,6 +167,8 @@ def _group(device: torch.device) -> Iterator[str]:
         rows.append(("between hosts", "", str(dist.get_backend()), *rates))
     dist.destroy_process_group()
     yield table(rows)
+    if isinstance(comm, DistComm) and comm.links_from:
+        yield f"(links were {comm.links_from})"
     if device.type == "cpu":
         yield "(links of CPUs are not measured: these are an H200's, by which plans are chosen)"
     yield ""

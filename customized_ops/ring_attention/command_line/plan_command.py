@@ -92,6 +92,7 @@ def plan_report(options: argparse.Namespace) -> str:
             heads=options.heads,
             head_dim=options.head_dim,
             v_dim=options.v_dim,
+            itemsize=options.itemsize,
             team_size=options.team_size,
             head_groups=options.head_groups,
             costs=costs,

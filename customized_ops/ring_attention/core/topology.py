@@ -11,6 +11,8 @@ import numpy as np
 
 from .arrays import Ints
 
+SHOWN = 8  # hosts, and ranks of each, that a text shows
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -56,6 +58,23 @@ class Topology:
         return Topology(tuple(runs)) if 1 < len(runs) == len(set(hosts)) else None
 
     @staticmethod
+    def interleaved(hosts: Sequence[Hashable], ranks: Sequence[int]) -> str:
+        """The hosts and their ranks as text, ``a: ranks 0, 2; b: ranks 1, 3``, where ranks of one
+        host do not follow one another; "" where they do.
+
+        Args:
+            hosts: of each rank, by any name.
+            ranks: what each is called.
+        """
+        of_host: dict[Hashable, list[int]] = {}
+        for host, rank in zip(hosts, ranks, strict=True):
+            of_host.setdefault(host, []).append(rank)
+        if len(of_host) == len(list(groupby(hosts))):
+            return ""
+        each = [f"{host}: ranks {_first(own, ', ')}" for host, own in of_host.items()]
+        return _first(each, "; ")
+
+    @staticmethod
     def parse(text: str, name: str = "hosts") -> Topology:
         """Hosts from text: ``8x4`` is 8 hosts of 4 ranks, ``4,4,2`` lists the ranks of each.
 
@@ -75,3 +94,9 @@ class Topology:
         if not hosts or min(hosts) < 1:
             raise ValueError(f"{name}: hosts are given as 8x4 or 4,4,2, not {text!r}")
         return Topology(hosts)
+
+
+def _first(values: Sequence[object], between: str) -> str:
+    """The first of them as text."""
+    shown = [str(value) for value in values[:SHOWN]]
+    return between.join(shown + ["..."] * (len(values) > SHOWN))

@@ -78,6 +78,7 @@ class AttentionOp:
         batch: int = 1,
         costs: CostModel = H200,
         team_size: int = 0,
+        itemsize: int = 2,
     ) -> Plan:
         """The plan of a call with so many heads of q and of k, and such dims of q and of v."""
         return make_plan(
@@ -89,6 +90,7 @@ class AttentionOp:
             head_dim=max(head_dims[0], 1),
             v_dim=max(head_dims[1], 1),
             batch=max(batch, 1),
+            itemsize=itemsize,
             team_size=team_size or (None if self.split_heads else 1),
             costs=costs,
         )
@@ -109,6 +111,12 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> TensorSpec:
         return cls(t.shape, t.dtype, t.device)
+
+    @property
+    def planned_itemsize(self) -> int:
+        """Bytes of an element for plans. Those of CPUs, whose links nobody measures, are plans of
+        GPUs, with 16 bits: so batches planned ahead need not know where they will be attended."""
+        return 2 if self.device.type == "cpu" else self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -189,8 +197,8 @@ class AttentionCall:
             problem = rows_of(title, problem, options, self.q.shape[-3], slopes, parts)
         _check_team_size(title, options.team_size, comm.size, self.heads[0])
         dims, batch = (self.q.shape[-1], self.v.shape[-1]), self.q.shape[:-3].numel()
-        plan = self.op.plan(problem, self.heads, dims, batch, comm.costs, options.team_size)
-        return plan, problem.key_positions
+        given = dims, batch, comm.costs, options.team_size, self.q.planned_itemsize
+        return self.op.plan(problem, self.heads, *given), problem.key_positions
 
     def kernel(self, scoring: Scoring, plan: Plan, comm: Comm) -> Kernel | te_cp.TeCall:
         """What runs the call: a kernel under the executor, or TransformerEngine's own.

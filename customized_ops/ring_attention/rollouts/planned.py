@@ -41,6 +41,7 @@ class PackRollouts:
         costs: rates that plans are chosen by, and hosts that layouts go by; give those of the
             group, :func:`.group_costs`, or attention plans again in the step.
         head_dim: of the model. Attention of other heads plans again in the step.
+        itemsize: bytes of an element of q: 4 for attention in fp32 on GPUs, else leave it.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class PackRollouts:
     share: bool = True
     costs: CostModel = H200
     head_dim: int = 128
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
         share = flag_of("PackRollouts", "share", self.share)
@@ -73,7 +75,8 @@ class PackRollouts:
         packed = pack_rollouts(rows, prompts, share=self.share)
         layout = Layout.balanced(packed.mask, self.ranks, topology=self.costs.topology)
         problem, dims = Problem(packed.mask, layout, layout), (self.head_dim, self.head_dim)
-        plan = MASKED_ATTN.plan(problem, self.heads, dims, costs=self.costs)
+        sizes = self.heads, dims
+        plan = MASKED_ATTN.plan(problem, *sizes, costs=self.costs, itemsize=self.itemsize)
         prepare(plan, self.rank)
         expect(plan, perf_counter() - started)
         return replace(packed.part(layout, self.rank), plan=plan, packed_by=self)
@@ -107,6 +110,7 @@ def rollout_parts(
     share: bool = True,
     costs: CostModel = H200,
     head_dim: int = 128,
+    itemsize: int = 2,
     ahead: int = 2,
 ) -> Iterator[RolloutPart]:
     """Parts of rollouts of one rank, packed and planned ahead in a thread.
@@ -124,5 +128,5 @@ def rollout_parts(
             other arguments. What ``loader`` raises, or :class:`PackRollouts`, is raised where its
             part is due.
     """
-    pack = PackRollouts(ranks, rank, heads, share, costs, head_dim)
+    pack = PackRollouts(ranks, rank, heads, share, costs, head_dim, itemsize)
     return made_ahead(loader, pack.made, ahead, "rollout_parts")

@@ -8,8 +8,10 @@ from customized_ops.ring_attention.core.layout import Layout
 from customized_ops.ring_attention.core.mask import AttnMask
 from customized_ops.ring_attention.core.mask.slices import to_dense
 from customized_ops.ring_attention.core.plan import make_plan
+from customized_ops.ring_attention.core.plan.cost import CostModel
 from customized_ops.ring_attention.core.plan.heads import Sizes
 from customized_ops.ring_attention.core.plan.report import paint as paint_module
+from customized_ops.ring_attention.core.plan.report import picture
 from customized_ops.ring_attention.core.plan.report.paint import PALE, PIXELS, paint, parts_by_step
 from customized_ops.ring_attention.core.plan.report.picture import (
     PALETTE,
@@ -17,6 +19,7 @@ from customized_ops.ring_attention.core.plan.report.picture import (
     link_bytes,
     rank_colors,
 )
+from customized_ops.ring_attention.core.topology import Topology
 
 CAUSAL = AttnMask.dense(64, causal=True)
 PLANS = {
@@ -124,6 +127,23 @@ def test_every_rank_has_its_colour(ranks):
     colors = rank_colors(ranks)
     assert colors.shape == (ranks, 3) and len(np.unique(colors, axis=0)) == ranks
     assert ranks > len(PALETTE) or (colors.max() <= 1 and colors.min() >= 0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "most", "begin"),
+    [((2, 1, 1), 3, [(1, 2), (2, 3)]), ((2, 1, 1), 2, []), ((4,), 3, [])],
+)
+def test_where_hosts_begin(hosts, most, begin, tmp_path, monkeypatch):
+    """Each after the first is marked among senders, receivers and the ranks in time, if few are."""
+    monkeypatch.setattr(picture, "MOST_HOSTS", most)
+    path, costs = tmp_path / "plan.svg", CostModel(topology=Topology(hosts))
+    draw(make_plan(CAUSAL, Layout.zigzag(64, 4), costs=costs), path)
+    marks = [each.get("id", "") for each in ElementTree.parse(path).iter()]
+    marks = [mark for mark in marks if mark.startswith("host ")]
+    assert sorted(marks) == sorted(3 * [f"host {n} from rank {rank}" for n, rank in begin])
+    text = path.read_text()
+    assert ("dashed: between hosts" in text) == bool(begin)
+    assert ("4 ranks of 3 hosts" in text) == (len(hosts) > 1)
 
 
 def test_an_unknown_format_is_an_error(tmp_path):

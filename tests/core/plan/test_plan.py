@@ -758,6 +758,24 @@ def test_other_plans_for_larger_batches(
     assert request.head_dims == (128 * batch, 64 * batch)
 
 
+def test_other_plans_for_wider_elements() -> None:
+    """Links take longer and kernels do not, so for elements of 32 bits another plan is fastest."""
+    mask, layout, heads = AttnMask.dense(16_384, causal=True), Layout.contiguous(16_384, 4), (32, 8)
+    costs = CostModel(link_bytes=50e9)
+    usual, narrow, wide = (
+        make_plan(mask, layout, heads=heads, costs=costs, **given)
+        for given in ({}, {"itemsize": 2}, {"itemsize": 4})
+    )
+    assert usual is narrow
+    seconds = [
+        sum(each.seconds for each in costs.passes(plan, *heads, 128, 128, 4))
+        for plan in (narrow, wide)
+    ]
+    assert seconds[1] < 0.8 * seconds[0]
+    with pytest.raises(ValueError, match="itemsize must be 1 byte or more, got 0"):
+        make_plan(mask, layout, itemsize=0)
+
+
 @pytest.mark.parametrize("wrong", [{"head_dim": 0}, {"v_dim": -1}, {"batch": 0}])
 def test_wrong_head_dims(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="head dims times batch must be 1 or more"):

@@ -140,6 +140,26 @@ def test_few_keys_come_at_once() -> None:
     assert make_plan(mask, layout, costs=one_host).n_stages == make_plan(mask, layout).n_stages
 
 
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_the_bound_is_of_the_bytes_of_the_call(tokens: int, itemsize: int) -> None:
+    """Of a shard's bytes, so as many keys whatever the elements are; or of 128 MiB."""
+    mask, layout = AttnMask.dense(8 * tokens, causal=True), Layout.zigzag(8 * tokens, 8)
+    plan = make_plan(
+        mask,
+        layout,
+        heads=(32, 32),
+        assignment="owner",
+        itemsize=itemsize,
+        costs=costs_over((4, 4)),
+    )
+    key_bytes = 2 * 32 * 128 * itemsize
+    bound = max(4 * tokens * key_bytes, 128 << 20)
+    # Of a step, as it arrived and put together, and of the next; half of each once more, relayed.
+    assert plan.most_keys == bound // key_bytes // 4
+    assert (plan.most_keys == tokens) == (tokens == 8192)
+
+
 def test_hosts_of_another_group_are_refused() -> None:
     mask, layout = AttnMask.dense(64), Layout.contiguous(64, 4)
     with pytest.raises(ValueError, match="hosts 2x4 have 8 ranks, the layout 4"):

@@ -106,10 +106,11 @@ def attend(comm: Any, batches: list[Any], whole: list[Any], name: str = "") -> l
     [
         ({"head_dim": 128}, r"head_dims=\(128, 128\), and the call is of head_dims=\(8, 8\)"),
         ({"heads": (4, 4)}, r"heads=\(4, 4\), and the call is of heads=\(4, 2\)"),
+        ({"itemsize": 4}, r"itemsize=4, and the call is of itemsize=2; give .* itemsize"),
         ({"costs": H200_NCCL}, r"costs=CostModel\(.*and the call is of costs="),
         ({}, None),
     ],
-    ids=["dims", "heads", "rates", "right"],
+    ids=["dims", "heads", "elements", "rates", "right"],
 )
 def test_a_plan_made_ahead_for_another_call_is_told(
     wrong: dict[str, Any], said: str | None, sent: bool
@@ -417,6 +418,7 @@ def test_plans_are_known_while_somebody_holds_them_and_the_last_ones_longer(
             "costs must be a CostModel, such as group_costs(process_group), got None",
         ),
         ({"head_dim": (64, 64)}, "head_dim must be 1 or more, got (64, 64)"),
+        ({"itemsize": 0}, "itemsize must be 1 or more, got 0"),
         ({"whole": "yes"}, "whole must be True or False, got 'yes'"),
         ({"ahead": 0}, "ahead must be an integer of at least 1, got 0"),
         ({"ahead": "2"}, "ahead must be an integer of at least 1, got '2'"),

@@ -12,7 +12,9 @@ import torch
 
 from customized_ops.ring_attention.__main__ import main
 from customized_ops.ring_attention.command_line import doctor
+from customized_ops.ring_attention.core.comm.dist_comm import DistComm
 from customized_ops.ring_attention.core.kernels import KERNELS
+from customized_ops.ring_attention.core.plan.cost import H200_NCCL
 
 
 def test_it_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,9 +40,24 @@ def test_links_of_a_run() -> None:
     given = {**os.environ, "SEQSHARD_HOSTS": "3,1", "SEQSHARD_COSTS": costs}
     text = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in text.splitlines()]
-    assert ["4,", "of", "a", "host", "3,1", "gloo", "2", "12"] in lines
+    assert ["4", "inside", "hosts,", "3,1", "gloo", "2", "12"] in lines
     assert ["between", "hosts", "gloo", "1", "48"] in lines
+    assert "(links of CPUs are not measured" in text and "(links were" not in text
     assert text.count("ranks of the run") == 1  # one rank speaks
+
+
+@pytest.mark.parametrize("links_from", ["", "measured by an earlier run, in links.json"])
+def test_where_rates_are_from(links_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = object.__new__(DistComm)
+    comm.size, comm.costs, comm.links_from = 2, H200_NCCL, links_from
+    monkeypatch.setattr(doctor, "group_comm", lambda group: comm)
+    for name, value in {"get_backend": "nccl", "is_torchelastic_launched": True}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *given: None)
+    text = "\n".join(doctor._group(torch.device("cpu")))
+    assert ("(links were measured by an earlier run, in links.json)" in text) == bool(links_from)
+    assert "310" in text
 
 
 @pytest.fixture

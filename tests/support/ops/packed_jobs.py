@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,11 +144,14 @@ def random_batches_in_steps(seeds: Sequence[int], hosts: str) -> tuple[float, in
         return random_batches(seeds, hosts), max(stages), max(groups)
 
 
-def hosts_found() -> tuple[Topology | None, float]:
-    """The hosts of a group whose ranks are on two, as torchrun and their names say, and how many
-    shards they may hold."""
+def hosts_found(names: Sequence[str]) -> tuple[Topology | None, float, list[str]]:
+    """The hosts of a group whose ranks are on several, as torchrun and their ``names`` say, how
+    many shards they may hold, and what the package warns of."""
     rank, group = dist.get_rank(), dist.new_group(list(range(dist.get_world_size())))
-    names = patch.object(socket, "gethostname", lambda: f"host {rank // 2}")
-    with names, patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}):
+    host = patch.object(socket, "gethostname", lambda: names[rank])
+    several = patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"})
+    with host, several, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         costs = comm_by_name(group.group_name).costs
-    return costs.topology, costs.held_shards
+    ours = [str(each.message) for each in told if "seqshard" in str(each.message)]
+    return costs.topology, costs.held_shards, ours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,8 @@ from annotations.groups import another_group
 
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
-from .link_probe import measured
+from .kept_links import kept_or_probed, require_choice
+from .link_probe import hosts_of
 from .messages import Comm, Messages, Reduction
 from .patience import Patience, tell
 from .signals.stamps import Stamps
@@ -36,6 +37,8 @@ class Way(NamedTuple):
 
 class DistComm(Comm):
     """Over a torch process group: point-to-point messages, gloo or NCCL."""
+
+    links_from = ""  # where it is known from how fast its links are; "": nobody measured
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.group_name, group.rank(), group.size())
@@ -67,7 +70,11 @@ class DistComm(Comm):
         two steps: 453 ms without this, 406 ms with it), and which no collective of the caller's
         holds up. NCCL carries out what a group has to do one after the other; so over several hosts
         there is one group for messages inside hosts and one for those between them.
+
+        Raises:
+            ValueError: ``SEQSHARD_LINKS`` is neither "kept" nor "measure".
         """
+        require_choice()
         self._of_gpus = self.ways_apart(dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
         # NCCL connects a group at its first operation and wants all ranks there; an exchange may
         # leave some out. (A collective would make buffers of its own, which nothing here needs.)
@@ -79,8 +86,9 @@ class DistComm(Comm):
             everybody = way._replace(peers=frozenset(range(self.size)))
             for work in self._begin(everybody, {after: [one]}, {before: [other]}):
                 work.wait()
-        rates = measured(self, self.costs, device)
-        self.costs = rates.with_rates(os.environ.get(COSTS, ""), COSTS)
+        given = hosts_of(self, self.costs), device, str(dist.get_backend_config(self._group))
+        links, self.links_from = kept_or_probed(self, *given)
+        self.costs = links.in_place_of(self.costs).with_rates(os.environ.get(COSTS, ""), COSTS)
 
     def first_problem(self, problem: str | None) -> str | None:
         """That of the first rank that has one; the same on every rank."""
@@ -124,12 +132,23 @@ class DistComm(Comm):
                 raise ValueError(
                     f"{HOSTS}={world} has {world.size} ranks, there are {dist.get_world_size()}"
                 )
-            return Topology.of(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
+            return self._of_hosts(world.host_of[dist.get_process_group_ranks(self._group)].tolist())
         # Ranks on CPUs do not meet here unless torchrun says that there are several hosts.
         local, every = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         if not self.compares if local is None else local != every:
-            return Topology.of(self.all_gather_object(socket.gethostname()))
+            return self._of_hosts(self.all_gather_object(socket.gethostname()))
         return None
+
+    def _of_hosts(self, hosts: Sequence[Hashable]) -> Topology | None:
+        """That of ranks on these hosts. Where hosts take turns there is none, which is told."""
+        ranks = dist.get_process_group_ranks(self._group)
+        if self.rank == 0 and (turns := Topology.interleaved(hosts, ranks)):
+            tell(
+                "seqshard: attention over this group is planned as if all links were alike, so "
+                f"keys cross between hosts more than once: its hosts take turns ({turns}). Number "
+                "the ranks host by host, as torchrun does"
+            )
+        return Topology.of(hosts)
 
     def check(self) -> None:
         if self._stamps is not None:

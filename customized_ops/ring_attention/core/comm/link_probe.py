@@ -42,20 +42,41 @@ class Link(NamedTuple):
         )
 
 
+class Links(NamedTuple):
+    """Of a group: inside hosts, and between them; None where no two ranks are so."""
+
+    inside: Link | None
+    between: Link | None
+
+    def in_place_of(self, costs: CostModel) -> CostModel:
+        """``costs`` with these rates where they are others."""
+        rates: dict[str, Any] = {}
+        if self.inside is not None:
+            inside = self.inside.unless_near(Link(costs.link_bytes, costs.step_seconds))
+            rates |= {"link_bytes": inside.bytes_per_second, "step_seconds": inside.seconds}
+        if self.between is not None:
+            between = self.between.unless_near(Link(costs.between_bytes, costs.between_seconds))
+            rates |= {"between_bytes": between.bytes_per_second, "between_seconds": between.seconds}
+        return replace(costs, **rates)
+
+
 def measured(comm: Comm, costs: CostModel, device: torch.device) -> CostModel:
     """``costs`` with the rates of the links of this group where they are others; the same on every
     rank. All ranks call this together."""
-    hosts = costs.topology.hosts if costs.topology is not None else (comm.size,)
-    rates: dict[str, Any] = {}
-    if max(hosts) > 1:
-        known = Link(costs.link_bytes, costs.step_seconds)
-        inside = _probe(comm, device, _inside(hosts, comm.rank)).unless_near(known)
-        rates |= {"link_bytes": inside.bytes_per_second, "step_seconds": inside.seconds}
-    if len(hosts) > 1:
-        known = Link(costs.between_bytes, costs.between_seconds)
-        between = _probe(comm, device, _between(hosts, comm.rank)).unless_near(known)
-        rates |= {"between_bytes": between.bytes_per_second, "between_seconds": between.seconds}
-    return replace(costs, **rates)
+    return probed(comm, hosts_of(comm, costs), device).in_place_of(costs)
+
+
+def hosts_of(comm: Comm, costs: CostModel) -> tuple[int, ...]:
+    """Ranks of each host."""
+    return costs.topology.hosts if costs.topology is not None else (comm.size,)
+
+
+def probed(comm: Comm, hosts: tuple[int, ...], device: torch.device) -> Links:
+    """The links of this group as messages show them, the same on every rank; all of them call this
+    together."""
+    inside = _probe(comm, device, _inside(hosts, comm.rank)) if max(hosts) > 1 else None
+    between = _probe(comm, device, _between(hosts, comm.rank)) if len(hosts) > 1 else None
+    return Links(inside, between)
 
 
 Peers = tuple[int, int] | None  # to whom a rank sends, and from whom it receives

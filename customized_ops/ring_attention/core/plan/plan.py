@@ -146,6 +146,7 @@ def make_plan(
     head_dim: int = 128,
     v_dim: int | None = None,
     batch: int = 1,
+    itemsize: int = 2,
     team_size: int | None = 1,
     head_groups: int | None = None,
     costs: CostModel = H200,
@@ -173,6 +174,8 @@ def make_plan(
         head_dim, v_dim, batch: of a call: with little to compute, other plans are the fastest.
             ``v_dim`` is ``head_dim`` if None. Attention finds a plan that was made ahead only where
             these are its own.
+        itemsize: bytes of an element of q, k and v, for times on links and for what ranks may hold.
+            That of attention on GPUs is its dtype's; on CPUs it is 2, whatever the dtype.
         team_size: ranks that share out the heads of the same work (Ulysses, Jacobs et al.,
             arXiv:2309.14509, 2023, within a team); divides the number of ranks, and is at most the
             query heads. Shares may differ in size, and ranks may share a key head. None takes the
@@ -187,7 +190,7 @@ def make_plan(
         ValueError: heads that are no two integers, unknown ``assignment``, negative ``stages``,
             ``team_size`` does not divide the ranks or is too large, heads that are split are no
             multiple of one another, ``head_groups`` is not 1 to the key heads, or more than 1 with
-            heads split, or a head dim or the batch is below 1.
+            heads split, or a head dim, the batch or ``itemsize`` is below 1.
     """
     request = PlanRequest(
         mask,
@@ -200,6 +203,7 @@ def make_plan(
         head_groups,
         costs,
         (batch * head_dim, batch * (head_dim if v_dim is None else v_dim)),
+        itemsize,
     )
     request.check(ASSIGNMENTS)
     return _make_plan(request)
@@ -238,7 +242,7 @@ def check_expected(plan: Plan) -> None:
     warnings.warn(
         "attention plans again in the step: the plan of this batch was made ahead for "
         f"{', '.join(there)}, and the call is of {', '.join(here) or 'its own'}; give "
-        "packed_batches, or PackDocuments, the model's heads and head_dim, "
+        "packed_batches, or PackDocuments, the model's heads, head_dim and itemsize, "
         "costs=group_costs(process_group), and the layout that the call has: for a module of "
         "parallelize layout=module.plan.packed_layout",
         stacklevel=2,

@@ -20,6 +20,7 @@ class PlanRequest:
     Attributes:
         head_dims: of q and k, and of v, times the entries of a batch: more of these take as long as
             larger heads.
+        itemsize: bytes of an element of q, k and v.
     """
 
     mask: AttnMask
@@ -32,11 +33,13 @@ class PlanRequest:
     head_groups: int | None
     costs: CostModel
     head_dims: tuple[int, int] = (128, 128)
+    itemsize: int = 2
 
     @property
     def sizes(self) -> Sizes:
-        """By which plans are compared. Rates are of kernels with elements of 16 bits."""
-        return Sizes(*self.heads, *self.head_dims, 2)
+        """By which plans are compared. Rates of kernels are of elements of 16 bits, whatever there
+        are; bytes are not."""
+        return Sizes(*self.heads, *self.head_dims, self.itemsize)
 
     def check(self, assignments: Collection[str]) -> None:
         """Pass if there is such a plan, with one of these ``assignments``; errors are those of
@@ -61,6 +64,8 @@ class PlanRequest:
             raise ValueError(f"assignment must be one of {known}, got {self.assignment!r}")
         if min(self.head_dims) < 1:
             raise ValueError(f"head dims times batch must be 1 or more, got {self.head_dims}")
+        if self.itemsize < 1:
+            raise ValueError(f"itemsize must be 1 byte or more, got {self.itemsize}")
         self._check_heads()
         self._check_topology()
 

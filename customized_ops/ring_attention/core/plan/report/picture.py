@@ -12,6 +12,7 @@ import numpy as np
 
 from ...arrays import Ints
 from ...layout import Layout
+from ...topology import Topology
 from ..cost import H200, CostModel
 from ..heads import Sizes
 from ..plan_value import PlanValue
@@ -32,6 +33,8 @@ STRIPED: dict[str, Any] = {"edgecolor": "white", "hatch": "////"}
 # Up to so many ranks are named and striped; of more, little would be seen.
 FEW = len(PALETTE)
 MOST_TIMED, MERGES = 64, "#dd8888"  # ranks that are shown in time; what they merge
+HOST_LINE: dict[str, Any] = {"color": "#cc0000", "linewidth": 0.9, "linestyle": "--"}
+MOST_HOSTS = 64  # that are marked
 
 
 def draw(
@@ -49,7 +52,8 @@ def draw(
     Left, the mask over queries (down) and keys (across) in the colours of the ranks that compute
     each part, striped where keys are received; strips along both sides show who holds each token.
     Right, the bytes that go from rank to rank, and each rank's forward pass in time, as ``costs``
-    say by :func:`.simulate`. With heads split, a colour is that of the first rank of a team.
+    say by :func:`.simulate`. Dashed lines there are between hosts, up to MOST_HOSTS. With heads
+    split, a colour is that of the first rank of a team.
 
     Args:
         q_heads, kv_heads, head_dim, v_dim, itemsize: as for :func:`.measures`.
@@ -71,23 +75,27 @@ def draw(
     )  # fmt: skip
     colors = rank_colors(plan.group_size)
     _draw_mask(figure.add_subplot(grid[:, 0]), plan, colors)
-    _draw_links(figure.add_subplot(grid[0, 1]), *link_bytes(plan, sizes))
-    _draw_times(figure.add_subplot(grid[1, 1]), simulate(plan, sizes, costs).forward, colors)
-    figure.suptitle(_title(plan, sizes), fontsize=14, x=0.03, y=0.975, ha="left")
+    topology = plan.topology or costs.topology or Topology((plan.group_size,))
+    links, times = (figure.add_subplot(grid[row, 1]) for row in range(2))
+    _draw_links(links, *link_bytes(plan, sizes))
+    _draw_times(times, simulate(plan, sizes, costs).forward, colors)
+    _mark_hosts(links, times, topology)
+    figure.suptitle(_title(plan, sizes, topology), fontsize=14, x=0.03, y=0.975, ha="left")
     figure.savefig(path)
 
 
-def _title(plan: PlanValue, sizes: Sizes) -> str:
+def _title(plan: PlanValue, sizes: Sizes, topology: Topology) -> str:
     mask, received = plan.mask, plan.forward_bytes(*sizes)[:, 1]
     names = [layout.spec.partition(":")[0] for layout in (plan.q_layout, plan.k_layout)]
     layout = f"layout {names[0]}"
     if plan.q_layout != plan.k_layout:
         layout = f"layouts {names[0]} (q) and {names[1]} (k)"
     teams = f" in teams of {plan.team_size}" if plan.team_size > 1 else ""
+    hosts = f" of {len(topology.hosts)} hosts" if len(topology.hosts) > 1 else ""
     density = mask.area / max(mask.q_len * mask.k_len, 1)
     return (
         f"{_tokens(mask.q_len)} queries × {_tokens(mask.k_len)} keys ({density:.1%} attended) on "
-        f"{plan.group_size} ranks{teams}, {layout}\n"
+        f"{plan.group_size} ranks{hosts}{teams}, {layout}\n"
         f"largest rank computes {plan.imbalance(sizes.q_heads, sizes.kv_heads):.2f} × the mean;  "
         f"{format_bytes(received.sum())} move in the forward pass, at most "
         f"{format_bytes(received.max())} to a rank"
@@ -250,6 +258,16 @@ def _draw_times(axes: Axes, forward: PassTimeline, colors: Image) -> None:
     axes.set_ylabel("rank", fontsize=11)
     if few:
         axes.set_yticks(range(ranks))
+
+
+def _mark_hosts(links: Axes, times: Axes, topology: Topology) -> None:
+    """Lines where a host begins, after the first, between its first rank and the one before."""
+    if not 1 < len(topology.hosts) <= MOST_HOSTS:
+        return
+    links.set_xlabel("to rank; dashed: between hosts", fontsize=11)
+    for host, rank in enumerate(np.cumsum(topology.hosts)[:-1].tolist(), 1):
+        for line in (links.axhline, links.axvline, times.axhline):
+            line(rank - 0.5, gid=f"host {host} from rank {rank}", **HOST_LINE)
 
 
 def _tokens(count: int) -> str:

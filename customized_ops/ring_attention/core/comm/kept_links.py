@@ -1,0 +1,108 @@
+"""How fast the links of a group are, from a file of the user's cache: what an earlier run measured
+on the same GPUs.
+
+The file of the group's first rank counts for all ranks, as all must plan by the same rates. It is
+JSON, one for each group of GPUs, and what cannot be read as such is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .link_probe import Link, Links, probed
+from .messages import Comm
+
+LINKS = "SEQSHARD_LINKS"  # the environment variable that has links measured anew
+KEPT, MEASURE = "kept", "measure"  # its values
+FORMAT = 1
+
+
+def require_choice() -> None:
+    """Raises ValueError if the environment variable is neither."""
+    if (choice := os.environ.get(LINKS, KEPT)) not in (KEPT, MEASURE):
+        raise ValueError(f"{LINKS} must be {KEPT} or {MEASURE}, got {choice!r}")
+
+
+def kept_or_probed(
+    comm: Comm, hosts: tuple[int, ...], device: torch.device, backend: str
+) -> tuple[Links, str]:
+    """The links of a group, and where they are known from. All ranks call this together; all get
+    the same links.
+
+    Args:
+        hosts: ranks of each host.
+        device: this rank's. backend: what carries messages.
+    """
+    machines = comm.all_gather_object(_machine(device, backend))
+    given = {"format": FORMAT, "hosts": list(hosts), "first": machines[0]}
+    digest = hashlib.sha256(json.dumps([given, machines]).encode()).hexdigest()[:16]
+    path = _folder() / f"links-{digest}.json"
+    first, choice = comm.rank == 0, os.environ.get(LINKS, KEPT)
+    links = _read(path, given) if first and choice == KEPT else None
+    links = comm.all_gather_object(links)[0]
+    if links is not None:
+        return links, f"measured by an earlier run, in {path} ({LINKS}={MEASURE} measures anew)"
+    links = probed(comm, hosts, device)
+    kept = first and _write(path, {**given, **links._asdict()})
+    return links, "measured now" + f", kept in {path}" * kept
+
+
+def _machine(device: torch.device, backend: str) -> dict[str, Any]:
+    """What decides how fast messages of a rank are, as JSON has it."""
+    gpu = [str(device)]
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device)
+        gpu = [has.name, str(has.uuid), str(torch.cuda.nccl.version())]
+    names = [name for name in sorted(os.environ) if name.startswith("NCCL_")]
+    settings = {n: os.environ[n] for n in names if not n.startswith("NCCL_DEBUG")}
+    return {"host": socket.gethostname(), "gpu": gpu, "backend": backend, "settings": settings}
+
+
+def _folder() -> Path:
+    """Of the user's cache; not absolute where the system knows no home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    return cache / "seqshard"
+
+
+def _read(path: Path, given: dict[str, Any]) -> Links | None:
+    """What such a file says of a group; None where it does not."""
+    try:
+        said = json.loads(path.read_text())
+        each = [said[name] for name in Links._fields]
+        links = Links(*(None if link is None else Link(*map(float, link)) for link in each))
+        rates = [rate for link in links if link is not None for rate in link]
+        there = [link is not None for link in links]
+        several = [max(given["hosts"]) > 1, len(given["hosts"]) > 1]
+        good = there == several and all(0 < rate < math.inf for rate in rates)
+        return links if good and all(said[name] == given[name] for name in given) else None
+    except Exception:  # whatever it is, the peers must not wait for this rank
+        return None
+
+
+def _write(path: Path, said: dict[str, Any]) -> bool:
+    """Whether the file is there, whole: others may read it meanwhile."""
+    if not path.is_absolute():
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            try:
+                json.dump(said, file, indent=1)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+    except OSError:  # no room, or not the user's: then it is measured again
+        return False
+    return True
