@@ -43,6 +43,8 @@ def plan_of(case: Case, layout: Layout, costs: CostModel) -> Plan:
         how = {"assignment": "owner"}
     elif is_zigzag(case, layout):
         how = {"assignment": "zigzag"}
+    if costs.topology is not None:
+        how["team_size"] = None
     return make_plan(
         case.mask, layout, heads=case.heads, head_dim=case.head_dim, costs=costs, **how
     )

@@ -37,7 +37,8 @@ class AttentionOp:
         title: the public function's name, for errors.
         source: how its calls say which pairs attend.
         assignment: who computes what; see :func:`~.core.plan.make_plan`.
-        split_heads: whether ranks may share out heads inside, where that is faster.
+        split_heads: whether ranks of one host may share out heads inside, where that is faster;
+            ranks of several always may, as then fewer keys cross.
     """
 
     name: str
@@ -91,7 +92,7 @@ class AttentionOp:
             v_dim=max(head_dims[1], 1),
             batch=max(batch, 1),
             itemsize=itemsize,
-            team_size=team_size or (None if self.split_heads else 1),
+            team_size=team_size or (None if self.split_heads or costs.topology else 1),
             costs=costs,
         )
 

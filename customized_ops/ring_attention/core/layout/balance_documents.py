@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Ints, columns
+from ..arrays import Bools, Ints, columns
 from ..topology import Topology
 from .documents import DocumentAreas, Weighted, area_of_ranges
 from .host_documents import documents_on_hosts
 from .layout_tables import even_bounds, in_order
-from .split_documents import split_documents
+from .split_documents import LEAST_PART, split_documents
 from .subtrees import assign_subtrees
 from .whole_documents import AS_EVEN, whole_documents
 
@@ -93,29 +93,59 @@ def _by_hosts(
     weighted: Weighted, documents: DocumentAreas, sizes: Ints, topology: Topology, enough: float
 ) -> Ints:
     """A table of documents on ranks that crosses little between hosts. What a host holds of each
-    document is a document of its own there: a stretch has two, from the front and from the end."""
+    document is a document of its own there: a stretch has two, from the front and from the end.
+
+    What is of a document of several hosts is on all ranks of the host, so that each sends and
+    receives its part of what crosses."""
     host_of, hosts = topology.host_of, len(topology.hosts)
     ranks = np.bincount(host_of, sizes > 0, minlength=hosts)
     areas = ranks * (documents.area.sum() / ranks.sum())
     tokens = np.bincount(host_of, sizes, minlength=hosts).astype(np.int64)
     held = documents_on_hosts(documents, tokens, areas)
     parts = DocumentAreas.between(weighted, np.append(held[:, 1], documents.bounds[-1]))
+    crosses = _on_several_hosts(held, documents)
     tables = []
     for host in range(hosts):
-        (own,) = (held[:, 0] == host).nonzero()
-        if len(own) == 0:
-            continue
-        mine, of_ranks = parts.some(own, EVEN_PART), sizes[host_of == host]
-        table = _on_ranks(mine, of_ranks, enough)
+        on_host, room = held[:, 0] == host, sizes[host_of == host]
+        long = parts.tokens >= LEAST_PART * len(room)
+        dealt = [_dealt(held[n, 1:], room) for n in np.flatnonzero(on_host & crosses & long)]
+        own = np.flatnonzero(on_host & ~(crosses & long))
+        mine = parts.some(own, EVEN_PART)
+        table = _on_ranks(mine, room, enough) if len(own) else np.zeros((0, 3), dtype=np.int64)
         # From tokens of the host to those of the sequence.
         part = np.searchsorted(mine.bounds, table[:, 1], side="right") - 1
         table[:, 1:] += (held[own, 1] - mine.bounds[:-1])[part][:, None]
+        table = np.concatenate([*dealt, table])
         table[:, 0] += int(np.searchsorted(host_of, host))
         tables.append(table)
     rank, start, stop = np.concatenate(tables).T
     n = np.searchsorted(documents.bounds, start, side="right") - 1
     is_whole = stop - start == documents.tokens[n]
     return columns(rank, start, stop)[np.lexsort((start, is_whole, rank))]
+
+
+def _on_several_hosts(held: Ints, documents: DocumentAreas) -> Bools:
+    """Of int64[n, 3] ranges (host, start, stop): which are of documents that several hosts hold."""
+    document = documents.bounds.searchsorted(held[:, 1], side="right") - 1
+    first, last = (np.full(len(documents.tokens), value) for value in (held[:, 0].max(), 0))
+    np.minimum.at(first, document, held[:, 0])
+    np.maximum.at(last, document, held[:, 0])
+    return (first < last)[document]
+
+
+def _dealt(stretch: Ints, room: Ints) -> Ints:
+    """A table of ``stretch``, (start, stop), on ranks in proportion to their ``room``, which it
+    takes: of an early and of a late part of each rank, so that areas are even as tokens are.
+    """
+    start, stop = stretch.tolist()
+    shares = np.diff(np.append(0, (stop - start) * room.cumsum() // room.sum()))
+    room -= shares
+    early = shares - np.append(shares[:-1] // 2, 0)  # the two parts of the last rank are one
+    ends = start + np.cumsum(np.concatenate([early, (shares - early)[::-1]]))
+    ranks = np.arange(len(room))
+    rank = np.concatenate([ranks, ranks[::-1]])
+    table = columns(rank, np.append(start, ends[:-1]), ends)
+    return table[table[:, 1] < table[:, 2]]
 
 
 def _on_ranks(documents: DocumentAreas, sizes: Ints, enough: float) -> Ints:

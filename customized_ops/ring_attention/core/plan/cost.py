@@ -29,11 +29,13 @@ class Pass:
 
     Attributes:
         compute, link: float64[P]: each rank's time in kernels and on its links.
-        merge: float64[P]: about each rank's time to merge results, where keys come in many steps.
+        merge: float64[P]: about each rank's time to merge results, where keys come in many steps,
+            and over several hosts to copy what came to its place.
         launch: float64[P]: time that each rank's host takes to start kernels, beside these.
         overlap: whether keys arrive while others are attended.
         alone: float64[P]: time on the links that kernels do not hide: of rows, over several hosts,
             which arrive before they are attended, and go home after it.
+        parts: in how many keys arrive, over several hosts.
     """
 
     compute: Seconds
@@ -42,6 +44,7 @@ class Pass:
     launch: Seconds
     overlap: bool
     alone: Seconds
+    parts: float = math.inf
 
     @cached_property
     def host_bound(self) -> bool:
@@ -57,7 +60,8 @@ class Pass:
     def seconds(self) -> float:
         """Of the pass: the slowest rank in computing and the busiest link, and what none hides."""
         attend, link = self.attend_seconds, float(self.link.max())
-        both = max(attend, link) if self.overlap else attend + link
+        first = min(attend, link) / self.parts  # which the other waits for
+        both = max(attend, link) + first if self.overlap else attend + link
         return both + float(self.alone.max())
 
 
@@ -202,7 +206,7 @@ class CostModel:
         forward, backward = self.attend_seconds(plan.area, heads, head_dim, v_dim)
         merged = (plan.steps_with_keys - 1) * np.array(plan.q_layout.sizes) / self.memory_bytes
         merges = [merged * of_row for of_row in Sizes(*sizes).merge_bytes(heads)]
-        start = self._start_seconds(plan)
+        start, parts = self._start_seconds(plan), math.inf
         alone = [np.zeros_like(start)] * 2
         if plan.topology is None:
             there = plan.forward_bytes(*sizes).max(axis=1) / self.link_bytes
@@ -212,11 +216,16 @@ class CostModel:
             home = plan.home_itemsize(of, reduce_itemsize)
             there, alone[0] = self._level_seconds(plan, TokenBytes.forward(of, shares))
             back, alone[1] = self._level_seconds(plan, TokenBytes.backward(of, shares, home))
+            parts = max(plan.n_stages - 1, 1) * plan.head_groups
+            came = plan.forward_bytes(*sizes), plan.backward_bytes(*sizes, reduce_itemsize)
+            # What came by messages is read and written once more, to its place.
+            placed = [2 * each[:, 1] / self.memory_bytes for each in came]
+            merges = [merge + place for merge, place in zip(merges, placed, strict=True)]
         launch = plan.calls(kv_heads).astype(np.float64) * self.call_seconds
         overlap = not plan.gathered or plan.head_groups > 1
         return (
-            Pass(forward, there + start, merges[0], launch, overlap, alone[0]),
-            Pass(backward, back + start, merges[1], launch, overlap, alone[1]),
+            Pass(forward, there + start, merges[0], launch, overlap, alone[0], parts),
+            Pass(backward, back + start, merges[1], launch, overlap, alone[1], parts),
         )
 
 

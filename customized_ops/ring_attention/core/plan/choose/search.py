@@ -17,6 +17,8 @@ Works = list[Work]
 # What the busiest link may do to spare a kernel call: be at work for HIDDEN of the two passes,
 # which kernels do not feel, but no more than BUSIER times what it is at the least.
 HIDDEN, BUSIER = 0.25, 1.5
+# Ranks up to which plans of documents are searched, too; of 1,024 that takes more than a second.
+SEARCHED_RANKS = 256
 
 
 def _owner(slices: Slices, q_layout: Layout, k_layout: Layout, team: int, cost: float) -> Works:
@@ -76,7 +78,7 @@ def best_plan(make: type[AnyPlan], request: PlanRequest) -> AnyPlan:
     rates = Rates(request.costs, request.sizes)
     if request.assignment == "auto" and is_of_documents(request):
         plan = document_plan(make, request, rates)
-        if is_good(plan, rates):
+        if is_good(plan, rates) or plan.group_size > SEARCHED_RANKS:
             return plan
         return min(plan, searched_plan(make, request, rates), key=rates.seconds)
     if rates.ask_simulator(request.q_layout.group_size):
@@ -122,14 +124,15 @@ def _best_simulated(plans: list[AnyPlan], request: PlanRequest, rates: Rates) ->
 
 
 def _best(plans: list[AnyPlan], rates: Rates) -> AnyPlan:
-    """Of the plans that are the fastest within a twentieth, those whose busiest link is well
-    hidden behind kernels or hardly busier than the least busy one; of those one with the fewest
-    calls, and of these the one with the least busy link, if there is one among those of even work.
-    (Two H200s, contiguous shards of a causal mask: a call less was worth 0.6 to 6 % from 8k tokens
-    to 64k, and 1.3 times the bytes cost nothing.)"""
+    """Of the plans that are the fastest within a twentieth, over several hosts within a hundredth,
+    those whose busiest link is well hidden behind kernels or hardly busier than the least busy one;
+    of those one with the fewest calls, and of these the one with the least busy link, if there is
+    one among those of even work. (Two H200s, contiguous shards of a causal mask: a call less was
+    worth 0.6 to 6 % from 8k tokens to 64k, and 1.3 times the bytes cost nothing.)"""
     seconds = [rates.seconds(plan) for plan in plans]
     link = [sum(float(each.link.max()) for each in rates.passes(plan)) for plan in plans]
-    fast = [n for n in range(len(plans)) if seconds[n] <= 1.05 * min(seconds)]
+    as_fast = 1.05 if rates.costs.topology is None else 1.01
+    fast = [n for n in range(len(plans)) if seconds[n] <= as_fast * min(seconds)]
     least = min(link[n] for n in fast)
     most = min(max(least / FEWER_BYTES, HIDDEN * min(seconds)), BUSIER * least)
     light = [n for n in fast if link[n] <= most]
