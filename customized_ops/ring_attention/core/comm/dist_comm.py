@@ -19,8 +19,9 @@ from annotations.groups import another_group
 from ..plan.cost import H200_NCCL, HELD_SHARDS
 from ..topology import Topology
 from .link_probe import measured
-from .messages import Comm, Messages, Reduction
+from .messages import Comm
 from .patience import Patience, tell
+from .rank_group import Messages, Reduction
 from .signals.stamps import Stamps
 
 HOSTS = "SEQSHARD_HOSTS"  # the environment variable that says which ranks of the world share one
