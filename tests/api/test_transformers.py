@@ -420,18 +420,23 @@ def test_bf16(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "policy", "rows"),
+    ("name", "case", "policy", "rows", "lowered"),
     [
-        ("llama", "plain", "cp", 3),
-        pytest.param("qwen3", "plain", "dp", 2, marks=pytest.mark.slow),
-        pytest.param("mistral", "packed", "cp", 2, marks=pytest.mark.slow),
+        ("llama", "plain", "cp", 3, False),
+        pytest.param("llama", "plain", "cp", 3, True, marks=pytest.mark.slow),
+        pytest.param("qwen3", "plain", "dp", 2, True, marks=pytest.mark.slow),
+        pytest.param("mistral", "packed", "cp", 2, True, marks=pytest.mark.slow),
     ],
 )
 @worlds(cpus=[2], gpus=[2])
-def test_parallelized(ranks: Pool, name: str, case: str, policy: str, rows: int) -> None:
-    """The plan cuts attention and the loss, whose labels are shifted across the cut."""
+def test_parallelized(
+    ranks: Pool, name: str, case: str, policy: str, rows: int, lowered: bool
+) -> None:
+    """The plan cuts attention and the loss, whose labels are shifted across the cut. A lowered
+    Llama is in the next test, too."""
     ranks.run(hf_jobs.imported)
-    for alone, got, plan in ranks.run(hf_jobs.parallelized, name, case, policy, rows):
+    given = name, case, policy, rows, None, None, lowered
+    for alone, got, plan in ranks.run(hf_jobs.parallelized, *given):
         same(name, got, alone)
         split = "b" if policy == "dp" else "l"
         assert f" {split} / {ranks.size}" in plan
