@@ -408,15 +408,18 @@ def test_a_group_that_does_not_begin_at_rank_0(ranks: Pool) -> None:
         same("mistral", got, alone)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("llama", "packed"), pytest.param("mistral", "plain", marks=pytest.mark.slow)],
+)
 @worlds(cpus=[2], gpus=[2])
-def test_bf16(ranks: Pool) -> None:
+def test_bf16(ranks: Pool, name: str, case: str) -> None:
     """Over ranks at most twice as far from fp64 as on one, by the kernel that is the fastest."""
     ranks.run(hf_jobs.imported)
-    for name, case in (("llama", "packed"), ("mistral", "plain")):
-        for truth, alone, got in ranks.run(hf_jobs.cut_in_bf16, name, case, "zigzag"):
-            for what, want in truth.items():
-                assert want.abs().max() > 1e-5, f"{what}: nothing to compare"
-                assert_near(f"{name}, {what}", got[what], want, alone[what], torch.bfloat16)
+    for truth, alone, got in ranks.run(hf_jobs.cut_in_bf16, name, case, "zigzag"):
+        for what, want in truth.items():
+            assert want.abs().max() > 1e-5, f"{what}: nothing to compare"
+            assert_near(f"{name}, {what}", got[what], want, alone[what], torch.bfloat16)
 
 
 @pytest.mark.parametrize(
